@@ -3,7 +3,7 @@ several algorithms at once, spread over the GPUs that there are: `python scripts
 take turns: with twelve on one H100 a step of 1,024 samples took 8 s.
 
 Pretraining ends when the model solves `--until` of held-out tasks, or when `--pretrain-s` have passed; its learning rate then
-falls to nothing over a quarter as many updates again. Each run of rewards begins with these weights, and ends when it has
+falls to nothing over `--fall` times as many updates again. Each run of rewards begins with these weights, and ends when it has
 reached its aim on two sets of held-out tasks, or when `--seconds` are over. `--runs grpo:5e-5:5,ppo:5e-5:5` names algorithm,
 learning rate and number of seeds. Answers are sampled at temperature 1, one a task. Prints the rates, and one JSON object a run
 at the end.
@@ -116,7 +116,7 @@ def pretrained(options: argparse.Namespace, chunks: Chunks, began: float) -> tup
             found, took = rate(sampler, HELD_OUT, 512), time.perf_counter() - began
             print(f"pretraining: update {step}, loss {float(result.loss):.3f}, rate {found:.3f}, {took:.0f} s", flush=True)
             if last is None and (found >= options.until or took > options.pretrain_s):
-                falls, last = step, step + max(1, step // 4)
+                falls, last = step, step + max(1, int(step * options.fall))
     return model, rate(sampler, CHECKED, 2048)
 
 
@@ -222,7 +222,8 @@ def read() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
-        ("device", "cuda"), ("dtype", "float32"), ("layers", 4), ("hidden", 256), ("until", 0.2), ("pretrain-s", 130.0),
+        ("device", "cuda"), ("dtype", "float32"), ("layers", 4), ("hidden", 256), ("until", 0.2), ("fall", 0.25),
+        ("pretrain-s", 130.0),
         ("pretrain-lr", 2e-3), ("measure-every", 50), ("seconds", 535.0), ("runs", "grpo:5e-5:5,ppo:5e-5:5"),
         ("prompts", 256), ("answers", 8), ("minibatches", 2), ("critic-lr", 2e-4), ("entropy-bonus", 0.0),
         ("cache-mib", 256), ("processes", 12), ("until-time", 0.0), ("aim", 2.0), ("run", ""),

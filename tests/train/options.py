@@ -10,6 +10,7 @@ TRAIN_OPTIONS = {
         "--no-chat",
         "--shuffle",
         "--no-shuffle",
+        "--piece-tokens",
         "--out",
         "--device",
         "--dtype",

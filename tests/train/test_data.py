@@ -58,6 +58,22 @@ def test_an_epoch_has_every_token_and_every_next_token_once(tmp_path: Path, seed
         assert tokens[:total] != tokens[total:], "the second epoch has the order of the first"
 
 
+def test_long_documents_are_cut_before_they_are_shuffled(tmp_path: Path) -> None:
+    given = [*random_documents(3), list(range(2000, 2500))]
+    texts, total = Texts(shards(tmp_path, given), 0, piece=16), sum(map(len, given))
+    tokens, places, position = [], [], 0
+    while position < total:
+        row, position = texts.row(position, min(16, total - position))
+        for ids, targets in row:
+            tokens += ids.tolist()
+            assert ids.tolist()[1:] == targets.tolist()[: len(ids) - 1], "the next token of the same document"
+            places += [one // 16 for one in (ids - 2000).tolist() if one >= 0]
+    assert Counter(tokens) == Counter(token for document in given for token in document)
+    steps = [b - a for a, b in pairwise(places) if a != b]
+    assert sum(step != 1 for step in steps) > len(steps) // 2, "pieces of the long document follow each other"
+    assert texts.piece_tokens < 16 < Texts(TokenShards(tmp_path), 0).piece_tokens
+
+
 def test_a_piece_is_of_one_document(tmp_path: Path) -> None:
     given = random_documents(2)
     texts, position = Texts(shards(tmp_path, given), 3), 0

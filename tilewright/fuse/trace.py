@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import source_line
@@ -122,8 +124,22 @@ _USER = "user"
 """The name that `_Flat` has for the module, in front of all names of the graph."""
 
 
+class _NoDropout(TorchFunctionMode):
+    """Dropout in evaluation gives its own input, as a call does. torch.export copies it, so that later writes are lost."""
+
+    _KINDS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._KINDS:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("input", "p", "training"), args)) | (kwargs or {})
+        if given.get("training", func not in (F.alpha_dropout, F.feature_alpha_dropout)):
+            return func(*args, **(kwargs or {}))
+        return given["input"]
+
+
 def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
-    with without_fast_path(), torch.no_grad(), quietly():
+    with without_fast_path(), torch.no_grad(), quietly(), _NoDropout():
         try:
             return torch.export.export(module, tuple(tensors)).run_decompositions({})
         # Whatever the user's code raises while it runs on fake tensors says that it is no graph of them.
@@ -160,6 +176,7 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     whole = exported.module()
     assert isinstance(whole, fx.GraphModule), "that is what torch.export gives"
     _with_users_names(whole)
+    _reshaped(whole)
     state = {str(n.target): _attribute(whole, str(n.target)) for n in whole.graph.nodes if n.op == "get_attr"}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return Traced(whole, tensors, mutated)
@@ -188,6 +205,18 @@ def _with_users_names(whole: fx.GraphModule) -> None:
             getattr(whole, kind).update(getattr(inside, kind))
         constants = {name: v for name, v in vars(inside).items() if isinstance(v, Tensor)}
         vars(whole).update(constants)
+    whole.recompile()
+
+
+def _reshaped(whole: fx.GraphModule) -> None:
+    """Views that copy where they must: real strides may differ from those of the fake tensors that it was traced with.
+
+    Those of `roll` do (torch 2.11 to 2.13): on a CPU its result is contiguous, and the fake one lies as its input does. Nothing
+    in the graph is written to, so that a copy is as good.
+    """
+    for node in whole.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
     whole.recompile()
 
 

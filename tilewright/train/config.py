@@ -56,6 +56,9 @@ class TrainConfig:
     text_field: str = _option("text", "field of JSON lines and parquet that has the text")
     chat: bool = _option(False, "data are conversations: loss on the assistant's messages alone, by the chat template")
     shuffle: bool = _option(True, "read documents in a new order each epoch; no: as they lie in the shards")
+    piece_tokens: int = _option(
+        0, "cut texts into pieces of this many tokens before they are shuffled, so that an update reads many texts; 0: do not"
+    )
     out: str = _option("run", "folder of the run: checkpoints, log.jsonl, the final model")
     device: str | None = _option(None, "cpu, cuda or cuda:N; default: the first GPU, else the CPU")
     dtype: str = _option("bfloat16", "bfloat16 or float32, of weights and products; master weights are float32")
@@ -116,12 +119,14 @@ class TrainConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, wanted one of {', '.join(choices)}")
-        least = {"row_tokens": 2, "seed": 0, "warmup": 0, "eval_rows": 0, "sample_every": 0}
+        least = {"row_tokens": 2, "seed": 0, "piece_tokens": 0, "warmup": 0, "eval_rows": 0, "sample_every": 0}
         least |= {"micro_rows": 1, "micro_batches": 1, "steps": 1, "log_every": 1, "save_every": 1, "keep": 1}
         least |= {"eval_every": 1, "sample_tokens": 1, "max_skipped": 1, "lora_rank": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted {low} or more")
+        if self.piece_tokens == 1:
+            raise ValueError("piece_tokens is 1, wanted 0, or 2 or more: a piece's last token has nothing to predict")
         if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
             raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
         if self.mup_base is not None and self.mup_base < 1:

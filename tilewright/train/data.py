@@ -5,7 +5,8 @@ turned into shards once, beside the run. Each epoch reads all documents of a sou
 (seed, epoch), so what a source gives is a pure function of a position, and positions are all that a checkpoint has to hold.
 
     Texts            one endless stream of tokens, cut into rows of L. A document that does not fit goes on in the next row;
-                     the positions and what is attended to begin anew there. Position: tokens read.
+                     the positions and what is attended to begin anew there. Documents may be cut before they are shuffled:
+                     rows that follow each other are then of unlike documents, however long these are. Position: tokens read.
     Conversations    whole conversations, as many as fit into L tokens. Loss on the answers alone. Position: conversations read.
     Mixture          which source the next row is from: the one that is furthest behind its weight, counted in tokens.
 """
@@ -53,14 +54,16 @@ class Source(Protocol):
 
 
 class _Order:
-    """The documents of shards in the order of each epoch."""
+    """The documents of shards in the order of each epoch; `piece`: cut into pieces of at most so many tokens."""
 
-    def __init__(self, shards: TokenShards, seed: int | None, name: str):
+    def __init__(self, shards: TokenShards, seed: int | None, name: str, piece: int = 0):
         if not len(shards):
             raise ValueError(f"{name} has no tokens: give a source that has some, or leave it out")
         ends = shards.ends(0, len(shards))
         # A document without tokens has nothing to say; what lies behind the last end is a document that ends with the shards.
         ends = np.unique(np.append(ends[ends > 0], len(shards)))
+        if piece:
+            ends = _cut(ends, piece)
         self.starts = np.concatenate(([0], ends[:-1]))
         self.lengths = ends - self.starts
         self._seed = seed
@@ -75,21 +78,36 @@ class _Order:
         return self._held[1]
 
 
+def _cut(ends: NDArray[np.int64], piece: int) -> NDArray[np.int64]:
+    """The ends of pieces of at most `piece` tokens that documents with these ends are cut into, each from its beginning."""
+    starts = np.concatenate(([0], ends[:-1]))
+    counts = -(-(ends - starts) // piece)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    number = np.arange(1, int(counts.sum()) + 1) - first
+    return np.minimum(np.repeat(starts, counts) + number * piece, np.repeat(ends, counts))
+
+
 class Texts:
-    """Rows of exactly `length` tokens; every token but the first of each document is predicted once an epoch.
+    """Rows of exactly `length` tokens; every token but the first of each document, or piece, is predicted once an epoch.
 
     Args:
         shards: of documents, each with its end-of-text token.
         seed: of the order of documents; None for that of the shards.
         name: for messages.
+        piece: documents are cut into pieces of at most so many tokens, which are shuffled; 0: they stay whole.
 
     Raises:
         ValueError: there are no tokens.
     """
 
-    def __init__(self, shards: TokenShards, seed: int | None, name: str = "the data"):
-        self._shards, self._order = shards, _Order(shards, seed, name)
+    def __init__(self, shards: TokenShards, seed: int | None, name: str = "the data", piece: int = 0):
+        self._shards, self._order = shards, _Order(shards, seed, name, piece)
         self._running: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def piece_tokens(self) -> float:
+        """Of a document, or of a piece, on average."""
+        return len(self._shards) / len(self._order.starts)
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
         """The next `length` tokens, and as the last target the one behind them where its document goes on."""

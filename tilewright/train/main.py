@@ -191,6 +191,16 @@ def _data(
             [path], encoder, vocab_size, home, identity=encoder.identity, text_field=config.text_field, progress=say
         )
 
+    def texts(made: TokenShards, name: str) -> Texts:
+        found = Texts(made, seed, name, config.piece_tokens)
+        update = config.row_tokens * config.micro_rows * config.micro_batches * config.parallel.dp
+        if config.shuffle and found.piece_tokens > update:
+            say(
+                f"{name}: an update reads {update:,} tokens, and a document has {found.piece_tokens:,.0f} on average: "
+                f"most updates see one document alone. piece_tokens = {config.row_tokens} shuffles pieces instead\n"
+            )
+        return found
+
     def source(path: Path) -> Source:
         if not path.exists():
             raise FileNotFoundError(f"data: there is no {path}")
@@ -201,9 +211,9 @@ def _data(
             pairs = pair_shards([path], encoder.pair, render, vocab_size, home, identity=identity)
             return Pairs(*pairs, seed, config.row_tokens, str(path))
         if path.is_dir():
-            return Texts(TokenShards(path), seed, str(path))
+            return texts(TokenShards(path), str(path))
         if not config.chat:
-            return Texts(shards(path), seed, str(path))
+            return texts(shards(path), str(path))
         if render is None or encoder is None or at is None:
             raise ValueError("chat needs the chat template of a model's tokenizer: name a folder with one with tokenizer")
         identity = f"{encoder.identity} {_template_identity(at)}"
