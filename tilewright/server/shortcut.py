@@ -6,7 +6,7 @@ woken by one of them goes on while the next ones are sent, and is not woken for 
 """
 
 import asyncio
-import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -21,8 +21,6 @@ PARTIAL = object()
 """A shortcut's word for a request that it might take, once it is whole."""
 MAX_HELD_BYTES = 128 << 10
 """Of what a client sends on while a shortcut answers it; more is not read yet."""
-
-logger = logging.getLogger(__name__)
 
 
 class Short(NamedTuple):
@@ -60,7 +58,7 @@ class Outbox:
     """Answers of one turn of the event loop, which go out in the next."""
 
     def __init__(self) -> None:
-        self._ready: list[tuple[Shortened, Callable[[], Short]]] = []
+        self._ready: deque[tuple[Shortened, Callable[[], Short]]] = deque()
 
     def add(self, connection: "Shortened", make: Callable[[], Short]) -> None:
         """An answer is ready to be made."""
@@ -69,12 +67,26 @@ class Outbox:
             connection.loop.call_soon(self._send)
 
     def _send(self) -> None:
-        ready, self._ready = self._ready, []
-        made = [(connection, data) for connection, make in ready if (data := connection.made(make)) is not None]
-        for connection, data in made:
-            connection.send(data)
-        for connection, _ in made:
-            connection.sent()
+        made = list[tuple[Shortened, bytes]]()
+        try:
+            while self._ready:
+                connection, make = self._ready[0]
+                try:
+                    data = connection.made(make)
+                except BaseException:
+                    connection.failed()
+                    raise  # to the event loop, which logs it
+                finally:
+                    self._ready.popleft()
+                if data is not None:
+                    made.append((connection, data))
+        finally:
+            if self._ready:  # what one request ran into is its own: the others are answered
+                self._ready[0][0].loop.call_soon(self._send)
+            for connection, data in made:
+                connection.send(data)
+            for connection, _ in made:
+                connection.sent()
 
 
 class Shortened(H11Protocol):
@@ -127,20 +139,19 @@ class Shortened(H11Protocol):
         self._outbox.add(self, make)
 
     def made(self, make: Callable[[], Short]) -> bytes | None:
-        """An answer's bytes; None: nobody is there any more, or it failed and the client was told."""
+        """An answer's bytes; None: nobody is there any more."""
         if self._real.is_closing():
             self._short = None
             return None
-        try:
-            status, headers, body = make()
-        except Exception as error:  # what one request runs into is its own: the others are answered
-            self._short = None
-            logger.error("the server failed on a request", exc_info=error)
-            self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
-            return None
+        status, headers, body = make()
         usual = b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
         length, words = len(body), STATUS_PHRASES[status]
         return b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (status, words, usual, headers, length, body)
+
+    def failed(self) -> None:
+        """An answer could not be made."""
+        self._short = None
+        self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
 
     def send(self, data: bytes) -> None:
         """Send an answer."""
