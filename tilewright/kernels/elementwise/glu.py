@@ -89,11 +89,15 @@ SPACE = Space(
 )
 
 
-def _pair(inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, merged: bool) -> tuple[Tensor, Tensor]:
+@Example.of
+def _example(
+    inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, merged: bool, *kind: bool | str
+) -> tuple[Tensor | bool | str, ...]:
+    """Two of a shape, or the halves of one projection (`merged`), and what the activation is told."""
     if not merged:
-        return inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype)
+        return inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), *kind
     both = inputs.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
-    return both[..., : shape[-1]], both[..., shape[-1] :]
+    return both[..., : shape[-1]], both[..., shape[-1] :], *kind
 
 
 _CASES = (
@@ -103,18 +107,11 @@ _CASES = (
     ("one", (1, 1), torch.float32, False),
     ("wide", (2, 2500), torch.float32, True),
 )
-SILU_EXAMPLES = tuple(Example(label, lambda inputs, c=case: _pair(inputs, *c)) for label, *case in _CASES)
+SILU_EXAMPLES = tuple(_example(*case) for case in _CASES)
 GELU_EXAMPLES = tuple(
-    Example(f"{label} {form}".strip(), lambda inputs, c=case, a=bool(form): (*_pair(inputs, *c), a))
-    for form in ("", "tanh")
-    for label, *case in _CASES
+    _example(f"{label} {form}".strip(), *case, bool(form)) for form in ("", "tanh") for label, *case in _CASES
 )
-
-GATED_EXAMPLES = tuple(
-    Example(f"{kind} {label}", lambda inputs, c=case, k=kind: (*_pair(inputs, *c), k))
-    for kind in GATES
-    for label, *case in _CASES
-)
+GATED_EXAMPLES = tuple(_example(f"{kind} {label}", *case, kind) for kind in GATES for label, *case in _CASES)
 
 
 @triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])
