@@ -111,6 +111,7 @@ from tilewright.ops.experts import (
     sort_by_expert,
 )
 from tilewright.ops.linear import linear, linear_codes
+from tilewright.ops.linear_coded import linear_coded
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.linear_fp8 import linear_fp8
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -175,6 +176,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "linear",
+    "linear_coded",
     "linear_codes",
     "linear_cross_entropy",
     "linear_fp8",
