@@ -79,7 +79,8 @@ def _tile_step(
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys start .. start + BLOCK_N into (m, l, acc). The pointers to caches and scales point at the head."""
-    SCALED: tl.constexpr = True if CODED else cap_log2 is not None  # before the mask; else as the maximum is subtracted
+    # Whether scores are scaled before the mask; else as the maximum is subtracted.
+    SCALED: tl.constexpr = CODED or cap_log2 is not None  # pyright: ignore[reportAssignmentType]
     dims = tl.arange(0, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_N)
     inside = keys < end
