@@ -141,7 +141,10 @@ class Batcher:
         item.gone = True
         self._waiting -= 1
         self._rows_waiting -= item.rows
-        if len(self._heap) > 64 + 2 * self._waiting:
+        if not self._waiting:
+            self._heap.clear()
+            self._deadlines.clear()
+        elif len(self._heap) > 64 + 2 * self._waiting:
             # Withdrawn and expired items lie in the heaps until they come up; an owner that only withdraws must not fill them.
             self._heap = [entry for entry in self._heap if not entry[2].gone]
             self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
@@ -216,7 +219,11 @@ class Batcher:
             return [], False
         leader = self._heap[0][2]
         chosen, rows, most = list[Item](), 0, self._most(leader)
-        for item in self._in_order():
+        # Where all of them may fit, sorting them is less work than walking.
+        order = (
+            (entry[2] for entry in sorted(self._heap) if not entry[2].gone) if self._rows_waiting <= most else self._in_order()
+        )
+        for item in order:
             if item.key != leader.key:
                 continue
             if rows + item.rows > most:

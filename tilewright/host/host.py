@@ -71,6 +71,12 @@ class Model:
     """Of a pipeline."""
     cache: OrderedDict[bytes, dict[str, Wire]] = field(default_factory=OrderedDict)
     credit: dict[int, float] = field(default_factory=dict)
+    plain: bool = False
+    """Whether a version's answer is all there is to a request: no pipeline, cache, sequences or shadows."""
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.plain = self.pipeline is None and not (config.cache or config.state or any(m.shadow for m in config.versions))
 
     @property
     def newest(self) -> int:
@@ -300,6 +306,25 @@ class Host:
             self._shadow(model, inputs, outputs)
         return Answer(name, chosen, named)
 
+    def begin(
+        self,
+        name: str,
+        number: str | None,
+        inputs: Mapping[str, Wire],
+        ask: Ask,
+        done: Callable[[tuple[Wire, ...] | HostError], object],
+    ) -> tuple[Version, Callable[[], object]] | None:
+        """`infer` without a task: (who answers, what gives the request up); None: this model's requests need a task.
+
+        `done` is told once, later. Raises HostError.
+        """
+        model = self.model(name)
+        chosen = self.version(model, number)
+        if not model.plain:
+            return None
+        version = model.versions[self._member(model) if chosen is None else chosen]
+        return version, version.begin(inputs, ask, done)
+
     async def _step(self, name: str, inputs: Mapping[str, Wire], ask: Ask) -> Mapping[str, Wire]:
         return (await self.infer(name, None, inputs, ask)).outputs
 
@@ -307,6 +332,8 @@ class Host:
 
     def _member(self, model: Model) -> int:
         """Who answers the next request that names no version: each gets its share, spread as evenly as can be."""
+        if not model.config.versions:
+            return model.newest
         members = [member for member in model.config.versions if not member.shadow and member.weight > 0]
         if len(members) < 2:
             return members[0].version if members else model.newest

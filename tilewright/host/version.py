@@ -28,10 +28,13 @@ from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unava
 from tilewright.host.instance import LoadFailed, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, byte_size, checked
+from tilewright.host.waiting import Cut, Plan, Told, Waiting
 
 __all__ = ["Ask", "Version"]
 
 MAX_TIMEOUT_S = 86400.0
+MAX_PLANS = 256
+"""Kinds of requests that are remembered."""
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -50,17 +53,8 @@ class Ask:
     """Told what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
     starts: bool = False
     ends: bool = False
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """An item's request."""
-
-    inputs: list[Wire]
-    answer: "asyncio.Future[tuple[Wire, ...]]"
-    tried: bool = False
-    times: tuple[float, float, int, float] | None = None
-    """(begin, end, rows, the model's seconds) of its batch."""
+    kind: int | None = None
+    """Requests with the same number have the same names, datatypes, shapes and sizes of inputs: one of them is checked."""
 
 
 class Version:
@@ -92,6 +86,7 @@ class Version:
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._plans = dict[int | None, Plan]()
         self._soon = False
         """Whether `_pump` comes at the end of this turn of the event loop."""
         self._failures = 0
@@ -138,19 +133,51 @@ class Version:
         self.stats.times["success"].add(time.monotonic() - started_s)
         return answer
 
+    def begin(
+        self, inputs: Mapping[str, Wire], ask: Ask, done: Callable[[tuple[Wire, ...] | HostError], object]
+    ) -> Callable[[], object]:
+        """`infer` without a task: `done` is told once, later. Returns what gives the request up. Raises HostError."""
+        started_s = time.monotonic()
+        answer = Told(done, self.stats.times, started_s)
+        try:
+            item = self._queued(inputs, ask, started_s, answer)
+        except HostError:
+            self.stats.times["fail"].add(time.monotonic() - started_s)
+            raise
+
+        def give_up() -> None:
+            answer.over = True
+            self._batcher.withdraw(item)
+
+        return give_up
+
     async def _asked(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float) -> tuple[Wire, ...]:
-        rows = checked(self.name, self.signature, inputs, self._policy.max_rows)
+        answer: asyncio.Future[tuple[Wire, ...]] = self._loop.create_future()
+        item = self._queued(inputs, ask, now_s, answer)
+        waiting: Waiting = item.payload
+        try:
+            return await answer
+        finally:
+            self._batcher.withdraw(item)
+            if ask.note is not None and waiting.times is not None:
+                began_s, ended_s, rows, model_s = waiting.times
+                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
+                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
+
+    def _queued(
+        self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | Told"
+    ) -> Item:
+        """A request in the queue. Raises HostError: it is not taken."""
+        rows, size, key = self._plans.get(ask.kind) or self._planned(inputs, ask)
         self._check_open(now_s)
         wires = [inputs[spec.name] for spec in self.signature.inputs]
-        size = sum(len(wire.data) for wire in wires)
         if size > self._capacity:
             raise Overloaded(f"{self.label}: the inputs have {size} bytes, and a batch at most {self._capacity}", 0)
-        key, most = (tuple(wire.shape[1:] for wire in wires), max(rows, self._capacity // max(1, size // rows)))
+        most = max(rows, self._capacity // max(1, size // rows))
         if not self.signature.batched:
             key, most = (next(_numbers), 1)
         deadline_s = None if ask.timeout_s is None else now_s + min(ask.timeout_s, MAX_TIMEOUT_S)
-        waiting = _Waiting(wires, self._loop.create_future())
-        item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
+        item = Item(rows, now_s, ask.priority, deadline_s, key, most, Waiting(wires, answer))
         try:
             try:
                 self._batcher.add(item, len(self._instances))
@@ -164,14 +191,18 @@ class Version:
         if not self._soon:
             self._soon = True
             self._loop.call_soon(self._pump)
-        try:
-            return await waiting.answer
-        finally:
-            self._batcher.withdraw(item)
-            if ask.note is not None and waiting.times is not None:
-                began_s, ended_s, rows, model_s = waiting.times
-                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
-                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
+        return item
+
+    def _planned(self, inputs: Mapping[str, Wire], ask: Ask) -> Plan:
+        """What there is to know of a request's inputs, kept for others of its kind. Raises Refused."""
+        rows = checked(self.name, self.signature, inputs, self._policy.max_rows)
+        wires = [inputs[spec.name] for spec in self.signature.inputs]
+        plan = Plan(rows, sum(len(wire.data) for wire in wires), tuple(wire.shape[1:] for wire in wires))
+        if ask.kind is not None:
+            self._plans[ask.kind] = plan
+            if len(self._plans) > MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+        return plan
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:
@@ -219,18 +250,20 @@ class Version:
     def _finished(self, instance: Runs, batch: Batch, reply: Reply, started_s: float) -> None:
         ended_s = time.monotonic()
         self._batcher.took(batch, ended_s - started_s)
-        times, at, answered = self.stats.times, 0, 0
+        times, at, answered, queued_s = self.stats.times, 0, 0, 0.0
+        cuts = [Cut(wire, self.signature.batched) for wire in reply.outputs]
         for number, item in enumerate(batch.items):
             rows, answer = item.rows, item.payload.answer
             item.payload.times = started_s, ended_s, batch.rows, reply.seconds
             if number in reply.errors:
                 self._fail(item, Failed(f"{self.label}: {reply.errors[number]}"))
             elif not answer.done():
-                answer.set_result(tuple(_cut(wire, at, rows, self.signature.batched) for wire in reply.outputs))
+                answer.set_result(tuple([cut.rows(at, rows) for cut in cuts]))
                 self.stats.inferences += rows
-                times["queue"].add(started_s - item.arrival_s)
+                queued_s += started_s - item.arrival_s
                 answered += 1
             at += rows
+        times["queue"].add(queued_s, answered)
         # Requests of a batch have its times in common. What is neither the model's nor spent below is the way there and back.
         for kind, seconds in (
             ("compute_infer", reply.seconds),
@@ -282,7 +315,7 @@ class Version:
     def _lost(self, instance: Runs, batch: Batch) -> None:
         """An instance died with a batch: its requests are tried again, each alone, and one that was alone has failed."""
         for item in batch.items:
-            waiting: _Waiting = item.payload
+            waiting: Waiting = item.payload
             if len(batch.items) == 1 or waiting.tried or self.closed:
                 self._fail(
                     item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request")
@@ -352,12 +385,3 @@ class Version:
             self._timer.cancel()
         for instance in list(self._instances):
             instance.close()
-
-
-def _cut(wire: Wire, at: int, rows: int, batched: bool) -> Wire:
-    """A request's share of an output, copied out of the shared memory."""
-    if not batched:
-        return Wire(wire.datatype, wire.shape, bytes(wire.data))
-    row_bytes = byte_size(wire.datatype, wire.shape[1:])
-    data = bytes(wire.data[at * row_bytes : (at + rows) * row_bytes])
-    return Wire(wire.datatype, (rows, *wire.shape[1:]), data)

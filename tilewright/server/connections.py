@@ -25,14 +25,14 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES
 
 from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.files import files_free
-from tilewright.server.shortcut import PARTIAL, Short, Shortcut, Taken
+from tilewright.server.shortcut import Outbox, Shortcut, Shortened
 
-__all__ = ["CONNECTION", "PARTIAL", "Connection", "Connections", "Short", "Shortcut", "Taken"]
+__all__ = ["CONNECTION", "Connection", "Connections"]
 
 LINGER_S = 2.0
 REST_TIMEOUT_S = 30.0
@@ -45,9 +45,6 @@ LOOK_AGAIN_S = 2.0
 CONNECTION = "tilewright.connection"
 """Where the scope of a request has its connection."""
 HEAD, REST = "head", "rest"
-
-MAX_HELD_BYTES = 128 << 10
-"""Of what a client sends on while a shortcut answers it; more is not read yet."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +61,7 @@ class Connections:
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
         self.shortcut: Shortcut | None = None
+        self.outbox = Outbox()
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._say_again_s = 0.0
 
@@ -125,22 +123,20 @@ class Connections:
             self._lowered = None
 
 
-class Connection(H11Protocol):
+class Connection(Shortened):
     """One connection. `pool` is that of its server."""
 
     def __init__(self, *args: Any, pool: Connections, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, outbox=pool.outbox, **kwargs)
         self._pool = pool
         self._phase: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._due_s: float | None = None
+        """When the phase has lasted too long, by the event loop's clock."""
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
-        self._held = b""  # what came behind or before a shortcut's request
-        self._short: asyncio.Task[Short] | None = None
-        self._ends = False  # once the shortcut has answered
-
         self._inner, self.app = self.app, self._with_connection
 
     async def _with_connection(self, scope: Any, receive: Any, send: Any) -> None:
@@ -178,74 +174,23 @@ class Connection(H11Protocol):
         """The connection is gone, whoever ended it."""
         self._pool.open.discard(self)
         self._pool.mark(self, idle=False)
-        for timer in (self._deadline, self._stall, self._short):
+        for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
+        if self._short is not None:
+            self._short()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
         if self.lingering:
             return
-        if self._pool.shortcut is not None and self._takes(data):
+        shortcut = self._pool.shortcut
+        if shortcut is not None and self._takes(shortcut, data):
             return
         data, self._held = self._held + data, b""
         super().data_received(data)
         self._watch()
-
-    # Requests that do not go through uvicorn -------------------------------------------------------------------------
-
-    def _takes(self, data: bytes) -> bool:
-        """Whether the shortcut has these bytes, or keeps them until more are there."""
-        assert self._pool.shortcut is not None
-        if self._short is not None:
-            self._held += data
-            if len(self._held) > MAX_HELD_BYTES:
-                self.flow.pause_reading()
-            return True
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            return False
-        whole = self._held + data
-        taken = self._pool.shortcut.take(whole, self.client[0] if self.client else "-")
-        if taken is None:
-            return False
-        if taken is PARTIAL:
-            self._held = whole
-            return True
-        self._held = whole[taken.bytes :]
-        self._unset_keepalive_if_required()
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline, self._phase = None, None
-        self._pool.mark(self, idle=False)
-        self._short = self.loop.create_task(taken.answer)
-        self._short.add_done_callback(self._answered)
-        return True
-
-    def _answered(self, task: "asyncio.Task[Short]") -> None:
-        """The shortcut's answer is there: send it, and go on with what came meanwhile."""
-        self._short = None
-        if task.cancelled() or self._real.is_closing():
-            return
-        error = task.exception()
-        if error is not None:
-            logger.error("the server failed on a request", exc_info=error)
-            self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
-            return
-        status, headers, body = task.result()
-        head = [b"HTTP/1.1 %d %s\r\n" % (status, STATUS_PHRASES[status])]
-        head += [b"%s: %s\r\n" % header for header in self.server_state.default_headers]
-        head += [f"{name}: {value}\r\n".encode() for name, value in headers.items()]
-        self._real.write(b"".join((*head, b"content-length: %d\r\n\r\n" % len(body), body)))
-        if self._ends:
-            self.close()
-            return
-        self._watch()
-        held, self._held = self._held, b""
-        if held:
-            self.flow.resume_reading()
-            self.data_received(held)
 
     def on_response_complete(self) -> None:
         """An answer has been written."""
@@ -265,6 +210,11 @@ class Connection(H11Protocol):
         """Cut the connection; what is not sent is lost."""
         self._real.abort()
 
+    def _stop(self) -> None:
+        """A request is whole: nothing is waited for."""
+        self._due_s = self._phase = None
+        self._pool.mark(self, idle=False)
+
     # Ends that a client asks for with its behaviour ------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -279,14 +229,24 @@ class Connection(H11Protocol):
             return
         self._phase = phase
         self._pool.mark(self, idle=phase is not None or self.lingering)
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._due_s = None
         if phase is not None:
             seconds = self._pool.config.head_timeout_s if phase == HEAD else REST_TIMEOUT_S
-            self._deadline = self.loop.call_later(seconds, self._late)
+            self._due_s = self.loop.time() + seconds
+            # A timer that fires before looks again: one is enough for all requests of a connection.
+            if self._deadline is not None and self._deadline.when() > self._due_s:
+                self._deadline.cancel()
+                self._deadline = None
+            if self._deadline is None:
+                self._deadline = self.loop.call_at(self._due_s, self._late)
 
     def _late(self) -> None:
+        self._deadline = None
+        if self._due_s is None:
+            return
+        if self.loop.time() < self._due_s:
+            self._deadline = self.loop.call_at(self._due_s, self._late)
+            return
         if self._held:  # the rest of what a shortcut would have taken did not come
             held, self._held = self._held, b""
             super().data_received(held)

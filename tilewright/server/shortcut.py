@@ -1,27 +1,49 @@
-"""What a connection asks of a shortcut: something that answers small requests of one kind without uvicorn."""
+"""Small requests of one kind that come by the thousand: a `Shortcut` answers them without uvicorn.
 
-from collections.abc import Coroutine
+A connection hands its bytes to the shortcut of its server as long as that takes them; everything unusual goes to uvicorn.
+Answers that become ready in one turn of the event loop are made together, and then sent together (`Outbox`): a client that is
+woken by one of them goes on while the next ones are sent, and is not woken for each.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["PARTIAL", "Short", "Shortcut", "Taken"]
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from tilewright.server.errors import ApiError
+
+__all__ = ["PARTIAL", "Done", "Outbox", "Short", "Shortcut", "Shortened", "Taken"]
 
 PARTIAL = object()
 """A shortcut's word for a request that it might take, once it is whole."""
+MAX_HELD_BYTES = 128 << 10
+"""Of what a client sends on while a shortcut answers it; more is not read yet."""
 
 
 class Short(NamedTuple):
     """A shortcut's answer."""
 
     status: int
-    headers: dict[str, str]
+    headers: bytes
+    """Written, each with its line's end."""
     body: bytes
 
 
+Done = Callable[[Callable[[], Short]], None]
+"""Told once that a request is answered, with what makes the answer; that is called soon, and may raise."""
+
+
 class Taken(NamedTuple):
-    """A request that a shortcut answers: how many bytes of the data it is, and what makes the answer."""
+    """A request that a shortcut answers: how many bytes of the data it is, and what begins with it.
+
+    `begin` may be done before it returns; it returns what is called if the client leaves before it is done.
+    """
 
     bytes: int
-    answer: Coroutine[Any, Any, Short]
+    begin: Callable[[Done], Callable[[], object]]
 
 
 class Shortcut(Protocol):
@@ -30,3 +52,123 @@ class Shortcut(Protocol):
     def take(self, data: bytes, client: str) -> Any:
         """`Taken`, `PARTIAL`, or None: uvicorn's."""
         ...
+
+
+class Outbox:
+    """Answers of one turn of the event loop, which go out in the next."""
+
+    def __init__(self) -> None:
+        self._ready: deque[tuple[Shortened, Callable[[], Short]]] = deque()
+
+    def add(self, connection: "Shortened", make: Callable[[], Short]) -> None:
+        """An answer is ready to be made."""
+        self._ready.append((connection, make))
+        if len(self._ready) == 1:
+            connection.loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        made = list[tuple[Shortened, bytes]]()
+        try:
+            while self._ready:
+                connection, make = self._ready[0]
+                try:
+                    data = connection.made(make)
+                except BaseException:
+                    connection.failed()
+                    raise  # to the event loop, which logs it
+                finally:
+                    self._ready.popleft()
+                if data is not None:
+                    made.append((connection, data))
+        finally:
+            if self._ready:  # what one request ran into is its own: the others are answered
+                self._ready[0][0].loop.call_soon(self._send)
+            for connection, data in made:
+                connection.send(data)
+            for connection, _ in made:
+                connection.sent()
+
+
+class Shortened(H11Protocol):
+    """The part of a connection that a shortcut serves; `Connection` has the rest, which stands here as far as it is used."""
+
+    lingering: bool
+    _real: asyncio.Transport
+    _stop: Callable[[], None]
+    _watch: Callable[[], None]
+    close: Callable[[], None]
+    _answer: Callable[[ApiError], None]
+
+    def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._outbox = outbox
+        self._held = b""  # what came behind or before a shortcut's request
+        self._short: Callable[[], object] | None = None
+        """What gives up the shortcut's request that is being answered."""
+        self._ends = False  # once the shortcut has answered
+
+    def _takes(self, shortcut: Shortcut, data: bytes) -> bool:
+        """Whether the shortcut has these bytes, or keeps them until more are there."""
+        if self._short is not None:
+            self._held += data
+            if len(self._held) > MAX_HELD_BYTES:
+                self.flow.pause_reading()
+            return True
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            return False
+        whole = self._held + data if self._held else data
+        taken = shortcut.take(whole, self.client[0] if self.client else "-")
+        if taken is None:
+            return False
+        if taken is PARTIAL:
+            self._held = whole
+            return True
+        self._held = whole[taken.bytes :]
+        self._unset_keepalive_if_required()
+        self._stop()
+        self._short = _begun
+        give_up = taken.begin(self._ready)
+        if self._short is _begun:
+            self._short = give_up
+        return True
+
+    def _ready(self, make: Callable[[], Short]) -> None:
+        """The shortcut's answer can be made; until it is sent, what the client sends on is held."""
+        self._short = _begun
+        self._outbox.add(self, make)
+
+    def made(self, make: Callable[[], Short]) -> bytes | None:
+        """An answer's bytes; None: nobody is there any more."""
+        if self._real.is_closing():
+            self._short = None
+            return None
+        status, headers, body = make()
+        usual = b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
+        length, words = len(body), STATUS_PHRASES[status]
+        return b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (status, words, usual, headers, length, body)
+
+    def failed(self) -> None:
+        """An answer could not be made."""
+        self._short = None
+        self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
+
+    def send(self, data: bytes) -> None:
+        """Send an answer."""
+        self._short = None
+        self._real.write(data)
+
+    def sent(self) -> None:
+        """Go on with what came meanwhile."""
+        if self._ends:
+            self.close()
+            return
+        self._watch()
+        held, self._held = self._held, b""
+        if held:
+            self.flow.resume_reading()
+            self.data_received(held)
+
+
+def _begun() -> None:
+    """Gives up nothing: the answer is there already."""

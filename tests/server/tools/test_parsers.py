@@ -20,6 +20,7 @@ TOOLS: dict[str, Any] = {
             "exact": {"type": "boolean"},
             "tags": {"type": "array"},
             "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "share": {"type": "float"},
         },
     },
     "now": {"type": "object", "properties": {}},
@@ -116,6 +117,19 @@ CASES: tuple[tuple[str, dict[str, Any], str, Result], ...] = (
         Result("", "", TWO),
     ),
     ("llama3_json", {}, f'<|python_tag|>{{"name": "weather", "parameters": {ARGUMENTS}}}', Result("", "", ONE)),
+    (
+        "llama3_json",
+        {},
+        f'I look {{so}}: {{"name": "weather", "parameters": {ARGUMENTS}}} ; {{"parameters": {{}}, "name": "now"}} Well?',
+        Result("I look {so}:Well?", "", TWO),
+    ),
+    ("llama3_json", {}, '{"name": "now"}', Result('{"name": "now"}')),
+    (
+        "llama3_json",
+        {},
+        '{"name": "Bob", "x": {"name": "now", "parameters": {}}}',
+        Result('{"name": "Bob", "x": {"name": "now", "parameters": {}}}'),
+    ),
     ("llama3_json", {}, '{"name": "Bob", "age": 3}', Result('{"name": "Bob", "age": 3}')),
     ("llama3_json", {}, 'Well, {"name": "now"}', Result('Well, {"name": "now"}')),
     ("llama3_json", {}, "{not json", Result("{not json")),
@@ -170,6 +184,17 @@ CASES: tuple[tuple[str, dict[str, Any], str, Result], ...] = (
         {},
         "<tool_call><function=no\n</function></tool_call><tool_call><function=now></function></tool_call>",
         Result("<function=no\n</function></tool_call>", "", (("now", "{}"),)),
+    ),
+    (
+        "qwen3_coder",
+        {},
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZug\n<parameter=other>\n<parameter=share>\n0.5\n"
+        "<parameter=days>\n3\n</parameter>\n<parameter=note>\nx\n<parameter=days>\n</function>\n</tool_call> So.",
+        Result(
+            "So.",
+            "",
+            (("weather", '{"city": "Zug\\n<parameter=other>", "share": 0.5, "days": 3, "note": "x\\n<parameter=days>"}'),),
+        ),
     ),
     ("qwen3_coder", {}, "<tool_call> no", Result("<tool_call> no")),
     (

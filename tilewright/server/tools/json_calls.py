@@ -23,10 +23,11 @@ def call_object(reader: Reader, out: Out, *, before: str = "", known: Collection
     """Reads {"name": ..., "arguments" or "parameters": ...}, keys in any order; returns whether it was a call.
 
     before: what stood before it and belongs to it, should it be content.
-    known: the only names that make it a call; None: any.
+    known: the only names that make it a call, which then needs arguments as well, or it is content to its end; None: any name.
     """
     raw = [before]
     waiting: list[str] = []  # arguments that came before the name
+    name: str | None = None
     to: Take | None = None
     given = closed = False
     if (yield from reader.space(raw.append)) == "{":
@@ -37,14 +38,17 @@ def call_object(reader: Reader, out: Out, *, before: str = "", known: Collection
                 break
             raw.append(reader.take(1))
             yield from reader.space(raw.append)
-            if key == "name" and to is None:
+            if key == "name" and name is None:
                 name = yield from _string(reader, raw) if (yield from reader.ahead(1)) == '"' else _none(reader)
                 if not name or len(name) > MAX_NAME or (known is not None and name not in known):
                     break
-                to = out.call(name)
-                to("".join(waiting))
+                if given or known is None:
+                    to = out.call(name)
+                    to("".join(waiting))
             elif key in ("arguments", "parameters"):
                 given = True
+                if name is not None and to is None:
+                    to = out.call(name)
                 yield from _arguments(reader, to or (lambda text: (raw.append(text), waiting.append(text))))
             else:
                 yield from reader.json_value(raw.append if to is None else _nothing)
@@ -56,6 +60,8 @@ def call_object(reader: Reader, out: Out, *, before: str = "", known: Collection
             raw.append("}")
     if to is None:
         out.content("".join(raw))
+        if known is not None and not closed and len(raw) > 1:
+            yield from reader.json_value(out.content, depth=1)
         return False
     if closed and not given:
         to("{}")
@@ -108,27 +114,23 @@ def hermes(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
 
 
 def llama3_json(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
-    """The whole answer is {"name": ..., "parameters": {...}}, several with ";" between; maybe behind <|python_tag|>.
+    """{"name": ..., "parameters": {...}}, several with ";" between; maybe behind <|python_tag|>, or behind text.
 
     A name that is no tool's makes it content: the answer may be JSON for its own sake.
     """
 
     def read(reader: Reader, out: Out) -> Parse[None]:
-        yield from reader.space(out.content)
-        tag = yield from reader.comes("<|python_tag|>")
-        while tag or (yield from reader.ahead(1)) == "{":
-            was_call = True
-            while was_call and (yield from reader.space()) == "{":
-                was_call = yield from call_object(reader, out, known=known)
-                if was_call and (yield from reader.space()) in (";", ","):
-                    reader.take(1)
-            tag = (yield from reader.until("<|python_tag|>", to=out.content)) is not None
-            if not tag:
-                return
-        while (yield from reader.until("<|python_tag|>", to=out.content)) is not None:
-            while (yield from reader.space()) == "{" and (yield from call_object(reader, out, known=known)):
-                if (yield from reader.space()) in (";", ","):
-                    reader.take(1)
+        while (mark := (yield from reader.until("<|python_tag|>", "{", to=out.content, stay=True))) is not None:
+            if mark == "{":
+                yield from calls(reader, out)
+            else:
+                yield from reader.comes(mark)
+
+    def calls(reader: Reader, out: Out) -> Parse[None]:
+        while (yield from reader.ahead(1)) == "{" and (yield from call_object(reader, out, known=known)):
+            if (yield from reader.space()) in (";", ","):
+                reader.take(1)
+                yield from reader.space()
 
     return read
 

@@ -146,17 +146,18 @@ class Reader:
                 return char
             to(self.take(1))
 
-    def until(self, *marks: str, to: Take) -> Parse[str | None]:
+    def until(self, *marks: str, to: Take, stay: bool = False) -> Parse[str | None]:
         """Gives `to` what stands before the first of the marks and steps over that; returns it, or None at the end.
 
-        No mark may begin with another.
+        No mark may begin with another. stay: the mark is not stepped over.
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
             found = pattern.search(self._text, self._at)
             if found is not None:
                 to(self.take(found.start() - self._at))
-                self.take(len(found[0]))
+                if not stay:
+                    self.take(len(found[0]))
                 return found[0]
             held = 0 if self.ended else _held(self._text, self._at, marks)
             if len(self._text) - self._at > held:
@@ -184,14 +185,17 @@ class Reader:
                 pair = yield from self.ahead(2)
                 to(self.take(len(pair)))
 
-    def json_value(self, to: Take) -> Parse[bool]:
-        """Gives `to` a JSON value as it is written, up to what cannot belong to it; False if it is none or has no end."""
-        first = yield from self.space()
-        if first == '"':
-            return (yield from self.json_string(to))
-        if first not in ("{", "["):
-            return (yield from self._scalar(to))
-        depth = 0
+    def json_value(self, to: Take, *, depth: int = 0) -> Parse[bool]:
+        """Gives `to` a JSON value as it is written, up to what cannot belong to it; False if it is none or has no end.
+
+        depth: brackets that are open already: what comes is the rest of a value.
+        """
+        if depth == 0:
+            first = yield from self.space()
+            if first == '"':
+                return (yield from self.json_string(to))
+            if first not in ("{", "["):
+                return (yield from self._scalar(to))
         while True:
             found = _STRUCTURE.search(self._text, self._at)
             if found is None:

@@ -6,7 +6,7 @@ Types come from the function's schema: the text of a parameter says nothing of i
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilewright.server.tools.reader import Out, Parse, Reader, Take
@@ -14,6 +14,8 @@ from tilewright.server.tools.reader import Out, Parse, Reader, Take
 __all__ = ["kinds_of", "pythonic", "qwen3_coder"]
 
 MAX_NAME = 256
+_SPOKEN = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "str": "string", "dict": "object"}
+"""Names of types that are not JSON schema's, but stand in schemas."""
 _QUOTED = json.JSONEncoder(ensure_ascii=False).encode
 _CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _MAY_CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
@@ -25,9 +27,9 @@ def kinds_of(schema: Any) -> frozenset[str]:
         return frozenset({"any"})
     kind = schema.get("type")
     if isinstance(kind, str):
-        return frozenset({kind})
+        return frozenset({_SPOKEN.get(kind, kind)})
     if isinstance(kind, list):
-        return frozenset(item for item in kind if isinstance(item, str))
+        return frozenset(_SPOKEN.get(item, item) for item in kind if isinstance(item, str))
     if isinstance(schema.get("enum"), list) and all(isinstance(item, str) for item in schema["enum"]):
         return frozenset({"string"})
     for name in ("anyOf", "oneOf"):
@@ -92,44 +94,75 @@ def qwen3_coder(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]
         to = out.call(name)
         schema = tools.get(name)
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        first = True
-        while (mark := (yield from reader.until("<parameter=", "</function>", to=lambda text: None))) == "<parameter=":
-            key: list[str] = []
-            if (yield from reader.until(">", to=key.append)) is None:
-                return
-            kinds = kinds_of(properties.get("".join(key))) if isinstance(properties, Mapping) else frozenset({"any"})
-            to(("{" if first else ", ") + _QUOTED("".join(key)) + ": ")
+        properties = properties if isinstance(properties, Mapping) else {}
+        missing = [key for key in properties if isinstance(key, str)]
+        first, mark = True, (yield from reader.until("<parameter=", "</function>", to=_nothing))
+        while mark not in (None, "</function>"):
+            if mark == "<parameter=":
+                parts: list[str] = []
+                if (yield from reader.until(">", to=parts.append)) is None:
+                    return
+                key = "".join(parts)
+            else:
+                key = str(mark).removeprefix(_NEXT)
+            missing = [one for one in missing if one != key]
+            to(("{" if first else ", ") + _QUOTED(key) + ": ")
             first = False
-            yield from _parameter(reader, to, kinds)
+            mark = yield from _parameter(reader, to, kinds_of(properties.get(key)), missing)
+            if mark == CLOSE:
+                mark = yield from reader.until("<parameter=", "</function>", to=_nothing)
         if mark is not None:
             to("{}" if first else "}")
 
     return read
 
 
-def _parameter(reader: Reader, to: Take, kinds: frozenset[str]) -> Parse[None]:
-    """The value behind <parameter=KEY>; one line break at either end belongs to the marks."""
-    yield from reader.comes("\n")
-    if kinds != {"string"}:
-        parts: list[str] = []
-        if (yield from reader.until("</parameter>", to=parts.append)) is not None:
-            to(_typed("".join(parts).removesuffix("\n"), kinds))
-        else:
-            to("".join(parts))
-        return
-    held = ""
+CLOSE, _NEXT, _END = "</parameter>", "\n<parameter=", "\n</function>\n</tool_call>"
 
-    def quoted(text: str) -> None:
+
+def _nothing(text: str) -> None:
+    """Drops a text."""
+
+
+def _parameter(reader: Reader, to: Take, kinds: frozenset[str], missing: Sequence[str]) -> Parse[str | None]:
+    """The value behind <parameter=KEY>; one line break at either end belongs to the marks. Returns what ended it.
+
+    Models leave </parameter> out at times. Then a line that begins another of the parameters that are `missing` ends the value
+    (it is returned, without its ">"), or the end of the call as the template writes it (as "</function>").
+    """
+    held, text = "", list[str]()
+    quoted = kinds == {"string"}
+
+    def take(part: str) -> None:
         nonlocal held
-        text = held + text
-        held = "\n" if text.endswith("\n") else ""
-        to(_QUOTED(text.removesuffix("\n"))[1:-1])
+        part = held + part
+        held = "\n" if part.endswith("\n") else ""
+        part = part.removesuffix("\n")
+        if quoted:
+            to(_QUOTED(part)[1:-1])
+        else:
+            text.append(part)
 
-    to('"')
-    if (yield from reader.until("</parameter>", to=quoted)) is not None:
+    yield from reader.comes("\n")
+    if quoted:
         to('"')
-    elif held:
-        to("\\n")
+    while (mark := (yield from reader.until(CLOSE, _NEXT, _END, to=take))) == _NEXT:
+        for key in missing:
+            if (yield from reader.comes(key + ">")):
+                mark = _NEXT + key
+                break
+        else:
+            take(_NEXT)
+            continue
+        break
+    value = "".join(text)
+    if mark is not None:
+        to('"' if quoted else _typed(value, kinds))
+    elif quoted:
+        to("\\n" if held else "")
+    else:
+        to(value + held)
+    return "</function>" if mark == _END else mark
 
 
 def pythonic(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]]:

@@ -8,21 +8,25 @@ usual way, and is answered or refused there: this file never refuses a request f
 A head that came before is not read again: clients send the same one over and over.
 """
 
+import asyncio
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
 from tilewright.host.errors import HostError
-from tilewright.host.host import Host
+from tilewright.host.host import Answer, Host
+from tilewright.host.tensors import Wire
+from tilewright.host.version import Version
 from tilewright.server.access import note, request_id_from
-from tilewright.server.connections import PARTIAL, Short, Taken
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
-from tilewright.server.v2.codec import answer_body, parse_infer
+from tilewright.server.shortcut import PARTIAL, Done, Short, Taken
+from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer
 from tilewright.server.v2.http import failure, noted
 
 __all__ = ["Quick"]
@@ -78,7 +82,7 @@ class Quick:
         whole = end + 4 + head.body_bytes
         if len(data) < whole:
             return PARTIAL
-        return Taken(whole, self._answer(head, data[end + 4 : whole], client))
+        return Taken(whole, partial(self._begin, head, data[end + 4 : whole], client))
 
     def _read(self, raw: bytes) -> _Head | None:
         """A head that was not seen before; None: it is unusual."""
@@ -114,30 +118,84 @@ class Quick:
                 self._heads.popitem(last=False)
         return head
 
-    async def _answer(self, head: _Head, body: bytes, client: str) -> Short:
-        started_s, request_id = time.perf_counter(), request_id_from(head.request_id or "")
-        tracer, span = self._counts.tracer, None
-        if tracer is not None:
-            span = tracer.begin("POST", self._counts.route(head.path), head.trace or {}, request_id)
+    def _begin(self, head: _Head, body: bytes, client: str, done: Done) -> Callable[[], object]:
+        """Answer a request: through the model's queue at once where that is all, else in a task."""
+        one = _Request(self._counts, head, client, done)
         try:
-            request = parse_infer(body, head.json_bytes)
-            answer = await self._host.infer(head.model, head.version, request.inputs, noted(request.ask, span))
-            found, json_bytes = answer_body(answer, request)
-            status, headers = 200, {"content-type": "application/json"}
-            if json_bytes is not None:
-                headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(json_bytes)}
+            asked = one.asked = parse_infer(body, head.json_bytes)
+            if one.span is None:
+                begun = self._host.begin(head.model, head.version, asked.inputs, asked.ask, one.told)
+                if begun is not None:
+                    one.version, give_up = begun
+                    return give_up
         except HostError as error:
-            status, headers, found = failure(error)
-        headers["x-request-id"] = request_id
-        seconds = time.perf_counter() - started_s
+            one.told(error)
+            return _nothing
+        answer = self._host.infer(head.model, head.version, asked.inputs, noted(asked.ask, one.span))
+        task = asyncio.get_running_loop().create_task(answer)
+        task.add_done_callback(one.ended)
+        return task.cancel
+
+
+class _Request:
+    """A request that is being answered."""
+
+    def __init__(self, counts: HttpCounts, head: _Head, client: str, done: Done):
+        self._counts, self._head, self._client, self._done = counts, head, client, done
+        self._started_s, self._id = time.perf_counter(), request_id_from(head.request_id or "")
+        self._found: tuple[Wire, ...] | HostError | asyncio.Task[Answer] = ()
+        self.asked: InferRequest | None = None
+        self.version: Version | None = None
+        """Who answers, where there is no task."""
+        tracer = counts.tracer
+        self.span = tracer and tracer.begin("POST", counts.route(head.path), head.trace or {}, self._id)
+
+    def told(self, found: tuple[Wire, ...] | HostError) -> None:
+        """The outputs are there, or the reason why there are none."""
+        self._found = found
+        self._done(self._short)
+
+    def ended(self, task: "asyncio.Task[Answer]") -> None:
+        """The task has its answer."""
+        if not task.cancelled():
+            self._found = task
+            self._done(self._short)
+
+    def _answer(self) -> Answer:
+        found = self._found
+        if isinstance(found, tuple):
+            assert self.version is not None
+            names = [spec.name for spec in self.version.signature.outputs]
+            return Answer(self.version.name, self.version.number, dict(zip(names, found, strict=True)))
+        if isinstance(found, HostError):
+            raise found
+        return found.result()
+
+    def _short(self) -> Short:
+        """The answer, noted in log and counts."""
+        identity = self._id.encode()
+        try:
+            answer = self._answer()
+            assert self.asked is not None
+            body, json_bytes = answer_body(answer, self.asked)
+            status, headers = 200, b"content-type: application/json\r\n"
+            if json_bytes is not None:
+                headers = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % json_bytes
+        except HostError as error:
+            status, said, body = failure(error)
+            headers = "".join(f"{name}: {value}\r\n" for name, value in said.items()).encode()
         note(
             self._counts,
             method="POST",
-            path=head.path,
+            path=self._head.path,
             status=status,
-            seconds=seconds,
-            request_id=request_id,
-            client=client,
-            span=span,
+            seconds=time.perf_counter() - self._started_s,
+            request_id=self._id,
+            client=self._client,
+            span=self.span,
         )
-        return Short(status, headers, found)
+        return Short(status, b"%bx-request-id: %b\r\n" % (headers, identity), body)
+
+
+def _nothing() -> None:
+    """Gives up nothing."""

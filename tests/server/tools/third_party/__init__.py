@@ -1,0 +1,1 @@
+"""Parser tests of other projects, run on tilewright's parsers."""

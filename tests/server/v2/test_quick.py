@@ -1,0 +1,151 @@
+"""Small requests that do not go through the web framework: cut, one behind the other, left, failing; and models that change."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.host.fakes import Makes
+from tests.server.v2.running import Server, double, serving
+from tilewright.host.config import ModelConfig
+from tilewright.server.v2 import quick
+
+HEAD = json.dumps(
+    {
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 16}}],
+        "parameters": {"binary_data_output": True},
+    }
+).encode()
+MODELS = {"m": ModelConfig(source="a:b")}
+
+
+def infer(value: float, model: str = "m", head: bytes = HEAD) -> bytes:
+    """A request for four numbers."""
+    body = head + np.full(4, value, np.float32).tobytes()
+    fields = f"host: localhost\r\ncontent-length: {len(body)}\r\ninference-header-content-length: {len(head)}\r\n\r\n"
+    return f"POST /v2/models/{model}/infer HTTP/1.1\r\n{fields}".encode() + body
+
+
+def connected(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def answer(one: socket.socket, held: bytearray) -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of the next answer; what comes behind it stays in `held`."""
+    while b"\r\n\r\n" not in held or len(held) < _end(held):
+        data = one.recv(1 << 16)
+        assert data, "the server closed the connection"
+        held += data
+    end = _end(held)
+    head, _, body = bytes(held[:end]).partition(b"\r\n\r\n")
+    del held[:end]
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+def _end(held: bytearray) -> int:
+    head, mark, _ = bytes(held).partition(b"\r\n\r\n")
+    length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    return len(head) + len(mark) + length
+
+
+def value(found: tuple[int, dict[str, str], bytes]) -> float:
+    """The number that all four of an answer's are."""
+    status, headers, body = found
+    assert status == 200, body
+    numbers = np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32)
+    assert len(numbers) == 4
+    assert len(set(numbers.tolist())) == 1
+    return float(numbers[0])
+
+
+def until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 37, 10_000])
+def test_requests_one_behind_the_other_are_answered_in_order_however_they_are_cut(size: int) -> None:
+    with serving(MODELS) as server, connected(server) as one:
+        index = b"GET /v2 HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        data = infer(1) + infer(2) + index + infer(3) + infer(4, head=HEAD.replace(b"[1, 4]", b"[1, 5]")) + infer(5)
+        for at in range(0, len(data), size):
+            one.sendall(data[at : at + size])
+        held = bytearray()
+        assert [value(answer(one, held)) for _ in range(2)] == [2, 4]
+        assert answer(one, held)[0] == 200
+        assert value(answer(one, held)) == 6
+        status, _, body = answer(one, held)
+        assert (status, b"has shape [1, 5]" in body) == (400, True)
+        assert value(answer(one, held)) == 10
+
+
+def test_who_leaves_is_not_computed() -> None:
+    makes = Makes(double, seconds=0.3)
+    with serving({"m": ModelConfig(source="a:b", max_batch=8)}, makes=makes) as server:
+        first, gone, last = (connected(server) for _ in range(3))
+        first.sendall(infer(1))
+        until(lambda: makes.made[0].busy)
+        gone.sendall(infer(-1))  # which the model would refuse, and its batch would be computed again
+        version = server.host.models["m"].versions[1]
+        until(lambda: version.waiting == 1)
+        gone.close()
+        until(lambda: version.waiting == 0)
+        last.sendall(infer(3))
+        assert [value(answer(one, bytearray())) for one in (first, last)] == [2, 6]
+        assert makes.made[0].batches == [[1], [1]]
+        first.close()
+        last.close()
+
+
+def test_an_answer_that_cannot_be_made_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = quick.answer_body
+
+    def broken(found: quick.Answer, asked: quick.InferRequest) -> tuple[bytes, int | None]:
+        if next(iter(found.outputs.values())).data[:4] == np.float32(14).tobytes():
+            raise RuntimeError("a mistake of the server's")
+        return made(found, asked)
+
+    monkeypatch.setattr(quick, "answer_body", broken)
+    with serving({"m": ModelConfig(source="a:b", max_delay_ms=200, max_batch=3)}) as server:
+        ones = [connected(server) for _ in range(3)]
+        for number, one in zip((6, 7, 8), ones, strict=True):
+            one.sendall(infer(number))
+        found = [answer(one, bytearray()) for one in ones]
+        assert [status for status, _, _ in found] == [200, 500, 200]
+        assert (value(found[0]), value(found[2])) == (12, 16)
+        assert b"the server failed on this request" in found[1][2]
+        for one in ones:
+            one.close()
+
+
+def test_equal_requests_to_other_models_and_versions(tmp_path: Path) -> None:
+    """What is remembered of a request's JSON is no model's and no version's."""
+    for name, factor in (("a", "1"), ("b", "10")):
+        folder = tmp_path / name / "1"
+        folder.mkdir(parents=True)
+        (folder / "factor.txt").write_text(factor)
+    with serving(repository=tmp_path) as server, connected(server) as one:
+        held = bytearray()
+
+        def asked(model: str) -> float:
+            one.sendall(infer(1, model))
+            return value(answer(one, held))
+
+        assert [asked(model) for model in "abab"] == [2, 20, 2, 20]
+        (tmp_path / "a" / "1" / "factor.txt").write_text("100")
+        server.makes.signature = server.makes.signature._replace(
+            outputs=(server.makes.signature.outputs[0]._replace(name="z"),)
+        )
+        assert server.post("/v2/repository/models/a/load", {})[0] == 200
+        one.sendall(infer(1, "a"))
+        found = answer(one, held)
+        assert value(found) == 200
+        assert b'"name":"z"' in found[2]
+        assert asked("b") == 20
