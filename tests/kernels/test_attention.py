@@ -14,7 +14,7 @@ from tests import conformance
 from tilewright import ops
 from tilewright.asm.certificate import load
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
-from tilewright.kernels.attention.attention import EXAMPLES, _example, attention_op
+from tilewright.kernels.attention.attention import EXAMPLES, attention_example, attention_op
 from tilewright.kernels.attention.sdpa import VENDOR
 from tilewright.kernels.attention.sm90 import SM90
 from tilewright.kernels.attention.tile import TRITON
@@ -33,7 +33,7 @@ EDGES = ((63, 65), (64, 64), (65, 63), (1, 129), (129, 128), (2, 1))
 
 def tiles() -> list[Any]:
     """A config for each (BLOCK_M, BLOCK_N) of the portable kernel: the interpreter knows neither warps nor stages."""
-    problem = attention_op.problem(*_example("", ((1, 1),), (1, 1), 16).make(Inputs("meta")))
+    problem = attention_op.problem(*attention_example("", ((1, 1),), (1, 1), 16).make(Inputs("meta")))
     found = {(c["BLOCK_M"], c["BLOCK_N"]): c for c in TRITON.space.configs(CARD_OF_ARCH[90], problem)}
     return [pytest.param(c, id=f"{m}x{n}") for (m, n), c in found.items()]
 
@@ -42,7 +42,7 @@ def tiles() -> list[Any]:
 @pytest.mark.parametrize("config", tiles())
 @pytest.mark.parametrize("causal", [False, True])
 def test_masks_at_tile_edges(config: Any, causal: bool) -> None:
-    example = _example("", EDGES, (1, 1), 16, packed=True, causal=causal, lse=True)
+    example = attention_example("", EDGES, (1, 1), 16, packed=True, causal=causal, lse=True)
     conformance.check(attention_op, TRITON, config, example.make(Inputs(WHERE, seed=5)))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import CARDS, device_of
-from tilewright.kernels.attention.attention import _example, attention_op
+from tilewright.kernels.attention.attention import attention_example, attention_op
 from tilewright.kernels.attention.sm90 import SM90
 from tilewright.kernels.attention.tile import TRITON
 from tilewright.op import Inputs, invariant
@@ -141,7 +141,9 @@ def test_every_head_dim_with_every_mask(
     dims: tuple[int, int], mask: str, dtype: torch.dtype, heads: tuple[int, int]
 ) -> None:  # fmt: skip
     lengths = ((40, 70), (0, 3), (9, 4)) if "prefix" in MASKS[mask] or mask == "sinks" else ((40, 70),)
-    example = _example("", lengths, heads, dims[0], dtype, value_dim=dims[1], packed=len(lengths) > 1, lse=True, **MASKS[mask])
+    example = attention_example(
+        "", lengths, heads, dims[0], dtype, value_dim=dims[1], packed=len(lengths) > 1, lse=True, **MASKS[mask]
+    )
     args = example.make(Inputs(WHERE, seed=2))
     conformance.check(attention_op, TRITON, TRITON.space.default(DEVICE, attention_op.problem(*args)), args)
 
@@ -166,7 +168,7 @@ def test_the_matrix_is_covered(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("behind", [{"causal": True}, {"right": 1}, {}])
 def test_windows_at_block_edges(left: int, behind: dict[str, Any]) -> None:
     lengths = ((129, 129), (65, 193), (70, 63))
-    example = _example("", lengths, (1, 1), 16, packed=True, left=left, lse=True, **behind)
+    example = attention_example("", lengths, (1, 1), 16, packed=True, left=left, lse=True, **behind)
     args = example.make(Inputs(WHERE, seed=5))
     conformance.check(attention_op, TRITON, TRITON.space.default(DEVICE, attention_op.problem(*args)), args)
 
@@ -198,7 +200,7 @@ def test_a_chunk_has_the_bits_of_the_whole(dim: int) -> None:
     ids=str,
 )
 def test_work_is_counted_by_what_is_seen(options: dict[str, Any], pairs: int) -> None:
-    args = _example("", ((4, 6),) * 3, (2, 1), 16, value_dim=8, **options).make(Inputs("cpu"))
+    args = attention_example("", ((4, 6),) * 3, (2, 1), 16, value_dim=8, **options).make(Inputs("cpu"))
     assert attention_op.cost(*args).flops == 3 * pairs * 2 * 2 * (16 + 8)
 
 

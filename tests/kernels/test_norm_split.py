@@ -7,8 +7,7 @@ from tests import conformance
 from tilewright.asm.certificate import load
 from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.launch.row_space import Rows
-from tilewright.kernels.norm.layer_norm import layer_norm_op
-from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats_op
+from tilewright.kernels.norm.layer_norm import layer_norm_op, layer_norm_stats_op
 from tilewright.op import Inputs, Op
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: these kernels cannot be interpreted")

@@ -16,8 +16,7 @@ from tilewright.kernels.norm import backward_saved_stats as norm_backward_kept
 from tilewright.kernels.norm.backward import layer_norm_backward_op
 from tilewright.kernels.norm.backward_saved_stats import KEPT_SPACE
 from tilewright.kernels.norm.inputs import row_statistics
-from tilewright.kernels.norm.layer_norm import layer_norm_op
-from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats, layer_norm_stats_op
+from tilewright.kernels.norm.layer_norm import layer_norm_op, layer_norm_stats, layer_norm_stats_op
 from tilewright.op import Example, Inputs, prefer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,5 @@
-"""In the invariant scope a pass over packed sequences, with gradients, has the bits of a server that decodes token by token."""
+"""In the invariant scope a pass over packed sequences, with gradients, has the bits of a server that decodes token by token:
+with float weights, and with codes beside them that both multiply by."""
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tilewright.models import Model, random_model
 from tilewright.models.config import ModelConfig
 from tilewright.nn import Batch, KVCache, Packed, PackedKeysValues, ServedKeysValues
 from tilewright.op import invariant
+from tilewright.rl.quantised import code
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -46,9 +48,14 @@ def one_by_one(model: Model, tokens: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return random_model(CONFIG, device=torch.device(DEVICE), dtype=torch.bfloat16, seed=0).requires_grad_(True)
+_SLOW = () if ON_GPU else pytest.mark.long
+
+
+@pytest.fixture(params=["", "int8", "fp8", *(pytest.param(name, marks=_SLOW) for name in ("fp8-block", "int8-weight", "int4"))])
+def model(request: pytest.FixtureRequest) -> Model:
+    """With float weights, or with codes beside them."""
+    made = random_model(CONFIG, device=torch.device(DEVICE), dtype=torch.bfloat16, seed=0).requires_grad_(True)
+    return code(made, request.param) if request.param else made
 
 
 def test_a_packed_pass_has_the_bits_of_single_steps(model: Model) -> None:

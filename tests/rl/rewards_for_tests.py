@@ -47,6 +47,37 @@ class Guessing:
         return 1.0 - abs(int(said) - task.data["number"]) / 100 if said.isdecimal() else 0.0
 
 
+class Same:
+    """Every answer gets one reward."""
+
+    def task(self, seed: int) -> Task:
+        return Task(prompt=str(seed % 10))
+
+    def score(self, task: Task, answer: str) -> float:
+        return 0.5
+
+
+class Lists(Same):
+    """A reward of the wrong shape, for some answers."""
+
+    def score(self, task: Task, answer: str) -> float:
+        return [0.5] if answer.strip().isdecimal() else float(len(answer))  # pyright: ignore[reportReturnType]
+
+
+class Long(Same):
+    """Prompts that no context takes; `Later` has one behind those that are looked at before the start."""
+
+    def task(self, seed: int) -> Task:
+        return Task(prompt="1" * 3000)
+
+
+class Later(Same):
+    """Its 300th prompt is longer than any before it."""
+
+    def task(self, seed: int) -> Task:
+        return Task(prompt="1" * (100 if seed >= 300 else 3))
+
+
 class Silent(Guessing):
     """Its replies fail."""
 

@@ -117,6 +117,16 @@ def test_the_sampler_reports_what_the_trainer_finds_also_after_an_update() -> No
         assert trainer.step()["ratio_off"] > 1e-2
 
 
+def test_in_one_process_the_engine_reads_the_very_tensors_that_the_optimizer_writes() -> None:
+    with Trainer(TINY) as trainer:
+        assert trainer._local is not None
+        served = trainer._local._engine.runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        row = trainer.step()
+        written = trainer.learner._optimizer.master.untyped_storage().data_ptr()
+        assert {parameter.untyped_storage().data_ptr() for parameter in served.parameters()} == {written}
+        assert not [name for name in row if name.startswith("push")]
+
+
 def test_samples_follow_the_probabilities() -> None:
     model = small_model(TINY)
     prompt = Characters().prompt("12=")

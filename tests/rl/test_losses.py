@@ -1,15 +1,19 @@
 """Every loss and its gradient against a float64 loop over tokens; micro-batches; what stands at unchosen tokens."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.rl import definitions
+from tilewright.parallel.launch import run_ranks
 from tilewright.rl.advantages import (
     gae,
     group_centered,
@@ -127,6 +131,20 @@ def test_micro_batches_add_up(name: str, most: int) -> None:
     found = [gradient(lambda p, b=part: CASES[name].ours(p, b), piece) for part, piece in zip(parts, cut)]
     close(sum((value for value, _ in found), torch.zeros(())), whole[0], 1e-12)
     close(torch.cat([slope for _, slope in found]), whole[1], 1e-12)
+
+
+@pytest.mark.long
+def test_four_ranks_add_up(tmp_path: Path) -> None:
+    """Over gloo, each with three of twelve sequences."""
+    from tests.rl.loss_rank import loss_and_gradient
+
+    path = tmp_path / "sums.safetensors"
+    run_ranks([sys.executable, "-m", "tests.rl.loss_rank", str(path)], 4, print)
+    found, batch = load_file(path), random_batch(7, torch.float64)[0]
+    for name in CASES:
+        for kind, whole in zip(("loss", "gradient"), loss_and_gradient(name, batch)):
+            assert float(whole.abs().max()) > 0
+            close(found[f"{name} {kind}"], whole, 1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)

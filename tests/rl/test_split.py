@@ -5,8 +5,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,10 +22,10 @@ from tilewright.rl.loop import Trainer
 from tilewright.rl.policies import small_model
 from tilewright.rl.policy import logprobs_of
 from tilewright.rl.rollout import Answer, Samples
-from tilewright.rl.samplers import RemoteSamplers, dealt
+from tilewright.rl.samplers import RemoteSamplers, check_devices, dealt
 from tilewright.rl.shared_weights import SharedWeights
 
-PUSHED = ("push_s", "push_gb_per_s")
+PUSHED = ("push_s", "push_gb_per_s", "push_waited_s")
 APART = replace(TINY, sampler="cpu", updates=4)
 
 
@@ -35,10 +37,11 @@ def rows_of(trainer: Trainer) -> list[dict[str, float]]:
     return [bare(row) for row in trainer]
 
 
-def test_two_processes_give_the_numbers_of_one_and_the_samplers_end_is_the_runs() -> None:
+@pytest.mark.parametrize("handover", ["memory", "broadcast"])
+def test_two_processes_give_the_numbers_of_one_and_the_samplers_end_is_the_runs(handover: str) -> None:
     with Trainer(replace(APART, sampler="")) as together:
         wanted = rows_of(together)
-    with Trainer(replace(APART, updates=5)) as trainer:
+    with Trainer(replace(APART, updates=5, handover=handover)) as trainer:
         steps = iter(trainer)
         assert [bare(next(steps)) for _ in wanted] == wanted
         assert all(row["oldest"] == 0 for row in wanted)
@@ -48,20 +51,53 @@ def test_two_processes_give_the_numbers_of_one_and_the_samplers_end_is_the_runs(
 
 
 def dies(trainer: Trainer, steps: Iterator[dict[str, float]]) -> Path:
-    """Kill the sampler: the next steps fail, with a sentence that names it. Returns where its weights are."""
+    """Kill the sampler: the next steps fail, with a sentence that names it. Returns what `place` it had."""
     assert isinstance(trainer.remote, RemoteSamplers)
-    number = trainer.remote.samplers[-1].process.pid
-    os.kill(number, signal.SIGKILL)
-    with pytest.raises(ConnectionError, match=f"the sampler's process {number} ended with code -9 before it"):
+    process = trainer.remote.samplers[-1].process
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ConnectionError, match=f"the sampler's process {process.pid} ended with code -9 before it"):
         list(steps)
-    return trainer.remote.weights.path
+    assert isinstance(process.args, list)
+    return Path(str(process.args[-1]))
 
 
-def test_versions_are_honest_and_never_older_than_the_bound() -> None:
+def test_a_sampler_that_ends_while_weights_are_on_their_way_is_noticed() -> None:
+    with Trainer(replace(APART, handover="broadcast", sampler="cpu, cpu")) as trainer:
+        assert isinstance(trainer.remote, RemoteSamplers)
+        process = trainer.remote.samplers[1].process
+        os.kill(process.pid, signal.SIGSTOP)  # it never comes to take them
+        threading.Timer(0.5, lambda: os.kill(process.pid, signal.SIGKILL)).start()
+        with pytest.raises(ConnectionError, match=f"process {process.pid} ended with code -9 before it took weights"):
+            trainer.remote.push(1)
+
+
+@pytest.mark.parametrize(
+    ("handover", "own", "others", "words"),
+    [
+        ("memory", "cuda:0", ["cuda:0", "cpu"], ""),
+        ("card", "cuda:0", ["cuda", "cuda:0"], ""),
+        ("card", "cuda:0", ["cuda:1"], "on one card, and they are on cuda:0, cuda:1: take"),
+        ("card", "cpu", ["cpu"], "on one card, and they are on cpu, cpu: take"),
+        ("broadcast", "cpu", ["cpu", "cpu"], ""),
+        ("broadcast", "cuda:0", ["cuda:1", "cuda:2"], ""),
+        ("broadcast", "cuda:0", ["cuda:0"], "or CPUs alone, and they are on cuda:0, cuda:0: take"),
+        ("broadcast", "cuda:0", ["cuda:1", "cuda:1"], "a card for each"),
+        ("broadcast", "cpu", ["cuda:1"], "a card for each"),
+    ],
+)
+def test_devices_that_cannot_be_handed_weights_so(handover: str, own: str, others: list[str], words: str) -> None:
+    refused = pytest.raises(ValueError, match=words) if words else nullcontext()
+    with refused:
+        check_devices(handover, torch.device(own), others)
+
+
+@pytest.mark.parametrize("handover", ["memory", pytest.param("broadcast", marks=pytest.mark.long)])
+def test_versions_are_honest_and_never_older_than_the_bound(handover: str) -> None:
     """The log-probabilities of each sample are those of the weights that its version names, and of no others."""
     staleness, updates = 2, 8
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    with Trainer(replace(APART, staleness=staleness, updates=updates, correction="truncated", learning_rate=0.02)) as trainer:
+    config = replace(APART, staleness=staleness, updates=updates, correction="truncated", handover=handover)
+    with Trainer(replace(config, learning_rate=0.02)) as trainer:
         seen: list[tuple[int, Sample]] = []
         taken = trainer._gathered
 
@@ -175,6 +211,7 @@ def test_weights_that_are_not_handed_over_are_noticed_within_one_step() -> None:
     with Trainer(replace(APART, updates=9)) as trainer:
         assert isinstance(trainer.remote, RemoteSamplers)
         weights = trainer.remote.weights
+        assert isinstance(weights, SharedWeights)
 
         def lie(version: int) -> dict[str, float]:
             """The version of what is there, without its weights."""
@@ -214,6 +251,40 @@ def test_weights_cross_as_they_are_and_half_written_ones_are_not_read() -> None:
     assert not giver.path.exists()
 
 
+class FakeCard:
+    """Memory that a handle finds, as a card's would be."""
+
+    made: ClassVar[dict[bytes, torch.Tensor]] = {}
+
+    def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
+        self.handle = handle or bytes([len(self.made) + 1] * 64)
+        self.memory = self.made.setdefault(self.handle, torch.zeros(nbytes, dtype=torch.uint8))
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_file_has_the_handle_where_weights_are_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewright.rl.shared_weights.CardMemory", FakeCard)
+    theirs, ours = small_model(TINY).requires_grad_(False), small_model(replace(TINY, seed=5)).requires_grad_(False)
+    other = SharedWeights(theirs, on_card=True)  # of another run on the card
+    giver = SharedWeights(theirs, on_card=True)
+    assert giver.path.stat().st_size == 128
+    taker = SharedWeights(ours, giver.path, on_card=True)
+    giver.push(3)
+    assert (other.version, taker.version, taker.pull()) == (-1, 3, 3)
+    for (name, a), (_, b) in zip(theirs.named_parameters(), ours.named_parameters()):
+        assert torch.equal(a, b), name
+    with pytest.raises(ValueError, match="bytes; wanted"):
+        SharedWeights(ours, giver.path)
+    for side in (taker, giver, other):
+        side.close()
+        assert isinstance(side._card, FakeCard)
+        assert side._card.closed
+    assert not giver.path.exists()
+
+
 def _turned() -> Model:
     """A model of as many bytes and another shape."""
     model = small_model(TINY)
@@ -224,6 +295,10 @@ def _turned() -> Model:
 def test_bad_configs_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="staleness is 2, but sampler is empty"):
         replace(TINY, staleness=2)
+    with pytest.raises(ValueError, match="handover is 'card', but sampler is empty"):
+        replace(TINY, handover="card")
+    with pytest.raises(ValueError, match="handover is 'carrier', wanted one of memory, card, broadcast"):
+        replace(APART, handover="carrier")
     for name in ("gpu", "cpu,", "cuda:x"):
         with pytest.raises(ValueError, match="wanted cpu, cuda, cuda:N, or several of these"):
             replace(TINY, sampler=name)

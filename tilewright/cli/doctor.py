@@ -26,7 +26,7 @@ FOR = {
     "onnx": "models of ONNX files",
     "compare": "ONNX Runtime and OpenVINO in `tilewright compare`, and its HTML report",
     "data": "`tilewright data`",
-    "ray": "`tilewright serve --ray`, and `tilewright data` on several machines",
+    "ray": "`tilewright serve --ray`, and `tilewright data` and `tilewright rl` on several machines",
     "traces": "traces by OpenTelemetry of `tilewright serve`",
     "train": "TensorBoard beside `tilewright train`",
     "scaling": "`tilewright scaling`",

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from tilewright.cli.root import app, ends_on_sigterm, plain_errors, say
+from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, say
+
+if TYPE_CHECKING:
+    from tilewright.rl.config import RLConfig
 
 __all__ = ["rl", "run", "tasks"]
 
@@ -82,26 +85,33 @@ def run(
 
         with Trainer(chosen) as trainer, (log or Path("/dev/null")).open("w", encoding="utf-8") as file:
             steps: Iterator[dict[str, Any]] = rows(trainer, say) if chosen.out else iter(trainer)
+            progress = Progress(say=lambda words: None)  # on a terminal, where each step is written over the one before
             for row in steps:
                 print(json.dumps(row), file=file, flush=True)
+                progress.end()
                 if as_json:
                     print(json.dumps(row), flush=True)
                 elif row["update"] % every == 0 or row["update"] in (1, chosen.updates):
                     print("  ".join(f"{name} {row[name]:.4g}" for name in _SHOWN if name in row), flush=True)
                     for prompt, answer, reward in trainer.shown[:samples]:
                         print(f"    {prompt!r} -> {answer!r}  reward {reward:.4g}", flush=True)
-                _warn(row, chosen.entropy_floor)
+                _warn(row, chosen, exact)
+                at = f"step {row['update']} of {chosen.updates}"
+                progress(f"{at}: reward {row['reward']:.3g}, ratio_off {row['ratio_off']:.2g}, {row['seconds']:.2g} s")
+            progress.end()
             if trainer.workers.failures:
                 say(f"samples without a reward: {dict(trainer.workers.failures)}; the last error: {trainer.workers.last_error}")
 
 
-def _warn(row: dict[str, Any], floor: float) -> None:
-    if row["entropy"] < floor:
+def _warn(row: dict[str, Any], config: "RLConfig", exact: bool) -> None:
+    if row["entropy"] < config.entropy_floor:
         say(f"warning: step {row['update']}: the policy has collapsed: its tokens have -log p {row['entropy']:.2g}")
     if row["equal_groups"] == 1.0:
         say(f"warning: step {row['update']}: all answers to each prompt have one reward: nothing to learn from")
-    if row["empty"]:
-        say(f"warning: step {row['update']}: {row['empty']} answers are empty")
+    if exact and row["ratio_off"]:
+        say(f"warning: step {row['update']}: ratio_off is {row['ratio_off']:.3g}, and this config promises 0")
+    if 2 * row["empty"] > config.prompts * config.answers:
+        say(f"warning: step {row['update']}: {row['empty']} answers are empty: the policy ends them at once")
 
 
 @rl.command(

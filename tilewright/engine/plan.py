@@ -112,7 +112,8 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
     tokens = max_tokens_per_step * (4 * config.hidden_size + widest) * dtype.itemsize
-    quantised = [m.weight for m in model.modules() if isinstance(m, Linear) and isinstance(m.weight, QuantizedWeight)]
+    weights = (w for m in model.modules() if isinstance(m, Linear) for w in (m.weight, m.coded))
+    quantised = [w for w in weights if isinstance(w, QuantizedWeight)]
     coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
     coded = max(coded, _expert_codes(model))
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)

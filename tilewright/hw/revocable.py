@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.hw.driver import Driver
+
 __all__ = ["Revocable"]
 
 _CHUNK = 1 << 28
@@ -103,11 +105,9 @@ class _Cuda:
     """A reserved range of addresses, and the physical memory that is mapped into it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
-        torch.zeros(1, device=self._device)  # the driver's calls need torch's context
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, index))
+        self._call = Driver(device)
+        self._device = self._call.device
+        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, self._device.index))
         least = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(least), ctypes.byref(self._properties), ctypes.c_int(0))
         self._asked, self._size = nbytes, -(-nbytes // least.value) * least.value
@@ -128,19 +128,17 @@ class _Cuda:
 
     def take(self) -> None:
         try:
-            with torch.cuda.device(self._device):
-                for begin in range(0, self._size, _CHUNK):
-                    self._map(begin, min(_CHUNK, self._size - begin))
+            for begin in range(0, self._size, _CHUNK):
+                self._map(begin, min(_CHUNK, self._size - begin))
         except RuntimeError:
             self.give_back()
             raise
 
     def give_back(self) -> None:
-        with torch.cuda.device(self._device):
-            while self._mapped:
-                begin, size, handle = self._mapped.pop()
-                self._call("cuMemUnmap", ctypes.c_uint64(self._start.value + begin), ctypes.c_size_t(size))
-                self._call("cuMemRelease", handle)
+        while self._mapped:
+            begin, size, handle = self._mapped.pop()
+            self._call("cuMemUnmap", ctypes.c_uint64(self._start.value + begin), ctypes.c_size_t(size))
+            self._call("cuMemRelease", handle)
 
     def __del__(self) -> None:
         """When no tensor over it is left."""
@@ -156,10 +154,3 @@ class _Cuda:
         self._mapped.append((begin, nbytes, handle))
         access = _Access(self._properties.location, _READ_WRITE)
         self._call("cuMemSetAccess", place, size, ctypes.byref(access), ctypes.c_size_t(1))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._driver, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorName(code, ctypes.byref(text))
-            raise RuntimeError(f"{name} on {self._device}: {(text.value or b'').decode() or code}")

@@ -51,6 +51,8 @@ class Linear(nn.Module):
         self.fp8_scale: str | None = None
         """Of a layer that is trained with products of float8 codes: what has a scale of its own, as in `ops.linear_fp8`. Where
         no gradients are recorded the products are those of the weight."""
+        self.coded: QuantizedWeight | None = None
+        """Codes of the weight that the layer multiplies by while the weight learns, as in `ops.linear_coded`."""
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
@@ -75,6 +77,9 @@ class Linear(nn.Module):
             if self.fp8_scale is not None and torch.is_grad_enabled() and isinstance(x, Tensor):
                 assert isinstance(self.weight, Tensor)
                 return ops.linear_fp8(x, self.weight, self.bias, activation, self.fp8_scale)
+            if self.coded is not None and isinstance(x, Tensor):
+                assert isinstance(self.weight, Tensor)
+                return ops.linear_coded(x, self.weight, self.coded, self.bias, activation)
             return ops.linear(x, self.weight, self.bias, activation)
         assert isinstance(x, Tensor)
         return activated(self.adapter.add(ops.linear(x, self.weight, self.bias), x, adapters), activation)

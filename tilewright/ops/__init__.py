@@ -8,9 +8,8 @@ from tilewright.kernels.attention.fp8.attention import scaled_attention_op
 from tilewright.kernels.attention.fp8.quantize_kv import quantize_keys_values_op
 from tilewright.kernels.attention.mla.attention import mla_attention_op
 from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write_op
-from tilewright.kernels.attention.paged.attention import paged_attention_op
+from tilewright.kernels.attention.paged.attention import capped_paged_attention_op, paged_attention_op
 from tilewright.kernels.attention.paged.cache_write import kv_cache_write_op
-from tilewright.kernels.attention.paged.capped import capped_paged_attention_op
 from tilewright.kernels.attention.paged.decode_inputs import decode_inputs, decode_inputs_op
 from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write_op
 from tilewright.kernels.conv.conv import conv_op
@@ -52,8 +51,7 @@ from tilewright.kernels.norm.channel.batch_norm_apply import normalize_channels_
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
 from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, channel_sums_op
-from tilewright.kernels.norm.layer_norm import layer_norm_op
-from tilewright.kernels.norm.layer_norm_stats import layer_norm_stats_op
+from tilewright.kernels.norm.layer_norm import layer_norm_op, layer_norm_stats_op
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.optimizer.adamw import adamw_op
 from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
@@ -113,6 +111,7 @@ from tilewright.ops.experts import (
     sort_by_expert,
 )
 from tilewright.ops.linear import linear, linear_codes
+from tilewright.ops.linear_coded import linear_coded
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.linear_fp8 import linear_fp8
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -177,6 +176,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "linear",
+    "linear_coded",
     "linear_codes",
     "linear_cross_entropy",
     "linear_fp8",

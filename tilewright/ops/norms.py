@@ -1,7 +1,7 @@
 """Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm/backward.py behind.
 
 Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, the weight, and of layer_norm's rows
-mean and 1 / deviation, 8 bytes a row (norm/layer_norm_stats.py). Gradients are those of x, residual, weight and bias, once; the
+mean and 1 / deviation, 8 bytes a row (norm/layer_norm.py). Gradients are those of x, residual, weight and bias, once; the
 same bits every time on a card.
 """
 
@@ -15,7 +15,6 @@ from tilewright.kernels.launch.autograd import dense, wants_gradient
 from tilewright.kernels.launch.shapes import rows_ready
 from tilewright.kernels.norm import add_layer_norm as of_sum
 from tilewright.kernels.norm import layer_norm as of_layer
-from tilewright.kernels.norm import layer_norm_stats as of_stats
 from tilewright.kernels.norm import rms_norm as of_rms
 from tilewright.kernels.norm.backward import layer_norm_backward_op, rms_norm_backward_op
 from tilewright.ops.values import invariant_scope
@@ -29,7 +28,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Runs without gradients, as torch does inside of a Function."""
-        y, stats = of_stats.layer_norm_stats(x, weight, bias, eps)
+        y, stats = of_layer.layer_norm_stats(x, weight, bias, eps)
         if invariant_scope():  # the bits of a call without gradients
             y = of_layer.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, stats)

@@ -9,12 +9,14 @@ from typing import Any
 from tilewright.rl.characters import ALPHABET, Characters
 from tilewright.rl.losses import ALGORITHMS
 from tilewright.rl.losses.kl import ESTIMATORS
+from tilewright.rl.quantised import FORMATS
 from tilewright.rl.rollout import Drawing
 
 __all__ = ["RLConfig", "read_config"]
 
 _LARGEST_FILE = 1 << 20
-_SAMPLERS = re.compile(r"(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
+_SAMPLERS = re.compile(r"ray:[1-9]\d{0,3}|(cpu|cuda(:\d{1,3})?)( *, *(cpu|cuda(:\d{1,3})?)){0,63}")
+_HANDOVERS = ("memory", "card", "broadcast")
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.01, 100.0),
     "top_k": (0, 1 << 22),
@@ -80,6 +82,8 @@ class RLConfig:
     """Of weights and products: float32 or bfloat16. Master weights are float32."""
     invariant: bool = False
     """Sample and train by implementations whose rows do not depend on the batch. Needs a CUDA device."""
+    quantize: str = ""
+    """Sample and train by codes of the weights, in this format; the optimizer updates the weights. Empty: by the weights."""
     out: str = ""
     """Folder for checkpoints, the log, samples and, at the end, the model. Empty: nothing is kept."""
     save_every: int = 50
@@ -99,8 +103,11 @@ class RLConfig:
     free_cache: bool = False
     """Give the memory of keys and values back while the trainer works, and take it again to sample."""
     sampler: str = ""
-    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. Empty: in
-    the trainer's process, on its weights."""
+    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. ray:N: by
+    N actors of a Ray cluster. Empty: in the trainer's process, on its weights."""
+    handover: str = "memory"
+    """With `sampler`: how weights get there. memory: through the host's. card: through memory of the one card that all work on.
+    broadcast: by torch.distributed, NCCL between cards and gloo between CPUs."""
     staleness: int = 0
     """With `sampler`: updates that may be made between sampling and learning, so that both go on at once; 0: none."""
     turns: int = 1
@@ -115,7 +122,7 @@ class RLConfig:
     epochs: int = 1
     learning_rate: float = 2e-3
     warmup: int = 5
-    decay: float = 0.4
+    decay: float = 0.7
     """Share of the updates, at the end, over which learning rates and `entropy_bonus` fall to 0 in a line; 0: they do not."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the weights at the start."""
@@ -162,6 +169,11 @@ class RLConfig:
         return [name.strip() for name in self.sampler.split(",") if name.strip()]
 
     @property
+    def on_ray(self) -> bool:
+        """Whether samplers are actors of a Ray cluster."""
+        return self.sampler.startswith("ray:")
+
+    @property
     def longest(self) -> int:
         """Most tokens that the policy chooses in one conversation."""
         return self.turns * self.max_tokens
@@ -180,16 +192,20 @@ class RLConfig:
                     raise ValueError(f"{field.name} is {value}, wanted {low:g} to {high:g}")
         Characters(self.alphabet)
         if self.sampler and not _SAMPLERS.fullmatch(self.sampler):
-            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these")
+            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these, or ray:N")
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
-            "correction": ("none", "truncated", "masked"),
+            "correction": ("none", "truncated", "masked"), "handover": _HANDOVERS, "quantize": ("", *FORMATS),
         }  # fmt: skip
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
-                raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(values)}")
+                raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(filter(None, values))}")
         if self.staleness and not self.sampler:
             raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
+        if self.handover != "memory" and not self.sampler:
+            raise ValueError(f"handover is {self.handover!r}, but sampler is empty: one process has nothing to hand over")
+        if self.handover != "memory" and self.on_ray:
+            raise ValueError(f"handover is {self.handover!r}, but weights go to Ray's actors through its store: leave it out")
         if self.free_cache and self.sampler:
             raise ValueError(
                 f"free_cache is true, but sampler is {self.sampler!r}, a process with memory of its own: unset one"

@@ -23,7 +23,7 @@ class Conversation:
 
     tokens, chosen, logprobs, kept: as a `Sample` has them. whole: log-probabilities of the chosen tokens in the model's own
     distribution. version: of the oldest weights that answered. answers: their texts. truncated: the last answer was cut at its
-    limit.
+    limit. lost: the sampler ended before it gave the next answer.
     """
 
     task: Task
@@ -36,6 +36,7 @@ class Conversation:
     whole: list[float] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     truncated: bool = False
+    lost: bool = False
 
     def add(self, answer: Answer, text: str) -> None:
         """The policy's next answer."""
@@ -67,7 +68,8 @@ def converse(
     sampler: Samples, text: Text, tasks: Sequence[Task], replies: Replies | None, *, answers: int, max_tokens: int, turns: int,
     max_reply_tokens: int, seed: int,
 ) -> list[Conversation]:  # fmt: skip
-    """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer.
+    """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer. Those
+    whose answer the sampler has lost are left out.
 
     max_tokens: of an answer. turns: most answers of a conversation. max_reply_tokens: a longer reply is cut.
 
@@ -92,6 +94,9 @@ def converse(
             one.hear(text.reply(words)[:max_reply_tokens])
         contexts, places = [one.tokens for _, one in going], [place for place, _ in going]
         more = sampler(contexts, answers=1, max_tokens=max_tokens, seed=seed, places=places)
-        for (_, one), [answer] in zip(going, more, strict=True):
-            one.add(answer, text.decode(answer.tokens))
-    return found
+        for (_, one), given in zip(going, more, strict=True):
+            one.lost = not given
+            for answer in given:
+                one.add(answer, text.decode(answer.tokens))
+        going = [(place, one) for place, one in going if not one.lost]
+    return [one for one in found if not one.lost]

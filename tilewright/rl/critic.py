@@ -13,6 +13,7 @@ from tilewright.models import Model
 from tilewright.rl.advantages import gae, whitened
 from tilewright.rl.batch import Batch
 from tilewright.rl.policy import hidden_of
+from tilewright.rl.quantised import uncode
 
 __all__ = ["Critic", "with_advantages"]
 
@@ -26,6 +27,7 @@ class Critic(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.body = deepcopy(model).requires_grad_(True)
+        uncode(self.body)
         if self.body.head.weight is not self.body.embed.weight:
             self.body.head.requires_grad_(False)  # words, which a critic has none of
         width, like = model.config.hidden_size, model.embed.weight

@@ -29,13 +29,15 @@ Shown = tuple[str, str, float]
 class Gathered:
     """What one step learns from.
 
-    lost: samples whose reward failed. dropped: groups left out. whole: mean -log p of the sampled tokens in the model's own
-    distribution. sampling_s, scoring_s: seconds. drawn, rounds: of the gatherer behind it.
+    lost: samples whose reward or sampler failed. empty: whose last answer has no text. dropped: groups left out. whole: mean
+    -log p of the sampled tokens in the model's own distribution. sampling_s, scoring_s: seconds. drawn, rounds: of the gatherer
+    behind it.
     """
 
     samples: list[Sample] = field(default_factory=list)
     shown: list[Shown] = field(default_factory=list)
     lost: int = 0
+    empty: int = 0
     dropped: int = 0
     whole: float = 0.0
     sampling_s: float = 0.0
@@ -86,10 +88,11 @@ class Gatherer:
             found.sampling_s += sampled - began
             found.scoring_s += time.perf_counter() - sampled
             self.drawn, self.rounds = self.drawn + wanted, self.rounds + 1
-            found.lost += rewards.count(None)
+            found.lost += rewards.count(None) + len(tasks) * config.answers - len(made)
             groups: list[list[Sample]] = [[] for _ in tasks]
             for one, reward in zip(made, rewards):
                 whole += one.whole
+                found.empty += not one.answers[-1].strip()
                 if reward is not None:
                     groups[one.group].append(replace(one.sample(reward), group=len(kept) + one.group))
                     if len(found.shown) < _SHOWN:

@@ -21,6 +21,7 @@ from tilewright.rl.losses.correction import masked, truncated
 from tilewright.rl.losses.kl import penalty
 from tilewright.rl.losses.ppo import entropy_bonus, value_loss
 from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of, support_of
+from tilewright.rl.quantised import recode
 from tilewright.rl.stats import measure
 from tilewright.train.optim import AdamW
 from tilewright.train.step import running_sum, trainable
@@ -57,6 +58,7 @@ class Learner:
         """Go on from a saved state. Raises ValueError for one of another model or algorithm."""
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic.")}
         self._optimizer.load_state_dict(own)
+        recode(self.model)
         if self.critic is not None:
             critic = {name.removeprefix("critic."): x for name, x in tensors.items() if name.startswith("critic.")}
             self._critic_optimizer.load_state_dict(critic)
@@ -123,6 +125,7 @@ class Learner:
                     result = running_sum(policy(chosen))
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
+                    recode(self.model)
                     stats |= {"loss": float(result[0]), "norm": float(norm), "applied": float(applied)}
                     if before is not None:
                         batch = replace(chosen, old=torch.cat(before))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tilewright.extras import needed
 from tilewright.models import Model
 from tilewright.rl.batch import Batch, Sample, pack
 from tilewright.rl.config import RLConfig
@@ -23,6 +24,7 @@ from tilewright.rl.text import Text
 
 __all__ = ["Trainer"]
 
+_RAY = "tilewright.rl.on_ray"
 _EVALUATED = 1 << 40
 """Seeds of tasks from here on are measured on, and never trained on."""
 
@@ -50,7 +52,7 @@ class Trainer:
         self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters
         longest = self._longest()
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
-        self.remote = RemoteSamplers(config, self.model, longest) if config.sampler else None
+        self.remote = _remote(config, self.model, longest) if config.sampler else None
         self._local = None if self.remote else sampler_of(config, self.model, longest, self.text.end_ids)
         sampler = self.remote or self._local
         assert sampler is not None
@@ -117,6 +119,7 @@ class Trainer:
             "entropy_whole": found.whole,
             "oldest": self.update - 1 - min(versions),
             "lost": found.lost,
+            "empty": found.empty,
             "dropped_groups": found.dropped,
             "seconds": took,
             "waiting": waited / took,
@@ -136,7 +139,7 @@ class Trainer:
         tasks = [self.environment.task(_EVALUATED + i) for i in range(self.config.eval_tasks)]
         with self.gatherer.lock:
             rewards = self.gatherer.scores(self.gatherer.sample(tasks, answers=1, seed=self.config.seed))
-        return sum(reward is not None and reward >= 1.0 for reward in rewards) / len(rewards)
+        return sum(reward is not None and reward >= 1.0 for reward in rewards) / len(tasks)
 
     def _batch(self, samples: Sequence[Sample]) -> Batch:
         return pack(samples, temperature=self.config.drawing.temperature).to(self.device)
@@ -167,7 +170,7 @@ class Trainer:
                 f"{self.config.staleness} older (staleness): the sampler does not follow the trainer"
             )
 
-    def _pushed(self, remote: RemoteSamplers) -> dict[str, float]:
+    def _pushed(self, remote: Any) -> dict[str, float]:
         numbers = remote.push(self.update)
         if self._ahead is not None:
             self._ahead.updated(self.update)
@@ -185,3 +188,10 @@ class Trainer:
                 "lower max_tokens or turns"
             )
         return min(prompt + least, most)
+
+
+def _remote(config: RLConfig, model: Model, longest: int) -> Any:
+    """`RemoteSamplers`, or on a cluster `RaySamplers`, which are used alike."""
+    if config.on_ray:
+        return needed(_RAY, "ray").RaySamplers(config, model, longest)
+    return RemoteSamplers(config, model, longest)

@@ -8,6 +8,7 @@ from tilewright.models import Model, ModelError, load_config, load_model, random
 from tilewright.models.config import ModelConfig
 from tilewright.rl.characters import Characters
 from tilewright.rl.config import RLConfig
+from tilewright.rl.quantised import code
 from tilewright.rl.text import Text, Tokens
 from tilewright.train.setup import chosen_device
 
@@ -20,12 +21,18 @@ _HEAD_SCALE = 0.1
 
 
 def policy_of(config: RLConfig, model: Model | None = None) -> tuple[Text, Model]:
-    """(the tokens, the model with weights that ask for gradients); a given model is taken as it is.
+    """(the tokens, the model with weights that ask for gradients, and codes where the config says so); a given model keeps its
+    weights.
 
     Raises:
         ModelError: the model cannot be found or trained.
-        ValueError: there is no such device, or the tokenizer is another model's.
+        ValueError: there is no such device, the tokenizer is another model's, or the model cannot be quantised.
     """
+    text, found = _policy_of(config, model)
+    return text, code(found, config.quantize) if config.quantize else found
+
+
+def _policy_of(config: RLConfig, model: Model | None) -> tuple[Text, Model]:
     text: Text = Tokens(resolve(config.model), chat=config.chat) if config.model else Characters(config.alphabet)
     if model is not None:
         return text, model

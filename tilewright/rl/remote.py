@@ -1,18 +1,19 @@
-"""A sampler in a process of its own: the trainer's side. Weights go through shared memory, calls and answers through pipes."""
+"""A sampler in a process of its own: the trainer's side. Calls and answers go through pipes, weights by `config.handover`."""
 
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tilewright.rl.config import RLConfig
 from tilewright.rl.rollout import Answer
-from tilewright.rl.shared_weights import SharedWeights
 
 __all__ = ["RemoteSampler"]
 
@@ -21,22 +22,25 @@ _ENDS_S = 10.0
 
 
 class RemoteSampler:
-    """Samples as `Sampler` does, on `device`, by the weights that were written into `weights` last.
+    """Samples as `Sampler` does, on `device`, by the weights that were handed over last.
 
-    longest: tokens of a conversation.
+    place: where they are found: a file, or the folder in which the ranks of a broadcast meet. longest: tokens of a
+    conversation. rank: this sampler's of `size`.
 
     Raises:
         ConnectionError: the process ends before it is ready.
     """
 
-    def __init__(self, config: RLConfig, device: str, weights: SharedWeights, longest: int) -> None:
-        self._command = [sys.executable, "-m", "tilewright.rl.sampler_process", str(weights.path)]
+    def __init__(self, config: RLConfig, device: str, place: Path, longest: int, *, rank: int, size: int) -> None:
+        self._command = [sys.executable, "-m", "tilewright.rl.sampler_process", str(place)]
+        self._saying = threading.Lock()
         self.process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        told = replace(config, device=device, sampler="", staleness=0).to_json()
+        told = replace(config, device=device, sampler="", staleness=0, handover="memory").to_json()
+        first = {"config": told, "longest": longest, "threads": torch.get_num_threads(), "handover": config.handover}
         try:
-            self._say({"config": told, "longest": longest, "threads": torch.get_num_threads()})
+            self._say({**first, "rank": rank, "size": size})
         except BaseException:
             self.close()
             raise
@@ -57,6 +61,15 @@ class RemoteSampler:
         self._say({"prompts": [list(prompt) for prompt in prompts], **call, "places": None if places is None else list(places)})
         return [[Answer(**answer) for answer in group] for group in self._hear("answered")]
 
+    def take(self, version: int) -> None:
+        """Behind what it is doing it takes part in a broadcast of these weights. Raises as a call does."""
+        self._say({"take": version})
+
+    def check_alive(self) -> None:
+        """Raises ConnectionError where the process has ended."""
+        if self.process.poll() is not None:
+            self._raise_ended("took weights")
+
     def close(self) -> None:
         """End the process."""
         self.process.kill()
@@ -68,7 +81,8 @@ class RemoteSampler:
     def _say(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
-            print(json.dumps(message), file=self.process.stdin, flush=True)
+            with self._saying:  # weights are announced while another thread waits for answers
+                print(json.dumps(message), file=self.process.stdin, flush=True)
         except (BrokenPipeError, ValueError):  # it has ended, or was closed
             self._raise_ended("was asked")
 

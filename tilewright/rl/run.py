@@ -33,6 +33,7 @@ _MAY_CHANGE = (
     "eval_tasks",
     "device",
     "moved_every",
+    "handover",
 )
 """Fields that a run may go on with another value of: no update depends on them."""
 

@@ -1,7 +1,8 @@
 """The process that samples beside a trainer: `python -m tilewright.rl.sampler_process WEIGHTS`, started by `remote.py`.
 
-Lines of JSON, one a call: first the config and the longest conversation, which is answered once the model is there; then what
-`Sampler` is called with. Before each call the newest weights are copied out of shared memory, and answers say their version.
+Lines of JSON, one a request. The first has the config, the longest conversation and this sampler's rank; it is answered once
+the model is there. Then come calls, which have what `Sampler` is called with and are answered, and versions of weights that are
+about to be broadcast. Weights in shared memory are copied out of it before a call. Answers say the version of the weights.
 """
 
 import contextlib
@@ -9,12 +10,15 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tilewright.models import Model
+from tilewright.rl.broadcast_weights import BroadcastWeights
 from tilewright.rl.config import RLConfig
 from tilewright.rl.policies import policy_of
+from tilewright.rl.quantised import recode
 from tilewright.rl.rollout import Sampler
 from tilewright.rl.shared_weights import SharedWeights
 
@@ -31,24 +35,51 @@ def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int,
     )  # fmt: skip
 
 
+class _Taker:
+    """The model and where its weights come from."""
+
+    def __init__(self, model: Model, sampler: Sampler, weights: SharedWeights | BroadcastWeights) -> None:
+        self._model, self._sampler, self._weights = model, sampler, weights
+        sampler.version = -1
+
+    def take(self, version: int) -> None:
+        """Weights that are being broadcast."""
+        assert isinstance(self._weights, BroadcastWeights)
+        self._weights.pull()
+        recode(self._model)
+        self._sampler.version = version
+
+    def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
+        """By the newest weights that there are."""
+        if isinstance(self._weights, SharedWeights) and self._weights.version != self._sampler.version:
+            self._sampler.version = self._weights.pull()
+            recode(self._model)
+        return [[asdict(answer) for answer in group] for group in self._sampler(**call)]
+
+
 def main() -> None:
     """Serve one trainer until its end of the pipe closes."""
     replies = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what a library prints is no reply
-        first = json.loads(sys.stdin.readline())
+        first, place = json.loads(sys.stdin.readline()), Path(sys.argv[1])
         config = RLConfig(**first["config"])
         torch.set_num_threads(first["threads"])
         text, model = policy_of(config)
         model.requires_grad_(False)
-        weights = SharedWeights(model, Path(sys.argv[1]))
-        sampler = sampler_of(config, model, first["longest"], text.end_ids)
+        if first["handover"] == "broadcast":
+            weights = BroadcastWeights(model, place, rank=first["rank"], size=first["size"])
+        else:
+            weights = SharedWeights(model, place, on_card=first["handover"] == "card")
+        taker = _Taker(model, sampler_of(config, model, first["longest"], text.end_ids), weights)
         print(json.dumps({"ready": True}), file=replies, flush=True)
-        sampler.version = -1
+        if isinstance(weights, BroadcastWeights):
+            weights.join()
         for line in sys.stdin:
-            if weights.version != sampler.version:
-                sampler.version = weights.pull()
-            found = sampler(**json.loads(line))
-            print(json.dumps([[asdict(answer) for answer in group] for group in found]), file=replies, flush=True)
+            request = json.loads(line)
+            if "take" in request:
+                taker.take(request["take"])
+            else:
+                print(json.dumps(taker.sample(request)), file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,70 @@
 """The samplers of a run that has some in processes of their own, on one device or several of this machine.
 
 Each gets a part of a call's prompts. What is drawn depends on a prompt's place in the whole call, so a run does not depend on
-how many samplers it has, but for rounding.
+how many samplers it has, but for rounding. `config.handover` says how weights get to them.
 """
 
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
 
 from tilewright.models import Model
+from tilewright.rl.broadcast_weights import BroadcastWeights
 from tilewright.rl.config import RLConfig
 from tilewright.rl.remote import RemoteSampler
 from tilewright.rl.rollout import Answer, Samples
 from tilewright.rl.shared_weights import SharedWeights
 
-__all__ = ["RemoteSamplers", "dealt"]
+__all__ = ["RemoteSamplers", "check_devices", "dealt"]
 
 
 class RemoteSamplers:
-    """A process on each device that `config.sampler` names. The weights of `model` lie once in memory that all share.
+    """A process on each device that `config.sampler` names, with the weights of `model`.
 
     longest: tokens of a conversation.
 
     Raises:
         ConnectionError: one ends before it is ready.
+        ValueError: weights cannot be handed over so between these devices.
     """
 
     def __init__(self, config: RLConfig, model: Model, longest: int) -> None:
-        self.weights = SharedWeights(model)
+        devices, own = config.sampler_devices, next(model.parameters()).device
+        check_devices(config.handover, own, devices)
         self.samplers: list[RemoteSampler] = []
+        self._closing = ExitStack()
         try:
-            self.push(0)
-            for device in config.sampler_devices:
-                self.samplers.append(RemoteSampler(config, device, self.weights, longest))
+            self.weights: SharedWeights | BroadcastWeights
+            if config.handover == "broadcast":
+                folder = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="tilewright-")))
+                place, self.weights = folder, BroadcastWeights(model, folder, rank=0, size=1 + len(devices))
+            else:
+                self.weights = SharedWeights(model, on_card=config.handover == "card")
+                place = self.weights.path
+            self._closing.callback(self.weights.close)
+            for rank, device in enumerate(devices, 1):
+                self.samplers.append(RemoteSampler(config, device, place, longest, rank=rank, size=1 + len(devices)))
+                self._closing.callback(self.samplers[-1].close)  # before the weights
             for sampler in self.samplers:
                 sampler.wait()
+            if isinstance(self.weights, BroadcastWeights):
+                self.weights.join()
+            self.push(0)
         except BaseException:
             self.close()
             raise
 
     def push(self, version: int) -> dict[str, float]:
-        """Write the model's weights into the shared memory."""
-        return self.weights.push(version)
+        """Hand the model's weights over. Returns how long it took. Raises ConnectionError where a sampler has ended."""
+        if isinstance(self.weights, SharedWeights):
+            return self.weights.push(version)
+        for sampler in self.samplers:
+            sampler.take(version)
+        return self.weights.push(version, self._check_alive)
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
@@ -50,9 +74,27 @@ class RemoteSamplers:
 
     def close(self) -> None:
         """End the processes and free the shared memory."""
+        self._closing.close()
+
+    def _check_alive(self) -> None:
         for sampler in self.samplers:
-            sampler.close()
-        self.weights.close()
+            sampler.check_alive()
+
+
+def check_devices(handover: str, own: torch.device, others: Sequence[str]) -> None:
+    """Raises ValueError where weights on the device `own` cannot be handed over so to samplers on `others`."""
+    names = [str(own), *(f"{name}:0" if name == "cuda" else name for name in others)]
+    if handover == "card" and (own.type != "cuda" or len(set(names)) > 1):
+        raise ValueError(
+            f'handover is "card", which is for a trainer and samplers on one card, and they are on {", ".join(names)}: '
+            'take "memory", or "broadcast" between several'
+        )
+    if handover == "broadcast" and (cards := [name for name in names if name != "cpu"]):
+        if len(set(cards)) < len(names):
+            raise ValueError(
+                f'handover is "broadcast", which needs a card for each of trainer and samplers, or CPUs alone, and they are on '
+                f'{", ".join(names)}: take "memory", or "card" on one card'
+            )
 
 
 def dealt(

@@ -1,71 +1,92 @@
 """A model's parameters in memory that two processes share: the trainer writes them, the sampler copies them out.
 
-The memory is a file that both map, in the memory of the machine where it has a folder for such files. In front are two
-versions: the one whose writing was begun last, and the one that was finished last. A reader that finds them different, or
-changed, reads again. No names of foreign files are opened and nothing is parsed: both sides lay the file out by their model.
+The memory is a file that both map, in the memory of the machine where it has a folder for such files; or it is a card's, where
+both work on one, and the file has the handle that opens it. In front are two versions: the one whose writing was begun last,
+and the one that was finished last. A reader that finds them different, or changed, reads again. No names of foreign files are
+opened and nothing is parsed: both sides lay the memory out by their model.
 """
 
 import hashlib
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.hw.shared import HANDLE_BYTES, CardMemory, pin, unpin
 from tilewright.models import Model
 
-__all__ = ["SharedWeights"]
+__all__ = ["SharedWeights", "layout_of", "parameters_of"]
 
 _HEADER = 64
 _ALIGNMENT = 64
 _FAST = Path("/dev/shm")
 
 
+def parameters_of(model: Model) -> list[Tensor]:
+    """A model's parameters in the order of their names, which is that of both sides."""
+    return [parameter.detach() for _, parameter in sorted(model.named_parameters())]
+
+
+def layout_of(parameters: Sequence[Tensor]) -> bytes:
+    """32 bytes that tell models of different shapes or dtypes apart."""
+    return hashlib.sha256(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode()).digest()
+
+
 class SharedWeights:
     """The parameters of `model` in the file `path`; without it, in a new one, which `close` deletes.
 
+    on_card: in memory of the model's card, which the file has the handle of.
+
     Raises:
+        RuntimeError: the card's driver refuses to share or to lock the memory.
         ValueError: the file is of another model.
     """
 
-    def __init__(self, model: Model, path: Path | None = None) -> None:
-        self._parameters = [parameter.detach() for _, parameter in sorted(model.named_parameters())]
-        starts, end = [], _HEADER
+    def __init__(self, model: Model, path: Path | None = None, *, on_card: bool = False) -> None:
+        self._parameters = parameters_of(model)
+        self._device = self._parameters[0].device
+        starts, end = [], 0
         for parameter in self._parameters:
             starts.append(end)
             end += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = end - _HEADER
+        self.nbytes = end
         self._owned = path is None
+        size = _HEADER + (HANDLE_BYTES if on_card else end)
         if path is None:
             with tempfile.NamedTemporaryFile(dir=_FAST if _FAST.is_dir() else None, prefix="tilewright-", delete=False) as file:
-                file.truncate(end)
+                file.truncate(size)
             path = Path(file.name)
         self.path = path
-        if path.stat().st_size != end:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; wanted {end}, as this model's weights have")
+        if path.stat().st_size != size:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes; wanted {size}, as this model's weights have")
         raw = np.memmap(path, np.uint8, "r+")
-        self._versions, self._shape = raw[:16].view(np.int64), raw[16:48]
-        memory = torch.from_numpy(raw)
-        self._places: list[Tensor] = [
+        self._versions, self._layout = raw[:16].view(np.int64), raw[16:48]
+        layout = np.frombuffer(layout_of(self._parameters), np.uint8)
+        if not self._owned and (self._layout != layout).any():
+            raise ValueError(f"the weights in {path} are of another shape than this model's")
+        self._card: CardMemory | None = None
+        self._pinned: Tensor | None = None
+        try:
+            memory = self._on_card(raw[_HEADER:]) if on_card else self._on_host(torch.from_numpy(raw))
+        except RuntimeError:
+            self.close()
+            raise
+        self._places = [
             memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
             for start, parameter in zip(starts, self._parameters)
         ]
-        told = np.frombuffer(
-            hashlib.sha256(repr([(tuple(p.shape), p.dtype) for p in self._parameters]).encode()).digest(), np.uint8
-        )
         if self._owned:
-            self._shape[:], self._versions[:] = told, -1
-        elif (self._shape != told).any():
-            raise ValueError(f"the weights in {path} are of another shape than this model's")
+            self._layout[:], self._versions[:] = layout, -1
 
     def push(self, version: int) -> dict[str, float]:
         """Write the model's parameters as this version. Returns how long it took, and how fast it was."""
         began = time.perf_counter()
         self._versions[0] = version
-        for place, parameter in zip(self._places, self._parameters):
-            place.copy_(parameter)
+        self._copy(self._places, self._parameters)
         self._versions[1] = version
         took = time.perf_counter() - began
         return {"push_s": took, "push_gb_per_s": self.nbytes / took / 1e9}
@@ -80,13 +101,41 @@ class SharedWeights:
         while True:
             before = self.version
             if before == int(self._versions[0]):
-                for place, parameter in zip(self._places, self._parameters):
-                    parameter.copy_(place)
+                self._copy(self._parameters, self._places)
                 if before == int(self._versions[0]):
                     return before
             time.sleep(1e-3)
 
     def close(self) -> None:
-        """Delete the file, where this side made it."""
+        """Delete the file and free what is locked or on a card, where this side made it. Twice is once."""
+        if self._pinned is not None:
+            unpin(self._pinned)
+            self._pinned = None
+        if self._card is not None:
+            self._card.close()
         if self._owned:
             self.path.unlink(missing_ok=True)
+
+    def _on_card(self, place: np.ndarray) -> Tensor:
+        self._card = CardMemory(self.nbytes, self._device, None if self._owned else place.tobytes())
+        if self._owned:
+            place[:] = np.frombuffer(self._card.handle, np.uint8)
+        return self._card.memory
+
+    def _on_host(self, raw: Tensor) -> Tensor:
+        if self._device.type == "cuda":
+            pin(raw)
+            self._pinned = raw
+        return raw[_HEADER:]
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        if self._device.type == "cpu":
+            for target, source in zip(targets, sources):
+                target.copy_(source)
+            return
+        if self._card is not None:
+            torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage] (a launch for many)
+        else:
+            for target, source in zip(targets, sources):
+                target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(self._device)

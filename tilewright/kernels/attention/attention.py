@@ -70,9 +70,7 @@ from tilewright.kernels.attention.sm90 import SM90, SM90_INVARIANT
 from tilewright.kernels.attention.tile import TRITON
 from tilewright.op import Example, Inputs, Op
 
-__all__ = ["attention", "attention_op"]
-
-# ---- reference
+__all__ = ["attention", "attention_example", "attention_op"]
 
 
 def _reference(
@@ -102,9 +100,6 @@ def _fake(
     return empty_outputs(q, v, want_lse)
 
 
-# ---- cost
-
-
 def _cost(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
     causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
@@ -125,14 +120,14 @@ def _cost(
 
 
 @Example.of
-def _example(
+def attention_example(
     inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
     dtype: torch.dtype = torch.bfloat16, *, packed: bool = False, causal: bool = False, lse: bool = False,
     merged: bool = False, spoilt: int | None = None, value_dim: int | None = None, left: int | None = None,
     right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
     alibi: bool = False,
 ) -> tuple[object, ...]:  # fmt: skip
-    """`lengths`: (queries, keys) of each sequence; all alike unless `packed`.
+    """A call: `lengths` are (queries, keys) of each sequence, all alike unless `packed`.
 
     `merged`: q, k and v are views of one projection. `spoilt`: keys of that sequence are NaN; its neighbours must not notice.
     """
@@ -160,38 +155,38 @@ def _example(
 
 
 EXAMPLES = (
-    _example("full", ((130, 70),) * 2, dim=128, lse=True),
-    _example("causal", ((140, 140),), (4, 2), dim=128, causal=True),
-    _example("packed", ((33, 33), (0, 5), (7, 0), (1, 129), (65, 64)), (4, 2), packed=True, causal=True, lse=True),
-    _example("no key seen", ((70, 20),), causal=True, dtype=torch.float16, lse=True),
-    _example("one query", ((1, 100),) * 3, (6, 2), dim=128, causal=True),
-    _example("spoilt neighbour", ((20, 30), (9, 77), (17, 31)), (2, 1), packed=True, spoilt=1),
-    _example("merged", ((65, 65),) * 2, (4, 1), dim=128, merged=True, causal=True),
-    _example("wide", ((66, 66),), (2, 1), 256, causal=True),
-    _example("wide fp16", ((40, 50),), (1, 1), 256, torch.float16),
-    _example("dim 80", ((40, 70),), (2, 1), 80, torch.float16, causal=True),
-    _example("dim 96", ((20, 20), (3, 40)), (2, 2), 96, packed=True),
-    _example("dim 20 fp32", ((35, 50),) * 2, (2, 1), 20, torch.float32, causal=True, lse=True),
-    _example("window", ((200, 200),), (2, 1), causal=True, left=40, lse=True),
-    _example("window of both sides", ((130, 140),) * 2, left=20, right=30),
-    _example("window beyond the keys", ((90, 20), (5, 70)), (2, 1), packed=True, left=3, right=2, lse=True),
-    _example("right bound alone", ((70, 50),), right=5, dim=128),
-    _example("prefix", ((100, 100),) * 2, causal=True, prefix=37),
-    _example("prefix of each", ((60, 80), (33, 33)), (2, 1), packed=True, causal=True, prefix=(70, 0), left=50),
-    _example("sinks", ((66, 66),), (4, 2), causal=True, left=30, sinks=True, lse=True),
-    _example("sinks, no key seen", ((40, 10),), causal=True, sinks=True, lse=True),
-    _example("soft cap", ((65, 70),), (2, 1), softcap=5.0, dtype=torch.float16, lse=True),
-    _example("alibi", ((70, 100),), (4, 2), causal=True, alibi=True),
-    _example(
+    attention_example("full", ((130, 70),) * 2, dim=128, lse=True),
+    attention_example("causal", ((140, 140),), (4, 2), dim=128, causal=True),
+    attention_example("packed", ((33, 33), (0, 5), (7, 0), (1, 129), (65, 64)), (4, 2), packed=True, causal=True, lse=True),
+    attention_example("no key seen", ((70, 20),), causal=True, dtype=torch.float16, lse=True),
+    attention_example("one query", ((1, 100),) * 3, (6, 2), dim=128, causal=True),
+    attention_example("spoilt neighbour", ((20, 30), (9, 77), (17, 31)), (2, 1), packed=True, spoilt=1),
+    attention_example("merged", ((65, 65),) * 2, (4, 1), dim=128, merged=True, causal=True),
+    attention_example("wide", ((66, 66),), (2, 1), 256, causal=True),
+    attention_example("wide fp16", ((40, 50),), (1, 1), 256, torch.float16),
+    attention_example("dim 80", ((40, 70),), (2, 1), 80, torch.float16, causal=True),
+    attention_example("dim 96", ((20, 20), (3, 40)), (2, 2), 96, packed=True),
+    attention_example("dim 20 fp32", ((35, 50),) * 2, (2, 1), 20, torch.float32, causal=True, lse=True),
+    attention_example("window", ((200, 200),), (2, 1), causal=True, left=40, lse=True),
+    attention_example("window of both sides", ((130, 140),) * 2, left=20, right=30),
+    attention_example("window beyond the keys", ((90, 20), (5, 70)), (2, 1), packed=True, left=3, right=2, lse=True),
+    attention_example("right bound alone", ((70, 50),), right=5, dim=128),
+    attention_example("prefix", ((100, 100),) * 2, causal=True, prefix=37),
+    attention_example("prefix of each", ((60, 80), (33, 33)), (2, 1), packed=True, causal=True, prefix=(70, 0), left=50),
+    attention_example("sinks", ((66, 66),), (4, 2), causal=True, left=30, sinks=True, lse=True),
+    attention_example("sinks, no key seen", ((40, 10),), causal=True, sinks=True, lse=True),
+    attention_example("soft cap", ((65, 70),), (2, 1), softcap=5.0, dtype=torch.float16, lse=True),
+    attention_example("alibi", ((70, 100),), (4, 2), causal=True, alibi=True),
+    attention_example(
         "all of it", ((50, 90), (64, 64)), (4, 2), 128, packed=True, causal=True, left=45, softcap=20.0, alibi=True, sinks=True
     ),
-    _example("narrow values", ((70, 130),), (2, 2), 192, causal=True, value_dim=128, lse=True),
-    _example("narrow values fp16", ((20, 30),) * 2, (4, 1), 80, torch.float16, value_dim=64),
-    _example("few keys", ((70, 200),) * 2, (4, 2), dtype=torch.float16),
-    _example("fewer keys", ((20, 50),), dim=32),
-    _example("no rows", ((0, 5),)),
-    _example("no keys", ((3, 0),) * 2, lse=True),
-    _example("no keys, sinks", ((3, 0),), lse=True, sinks=True),
+    attention_example("narrow values", ((70, 130),), (2, 2), 192, causal=True, value_dim=128, lse=True),
+    attention_example("narrow values fp16", ((20, 30),) * 2, (4, 1), 80, torch.float16, value_dim=64),
+    attention_example("few keys", ((70, 200),) * 2, (4, 2), dtype=torch.float16),
+    attention_example("fewer keys", ((20, 50),), dim=32),
+    attention_example("no rows", ((0, 5),)),
+    attention_example("no keys", ((3, 0),) * 2, lse=True),
+    attention_example("no keys, sinks", ((3, 0),), lse=True, sinks=True),
 )
 
 # ---- op
@@ -225,8 +220,6 @@ attention_op = Op(
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
 )
-
-# ---- public function
 
 
 def attention(

@@ -24,8 +24,6 @@ Not supported: gradients, packed sequences, caches in pages, dropout. Causal mas
 attention.py's, which leaves out the keys that nobody sees; this one visits all.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import math
 from typing import Any, NamedTuple
 
@@ -73,9 +71,6 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Tensor:
     return _empty(q, v)
-
-
-# ---- cost
 
 
 def _cost(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Cost:
@@ -340,9 +335,6 @@ biased_attention_op = Op(
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
 )
-
-
-# ---- public function
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, scale: float | None = None) -> Tensor:

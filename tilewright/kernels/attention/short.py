@@ -9,8 +9,7 @@ Refuses: causal masks and all that bends scores, log-sum-exp, packed sequences, 
 sm_90 (elsewhere the operands would not stay in shared memory).
 """
 
-# Pyright does not see launch options, nor what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportCallIssue=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl

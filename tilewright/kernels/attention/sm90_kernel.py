@@ -21,9 +21,7 @@ multiply-adds a cycle. Hence the schedule of FlashAttention-3 (Shah et al., 2024
 
 Only blocks that a mask or the end of the keys cuts are masked; blocks outside of a window are not visited.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # T query rows, S key rows, H query heads, D head dim, M rows of a tile, N keys of a block
 
@@ -39,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.attention.sm90_schedule import PLACE, ROWS, SLOT, deal_tiles, load_tiles
 from tilewright.kernels.hopper.primitives import block_barrier, clear_end, release, store_box, take, viewed
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["attend", "attention_sm90_kernel", "barriers"]
 
@@ -318,17 +317,6 @@ def attend(
             _finish(o, m, l, o_bufs.index(wg), out, row, head, q_start, q_len, floor, scale, PACK)
         s = warpgroup_mma_wait(0, deps=(s,))
     tma.store_wait(pendings=0)
-
-
-# ---- kernel
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "H", "GROUP", "total_q", "max_q", "max_k", "left", "right"])

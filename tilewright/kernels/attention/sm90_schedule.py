@@ -5,8 +5,7 @@ is left over when heads are dealt into sections goes first, so that a launch end
 A program begins with its own number and then draws tickets from a counter, for tiles differ in length; the warp that draws
 hands the number, and what it found out of the tile, to the others (hopper/primitives.py).
 """
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -12,8 +12,6 @@ exponent is written as one multiply-add, which the compiler would else form in o
 multiplied in IEEE precision, which on NVIDIA cards means without tensor cores. Refuses: float64, head dims above 256.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -194,9 +192,6 @@ def _attention_kernel(
             v_row_stride, D, DV, BLOCK_N, BLOCK_D, BLOCK_DV, LEFT, SOFTCAP, ALIBI, True,
         )  # fmt: skip
     _finish(acc, m, l, out_ptr, lse_ptr, rows, q_start, q_len, total_q, h, H, scale_log2, DV)
-
-
-# ---- launcher
 
 
 def _launch(

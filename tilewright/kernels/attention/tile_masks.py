@@ -1,7 +1,5 @@
 """Rows of a head as tiles, and who sees whom: what the portable kernels of attention share, both ways. No launchers."""
 
-# pyright: reportGeneralTypeIssues=false
-
 import triton
 import triton.language as tl
 from torch import Tensor

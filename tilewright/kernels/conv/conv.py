@@ -46,8 +46,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["conv_op", "convolved"]
 
-# ---- cost
-
 
 def _cost(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],

@@ -78,13 +78,13 @@ def _slide(
 ):  # fmt: skip
     """acc (COLS tiles [ROWS, VECTOR]) with one row of the filter added; x_ptr stands at column w0 of the row of x."""
     weights = ()
-    for k in tl.static_range(0, KW):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(0, KW):
         weights = weights + (tl.load(w_ptr + k * O, mask=channel_mask, other=0.0).to(tl.float32),)
-    for j in tl.static_range(0, (COLS - 1) * SW + (KW - 1) * DW + 1):  # pyright: ignore[reportGeneralTypeIssues]
+    for j in tl.static_range(0, (COLS - 1) * SW + (KW - 1) * DW + 1):
         inside = row_mask & ((w0 + j) >= 0) & ((w0 + j) < XW)
         x = tl.load(x_ptr + j * (O // MULT), mask=inside & channel_mask, other=0.0).to(tl.float32)
         after = ()
-        for t in tl.static_range(0, COLS):  # pyright: ignore[reportGeneralTypeIssues]
+        for t in tl.static_range(0, COLS):
             if j >= t * SW and (j - t * SW) % DW == 0 and (j - t * SW) // DW < KW:
                 after = after + (acc[t] + x * weights[(j - t * SW) // DW],)
             else:
@@ -113,15 +113,15 @@ def _whole_filter(
 ):  # fmt: skip
     """acc (LINES x COLS tiles) with a small filter added: its weights in registers, each row of x loaded once for all lines."""
     weights = ()
-    for k in tl.static_range(0, KH * KW):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.static_range(0, KH * KW):
         weights = weights + (tl.load(w_ptr + k * O, mask=channel_mask, other=0.0).to(tl.float32),)
-    for i in tl.static_range(0, (LINES - 1) * SH + (KH - 1) * DH + 1):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(0, (LINES - 1) * SH + (KH - 1) * DH + 1):
         line_mask = row_mask & ((h0 + i) >= 0) & ((h0 + i) < XH)
-        for j in tl.static_range(0, (COLS - 1) * SW + (KW - 1) * DW + 1):  # pyright: ignore[reportGeneralTypeIssues]
+        for j in tl.static_range(0, (COLS - 1) * SW + (KW - 1) * DW + 1):
             inside = line_mask & ((w0 + j) >= 0) & ((w0 + j) < XW)
             x = tl.load(x_ptr + (i * XW + j) * C, mask=inside & channel_mask, other=0.0).to(tl.float32)
             after = ()
-            for t in tl.static_range(0, LINES * COLS):  # pyright: ignore[reportGeneralTypeIssues]
+            for t in tl.static_range(0, LINES * COLS):
                 after = after + (_tap(acc[t], x, weights, i - t // COLS * SH, j - t % COLS * SW, KH, KW, DH, DW),)
             acc = after
     return acc

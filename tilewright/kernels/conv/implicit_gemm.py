@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.kernels.conv.plan import plan_of
-from tilewright.kernels.conv.problem import Problem, empty_output, finish_pixels, sizes_of
+from tilewright.kernels.conv.plan import launcher, plan_of
+from tilewright.kernels.conv.problem import Problem, finish_pixels, sizes_of
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.counters import tickets
@@ -281,7 +281,7 @@ def _join(
     if tl.atomic_add(tickets_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
         tl.store(tickets_ptr + tl.program_id(0), 0)
         total = tl.load(part_ptrs, cache_modifier=".cg")
-        for part in tl.static_range(1, SPLIT_K):  # pyright: ignore[reportGeneralTypeIssues]
+        for part in tl.static_range(1, SPLIT_K):
             total += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
         _finish(total, y_ptr, bias_ptr, residual_ptr, None, None, image, pixels, channels, row_mask, mask, O, ACTIVATION)
 
@@ -347,22 +347,6 @@ def _conv_kernel(
         )  # fmt: skip
 
 
-# ---- launcher
-
-
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    y = empty_output(x, weight, size, dtype)
-    if y.numel():
-        weight = weight.contiguous()
-        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
-        _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
-    return y
-
-
 def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
@@ -399,6 +383,7 @@ def _key(
 
 
 _PLANS = Planned(_key, _first_launch)
+_launch = launcher(_PLANS)
 
 
 def planned(config: Config, *args: Any) -> Plan | None:

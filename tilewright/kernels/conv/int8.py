@@ -37,8 +37,6 @@ __all__ = ["conv_codes", "conv_codes_op", "folded_scales"]
 
 # N images, C channels, O output channels
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.kernels.conv.problem import empty_output
 from tilewright.kernels.launch import plan as launch_plan
 from tilewright.tune.space import Config
 
-__all__ = ["FORMATS", "Plan", "plan_of"]
+__all__ = ["FORMATS", "Plan", "launcher", "plan_of"]
 
 Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """(x [N, C, *S], weight [O, C / groups, *K], bias, residual [N, O, *P]) -> [N, O, *P], all with dense channels."""
@@ -41,3 +42,21 @@ def plan_of(planned: Callable[..., launch_plan.Plan | None]) -> Callable[..., Pl
         return call
 
     return plan
+
+
+def launcher(plans: launch_plan.Planned, *, dense_weight: bool = True) -> Callable[..., Tensor]:
+    """`Impl.launch` by these plans; dense_weight: of a weight without gaps."""
+
+    def launch(
+        config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
+        stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
+        w_scales: Tensor | None, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        y = empty_output(x, weight, size, dtype)
+        if y.numel():
+            weight = weight.contiguous() if dense_weight else weight
+            args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
+            plans.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
+        return y
+
+    return launch

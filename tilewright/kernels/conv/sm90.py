@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.kernels.conv.plan import plan_of
-from tilewright.kernels.conv.problem import Problem, empty_output, sizes_of
+from tilewright.kernels.conv.plan import launcher, plan_of
+from tilewright.kernels.conv.problem import Problem, sizes_of
 from tilewright.kernels.conv.sm90_im2col import (
     AXES,
     Launch,
@@ -77,18 +77,6 @@ def _key(
     )  # fmt: skip
 
 
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    y = empty_output(x, weight, size, dtype)
-    if y.numel():
-        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, x_scales, w_scales, dtype)
-        _PLANS.fill(config, y, args, (x, weight, y, bias, residual, x_scales, w_scales))
-    return y
-
-
 def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
@@ -108,6 +96,7 @@ def _first_launch(
 
 
 _PLANS = Planned(_key, _first_launch)
+_launch = launcher(_PLANS, dense_weight=False)
 
 
 def planned(config: Config, *args: Any) -> Plan | None:

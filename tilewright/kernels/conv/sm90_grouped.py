@@ -19,15 +19,13 @@ residual comes into the buffer that the tile leaves by, and is asked for before 
 Not here: dilation, filters of more than 3 x 3, channels that are no multiple of 64, odd sizes under a stride of 2, int8,
 three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 # N images, C channels, O output channels; S stride; boxes of pixels
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,13 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.hw.device import Device
-from tilewright.kernels.conv.plan import plan_of
-from tilewright.kernels.conv.problem import Problem, Three, empty_output, sizes_of
+from tilewright.kernels.conv.plan import launcher, plan_of
+from tilewright.kernels.conv.problem import Problem, Three, sizes_of
 from tilewright.kernels.conv.sm90_im2col import fetched_box, refuse_boxes
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
+from tilewright.kernels.hopper.ring import barriers, new_ring
 from tilewright.kernels.launch.plan import Plan, Planned
 from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
@@ -112,7 +111,7 @@ def _corner(box, boxes_h, boxes_w, shape: gl.constexpr):
 
 @gluon.jit
 def _load_column(
-    x_desc, below_desc, units, bar, unit, p, n, q, c, C,
+    x_desc, below_desc, units, at, unit, p, n, q, c, C,
     s: gl.constexpr, rows: gl.constexpr, KH: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
     PAD_W: gl.constexpr,
 ):  # fmt: skip
@@ -121,7 +120,7 @@ def _load_column(
     BOX: gl.constexpr = x_desc.block_type.shape
     BELOW: gl.constexpr = below_desc.block_type.shape if FIRST + STRIDE < KH else [0, 1, 1, 1, 1]
     PIXELS: gl.constexpr = BOX[0] * BOX[2] * BOX[3] + BELOW[0] * BELOW[2] * BELOW[3]
-    mbarrier.expect(bar, PIXELS * BOX[4] * x_desc.dtype.primitive_bitwidth // 8)
+    bar = at.fill(PIXELS * BOX[4] * x_desc.dtype.primitive_bitwidth // 8)
     SHIFT_H: gl.constexpr = (FIRST - PAD_H - rows) // STRIDE
     PHASE_W: gl.constexpr = (s + PAD_W * (STRIDE - 1)) % STRIDE
     SHIFT_W: gl.constexpr = (s - PAD_W - PHASE_W) // STRIDE
@@ -136,29 +135,23 @@ def _load_column(
 
 @gluon.jit
 def _load_boxes(
-    x_desc, below_desc, y_desc, units, full, empty, boxes, boxes_h, boxes_w, tiles_n, C,
+    x_desc, below_desc, y_desc, units, ring, boxes, boxes_h, boxes_w, tiles_n, C,
     KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
     PAD_W: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     UNITS: gl.constexpr = units.shape[0] // STAGES
     shape: gl.constexpr = y_desc.block_type.shape
     c = gl.program_id(0) % tiles_n * 64
-    stage = 0
-    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    at = ring.to_fill()
     for box in range(gl.program_id(0) // tiles_n, boxes, gl.num_programs(0) // tiles_n):
         p, n, q = _corner(box, boxes_h, boxes_w, shape)
         for s in gl.static_range(KW):
             for rows in gl.static_range(STRIDE):
                 if (rows + PAD_H) % STRIDE < KH:
-                    mbarrier.wait(empty.index(stage), phase)
                     _load_column(
-                        x_desc, below_desc, units, full.index(stage), stage * UNITS, p, n, q, c, C, s, rows, KH, STRIDE, PAD_H,
-                        PAD_W,
-                    )  # fmt: skip
-                    stage += 1
-                    if stage == STAGES:
-                        stage = 0
-                        phase ^= 1
+                        x_desc, below_desc, units, at, at.stage * UNITS, p, n, q, c, C, s, rows, KH, STRIDE, PAD_H, PAD_W
+                    )
+                    at = at.next()
 
 
 @gluon.jit
@@ -171,14 +164,13 @@ def _place_weights(w_ptr, w_bufs, placed, first_col, wg: gl.constexpr, OWN: gl.c
         ptrs = w_ptr + (first_col + o) * (TAPS * OWN) + (t * OWN + c % OWN)
         w_bufs.index(t).store(gl.load(ptrs, mask=o // OWN == c // OWN, other=0.0))
     fence_async_shared()
-    release(placed)
+    release(placed.index(0))
 
 
 @gluon.jit
 def _sum_column(
-    units, w_bufs, full, empty, acc, stage, phase,
-    s, rows: gl.constexpr, begun, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
-    STAGES: gl.constexpr,
+    units, w_bufs, at, acc, s, rows: gl.constexpr, begun, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr,
+    PAD_H: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """acc + the products of the positions that `_load_column` loaded for. Gives the stage before back."""
     FIRST: gl.constexpr = (rows + PAD_H) % STRIDE
@@ -186,15 +178,15 @@ def _sum_column(
     UNITS: gl.constexpr = units.shape[0] // STAGES
     layout: gl.constexpr = units.layout
     shape: gl.constexpr = [acc.shape[0], 64]
-    mbarrier.wait(full.index(stage), phase)
+    at.wait()
     for i in gl.static_range(COUNT):
-        x = viewed(units.index(stage * UNITS + i), units.dtype, shape, layout)
+        x = viewed(units.index(at.stage * UNITS + i), units.dtype, shape, layout)
         w = w_bufs.index((FIRST + i * STRIDE) * KW + s).permute((1, 0))
         started = warpgroup_mma(x, w, acc, use_acc=begun | (i > 0), is_async=True)
         # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
         acc = warpgroup_mma_wait(1, deps=(started,))
         if i == 0:
-            release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=begun)
+            at.give_back_last(begun)
     return acc
 
 
@@ -221,9 +213,9 @@ def _finish(
 
 @gluon.jit
 def _multiply_boxes(
-    units, w_bufs, tile_boxes, full, empty, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
+    wg: gl.constexpr, units, w_bufs, tile_boxes, ring, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
     boxes, boxes_h, boxes_w, tiles_n, filter_w,
-    wg: gl.constexpr, OWN: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr,
+    OWN: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr,
     PAD_H: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     shape: gl.constexpr = y_desc.block_type.shape
@@ -236,9 +228,8 @@ def _multiply_boxes(
     first_col = gl.program_id(0) % tiles_n * 64
     tile_box = tile_boxes.index(wg)
     _place_weights(w_ptr, w_bufs, placed, first_col, wg, OWN, KH * KW)
-    mbarrier.wait(placed, 0)
-    stage = STEPS * wg % STAGES
-    phase = STEPS * wg // STAGES & 1
+    mbarrier.wait(placed.index(0), 0)
+    at = ring.after(gl.to_tensor(STEPS * wg))
     for box in range(gl.program_id(0) // tiles_n + wg * walkers, boxes, 2 * walkers):
         mine = box // walkers // 2  # tiles of this consumer so far
         p, n, q = _corner(box, boxes_h, boxes_w, shape)
@@ -253,20 +244,13 @@ def _multiply_boxes(
             for rows in gl.static_range(STRIDE):
                 if (rows + PAD_H) % STRIDE < KH:
                     acc = _sum_column(
-                        units, w_bufs, full, empty, acc, stage, phase, s, rows, (s > 0) | (rows > FIRST_ROWS), KH, KW, STRIDE,
-                        PAD_H, STAGES,
-                    )  # fmt: skip
-                    stage += 1
-                    if stage == STAGES:
-                        stage = 0
-                        phase ^= 1
+                        units, w_bufs, at, acc, s, rows, (s > 0) | (rows > FIRST_ROWS), KH, KW, STRIDE, PAD_H, STAGES
+                    )
+                    at = at.next()
         release(turns.index(1 - wg))
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
-        stage += STEPS  # the other's tile
-        while stage >= STAGES:
-            stage -= STAGES
-            phase ^= 1
+        at.give_back_last()
+        at = at.skip(STEPS)  # the other's tile
         _finish(acc, tile_box, arrived.index(wg), mine & 1, residual_desc, y_desc, bias_ptr, p, n, q, first_col, ACTIVATION)
     tma.store_wait(pendings=0)
 
@@ -289,29 +273,21 @@ def _narrow_kernel(
     units = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (shape[0] + EXTRA), shape[2] * shape[3], 64], layout)
     w_bufs = gl.allocate_shared_memory(x_desc.dtype, [KH * KW, 64, 64], layout)
     tile_boxes = gl.allocate_shared_memory(y_desc.dtype, [2] + y_desc.block_type.shape, y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    placed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(placed, count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-        mbarrier.init(arrived.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    ring = new_ring(STAGES, 1)
+    turns = barriers(2)
+    arrived = barriers(2)
+    placed = barriers(1, 2)
     gl.warp_specialize([
         (_multiply_boxes, (
-            units, w_bufs, tile_boxes, full, empty, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
-            boxes, boxes_h, boxes_w, tiles_n, filter_w, 0, OWN, KH, KW, STRIDE, PAD_H, STAGES, ACTIVATION,
+            0, units, w_bufs, tile_boxes, ring, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
+            boxes, boxes_h, boxes_w, tiles_n, filter_w, OWN, KH, KW, STRIDE, PAD_H, STAGES, ACTIVATION,
         )),
         (_multiply_boxes, (
-            units, w_bufs, tile_boxes, full, empty, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
-            boxes, boxes_h, boxes_w, tiles_n, filter_w, 1, OWN, KH, KW, STRIDE, PAD_H, STAGES, ACTIVATION,
+            1, units, w_bufs, tile_boxes, ring, turns, placed, arrived, residual_desc, y_desc, w_ptr, bias_ptr,
+            boxes, boxes_h, boxes_w, tiles_n, filter_w, OWN, KH, KW, STRIDE, PAD_H, STAGES, ACTIVATION,
         )),
         (_load_boxes, (
-            x_desc, below_desc, y_desc, units, full, empty, boxes, boxes_h, boxes_w, tiles_n, C,
+            x_desc, below_desc, y_desc, units, ring, boxes, boxes_h, boxes_w, tiles_n, C,
             KH, KW, STRIDE, PAD_H, PAD_W, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -330,22 +306,9 @@ def _key(
     )  # fmt: skip
 
 
-def _launch(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None, w_scales: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    y = empty_output(x, weight, size, dtype)
-    if y.numel():
-        weight = weight.contiguous()
-        args = (x, weight, bias, residual, activation, stride, padding, dilation, groups, size)
-        _PLANS.fill(config, y, args, (x, weight, y, bias, residual))
-    return y
-
-
 def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
-    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int],
+    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *rest: Any,
 ) -> Plan:  # fmt: skip
     """Fill y."""
     device = card_of(x)
@@ -374,5 +337,6 @@ def _first_launch(
 
 
 _PLANS = Planned(_key, _first_launch)
+_launch = launcher(_PLANS)
 
 NARROW = Impl(name="narrow", launch=_launch, space=SPACE, plan=plan_of(_PLANS.plan), written_for=90, refuse=_refuse)

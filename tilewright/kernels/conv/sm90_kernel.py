@@ -22,9 +22,7 @@ another row on. That asks for rows of eight pixels at least, which is how shared
 Not here: groups, strides other than 1, 2 and 4, channels that are no multiple of 16 bytes (sm90_space_to_depth.py makes them
 so), three spatial dims.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # N images, C channels, O output channels; boxes of pixels; K = filter positions * C
 
@@ -349,9 +347,6 @@ def _multiply_boxes(
             if residual_desc is not None:
                 passed += BLOCK_N // WIDTH
     tma.store_wait(pendings=0)
-
-
-# ---- kernel
 
 
 @gluon.jit(

@@ -49,9 +49,6 @@ def _reference(signature: Tensor, bands: int) -> Tensor:
     return keys
 
 
-# ---- cost
-
-
 def _cost(signature: Tensor, bands: int) -> Cost:
     return Cost(flops=9 * signature.numel(), bytes=signature.nbytes + 8 * len(signature) * bands)
 
@@ -118,9 +115,6 @@ def _band_keys_kernel(signature_ptr, out_ptr, total, row_stride, BANDS: tl.const
     tl.store(out_ptr + item, key.to(tl.int64, bitcast=True), mask=live)
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, signature: Tensor, bands: int) -> Tensor:
     out = torch.empty(len(signature), bands, dtype=torch.int64, device=signature.device)
     if out.numel():
@@ -139,9 +133,6 @@ band_keys_op = Op(
     make=_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def band_keys(signature: Tensor, bands: int) -> Tensor:

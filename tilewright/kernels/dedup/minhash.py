@@ -30,8 +30,6 @@ __all__ = ["minhash", "minhash_op"]
 _EMPTY = 2**31 - 1
 _SPLIT = 4096  # shingles of a document for one program, so that long documents fill a card
 
-# ---- reference
-
 
 def _reference(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     x = (shingles.long() & 0xFFFFFFFF)[:, None]
@@ -46,9 +44,6 @@ def _reference(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def _fake(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.empty(len(ends), len(a), dtype=torch.int32, device=shingles.device)
-
-
-# ---- cost
 
 
 def _cost(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Cost:
@@ -103,8 +98,6 @@ EXAMPLES = (
     _example("none", (0, 0), 129),
 )
 
-# ---- kernel
-
 
 @triton.jit(
     do_not_specialize=["splits"], do_not_specialize_on_alignment=["shingles_ptr", "ends_ptr", "a_ptr", "b_ptr", "out_ptr"]
@@ -135,9 +128,6 @@ def _minhash_kernel(
     tl.atomic_min(out_ptr + document * P + place, found, mask=place < P, sem="relaxed")
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     documents, places = len(ends), len(a)
     out = torch.full((documents, places), _EMPTY, dtype=torch.int32, device=shingles.device)
@@ -160,9 +150,6 @@ minhash_op = Op(
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def minhash(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:

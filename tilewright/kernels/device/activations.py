@@ -8,9 +8,6 @@ nothing else. `hopper/epilogue.py` has its own forms, in single instructions of 
 Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26: erfc(x / sqrt 2) / 2 within 3e-7, the constants folded.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
-
 from collections.abc import Callable
 
 import torch.nn.functional as F

@@ -12,9 +12,7 @@ mantissa bits of a known number, from which the same number without them is subt
 The codes of float8 that are no numbers (0x7f of e4m3, 0x7c to 0x7f of e5m2) become 480 and 65,536 and more, with their sign;
 fp16 keeps those of e5m2. The quantisers of this package make no such codes.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function

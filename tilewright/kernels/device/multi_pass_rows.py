@@ -13,23 +13,50 @@ wait in an L2 of two halves of 25 MB. What brings 4096 such rows of RMS norm nea
 A thread holds 8 neighbouring columns a load, the second axis of a block: what is summed over that axis costs no shuffle.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from tilewright.tune.space import Config
+from tilewright.hw.device import Device
+from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.tune.space import Config, Space
 
-__all__ = ["columns", "load_block", "store_block", "wide_refusal"]
+__all__ = ["columns", "load_block", "narrow_rows", "rows_space", "store_block"]
 
 
-def wide_refusal(cols: int, config: Config) -> str | None:
-    """Why a config does not fit the width of a row: wide rows go one by one, and only they have blocks to hold."""
-    if cols <= config["BLOCK_D"]:
-        return "a row of one block has nothing else to hold" if config["HELD"] > 1 else None
-    if config["BLOCK_T"] > 1:
-        return "wide rows go one by one"
-    if config["BLOCK_D"] < 2048:
-        return "a wide row in blocks under 2048 columns"
-    return None
+def narrow_rows(cols: int) -> Config:
+    """Rows that a block holds: some 2048 elements a program, at most 32 a thread."""
+    block_d = next_pow2(cols)
+    warps = max(4, min(16, block_d // 512))
+    return {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d, "HELD": 1, "num_warps": warps}
+
+
+def rows_space(default: Callable[[Device, Any], Config], most_a_thread: int = 512) -> Space:
+    """What may be measured of rows of `problem.cols`: wide ones go one by one, and only they have blocks to hold."""
+
+    def refusal(device: Device, problem: Any, c: Config) -> str | None:
+        cols, tile = problem.cols, c["BLOCK_T"] * c["BLOCK_D"]
+        if tile > 16384:
+            return "tile over 16384 elements"
+        if c["BLOCK_D"] >= 2 * cols and c["BLOCK_D"] > 64:
+            return "BLOCK_D wider than the row needs"
+        if tile > most_a_thread * 32 * c["num_warps"]:
+            return f"over {most_a_thread} elements a thread"
+        if cols <= c["BLOCK_D"]:
+            return "a row of one block has nothing else to hold" if c["HELD"] > 1 else None
+        if c["BLOCK_T"] > 1:
+            return "wide rows go one by one"
+        return "a wide row in blocks under 2048 columns" if c["BLOCK_D"] < 2048 else None
+
+    axes = {
+        "BLOCK_T": (1, 2, 4, 8, 16),
+        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+        "HELD": (1, 2, 3),
+        "num_warps": (1, 2, 4, 8, 16, 32),
+    }
+    return Space(default=default, axes=axes, refusal=refusal)
 
 
 @triton.jit

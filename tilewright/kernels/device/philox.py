@@ -18,8 +18,6 @@ away (a plain 24-bit uniform cuts the tail at 17, this one at 22.8). No number i
 Not here: tensors of uniform or normal numbers (torch has them).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl

@@ -14,8 +14,6 @@ Limited by bytes: one element in, one out. tanh, elu and what is built of them k
 Not supported: in place (it saves no bytes), integer and complex types, a learnt slope (PReLU).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +36,6 @@ __all__ = ["FLAT_SPACE", "KINDS", "FlatProblem", "activation", "activation_op", 
 
 KINDS = ("elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu", "tanh")
 
-# ---- reference
-
 
 def _reference(x: Tensor, kind: str, alpha: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -52,9 +48,6 @@ def _reference(x: Tensor, kind: str, alpha: float) -> Tensor:
     else:
         y = getattr(F, kind)(wide)
     return y.to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, kind: str, alpha: float) -> Cost:
@@ -160,9 +153,6 @@ def _activation_kernel(x_ptr, y_ptr, size, alpha, KIND: tl.constexpr, BLOCK: tl.
         _activation_block(x_ptr, y_ptr, index, size, alpha, KIND, False)
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, x: Tensor, kind: str, alpha: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
@@ -186,19 +176,7 @@ activation_op = Op(
 
 
 def activation(x: Tensor, kind: str, alpha: float = 1.0) -> Tensor:
-    """f(x), elementwise, without gradients (`ops.activation` has them).
-
-    Args:
-        x: any shape, bf16, fp16 or fp32.
-        kind: one of `KINDS`.
-        alpha: what "elu" multiplies, or the slope of "leaky_relu"; the others have none.
-
-    Returns:
-        x's shape, dtype and, where x is dense, strides.
-
-    Raises:
-        ValueError: an unknown kind, or a dtype that is not supported.
-    """
+    """Without gradients; `ops.activation` says what it takes."""
     check(x, kind)
     return activation_op(dense(x), kind, float(alpha))
 

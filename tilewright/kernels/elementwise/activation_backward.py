@@ -8,8 +8,6 @@ Limited by bytes: two elements in, one out.
 Not supported: a gradient of the gradient, or of alpha.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl
@@ -27,8 +25,6 @@ from tilewright.op import Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = ["activation_backward_op", "gelu_slope", "gelu_tanh_slope", "silu_slope"]
-
-# ---- reference
 
 
 def _reference(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:
@@ -53,9 +49,6 @@ def _reference(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:
     else:
         dx = aten.hardswish_backward(g, z)
     return dx.to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Cost:
@@ -144,9 +137,6 @@ def _backward_kernel(dy_ptr, x_ptr, dx_ptr, size, alpha, KIND: tl.constexpr, BLO
         _backward_block(dy_ptr, x_ptr, dx_ptr, index, size, alpha, KIND, True)
     else:
         _backward_block(dy_ptr, x_ptr, dx_ptr, index, size, alpha, KIND, False)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:

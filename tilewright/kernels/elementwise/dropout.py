@@ -14,8 +14,6 @@ Limited by bytes: one element in, one out; a quarter of ten Philox rounds an ele
 Not supported: whole channels at once (torch's Dropout2d), alpha dropout.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch
@@ -69,9 +67,6 @@ def _reference(x: Tensor, state: Tensor, p: float) -> Tensor:
 
 def _fake(x: Tensor, state: Tensor, p: float) -> Tensor:
     return torch.empty_like(x)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
@@ -148,9 +143,6 @@ def _dropout_kernel(x_ptr, state_ptr, y_ptr, size, threshold, scale, LANES: tl.c
         _drop(x_ptr, y_ptr, index + 3 * LANES, size, r3, limit, scale, False)
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
@@ -173,22 +165,11 @@ dropout_op = Op(
 )
 
 
-# ---- public function
-
-
 def dropout(x: Tensor, state: Tensor, p: float) -> Tensor:
-    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), without gradients (`ops.dropout` has them).
+    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), without gradients; `ops.dropout` has
+    them, and says what it takes.
 
-    Args:
-        x: any shape, bf16, fp16 or fp32.
-        state: int64 [2] on x's device, (seed, offset): which of the elements.
-        p: in [0, 1).
-
-    Returns:
-        x's shape, dtype and, where x is dense, strides.
-
-    Raises:
-        ValueError: p or the state do not fit.
+    state: int64 [2] on x's device, (seed, offset): which of the elements.
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p is {p}, wanted 0 <= p < 1")

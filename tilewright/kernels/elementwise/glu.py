@@ -36,8 +36,6 @@ __all__ = ["GATES", "gated_mul", "gated_mul_op", "gelu_mul", "gelu_mul_op", "sil
 GATES = ("relu", "sigmoid")
 """What `gated_mul` knows; silu and gelu have ops of their own, with which products and quantisers are fused."""
 
-# ---- reference
-
 
 def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
@@ -54,9 +52,6 @@ def _gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
     act = torch.sigmoid if kind == "sigmoid" else torch.relu
     return (act(gate.to(wide)) * up.to(wide)).to(gate.dtype)
-
-
-# ---- cost
 
 
 def _silu_cost(gate: Tensor, up: Tensor) -> Cost:
@@ -122,8 +117,6 @@ GATED_EXAMPLES = tuple(
     for kind in GATES
     for label, *case in _CASES
 )
-
-# ---- kernel
 
 
 @triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])

@@ -29,8 +29,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["gated_backward_op"]
 
-# ---- reference
-
 
 def _reference(dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool) -> Tensor:
     aten, wide = torch.ops.aten, torch.promote_types(gate.dtype, torch.float32)
@@ -47,9 +45,6 @@ def _reference(dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool
         act, dgate = z.relu(), aten.threshold_backward(g * u, z, 0.0)
     both = (dgate, g * act) if gate_first else (g * act, dgate)
     return torch.cat(both, -1).to(gate.dtype)
-
-
-# ---- cost
 
 
 def _cost(dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool) -> Cost:
@@ -96,8 +91,6 @@ EXAMPLES = (
     _example("wide", "gelu", 2, 2100, dtype=torch.float32),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "gate_row_stride", "up_row_stride"])
 def _gated_backward_kernel(
@@ -126,9 +119,6 @@ def _gated_backward_kernel(
     dtype = d_ptr.dtype.element_ty
     tl.store(d_row_ptr + (0 if GATE_FIRST else F), (dy * up * slope).to(dtype), mask=mask)
     tl.store(d_row_ptr + (F if GATE_FIRST else 0), (dy * act).to(dtype), mask=mask)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool) -> Tensor:

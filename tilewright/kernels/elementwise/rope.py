@@ -200,9 +200,6 @@ def _reference(
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-# ---- cost
-
-
 def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Cost:
     table_bytes = positions.numel() * cos_sin.shape[-1] * 2 * cos_sin.element_size()
     return Cost(flops=3 * (q.numel() + k.numel()), bytes=2 * (q.nbytes + k.nbytes) + positions.nbytes + table_bytes)
@@ -294,7 +291,7 @@ def _rotate_heads(
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     wide = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-    for i in tl.static_range(BLOCK_H):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(BLOCK_H):
         head = first + i
         mask = live & (head < HEADS)
         x_head, y_head = x_rows + head * D, y_rows + head * D
@@ -346,9 +343,6 @@ def _rope_kernel(
             k_ptr, k_out_ptr, row_start(tokens, k_row_stride, D), tokens * (G * D), (tile - Q_TILES) * BLOCK_H, live, cos, sin,
             G, D, HALF, INTERLEAVED, BLOCK_H, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
-
-
-# ---- launcher and op
 
 
 def _launch(

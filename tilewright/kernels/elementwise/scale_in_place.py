@@ -23,15 +23,10 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["scale_in_place_op"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, factor: Tensor) -> None:
     wide = torch.promote_types(x.dtype, torch.float32)
     x.copy_(x.to(wide) * factor.to(wide))
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, factor: Tensor) -> Cost:
@@ -89,9 +84,6 @@ def _scale_kernel(x_ptr, factor_ptr, n, BLOCK: tl.constexpr):
             else:
                 x = tl.load(x_ptr + at, mask=at < n, other=0.0)
                 tl.store(x_ptr + at, (x.to(tl.float32) * factor).to(x.dtype), mask=at < n)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, factor: Tensor) -> None:

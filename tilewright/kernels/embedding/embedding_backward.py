@@ -16,8 +16,6 @@ Limited by bytes: T rows in, V rows out (a dense gradient is mostly the zeros th
 Not supported: sparse gradients; a gradient of the scales.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any
 
 import torch
@@ -32,8 +30,6 @@ from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["embedding_backward_op"]
-
-# ---- reference
 
 
 def _reference(
@@ -55,9 +51,6 @@ def _fake(
     dy: Tensor, ids: Tensor, bags: Tensor | None, scales: Tensor | None, chosen: Tensor | None, rows: int, padding: int | None
 ) -> Tensor:
     return dy.new_empty((rows, dy.shape[1]))
-
-
-# ---- cost
 
 
 def _cost(
@@ -175,9 +168,6 @@ def _crossing_kernel(sorted_ptr, parts_ptr, dweight_ptr, n_ids, n_rows, padding,
             more = tl.sum(live.to(tl.int32), axis=0)
             following += _PARTS_AT_ONCE
         tl.store(dweight_ptr + own * D + cols, acc.to(dweight_ptr.dtype.element_ty), mask=in_row)
-
-
-# ---- launcher and op
 
 
 def _launch(

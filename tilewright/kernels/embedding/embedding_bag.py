@@ -14,9 +14,6 @@ Limited by bytes: the rows in, B rows out. A program holds BLOCK_D columns of a 
 Not supported: scales with "mean" or "max" (torch has none either), NaN in a table whose maximum is asked for.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import triton
 import triton.language as tl
@@ -71,9 +68,6 @@ def _fake(
 ) -> tuple[Tensor, Tensor]:
     shape = (offsets.shape[0], weight.shape[1])
     return weight.new_empty(shape), ids.new_empty(shape if mode == "max" else (0, shape[1]), dtype=torch.int32)
-
-
-# ---- cost
 
 
 def _cost(weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, mode: str, padding: int | None) -> Cost:
@@ -167,9 +161,6 @@ def _bag_kernel(
     tl.store(y_ptr + bag * D + cols, acc.to(y_ptr.dtype.element_ty), mask=in_row)
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, mode: str, padding: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -196,27 +187,12 @@ embedding_bag_op = Op(
 )
 
 
-# ---- public function
-
-
 def embedding_bag(
     weight: Tensor, ids: Tensor, offsets: Tensor, mode: str = "mean", scales: Tensor | None = None, padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum, mean or maximum of each bag's rows, without gradients (`ops.embedding_bag` has them).
+    """The sum, mean or maximum of each bag's rows, without gradients; `ops.embedding_bag` says what it takes.
 
-    Args:
-        weight: [V, D], bf16, fp16 or fp32.
-        ids: [T] int64, each in [0, V).
-        offsets: [B] int64, ascending from 0: the first id of each bag. On a GPU they are trusted.
-        mode: one of `MODES`.
-        scales: [T], a factor on each row of a "sum".
-        padding: an id that counts for nothing.
-
-    Returns:
-        ([B, D] of weight's dtype, int32 [B, D] for "max" and [0, D] else: which entry each maximum came from).
-
-    Raises:
-        ValueError: shapes, dtypes or the mode do not fit.
+    Gives ([B, D] of weight's dtype, int32 [B, D] for "max" and [0, D] else: which entry each maximum came from).
     """
     if mode not in MODES:
         raise ValueError(f"embedding_bag: mode is {mode!r}, wanted one of {', '.join(MODES)}")

@@ -96,8 +96,6 @@ GRADIENT_EXAMPLES = (
     _gradient_example("none", 0, 16, 2),
 )
 
-# ---- kernels
-
 
 @triton.jit(do_not_specialize=["R"])
 def _combine_kernel(rows_ptr, places_ptr, weights_ptr, y_ptr, R, N, K: tl.constexpr, BLOCK_N: tl.constexpr):

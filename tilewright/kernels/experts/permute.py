@@ -27,8 +27,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["ROW_SPACE", "RowProblem", "permute_tokens_op"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, order: Tensor, chosen: int, weights: Tensor | None) -> Tensor:
     order = order.long().clamp(0, max(order.shape[0] - 1, 0))
@@ -92,8 +90,6 @@ EXAMPLES = (
     _example("none", 0, 16, 2),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["R", "chosen"])
 def _permute_kernel(x_ptr, order_ptr, weights_ptr, y_ptr, R, chosen, N, BLOCK_N: tl.constexpr):
@@ -105,9 +101,6 @@ def _permute_kernel(x_ptr, order_ptr, weights_ptr, y_ptr, R, chosen, N, BLOCK_N:
     if weights_ptr is not None:
         x = (x.to(tl.float32) * tl.load(weights_ptr + source)).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row.to(tl.int64) * N + cols, x, mask=cols < N)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, order: Tensor, chosen: int, weights: Tensor | None) -> Tensor:

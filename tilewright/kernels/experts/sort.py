@@ -32,8 +32,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["sort_by_expert_op"]
 
-# ---- reference
-
 
 def _reference(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = experts.flatten().clamp(0, count - 1)
@@ -86,8 +84,6 @@ EXAMPLES = (
     _example("none", 0, 5, 2),
     Example("outside", _outside),
 )
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["R", "X"])

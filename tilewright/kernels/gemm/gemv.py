@@ -163,9 +163,6 @@ def _uneven_gemv_kernel(
     finish(tile[None, :] + bias, y_ptr, None, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, False, COL_STEP=CLASSES)
 
 
-# ---- launcher
-
-
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     function, gated = ACTIVATIONS[activation]
     y = empty_output(x, weight, gated)

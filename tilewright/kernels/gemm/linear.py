@@ -52,8 +52,6 @@ from tilewright.op import Example, Inputs, Op
 
 __all__ = ["add_product", "check_epilogue", "linear_op", "matmul", "operand_ready"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     if x.dim() == 2:
@@ -66,9 +64,6 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
     if residual is not None:
         y.add_(residual)
     return y.to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Cost:

@@ -8,8 +8,7 @@ A product with a few rows or columns more than its tiles hold (2049) would compu
 of copies anyway, further programs of it multiply the last few rows of x by all of the weight, and the last few of the weight by
 all of x, with the epilogue of `linear`; the tiles then end where they end. Not with a gate. Summed in float32, in one order.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
 
 from typing import NamedTuple
 

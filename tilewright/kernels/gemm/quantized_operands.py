@@ -5,10 +5,12 @@ Their arguments begin with x [M, K], weight [N, K], their scales, bias, activati
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.gemm.problem import ACTIVATIONS
 from tilewright.kernels.launch.shapes import check_tensor
@@ -23,11 +25,19 @@ __all__ = [
     "empty_product",
     "float8_span",
     "product_cost",
+    "refuse_float8",
 ]
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _SPAN = 256
+
+
+def refuse_float8(device: Device, problem: Any) -> str | None:
+    """Why a card does not multiply the problem's operands, where they are of float8."""
+    if problem.dtype in FLOAT8 and device.arch < 89 and device.kind != "interpret":
+        return f"float8 products need sm_89, this is sm_{device.arch}"
+    return None
 
 
 def float8_span(dtype: torch.dtype, k: int) -> int:

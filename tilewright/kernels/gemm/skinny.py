@@ -96,8 +96,6 @@ SPACE = Space(
     refusal=_config_refusal,
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(

@@ -29,9 +29,7 @@ address. Rows CLASSES apart do lie multiples of 16 bytes apart, so they make a m
 early. The weight, dense along N here, follows by starting its windows `shift` rows early, which costs nothing. What x's first
 and last window hold beyond its row belongs to the neighbours and is set to zero (0 * inf would be NaN).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
 
@@ -122,9 +120,6 @@ def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
     rest = row - longer * tall
     kind = gl.where(is_longer, row // tall, longer + rest // low)
     return kind, gl.where(is_longer, row % tall, rest % low) * BLOCK_M, is_longer
-
-
-# ---- producer
 
 
 @gluon.jit
@@ -262,9 +257,6 @@ def multiply_tiles(
             )  # fmt: skip
     if y_desc is not None:
         tma.store_wait(pendings=0)
-
-
-# ---- kernel
 
 
 @gluon.jit(do_not_specialize=["M", "F", "K", "steps", "waves", "share", "PARTS", "lead", "x_stride", "y_stride"])

@@ -5,9 +5,7 @@ With SPAN a sum of so many steps ends in float32 and is added to a total in regi
 consumer sums, up to 64 x 128 numbers, two sums take turns: while the tensor cores form one, the other is added, which costs
 nothing every two steps (6 % every step). Sums of 64 x 192 are three boxes, each added just before its next one begins.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -245,9 +245,6 @@ def _tile_kernel(
             finish(total, y_ptr, bias_ptr, residual_ptr, first_row, first_col, M, N, residual_stride, ACTIVATION, GATED)
 
 
-# ---- launcher
-
-
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     function, gated = ACTIVATIONS[activation]
     y = empty_output(x, weight, gated)

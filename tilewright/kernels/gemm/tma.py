@@ -100,8 +100,6 @@ SPACE = Space(
     refusal=_config_refusal,
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["M"])
 def _tma_kernel(
@@ -126,9 +124,6 @@ def _tma_kernel(
         stored += tl.num_programs(0)
         row, col = grouped(stored, tiles_m, tiles_n, GROUP_M)
         finish(acc, y_ptr, bias_ptr, residual_ptr, row * BLOCK_M, col * BLOCK_N, M, N, residual_stride, ACTIVATION, GATED)
-
-
-# ---- launcher
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:

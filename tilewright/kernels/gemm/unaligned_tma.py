@@ -161,8 +161,6 @@ SPACE = Space(
     refusal=_config_refusal,
 )
 
-# ---- kernels
-
 
 @triton.jit(do_not_specialize=["M", "K", "width"])
 def _turn_kernel(x_ptr, turned_ptr, M, K, x_stride, width, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):

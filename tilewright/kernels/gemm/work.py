@@ -129,25 +129,10 @@ def tile_work(
     )
 
 
-def tma_work(
-    device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
-) -> Work:
-    """The copy engine loads whole boxes: no instructions to count, and none is narrow."""
-    tiles, steps, flops, l2, dram = _tiles(config, 1, x, weight, activation, residual)
-    return Work(
-        blocks=tiles,
-        flops=flops,
-        unit=unit_of(x.dtype),
-        dram_bytes=dram,
-        l2_bytes=l2,
-        steps=steps,
-        depth=config["num_stages"] - 1,
-        vector=1024,
-        rounds=1,
-        tile_m=config["BLOCK_M"],
-        tile_n=config["BLOCK_N"],
-        persistent=True,
-    )
+def tma_work(device: Device, config: Config, *args: Any) -> Work:
+    """As `tile_work`. The copy engine loads whole boxes: no instructions to count, and none is narrow."""
+    work = tile_work(device, {**config, "SPLIT_K": 1}, *args)
+    return work._replace(depth=config["num_stages"] - 1, vector=1024, persistent=True)
 
 
 def sm90_work(

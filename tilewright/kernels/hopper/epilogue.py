@@ -3,9 +3,7 @@
 Everything goes a block of columns at a time, each a tensor of its own in the layout that wgmma leaves, so that no more of it is
 alive at once than must be.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

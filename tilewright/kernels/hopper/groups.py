@@ -14,9 +14,7 @@ All read the same bounds, which nobody writes while they run, so all see the sam
 another which tile is next, and the warp that fetches fills exactly the stages that the others wait for. A walk visits a group
 once for a whole launch: two loads of numbers that stay in L1.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from typing import Any
 

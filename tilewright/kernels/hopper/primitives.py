@@ -3,9 +3,7 @@
 No launchers and no kernels. Triton 3.7 renamed the barrier of a block, 3.9 the copies of boxes and the view of shared memory
 as another shape.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 import triton
 from triton.experimental import gluon

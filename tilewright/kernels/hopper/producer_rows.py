@@ -6,9 +6,7 @@ generic proxy and read by the copy engine, the async one: both sides fence.
 
 Counters, all zero between launches: items drawn, groups of warps that have left, then rows done for each READY_ROWS rows.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -13,9 +13,7 @@ parity `phase` of the round, by which a barrier tells its last two rounds apart.
 
 A consumer with products in flight gives the stage before back, once those have been waited for (`give_back_last`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from typing import Any
 
@@ -30,7 +28,7 @@ __all__ = ["Place", "Ring", "barriers", "new_ring"]
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     """So many barriers, each of which completes a round with ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -63,6 +61,16 @@ class Place:
         phase = self.phase
         if stage == self.STAGES:
             stage = 0
+            phase ^= 1
+        return Place(self.full, self.empty, stage, phase, self.STAGES)
+
+    @gluon.jit
+    def skip(self, stages: gl.constexpr):
+        """The place so many stages further."""
+        stage = self.stage + stages
+        phase = self.phase
+        while stage >= self.STAGES:
+            stage -= self.STAGES
             phase ^= 1
         return Place(self.full, self.empty, stage, phase, self.STAGES)
 

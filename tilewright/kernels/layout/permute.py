@@ -36,14 +36,9 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["form_of", "permute_op"]
 
-# ---- reference
-
 
 def _reference(x: Tensor, dims: list[int]) -> Tensor:
     return torch.empty([x.shape[d] for d in dims], dtype=x.dtype, device=x.device).copy_(x.permute(dims))
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, dims: list[int]) -> Cost:
@@ -121,8 +116,6 @@ EXAMPLES = (
     _example("one", (1, 1, 1), (2, 0, 1), torch.float32),
     _example("nothing", (4, 0, 3), (2, 1, 0), torch.float32),
 )
-
-# ---- kernel
 
 
 @triton.jit(

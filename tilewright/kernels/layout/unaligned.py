@@ -340,9 +340,6 @@ def _words_kernel(
             _copy_end(x_ptr, y_ptr, B - V + end, B, x_step, left, x_at, y_at, y_step, V, BLOCK_A)
 
 
-# ---- launcher
-
-
 def _launch(config: Config, x: Tensor, dims: list[int]) -> Tensor:
     y = torch.empty([x.shape[d] for d in dims], dtype=x.dtype, device=x.device)
     form = form_of(x.shape, x.stride(), dims)

@@ -15,9 +15,6 @@ Limited by bytes: D elements in twice, D out twice. A row up to 32 KB wide is he
 Rows may be strided, the last dimension may not (the public function copies it). The gradients are backward.py's.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -38,8 +35,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["add_layer_norm", "add_layer_norm_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool
@@ -47,9 +42,6 @@ def _reference(
     total, wide = x + residual, torch.promote_types(x.dtype, torch.float32)
     y = F.layer_norm(total.to(wide), x.shape[-1:], weight.to(wide), None if bias is None else bias.to(wide), eps)
     return y.to(x.dtype), total if want_sum else x.new_empty(0)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool) -> Cost:
@@ -109,8 +101,6 @@ EXAMPLES = (
     _example("no sum", 5, 768, dtype=torch.float16, want_sum=False),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
 def _add_layer_norm_kernel(
@@ -136,9 +126,6 @@ def _add_layer_norm_kernel(
     if HAS_BIAS:
         y += bias.to(tl.float32)
     tl.store(y_ptr + rows * D + block, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-# ---- launchers and op
 
 
 def _launch(
@@ -176,9 +163,6 @@ add_layer_norm_op = Op(
         Impl(name="apart", launch=_apart, batch_invariant=True),
     ),
 )
-
-
-# ---- public function
 
 
 def add_layer_norm(

@@ -9,7 +9,7 @@
     reached x, as with add_rms_norm, whose sum goes on beside its norm. All arithmetic is float32.
 
 **Of the forward pass x is kept, and for layer_norm it may be stats**: mean and scale of each row, float32 [2, T], as
-layer_norm_stats.py gives them. With stats one round of two sums makes a row's dx; without them mean and variance, which want
+layer_norm.py gives them. With stats one round of two sums makes a row's dx; without them mean and variance, which want
 one look at a row that is here anyway, come first: a second round. eps is not looked at where stats are given.
 
 **dweight is a sum over all rows.** A fixed number of programs walk over the rows, each with its own sum in registers, and a
@@ -79,9 +79,6 @@ def _layer_reference(
 
 def _rms_reference(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return _gradients(dy, x, weight, dmore, eps, False)[:2]
-
-
-# ---- cost
 
 
 def _layer_cost(dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None) -> Cost:

@@ -11,8 +11,7 @@ Where the forward pass kept mean and 1 / deviation, backward_saved_stats.py goes
 Refused: rows of which not all start at 16 bytes.
 """
 
-# Pyright does not see what a jitted function returns; Gluon's constexprs are values to it.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
 from typing import Any
 
 import torch
@@ -33,6 +32,8 @@ __all__ = [
     "SPLIT_SPACE",
     "aligned_rows",
     "fetch_block",
+    "memory_of",
+    "own_columns",
     "refuse_rows",
     "refuse_split",
     "split_gradients",
@@ -94,6 +95,28 @@ def _joined(
         squares, crossed = _two_sums(squares, crossed)
         squares, crossed = gl.convert_layout(squares, OUT), gl.convert_layout(crossed, OUT)
         return squares * 0.0, squares * 0.0, squares, crossed
+
+
+@gluon.jit
+def own_columns(
+    weight_ptr, counters_ptr, D: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
+    BLOCK_D: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """A program's place by ticket, and its columns.
+
+    (group of programs that share rows, part of the rows, rows to the group's next block, columns of the part, which of BLOCK_D
+    there are, columns, weight, and what dweight and dbias are added up in)
+    """
+    place = gl.atomic_add(counters_ptr, 1, sem="relaxed")
+    group, part = place // PARTS, place % PARTS
+    lane = gl.expand_dims(gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout)), 0)
+    width = gl.multiple_of(gl.minimum(D - part * WIDTH, WIDTH), 8)
+    inside = lane < width
+    cols = part * WIDTH + lane
+    weight = gl.load(weight_ptr + cols, mask=inside, other=0.0)
+    of_weight = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
+    of_bias = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
+    return group, part, gl.num_programs(0) // PARTS * BLOCK_T, width, inside, cols, weight, of_weight, of_bias
 
 
 @gluon.jit
@@ -177,18 +200,10 @@ def _split_kernel(
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
     bufs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [6, BLOCK_T, BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    place = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    group, part = place // PARTS, place % PARTS
-    step = gl.num_programs(0) // PARTS * BLOCK_T
-    lane = gl.expand_dims(gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout)), 0)
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    below = gl.arange(0, BLOCK_T, layout=of_rows)
-    width = gl.multiple_of(gl.minimum(D - part * WIDTH, WIDTH), 8)
-    inside = lane < width
-    cols = part * WIDTH + lane
-    weight = gl.load(weight_ptr + cols, mask=inside, other=0.0)
-    of_weight = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
-    of_bias = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
+    below = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout))
+    group, part, step, width, inside, cols, weight, of_weight, of_bias = own_columns(
+        weight_ptr, counters_ptr, D, PARTS, WIDTH, BLOCK_T, BLOCK_D, layout
+    )
     sums = n_rows.to(gl.int64) * PARTS
     first = group * BLOCK_T
     fetch_block(bufs, 0, dy_ptr, x_ptr, dy_row_step, x_row_step, first + below, n_rows, cols, inside)
@@ -210,7 +225,7 @@ def _split_kernel(
         )  # fmt: skip
         wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
         mean, passed, squares, crossed = _joined(
-            parts_ptr, sums, start, n_rows, D, WIDTH, PARTS, PARTS_2, CENTERED, BLOCK_T, of_rows
+            parts_ptr, sums, start, n_rows, D, WIDTH, PARTS, PARTS_2, CENTERED, BLOCK_T, below.type.layout
         )  # fmt: skip
         of_weight, of_bias = _finish(
             bufs, stage, weight, inside, cols, of_weight, of_bias, mean, passed, squares, crossed, start, n_rows,
@@ -251,24 +266,33 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 and rows_of(x)[1] % 8 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
+def memory_of(config: Config, x: Tensor, vectors: int, sums: int) -> tuple[list[Tensor], Tensor, Tensor, dict[str, int]]:
+    """(`vectors` sums over rows, a row for each group of programs; `sums` for each part of a row; counters; constants)."""
+    (rows, _), cols, block_t, warps = rows_of(x), x.shape[-1], config["BLOCK_T"], config["num_warps"]
+    parts, blocks = triton.cdiv(cols, config["BLOCK_D"]), triton.cdiv(rows, block_t)
+    groups = max(1, min(blocks, config["PER_SM"] * device_of(x.get_device()).sms // parts))
+    of_columns = [torch.empty(groups, cols, dtype=torch.float32, device=x.device) for _ in range(vectors)]
+    of_parts = torch.empty(sums, rows, parts, dtype=torch.float32, device=x.device)
+    counters = torch.zeros(1 + blocks + groups, dtype=torch.int32, device=x.device)
+    constants = {
+        "D": cols, "PARTS": parts, "PARTS_2": next_pow2(parts), "WIDTH": triton.cdiv(cols, 8 * parts) * 8, "BLOCK_T": block_t,
+        "BLOCK_D": config["BLOCK_D"], "num_warps": warps,
+        "maxnreg": 65536 // (32 * warps * config["PER_SM"]) // 8 * 8,  # given out by eights
+    }  # fmt: skip
+    return of_columns, of_parts, counters, constants
+
+
 def split_gradients(
     config: Config, dy: Tensor, x: Tensor, weight: Tensor, more: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, ...]:
     """(dx, dweight, dbias), or without the last, of at least one row."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy, x, more = aligned_rows(dy), aligned_rows(x), None if more is None else aligned_rows(more)
-    (rows, x_row_stride), cols, block_t = rows_of(x), x.shape[-1], config["BLOCK_T"]
-    parts, blocks = triton.cdiv(cols, config["BLOCK_D"]), triton.cdiv(rows, block_t)
-    groups = max(1, min(blocks, config["PER_SM"] * device_of(x.get_device()).sms // parts))
-    made = [torch.empty(groups, cols, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
-    sums = torch.empty(2 + 2 * centered, rows, parts, dtype=torch.float32, device=x.device)
-    counters = torch.zeros(1 + blocks + groups, dtype=torch.int32, device=x.device)
-    _split_kernel[(groups * parts,)](
-        dy, x, weight, x if more is None else more, dx, made[0], made[-1], sums, counters,
+    parts, sums, counters, constants = memory_of(config, x, 1 + centered, 2 + 2 * centered)
+    rows, x_row_stride = rows_of(x)
+    _split_kernel[(len(parts[0]) * constants["PARTS"],)](
+        dy, x, weight, x if more is None else more, dx, parts[0], parts[-1], sums, counters,
         rows, rows_of(dy)[1] // 8, x_row_stride // 8, 0 if more is None else rows_of(more)[1] // 8, eps,
-        D=cols, CENTERED=centered, HAS_MORE=more is not None, PARTS=parts, PARTS_2=next_pow2(parts),
-        WIDTH=triton.cdiv(cols, 8 * parts) * 8,
-        BLOCK_T=block_t, BLOCK_D=config["BLOCK_D"], num_warps=config["num_warps"],
-        maxnreg=65536 // (32 * config["num_warps"] * config["PER_SM"]),
+        CENTERED=centered, HAS_MORE=more is not None, **constants,
     )  # fmt: skip
-    return dx, *column_sums(weight.dtype, *made)
+    return dx, *column_sums(weight.dtype, *parts)

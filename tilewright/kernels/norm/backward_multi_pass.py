@@ -6,8 +6,6 @@ columns, and adds dweight and dbias over rows in two steps (device/partial_sums.
 where narrow ones are read once.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 import torch
 import triton
 import triton.language as tl
@@ -45,11 +43,26 @@ def _write(
     store_block(dx_ptr, block, dx, D, BLOCK_D, MASKED)
 
 
+@triton.jit
+def _row_numbers(shift, first, second, given, crossed, eps, D: tl.constexpr, CENTERED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(mean, 1 / deviation, what dx is less, and by how much h) of a row, from its lanes' sums."""
+    if CENTERED:
+        mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
+        c1 = tl.sum(given, axis=0) / D
+        crossed += (shift - mean) * given
+    else:
+        mean, variance, c1 = 0.0, tl.sum(second, axis=0) / D, 0.0
+    scale = tl.rsqrt(variance + eps)
+    return mean, scale, c1, tl.sum(crossed, axis=0) * scale * scale / D
+
+
 @triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride", "more_row_stride"])
 def _wide_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, stats_ptr, n_rows, dy_row_stride, x_row_stride, more_row_stride, eps,
-    D: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+    D: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, KEPT: tl.constexpr, BLOCK_D: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
+    """stats_ptr: the rows' means and 1 / deviations; KEPT, of centered rows without more, they are given, else written."""
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
@@ -59,34 +72,38 @@ def _wide_kernel(
     more_ptr += row_start(row, more_row_stride, D)
     dx_ptr += row * D
     shift = tl.zeros([BLOCK_D // 8], tl.float32)
-    if CENTERED:
+    if KEPT:
+        mean, scale = tl.load(stats_ptr + row), tl.load(stats_ptr + n_rows + row)
+        shift += mean
+    elif CENTERED:
         shift = tl.sum(load_block(x_ptr, 0, D, BLOCK_D, False, "again", 0.0).to(tl.float32), axis=1) / 8
     first, second = tl.zeros([BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_D // 8], tl.float32)
     given, crossed = tl.zeros([BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_D // 8], tl.float32)
     for i in range(FIRST_HELD):
         x = load_block(x_ptr, i, D, BLOCK_D, False, "again", 0.0)
         dy = load_block(dy_ptr, i, D, BLOCK_D, False, "again", 0.0)
-        more_first, more_second = moments(x, shift, i, D, BLOCK_D, False)
+        if not KEPT:
+            more_first, more_second = moments(x, shift, i, D, BLOCK_D, False)
+            first, second = first + more_first, second + more_second
         more_given, more_crossed = _products(dy, x, weight_ptr, shift, i, D, BLOCK_D, False)
-        first, second, given, crossed = first + more_first, second + more_second, given + more_given, crossed + more_crossed
+        given, crossed = given + more_given, crossed + more_crossed
     held = ()
     for block in tl.static_range(FIRST_HELD, LAST + 1):
         x = load_block(x_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
         dy = load_block(dy_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
         held = held + (x, dy)
-        more_first, more_second = moments(x, shift, block, D, BLOCK_D, RAGGED and block == LAST)
+        if not KEPT:
+            more_first, more_second = moments(x, shift, block, D, BLOCK_D, RAGGED and block == LAST)
+            first, second = first + more_first, second + more_second
         more_given, more_crossed = _products(dy, x, weight_ptr, shift, block, D, BLOCK_D, RAGGED and block == LAST)
-        first, second, given, crossed = first + more_first, second + more_second, given + more_given, crossed + more_crossed
-    if CENTERED:
-        mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
-        c1 = tl.sum(given, axis=0) / D
-        crossed += (shift - mean) * given
+        given, crossed = given + more_given, crossed + more_crossed
+    if KEPT:
+        c1, c2 = two_sums(given[None, :], crossed[None, :])
+        c1, c2 = c1 / D, c2 * scale * scale / D
     else:
-        mean, variance, c1 = 0.0, tl.sum(second, axis=0) / D, 0.0
-    scale = tl.rsqrt(variance + eps)
-    c2 = tl.sum(crossed, axis=0) * scale * scale / D
-    tl.store(stats_ptr + row, mean)
-    tl.store(stats_ptr + n_rows + row, scale)
+        mean, scale, c1, c2 = _row_numbers(shift, first, second, given, crossed, eps, D, CENTERED, BLOCK_D)
+        tl.store(stats_ptr + row, mean)
+        tl.store(stats_ptr + n_rows + row, scale)
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
         x, dy = held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1]
         _write(
@@ -97,48 +114,6 @@ def _wide_kernel(
         x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
         dy = load_block(dy_ptr, j, D, BLOCK_D, False, "last time", 0.0)
         _write(dy, x, weight_ptr, more_ptr, dx_ptr, mean, scale, c1, c2, j, D, HAS_MORE, BLOCK_D, False)
-
-
-@triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride"])
-def _wide_kept_kernel(
-    dy_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, n_rows, dy_row_stride, x_row_stride,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """dx of a centered row whose mean and 1 / deviation are given."""
-    LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
-    FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
-    RAGGED: tl.constexpr = D % BLOCK_D != 0
-    row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row_start(row, dy_row_stride, D)
-    x_ptr += row_start(row, x_row_stride, D)
-    dx_ptr += row * D
-    mean, scale = tl.load(stats_ptr + row), tl.load(stats_ptr + n_rows + row)
-    given, crossed = tl.zeros([BLOCK_D // 8], tl.float32), tl.zeros([BLOCK_D // 8], tl.float32)
-    shift = tl.zeros([BLOCK_D // 8], tl.float32) + mean
-    for i in range(FIRST_HELD):
-        x = load_block(x_ptr, i, D, BLOCK_D, False, "again", 0.0)
-        dy = load_block(dy_ptr, i, D, BLOCK_D, False, "again", 0.0)
-        more_given, more_crossed = _products(dy, x, weight_ptr, shift, i, D, BLOCK_D, False)
-        given, crossed = given + more_given, crossed + more_crossed
-    held = ()
-    for block in tl.static_range(FIRST_HELD, LAST + 1):
-        x = load_block(x_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
-        dy = load_block(dy_ptr, block, D, BLOCK_D, RAGGED and block == LAST, "once", 0.0)
-        held = held + (x, dy)
-        more_given, more_crossed = _products(dy, x, weight_ptr, shift, block, D, BLOCK_D, RAGGED and block == LAST)
-        given, crossed = given + more_given, crossed + more_crossed
-    c1, c2 = two_sums(given[None, :], crossed[None, :])
-    c1, c2 = c1 / D, c2 * scale * scale / D
-    for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
-        x, dy = held[2 * (block - FIRST_HELD)], held[2 * (block - FIRST_HELD) + 1]
-        _write(
-            dy, x, weight_ptr, dx_ptr, dx_ptr, mean, scale, c1, c2, block, D, False, BLOCK_D, RAGGED and block == LAST
-        )  # fmt: skip
-    for i in range(FIRST_HELD):
-        j = FIRST_HELD - 1 - i
-        x = load_block(x_ptr, j, D, BLOCK_D, False, "last time", 0.0)
-        dy = load_block(dy_ptr, j, D, BLOCK_D, False, "last time", 0.0)
-        _write(dy, x, weight_ptr, dx_ptr, dx_ptr, mean, scale, c1, c2, j, D, False, BLOCK_D, False)
 
 
 @triton.jit(do_not_specialize=["n_rows", "dy_row_stride", "x_row_stride"])
@@ -179,19 +154,13 @@ def wide_gradients(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (rows, x_row_stride), (_, dy_row_stride) = rows_of(x), rows_of(dy)
     cols = x.shape[-1]
-    blocks = {"BLOCK_D": config["BLOCK_D"], "HELD": config["HELD"]}
-    if kept is None:
-        stats = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-        _wide_kernel[(rows,)](
-            dy, x, weight, x if more is None else more, dx, stats,
-            rows, dy_row_stride, x_row_stride, 0 if more is None else rows_of(more)[1], eps,
-            D=cols, CENTERED=centered, HAS_MORE=more is not None, num_warps=config["num_warps"], **blocks,
-        )  # fmt: skip
-    else:
-        stats = kept
-        _wide_kept_kernel[(rows,)](
-            dy, x, weight, stats, dx, rows, dy_row_stride, x_row_stride, D=cols, num_warps=config["num_warps"], **blocks
-        )
+    stats = torch.empty(2, rows, dtype=torch.float32, device=x.device) if kept is None else kept
+    _wide_kernel[(rows,)](
+        dy, x, weight, x if more is None else more, dx, stats,
+        rows, dy_row_stride, x_row_stride, 0 if more is None else rows_of(more)[1], eps,
+        D=cols, CENTERED=centered, HAS_MORE=more is not None, KEPT=kept is not None, BLOCK_D=config["BLOCK_D"],
+        HELD=config["HELD"], num_warps=config["num_warps"],
+    )  # fmt: skip
     groups = triton.cdiv(cols, _WEIGHT_COLS)
     # Eight programs an SM fill a card; more would only write more parts.
     splits = min(triton.cdiv(rows, _WEIGHT_ROWS), triton.cdiv(8 * device_of(x.get_device()).sms, groups))

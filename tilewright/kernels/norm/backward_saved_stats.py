@@ -1,7 +1,7 @@
 """The gradient of layer_norm for wide rows whose statistics the forward pass kept: the implementation `kept`.
 
 backward_cooperative.py's way over rows that several programs share: three blocks of rows in shared memory, one on its way, one
-whose sums are written, one that is finished. With mean and 1 / deviation known (stats, layer_norm_stats.py)
+whose sums are written, one that is finished. With mean and 1 / deviation known (stats, layer_norm.py)
 
     c1[t] = mean of w dy,     c2[t] = mean of w dy h,     h = (x - mean) scale,     dx = scale (w dy - c1 - h c2)
 
@@ -18,22 +18,27 @@ Refused: what backward_cooperative.py refuses, calls without stats, and float32 
 memory.
 """
 
-# Pyright does not see what a jitted function returns; Gluon's constexprs are values to it.
-# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from tilewright.hw.device import Device, device_of
+from tilewright.hw.device import Device
 from tilewright.kernels.device.partial_sums import column_sums
 from tilewright.kernels.hopper.primitives import block_barrier
-from tilewright.kernels.launch.shapes import next_pow2, rows_of
-from tilewright.kernels.norm.backward_cooperative import aligned_rows, fetch_block, refuse_rows, wait_for
+from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.norm.backward_cooperative import (
+    aligned_rows,
+    fetch_block,
+    memory_of,
+    own_columns,
+    refuse_rows,
+    wait_for,
+)
 from tilewright.tune.space import Config, Space
 
 __all__ = ["KEPT_SPACE", "kept_gradients", "refuse_kept"]
@@ -130,18 +135,10 @@ def _kept_kernel(
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
     bufs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [6, BLOCK_T, BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    place = gl.atomic_add(counters_ptr, 1, sem="relaxed")
-    group, part = place // PARTS, place % PARTS
-    step = gl.num_programs(0) // PARTS * BLOCK_T
-    lane = gl.expand_dims(gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout)), 0)
-    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
-    below = gl.arange(0, BLOCK_T, layout=of_rows)
-    width = gl.multiple_of(gl.minimum(D - part * WIDTH, WIDTH), 8)
-    inside = lane < width
-    cols = part * WIDTH + lane
-    weight = gl.load(weight_ptr + cols, mask=inside, other=0.0)
-    of_weight = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
-    of_bias = gl.zeros([1, BLOCK_D], gl.float32, layout=layout)
+    below = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout))
+    group, part, step, _width, inside, cols, weight, of_weight, of_bias = own_columns(
+        weight_ptr, counters_ptr, D, PARTS, WIDTH, BLOCK_T, BLOCK_D, layout
+    )
     sums = n_rows.to(gl.int64) * PARTS
     first = group * BLOCK_T
     fetch_block(bufs, 0, dy_ptr, x_ptr, dy_row_step, x_row_step, first + below, n_rows, cols, inside)
@@ -165,7 +162,7 @@ def _kept_kernel(
         # Of a row that is not there the scale is 0: its part of the sums must be 0.
         scale = gl.load(stats_ptr + n_rows + start + below, mask=start + below < n_rows, other=0.0)
         wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
-        given, crossed = _joined(parts_ptr, sums, start, n_rows, PARTS, PARTS_2, BLOCK_T, of_rows)
+        given, crossed = _joined(parts_ptr, sums, start, n_rows, PARTS, PARTS_2, BLOCK_T, below.type.layout)
         of_weight, of_bias = _finish(
             bufs, stage, weight, inside, of_weight, of_bias, mean, scale, given / D, crossed * scale * scale / D,
             dx_ptr, start, n_rows, cols, D, BLOCK_T, layout,
@@ -211,22 +208,13 @@ def refuse_kept(device: Device, problem: Any) -> str | None:
     return refuse_rows(device, problem) or _config_refusal(device, problem, _default(device, problem))
 
 
-def kept_gradients(config: Config, dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def kept_gradients(config: Config, dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> tuple[Tensor, ...]:
     """(dx, dweight, dbias) of at least one row."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy, x = aligned_rows(dy), aligned_rows(x)
-    (rows, x_row_stride), cols, block_t = rows_of(x), x.shape[-1], config["BLOCK_T"]
-    parts, blocks = triton.cdiv(cols, config["BLOCK_D"]), triton.cdiv(rows, block_t)
-    groups = max(1, min(blocks, config["PER_SM"] * device_of(x.get_device()).sms // parts))
-    of_weight, of_bias = (torch.empty(groups, cols, dtype=torch.float32, device=x.device) for _ in range(2))
-    sums = torch.empty(2, rows, parts, dtype=torch.float32, device=x.device)
-    counters = torch.zeros(1 + blocks + groups, dtype=torch.int32, device=x.device)
-    _kept_kernel[(groups * parts,)](
-        dy, x, weight, stats, dx, of_weight, of_bias, sums, counters, rows, rows_of(dy)[1] // 8, x_row_stride // 8,
-        D=cols, PARTS=parts, PARTS_2=next_pow2(parts), WIDTH=triton.cdiv(cols, 8 * parts) * 8,
-        BLOCK_T=block_t, BLOCK_D=config["BLOCK_D"], num_warps=config["num_warps"],
-        # Registers are given out by eights.
-        maxnreg=65536 // (32 * config["num_warps"] * config["PER_SM"]) // 8 * 8,
-    )  # fmt: skip
-    dweight, dbias = column_sums(weight.dtype, of_weight, of_bias)
-    return dx, dweight, dbias
+    parts, sums, counters, constants = memory_of(config, x, 2, 2)
+    rows, x_row_stride = rows_of(x)
+    _kept_kernel[(len(parts[0]) * constants["PARTS"],)](
+        dy, x, weight, stats, dx, *parts, sums, counters, rows, rows_of(dy)[1] // 8, x_row_stride // 8, **constants
+    )
+    return dx, *column_sums(weight.dtype, *parts)

@@ -8,8 +8,6 @@ Of layer_norm a program takes parts of several rows, as much narrower, and reads
 Refused: rows of which not all start at 16 bytes. Not here: add_rms_norm, whose two rows spill (0.64 of copy against 0.92).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from collections.abc import Callable
 from typing import Any
 

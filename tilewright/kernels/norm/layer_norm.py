@@ -11,11 +11,13 @@
 Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one the
 last blocks are, and the rest is read again, from L1 and L2 (device/multi_pass_rows.py). Rows may be strided, the last dimension
 may not. Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The gradients
-are backward.py's; layer_norm_stats.py is the same norm whose rows' mean and 1 / deviation are kept for them.
-"""
+are backward.py's.
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
+layer_norm_stats is the forward pass of a training step: the same norm, and float32 [2, T] with the mean and 1 / sqrt(variance +
+eps) of each row. With them backward.py needs one round of sums a row instead of two. The arithmetic and its order are the same,
+but it is another program, in which the compiler may round a product before it is added and not in the other: on a card y may be
+the neighbour of layer_norm's in its dtype (seen on an H100: float16, 16900 columns far from zero).
+"""
 
 import torch
 import triton
@@ -24,21 +26,19 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.device.multi_pass_rows import columns, load_block, store_block, wide_refusal
+from tilewright.kernels.device.multi_pass_rows import columns, load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.replay import launch
-from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
-from tilewright.kernels.norm.cooperative import LAYER_SPLIT, split_first
+from tilewright.kernels.launch.row_space import Rows, row_problem, row_space
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, rows_of, rows_ready
+from tilewright.kernels.norm.cooperative import LAYER_SPLIT, LAYER_STATS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import layer_norm_arguments
 from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Config
 
-__all__ = ["EXAMPLES", "default_config", "join_lanes", "launch_rows", "layer_norm", "layer_norm_op", "moments"]
-
-# ---- reference
+__all__ = ["join_lanes", "layer_norm", "layer_norm_op", "layer_norm_stats", "layer_norm_stats_op", "moments"]
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -48,50 +48,49 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
 
 
-# ---- cost
+def _stats_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt((wide - mean).square().mean(-1, keepdim=True) + eps)
+    y = (wide - mean) * scale * weight.to(wide.dtype)
+    y = y if bias is None else y + bias.to(wide.dtype)
+    return y.to(x.dtype), torch.stack((mean.flatten(), scale.flatten()))
 
 
 def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
     return Cost(flops=7 * x.numel(), bytes=2 * x.nbytes + (1 + (bias is not None)) * weight.nbytes)
 
 
+def _stats_cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
+    vectors = (1 + (bias is not None)) * weight.nbytes
+    return Cost(flops=7 * x.numel(), bytes=2 * x.nbytes + vectors + 2 * 4 * rows_of(x)[0])
+
+
 # ---- space and examples
 
 
-def default_config(device: Device, problem: Rows) -> Config:
-    """Blocks and warps by the width of a row."""
+def _default(device: Device, problem: Rows) -> Config:
     # One wide row an SM. H100, 4096 x 131072 bf16: 781 us (a copy: 711); a third block held spills and costs 6 %.
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3 if problem.dtype.itemsize > 2 else 2, "num_warps": 32}
-    block_d = next_pow2(problem.cols)
     # 16 elements a thread: two 16-byte loads of bf16 in flight, and room for weight and bias beside them.
-    return {
-        "BLOCK_T": max(1, min(16, 2048 // block_d)),
-        "BLOCK_D": block_d,
-        "HELD": 1,
-        "num_warps": max(4, min(16, block_d // 512)),
-    }
+    return narrow_rows(problem.cols)
 
 
-SPACE = Space(
-    default=default_config,
-    axes={
-        "BLOCK_T": (1, 2, 4, 8, 16),
-        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        "HELD": (1, 2, 3),
-        "num_warps": (1, 2, 4, 8, 16, 32),
-    },
-    refusal=lambda device, problem, c: (
-        "tile over 16384 elements"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
-        else "BLOCK_D wider than the row needs"
-        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
-        else "over 64 elements a thread"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 64 * 32 * c["num_warps"]
-        else wide_refusal(problem.cols, c)
-    ),
+SPACE = rows_space(_default, most_a_thread=64)
+
+STATS_SPACE = row_space(
+    _default,
+    BLOCK_T=(1, 2, 4, 8, 16),
+    BLOCK_D=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
+    HELD=(1, 2, 3),
+    num_warps=(4, 8, 16, 32),
 )
+
+
+def _no_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, float]:
+    return inputs.randn(0, 8, dtype=torch.bfloat16), inputs.randn(8, dtype=torch.bfloat16), None, 1e-5
 
 
 @Example.of
@@ -228,12 +227,7 @@ def _layer_norm_kernel(
             tl.store(stats_ptr + n_rows + row, scale)
 
 
-# ---- launcher and op
-
-
-def launch_rows(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None
-) -> Tensor:
+def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None) -> Tensor:
     """The norm; into stats, float32 [2, rows], the rows' means and 1 / deviations."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
@@ -242,6 +236,11 @@ def launch_rows(
         constants = {"D": x.shape[-1], "HAS_BIAS": bias is not None, **config}
         launch(_layer_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), operands, (rows, row_stride, eps), constants)
     return y
+
+
+def _stats_launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    stats = torch.empty(2, rows_of(x)[0], dtype=torch.float32, device=x.device)
+    return _launch(config, x, weight, bias, eps, stats), stats
 
 
 layer_norm_op = Op(
@@ -253,19 +252,37 @@ layer_norm_op = Op(
     make=layer_norm_arguments,
     first=split_first,
     impls=(
-        Impl(name="triton", launch=launch_rows, space=SPACE, batch_invariant=True, work=layer_norm_work),
+        Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, work=layer_norm_work),
         LAYER_SPLIT,
     ),
 )
 
+layer_norm_stats_op = Op(
+    name="layer_norm_stats",
+    reference=_stats_reference,
+    problem=row_problem,
+    cost=_stats_cost,
+    examples=(*EXAMPLES, Example("no rows", _no_rows)),
+    make=layer_norm_arguments,
+    first=split_first,
+    impls=(
+        Impl(name="triton", launch=_stats_launch, space=STATS_SPACE, batch_invariant=True, work=layer_norm_work),
+        LAYER_STATS_SPLIT,
+    ),
+)
 
-# ---- public function
+
+# ---- public functions
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Without gradients; `ops.layer_norm` says what it takes."""
-    if bias is None:
-        check_last_dim("layer_norm", x, weight=weight)
-    else:
-        check_last_dim("layer_norm", x, weight=weight, bias=bias)
+    check_last_dim("layer_norm", x, **({"weight": weight} if bias is None else {"weight": weight, "bias": bias}))
     return layer_norm_op(rows_ready(x), weight, bias, eps)
+
+
+def layer_norm_stats(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(layer_norm, stats) without gradients; `ops.layer_norm` says what it takes."""
+    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    check_last_dim("layer_norm", x, **vectors)
+    return layer_norm_stats_op(rows_ready(x), weight, bias, eps)

@@ -22,18 +22,16 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
+from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
 from tilewright.kernels.norm.work import add_norm_work, norm_work
 from tilewright.op import Example, Impl, Inputs, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Config
 
 __all__ = ["add_rms_norm", "add_rms_norm_op", "rms_norm", "rms_norm_op"]
-
-# ---- reference
 
 
 def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,9 +42,6 @@ def _reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return _reference(total, weight, eps), total
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
@@ -83,32 +78,11 @@ def _default(device: Device, problem: Problem) -> Config:
     if problem.cols > widest:
         held = 2 if problem.residual and problem.dtype.itemsize == 2 else 3
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": held, "num_warps": 32}
-    block_d = next_pow2(problem.cols)
     # A program wants about 4096 elements in flight; 32 a thread still fit in registers beside the weights.
-    return {
-        "BLOCK_T": max(1, min(16, 2048 // block_d)),
-        "BLOCK_D": block_d,
-        "HELD": 1,
-        "num_warps": max(1, min(16, max(block_d, 2048) // 512)),
-    }
+    return narrow_rows(problem.cols)
 
 
-SPACE = Space(
-    default=_default,
-    axes={
-        "BLOCK_T": (1, 2, 4, 8, 16),
-        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        "HELD": (1, 2, 3),
-        "num_warps": (1, 2, 4, 8, 16, 32),
-    },
-    refusal=lambda device, problem, c: (
-        "tile over 16384 elements"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
-        else "BLOCK_D wider than the row needs"
-        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
-        else wide_refusal(problem.cols, c)
-    ),
-)
+SPACE = rows_space(_default)
 
 
 @Example.of
@@ -231,23 +205,18 @@ def _rms_norm_kernel(
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, row_stride = rows_of(x)
-    grid = (triton.cdiv(rows, config["BLOCK_T"]),)
-    if rows:
-        _rms_norm_kernel[grid](x, x, weight, y, y, rows, row_stride, 0, eps, D=x.shape[-1], HAS_RESIDUAL=False, **config)
-    return y
+    return _add_launch(config, x, None, weight, eps)[0]
 
 
-def _add_launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
-    grid = (triton.cdiv(rows, config["BLOCK_T"]),)
+    other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows:
-        _rms_norm_kernel[grid](
-            x, residual, weight, y, total, rows, row_stride, rows_of(residual)[1], eps,
-            D=x.shape[-1], HAS_RESIDUAL=True, **config,
+        _rms_norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+            x, other, weight, y, total, rows, row_stride, other_stride, eps,
+            D=x.shape[-1], HAS_RESIDUAL=residual is not None, **config,
         )  # fmt: skip
     return y, total
 

@@ -68,9 +68,6 @@ def _reference(
         weights.copy_(torch.where(applied(control), master.to(weights.dtype), weights))
 
 
-# ---- cost
-
-
 def _cost(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
     states = 2 * (master.nbytes + exp_avg.nbytes + exp_avg_sq.nbytes)
     return Cost(
@@ -153,9 +150,6 @@ def _adamw_kernel(
         tl.store(v_ptr + at, v)
         if HAS_WEIGHTS:
             tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
-
-
-# ---- launcher and op
 
 
 def _launch(

@@ -101,9 +101,6 @@ def _reference(
         weights.copy_(torch.where(applied(control), master.to(weights.dtype), weights))
 
 
-# ---- cost
-
-
 def _cost(
     master: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, weights: Tensor | None,
     grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
@@ -244,9 +241,6 @@ def _adamw_8bit_kernel(
         tl.store(v_scales_ptr + groups, v_scales)
         if HAS_WEIGHTS:
             tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
-
-
-# ---- launcher and op
 
 
 def _launch(

@@ -52,9 +52,6 @@ def _clip_reference(squares: Tensor, control: Tensor) -> None:
     control.copy_(new)
 
 
-# ---- cost
-
-
 def _squares_cost(squares: Tensor, grads: list[Tensor]) -> Cost:
     return Cost(flops=2 * sum(g.numel() for g in grads), bytes=sum(g.nbytes for g in grads) + squares.nbytes)
 
@@ -126,9 +123,6 @@ def _make_squares(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.
 def _make_clip(inputs: Inputs, *, M: int) -> tuple[Tensor, Tensor]:
     """M chunks."""
     return inputs.randn(M).square(), inputs.tensor(control_values(0.9, 0.999, 1.0), torch.float64)
-
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize_on_alignment=["like_ptr"])

@@ -14,7 +14,7 @@ Limited by bytes: D elements in (silu_mul_quantize: two), D bytes out.
 Not supported: backward, a last dimension with a stride other than 1 (the public functions copy it first), fp8 before sm_89.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -48,8 +48,6 @@ __all__ = [
 
 Coded = tuple[Tensor, Tensor]
 CodedSum = tuple[Tensor, Tensor, Tensor]
-
-# ---- reference
 
 
 def _norm_reference(x: Tensor, weight: Tensor, eps: float, format: str) -> Coded:
@@ -206,9 +204,6 @@ def _examples(with_weight: bool, tensors: int) -> tuple[Example, ...]:
     return tuple(example(*case) for case in _CASES)
 
 
-# ---- kernels
-
-
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride", "residual_row_stride"])
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, total_ptr, n_rows, x_row_stride, residual_row_stride, eps,
@@ -229,7 +224,7 @@ def _norm_kernel(
     factor = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / D + eps)
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)
     y = (wide * factor * weight).to(x.dtype)
-    scale, inverse = scales_of(tl.max(magnitude(y), axis=1), LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+    scale, inverse = scales_of(tl.max(magnitude(y), axis=1), LARGEST)
     q = encode_tile(y, inverse[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
     tl.store(scale_ptr + row, scale, mask=row < n_rows)
@@ -260,7 +255,7 @@ def _silu_kernel(
         y = (silu(gate.to(tl.float32)) * up.to(tl.float32)).to(gate.dtype)
         held = held + (y,)
         largest = tl.maximum(largest, tl.max(magnitude(y), axis=2))
-    scale, inverse = scales_of(tl.max(largest, axis=1), LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+    scale, inverse = scales_of(tl.max(largest, axis=1), LARGEST)
     tl.store(scale_ptr + row, scale, mask=row < n_rows)
     for part in tl.static_range(PARTS):
         cols = _part(part, BLOCK_D)
@@ -282,21 +277,17 @@ def _constants(x: Tensor, format: str) -> dict[str, object]:
 
 
 def _norm_launch(config: Config, x: Tensor, weight: Tensor, eps: float, format: str) -> Coded:
-    q, scale = _coded(x, format)
-    if rows := scale.numel():
-        _norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
-            x, x, weight, q, scale, x, rows, rows_of(x)[1], 0, eps, HAS_RESIDUAL=False, **_constants(x, format), **config
-        )
-    return q[..., : x.shape[-1]], scale
+    return _add_norm_launch(config, x, None, weight, eps, format)[:2]
 
 
-def _add_norm_launch(config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: str) -> CodedSum:
+def _add_norm_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, format: str) -> CodedSum:
     q, scale = _coded(x, format)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows := scale.numel():
         _norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
-            x, residual, weight, q, scale, total, rows, rows_of(x)[1], rows_of(residual)[1], eps,
-            HAS_RESIDUAL=True, **_constants(x, format), **config,
+            x, other, weight, q, scale, total, rows, rows_of(x)[1], other_stride, eps,
+            HAS_RESIDUAL=residual is not None, **_constants(x, format), **config,
         )  # fmt: skip
     return q[..., : x.shape[-1]], scale, total
 
@@ -323,6 +314,13 @@ def _silu_separate(config: Config, gate: Tensor, up: Tensor, format: str) -> Cod
     return quantize_rows_op.run(silu_mul_op.run(gate, up), format)
 
 
+def _impls(launch: Any, space: Space, refuse: Any, separate: Any) -> tuple[Impl, ...]:
+    return (
+        Impl(name="triton", launch=launch, space=space, refuse=refuse, batch_invariant=True),
+        Impl(name="separate", launch=separate, refuse=refuse_format, batch_invariant=True),
+    )
+
+
 rms_norm_quantize_op = Op(
     name="rms_norm_quantize",
     reference=_norm_reference,
@@ -331,10 +329,7 @@ rms_norm_quantize_op = Op(
     examples=_examples(True, 1),
     make=norm_quantize_arguments,
     codes_may_move=True,
-    impls=(
-        Impl(name="triton", launch=_norm_launch, space=NORM_SPACE, refuse=_refuse_norm, batch_invariant=True),
-        Impl(name="separate", launch=_norm_separate, refuse=refuse_format, batch_invariant=True),
-    ),
+    impls=_impls(_norm_launch, NORM_SPACE, _refuse_norm, _norm_separate),
 )
 
 add_rms_norm_quantize_op = Op(
@@ -345,10 +340,7 @@ add_rms_norm_quantize_op = Op(
     examples=_examples(True, 2),
     make=add_norm_quantize_arguments,
     codes_may_move=True,
-    impls=(
-        Impl(name="triton", launch=_add_norm_launch, space=NORM_SPACE, refuse=_refuse_norm, batch_invariant=True),
-        Impl(name="separate", launch=_add_norm_separate, refuse=refuse_format, batch_invariant=True),
-    ),
+    impls=_impls(_add_norm_launch, NORM_SPACE, _refuse_norm, _add_norm_separate),
 )
 
 silu_mul_quantize_op = Op(
@@ -359,10 +351,7 @@ silu_mul_quantize_op = Op(
     examples=_examples(False, 2),
     make=gated_quantize_arguments,
     codes_may_move=True,
-    impls=(
-        Impl(name="triton", launch=_silu_launch, space=SILU_SPACE, refuse=_refuse_silu, batch_invariant=True),
-        Impl(name="separate", launch=_silu_separate, refuse=refuse_format, batch_invariant=True),
-    ),
+    impls=_impls(_silu_launch, SILU_SPACE, _refuse_silu, _silu_separate),
 )
 
 
@@ -398,11 +387,7 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
         residual: the shape and dtype of x.
 
     Returns:
-        (codes, scale) as `quantize_rows`, and x + residual of x's dtype, contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not match; another format or dtype.
-        Refused: fp8 on a card before sm_89.
+        (codes, scale) as `quantize_rows`, and x + residual of x's dtype, contiguous; it raises what `rms_norm_quantize` does.
     """
     check_format("add_rms_norm_quantize", x, format, ROW_FORMATS)
     check_last_dim("add_rms_norm_quantize", x, weight=weight)
@@ -419,11 +404,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, format: str = "int8") -> Coded:
         format: int8, fp8 or fp8-e5m2.
 
     Returns:
-        (codes, scale) as `quantize_rows`.
-
-    Raises:
-        ValueError: shapes or dtypes differ; another format or dtype.
-        Refused: fp8 on a card before sm_89.
+        (codes, scale) as `quantize_rows`; it raises what `rms_norm_quantize` does.
     """
     check_format("silu_mul_quantize", gate, format, ROW_FORMATS)
     _check_alike("silu_mul_quantize", "up", up, "gate", gate)

@@ -13,8 +13,6 @@ Limited by bytes: D elements in, D bytes out, D elements with `keep`. A row is h
 Not supported: gradients, other formats than int8, a last dimension with a stride other than 1 (the public function copies it).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch
@@ -117,8 +115,6 @@ EXAMPLES = (
     _example("wide", 2, 20000, keep=True),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _layer_norm_quantize_kernel(
@@ -145,9 +141,6 @@ def _layer_norm_quantize_kernel(
     q = encode_tile(y, inverse[:, None], q_ptr.dtype.element_ty)
     tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
     tl.store(scale_ptr + row, scale, mask=row < n_rows)
-
-
-# ---- launchers and op
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool) -> CodedNorm:
@@ -181,8 +174,6 @@ layer_norm_quantize_op = Op(
         Impl(name="separate", launch=_separate, batch_invariant=True),
     ),
 )
-
-# ---- public function
 
 
 def layer_norm_quantize(

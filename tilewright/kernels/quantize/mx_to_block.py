@@ -114,9 +114,6 @@ def _column_scales(x: Tensor) -> Tensor:
     return torch.empty((groups, rows.numel()), dtype=torch.float32, device=x.device).t().view(*rows, groups)
 
 
-# ---- cost
-
-
 def _cost(x: Tensor, format: str) -> Cost:
     scales = 4 * x.shape[:-1].numel() * -(-x.shape[-1] // 128)
     return Cost(flops=6 * x.numel(), bytes=x.nbytes + x.numel() + scales)
@@ -145,8 +142,6 @@ _EXAMPLES = (
     format_example("e5m2", "mxfp8-e5m2", 3, 160),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["n_rows", "x_row_stride"])
 def _fold_kernel(
@@ -164,7 +159,7 @@ def _fold_kernel(
     cols = tl.reshape(blocks, [4 * BLOCK_G])[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     inside = (rows < n_rows) & (cols < D)
     x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=inside, other=0.0)
-    biased, inverse = power_scales_of(tl.max(magnitude(x), axis=2), EXPONENT)  # pyright: ignore[reportGeneralTypeIssues]
+    biased, inverse = power_scales_of(tl.max(magnitude(x), axis=2), EXPONENT)
     is_nan = biased == 255
     low = tl.where(is_nan, 0, biased.to(tl.int32))
     top = tl.max(tl.reshape(low, [BLOCK_T, BLOCK_G, 4]), axis=2, keep_dims=True)
@@ -176,9 +171,6 @@ def _fold_kernel(
     scale = tl.where(top == 0, 1 << 22, top << 23).to(tl.float32, bitcast=True)
     scale_ptrs = scale_ptr + group[None, :].to(tl.int64) * n_rows + row[:, None]
     tl.store(scale_ptrs, tl.reshape(scale, [BLOCK_T, BLOCK_G]), mask=(row[:, None] < n_rows) & (group[None, :] < GROUPS))
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -202,8 +194,6 @@ quantize_fold_op = Op(
     make=quantize_mx_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=refuse_format, batch_invariant=True),),
 )
-
-# ---- public function
 
 
 def quantize_fold(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:

@@ -41,8 +41,6 @@ __all__ = ["MX_FORMATS", "power_scales_of", "quantize_blocks", "quantize_blocks_
 _BLOCK_FORMATS = ("fp8", "fp8-e5m2")
 MX_FORMATS = ("mxfp8", "mxfp8-e5m2")
 
-# ---- reference
-
 
 def _blocks_reference(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     codes, scales, _ = encode(matrix_of(x), format, (1, 128))
@@ -52,9 +50,6 @@ def _blocks_reference(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def _mx_reference(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     codes, scales, _ = encode(matrix_of(x), format)
     return codes.view(x.shape), scales.view(*x.shape[:-1], scales.shape[-1])
-
-
-# ---- cost
 
 
 def _blocks_cost(x: Tensor, format: str) -> Cost:

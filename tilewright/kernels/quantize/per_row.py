@@ -71,9 +71,6 @@ def _rows_reference(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     return padded_codes(codes, x), scales.view(x.shape[:-1])
 
 
-# ---- cost
-
-
 def _rows_cost(x: Tensor, format: str) -> Cost:
     rows = x.numel() // max(x.shape[-1], 1)
     return Cost(flops=4 * x.numel(), bytes=x.nbytes + x.numel() + 4 * (rows or x.shape[:-1].numel()))
@@ -233,7 +230,7 @@ def rows_kernel(
         rows = row[:, None]
         cols = tl.arange(0, BLOCK_D)[None, :]
         x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=(rows < n_rows) & (cols < D), other=0.0)
-        scale, inverse = _scales(tl.max(magnitude(x), axis=1), given_ptr, GIVEN, LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+        scale, inverse = _scales(tl.max(magnitude(x), axis=1), given_ptr, GIVEN, LARGEST)
         q = encode_tile(x, inverse[:, None], q_ptr.dtype.element_ty, zero)
         tl.store(q_ptr + rows * W + cols, q, mask=(rows < n_rows) & (cols < W))
         tl.store(scale_ptr + row, scale, mask=row < n_rows)

@@ -48,8 +48,6 @@ __all__ = ["quantize_static", "quantize_static_op", "quantize_tensor", "quantize
 
 Coded = tuple[Tensor, Tensor]
 
-# ---- reference
-
 
 def _tensor_reference(x: Tensor, format: str) -> Coded:
     codes, scales, _ = encode(matrix_of(x), format, "tensor")
@@ -69,9 +67,6 @@ def _static_reference(x: Tensor, scale: Tensor, format: str, zero: Tensor | None
     scaled = scaled.clamp(-form.largest, form.largest)
     codes = (scaled if form.dtype.is_floating_point else scaled.round()).to(form.dtype)
     return padded_codes(codes, x), torch.where(finite[..., 0], scale, torch.nan)
-
-
-# ---- cost
 
 
 def _tensor_cost(x: Tensor, format: str) -> Cost:
@@ -109,9 +104,6 @@ def _given(example: Example, zero: int | None = None) -> Example:
     return example._replace(label=example.label if zero is None else f"{example.label}, zero {zero}").then(more)
 
 
-# ---- kernel
-
-
 @triton.jit(do_not_specialize=["tiles", "x_row_stride"])
 def _largest_kernel(
     x_ptr, given_ptr, counters_ptr, tiles, x_row_stride, D: tl.constexpr, LARGEST: tl.constexpr, BLOCK_D: tl.constexpr
@@ -126,7 +118,7 @@ def _largest_kernel(
         largest = tl.maximum(largest, tl.max(magnitude(x), axis=1))
     tl.atomic_max(counters_ptr, tl.max(largest, axis=0), sem="relaxed")
     if tl.atomic_add(counters_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        scale, inverse = scales_of(tl.atomic_max(counters_ptr, 0, sem="relaxed"), LARGEST)  # pyright: ignore[reportGeneralTypeIssues]
+        scale, inverse = scales_of(tl.atomic_max(counters_ptr, 0, sem="relaxed"), LARGEST)
         tl.store(given_ptr, scale)
         tl.store(given_ptr + 1, inverse)
         tl.store(counters_ptr, 0)

@@ -13,8 +13,6 @@ Limited by bytes: each element read once.
 Not supported: integers, other layouts (the public functions copy).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch
@@ -34,8 +32,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["reduce_max_op", "reduce_sum_op"]
 
-# ---- reference
-
 
 def _sum_reference(x: Tensor, mean: bool) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -47,9 +43,6 @@ def _max_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     values = x.amax(1, keepdim=True)
     hit = torch.where(values.isnan(), x.isnan(), x == values)
     return values[:, 0].clone(), hit.to(torch.uint8).argmax(1)
-
-
-# ---- cost
 
 
 def _sum_cost(x: Tensor, mean: bool) -> Cost:

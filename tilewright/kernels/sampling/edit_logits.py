@@ -34,8 +34,6 @@ __all__ = ["edit_logits", "edit_logits_op"]
 
 # R rows, V tokens, S slots, W entries of a slot
 
-# ---- reference
-
 
 def _reference(
     logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, before: Tensor,
@@ -67,9 +65,6 @@ def _reference(
 
 def _fake(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-
-
-# ---- cost
 
 
 def _cost(
@@ -178,9 +173,6 @@ def _entries_kernel(
     tl.store(at, tl.load(at, mask=live, other=0.0) + add, mask=live)
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor,
     before: Tensor, after: Tensor, until: Tensor, allowed: Tensor,
@@ -209,9 +201,6 @@ edit_logits_op = Op(
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def edit_logits(

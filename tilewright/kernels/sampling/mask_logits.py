@@ -27,8 +27,6 @@ __all__ = ["mask_logits", "mask_logits_op"]
 
 # R rows of logits, M rows of the mask, V tokens, W words of a mask
 
-# ---- reference
-
 
 def _reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     token = torch.arange(logits.shape[1], device=logits.device)
@@ -36,9 +34,6 @@ def _reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     words = bits[:, (token // 32).clamp_max(bits.shape[1] - 1)]
     allowed = (((words >> (token % 32)) & 1) != 0) & inside
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
-
-
-# ---- cost
 
 
 def _cost(logits: Tensor, rows: Tensor, bits: Tensor) -> Cost:
@@ -99,8 +94,6 @@ EXAMPLES = (
     _example("none", 3, 0, 50, torch.float32),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["row_stride", "words"], do_not_specialize_on_alignment=["rows_ptr", "bits_ptr"])
 def _mask_kernel(
@@ -113,9 +106,6 @@ def _mask_kernel(
     bits = tl.load(bits_ptr + item * words + token // 32, mask=(token < V) & (token < 32 * words), other=0)
     forbidden = ((bits >> (token % 32)) & 1) == 0
     tl.store(logits_ptr + row * row_stride + token, float("-inf"), mask=forbidden & (token < V))
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -135,9 +125,6 @@ mask_logits_op = Op(
     mutates=("logits",),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

@@ -26,8 +26,6 @@ Float sums decide top-p: a token whose likelier mass is within rounding (1e-6) o
 machine, and so may two scores that agree to 1e-6. Not supported: penalties and biases (they change the logits, before).
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +46,6 @@ __all__ = ["sample", "sample_op"]
 
 _GREEDY_BELOW = 1e-5
 _LARGEST = torch.finfo(torch.float32).max
-
-# ---- reference
 
 
 def _reference(
@@ -87,9 +83,6 @@ def _kept(x: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
 
 def _fake(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-
-
-# ---- cost
 
 
 def _cost(logits: Tensor, *_: Any) -> Cost:
@@ -353,9 +346,6 @@ def _finish_kernel(
     tl.store(ids_ptr + row, token.to(tl.int64))
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config,
     logits: Tensor,
@@ -400,9 +390,6 @@ sample_op = Op(
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse),),
 )
-
-
-# ---- public function
 
 
 def sample(

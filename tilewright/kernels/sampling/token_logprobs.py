@@ -16,8 +16,6 @@ lie in the n groups with the largest maxima (the lower group first among equals)
 Limited by bytes: one read of the logits. Not supported: backward.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import NamedTuple
 
 import torch
@@ -39,8 +37,6 @@ __all__ = ["MOST_TOP_LOGPROBS", "token_logprobs", "token_logprobs_op", "top_logp
 
 MOST_TOP_LOGPROBS = 32
 """Likeliest tokens of a row at most: so many groups are read again."""
-
-# ---- reference
 
 
 def _reference(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +77,6 @@ def _nothing(logits: Tensor, wanted: Tensor, most: int) -> tuple[Tensor, Tensor,
         logits.new_full((rows, most), -1, dtype=torch.int64),
         logits.new_full((rows, most), -torch.inf, dtype=wide),
     )
-
-
-# ---- cost
 
 
 def _cost(logits: Tensor, ids: Tensor) -> Cost:

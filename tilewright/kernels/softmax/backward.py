@@ -29,8 +29,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["log_softmax_backward_op", "softmax_backward_op"]
 
-# ---- reference
-
 
 def _reference(dy: Tensor, y: Tensor) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -41,9 +39,6 @@ def _reference(dy: Tensor, y: Tensor) -> Tensor:
 def _log_reference(dy: Tensor, y: Tensor) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
     return (dy.to(wide) - y.to(wide).exp() * dy.to(wide).sum(-1, keepdim=True)).to(y.dtype)
-
-
-# ---- cost
 
 
 def _cost(dy: Tensor, y: Tensor) -> Cost:

@@ -28,10 +28,78 @@ from tilewright.kernels.launch.shapes import rows_of
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["LOG_SPLIT", "SPLIT", "split_first"]
+__all__ = ["LOG_SPLIT", "SPLIT", "joined", "own_sums", "split_first", "take_part"]
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def take_part(
+    x_ptr, counters_ptr, x_row_stride, D: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr,
+    LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program's part of a row, by ticket: (row, part, lead, where columns are counted from, the part's slabs as they were
+    loaded, columns at the row's ends, which of them the part has, and what is there, in float32)."""
+    place = draw(counters_ptr)
+    row, part = (place // PARTS).to(tl.int64), place % PARTS
+    lead = lead_of(row, D, STARTS)
+    x_ptr += start_of(row, x_row_stride, lead, STARTS)
+    held = ()
+    for slab in tl.static_range(SLABS):
+        cols, mask = places(part, slab, lead, D, WIDTH, LEAD, BLOCK)
+        held = held + (tl.load(x_ptr + cols, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
+    at, edge = edges(part, lead, D)
+    ends = tl.load(x_ptr + at, mask=edge, other=float("-inf")).to(tl.float32) if LEAD else 0.0
+    return row, part, lead, x_ptr, held, at, edge, ends
+
+
+@triton.jit
+def own_sums(
+    held, ends, edge, part, lead,
+    V: tl.constexpr, SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part's maximum, its sum of exponentials relative to that, and where SMOOTHED its plain sum."""
+    # A part that is -inf alone must not subtract it from itself: its maximum is at least the lowest finite float.
+    tops = tl.full([BLOCK // 8], _LOWEST, tl.float32)
+    for slab in tl.static_range(SLABS):
+        tops = tl.maximum(tops, tl.max(packed(held[slab]).to(tl.float32), axis=1))
+    top = tl.max(tops, axis=0)
+    if LEAD:
+        top = tl.maximum(top, tl.max(ends, axis=0))
+    masses, totals = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
+    for slab in tl.static_range(SLABS):
+        x = packed(held[slab]).to(tl.float32)
+        masses += tl.sum(tl.exp2((x - top) * _LOG2E), axis=1)
+        if SMOOTHED:
+            _cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
+            totals += tl.sum(tl.where(mask, x, 0.0), axis=1)
+    mass, total = tl.sum(masses, axis=0), 0.0
+    if SMOOTHED:
+        total = tl.sum(totals, axis=0)
+    if LEAD:
+        mass += tl.sum(tl.exp2((ends - top) * _LOG2E), axis=0)
+        if SMOOTHED:
+            total += tl.sum(tl.where(edge, ends, 0.0), axis=0)
+    return top, mass, total
+
+
+@triton.jit
+def joined(of_row, sums, counter_ptr, part, top, mass, total, SMOOTHED: tl.constexpr, PARTS: tl.constexpr):
+    """The same of the row, from all parts."""
+    others = tl.arange(0, triton.next_power_of_2(PARTS))
+    tl.store(of_row + part, top)
+    tl.store(of_row + sums + part, mass)
+    if SMOOTHED:
+        tl.store(of_row + 2 * sums + part, total)
+    meet(counter_ptr, PARTS)
+    every = tl.load(of_row + others, mask=others < PARTS, other=_LOWEST, cache_modifier=".cg")
+    each = tl.load(of_row + sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg")
+    top = tl.max(every, axis=0)
+    mass = tl.sum(each * tl.exp2((every - top) * _LOG2E), axis=0)
+    if SMOOTHED:
+        total = tl.sum(tl.load(of_row + 2 * sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg"), axis=0)
+    return top, mass, total
 
 
 @triton.jit
@@ -47,41 +115,14 @@ def _split_kernel(
 ):  # fmt: skip
     """Every program: one part, WIDTH columns, of one row, in slabs; a thread holds 8 neighbouring columns of each."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    place = draw(counters_ptr)
-    row, part = (place // PARTS).to(tl.int64), place % PARTS
     LEAD: tl.constexpr = STARTS == "lead"
-    lead = lead_of(row, D, STARTS)
-    x_ptr += start_of(row, x_row_stride, lead, STARTS)
-    held = ()
-    for slab in tl.static_range(SLABS):
-        cols, mask = places(part, slab, lead, D, WIDTH, LEAD, BLOCK)
-        held = held + (tl.load(x_ptr + cols, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
-    at, edge = edges(part, lead, D)
-    ends = tl.load(x_ptr + at, mask=edge, other=float("-inf")).to(tl.float32) if LEAD else 0.0
-    # A part that is -inf alone must not subtract it from itself: its maximum is at least the lowest finite float.
-    tops = tl.full([BLOCK // 8], _LOWEST, tl.float32)
-    for slab in tl.static_range(SLABS):
-        tops = tl.maximum(tops, tl.max(packed(held[slab]).to(tl.float32), axis=1))
-    top = tl.max(tops, axis=0)
-    if LEAD:
-        top = tl.maximum(top, tl.max(ends, axis=0))
-    masses = tl.zeros([BLOCK // 8], tl.float32)
-    for slab in tl.static_range(SLABS):
-        masses += tl.sum(tl.exp2((packed(held[slab]).to(tl.float32) - top) * _LOG2E), axis=1)
-    mass = tl.sum(masses, axis=0)
-    if LEAD:
-        mass += tl.sum(tl.exp2((ends - top) * _LOG2E), axis=0)
+    row, part, lead, _x_ptr, held, at, edge, ends = take_part(
+        x_ptr, counters_ptr, x_row_stride, D, PARTS, WIDTH, STARTS, LEAD, SLABS, BLOCK
+    )
+    top, mass, _total = own_sums(held, ends, edge, part, lead, D, False, WIDTH, LEAD, SLABS, BLOCK)
     if PARTS > 1:
-        of_row = parts_ptr + row * PARTS
         sums = n_rows.to(tl.int64) * PARTS
-        others = tl.arange(0, triton.next_power_of_2(PARTS))
-        tl.store(of_row + part, top)
-        tl.store(of_row + sums + part, mass)
-        meet(counters_ptr + 1 + row, PARTS)
-        every = tl.load(of_row + others, mask=others < PARTS, other=_LOWEST, cache_modifier=".cg")
-        each = tl.load(of_row + sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg")
-        top = tl.max(every, axis=0)
-        mass = tl.sum(each * tl.exp2((every - top) * _LOG2E), axis=0)
+        top, mass, _total = joined(parts_ptr + row * PARTS, sums, counters_ptr + 1 + row, part, top, mass, 0.0, False, PARTS)
     rate = tl.log(mass) if LOG else 1.0 / mass
     y_ptr += start_of(row, D, lead, STARTS)
     for slab in tl.static_range(SLABS):

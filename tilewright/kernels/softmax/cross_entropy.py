@@ -85,9 +85,6 @@ def _in_place_reference(
     return loss
 
 
-# ---- cost
-
-
 def _cost(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float) -> Cost:
     return Cost(flops=5 * logits.numel(), bytes=logits.nbytes + 16 * targets.numel())
 

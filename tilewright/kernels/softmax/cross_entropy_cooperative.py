@@ -5,8 +5,6 @@ what it holds becomes the gradient (device/cooperative_rows.py says how they wai
 `row_ends` is what both implementations make of a row's sums.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any
 
 import torch
@@ -15,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.device import Device
-from tilewright.kernels.device.cooperative_rows import PART_BYTES, draw, edges, lead_of, meet, packed, places, start_of, starts
+from tilewright.kernels.device.cooperative_rows import PART_BYTES, packed, places, start_of, starts
 from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.softmax.cooperative import joined, own_sums, take_part
 from tilewright.tune.space import Config
 
 __all__ = ["launch_split", "refuse_split", "row_ends"]
@@ -32,54 +31,6 @@ def row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, 
     loss = lse - (1.0 - smoothing) * chosen - smoothing / V * total + z_loss * lse * lse
     loss = tl.where((target >= 0) & (target < V), loss, float("nan"))
     return tl.where(target == ignore_index, 0.0, loss), lse
-
-
-@triton.jit
-def _own_sums(
-    held, ends, edge, part, lead,
-    V: tl.constexpr, SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A part's maximum, its sum of exponentials relative to that, and where SMOOTHED its plain sum."""
-    # A part that is -inf alone must not subtract it from itself: its maximum is at least the lowest finite float.
-    tops = tl.full([BLOCK // 8], _LOWEST, tl.float32)
-    for slab in tl.static_range(SLABS):
-        tops = tl.maximum(tops, tl.max(packed(held[slab]).to(tl.float32), axis=1))
-    top = tl.max(tops, axis=0)
-    if LEAD:
-        top = tl.maximum(top, tl.max(ends, axis=0))
-    masses, totals = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
-    for slab in tl.static_range(SLABS):
-        x = packed(held[slab]).to(tl.float32)
-        masses += tl.sum(tl.exp2((x - top) * _LOG2E), axis=1)
-        if SMOOTHED:
-            _cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
-            totals += tl.sum(tl.where(mask, x, 0.0), axis=1)
-    mass, total = tl.sum(masses, axis=0), 0.0
-    if SMOOTHED:
-        total = tl.sum(totals, axis=0)
-    if LEAD:
-        mass += tl.sum(tl.exp2((ends - top) * _LOG2E), axis=0)
-        if SMOOTHED:
-            total += tl.sum(tl.where(edge, ends, 0.0), axis=0)
-    return top, mass, total
-
-
-@triton.jit
-def _joined(of_row, sums, counter_ptr, part, top, mass, total, SMOOTHED: tl.constexpr, PARTS: tl.constexpr):
-    """The same of the row, from all parts."""
-    others = tl.arange(0, triton.next_power_of_2(PARTS))
-    tl.store(of_row + part, top)
-    tl.store(of_row + sums + part, mass)
-    if SMOOTHED:
-        tl.store(of_row + 2 * sums + part, total)
-    meet(counter_ptr, PARTS)
-    every = tl.load(of_row + others, mask=others < PARTS, other=_LOWEST, cache_modifier=".cg")
-    top = tl.max(every, axis=0)
-    each = tl.load(of_row + sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg")
-    mass = tl.sum(each * tl.exp2((every - top) * _LOG2E), axis=0)
-    if SMOOTHED:
-        total = tl.sum(tl.load(of_row + 2 * sums + others, mask=others < PARTS, other=0.0, cache_modifier=".cg"), axis=0)
-    return top, mass, total
 
 
 @triton.jit
@@ -125,24 +76,17 @@ def _split_kernel(
     """Every program: one part, WIDTH columns, of one row, in slabs; a thread holds 8 neighbouring columns of each."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     LEAD: tl.constexpr = STARTS == "lead"
-    place = draw(counters_ptr)
-    row, part = (place // PARTS).to(tl.int64), place % PARTS
-    lead = lead_of(row, V, STARTS)
-    x_ptr += start_of(row, x_row_stride, lead, STARTS)
-    held = ()
-    for slab in tl.static_range(SLABS):
-        cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
-        held = held + (tl.load(x_ptr + cols, mask=mask, other=float("-inf"), cache_modifier=".cg"),)
-    at, edge = edges(part, lead, V)
-    ends = tl.load(x_ptr + at, mask=edge, other=float("-inf")).to(tl.float32) if LEAD else 0.0
+    row, part, lead, x_ptr, held, at, edge, ends = take_part(
+        x_ptr, counters_ptr, x_row_stride, V, PARTS, WIDTH, STARTS, LEAD, SLABS, BLOCK
+    )
     target = tl.load(targets_ptr + row)
     scale = tl.load(scale_ptr + row * scale_stride)
     valid = (target >= 0) & (target < V)
     chosen = tl.load(x_ptr + lead + target, mask=valid, other=0.0).to(tl.float32)
-    top, mass, total = _own_sums(held, ends, edge, part, lead, V, SMOOTHED, WIDTH, LEAD, SLABS, BLOCK)
+    top, mass, total = own_sums(held, ends, edge, part, lead, V, SMOOTHED, WIDTH, LEAD, SLABS, BLOCK)
     if PARTS > 1:
         sums = n_rows.to(tl.int64) * PARTS
-        top, mass, total = _joined(
+        top, mass, total = joined(
             parts_ptr + row * PARTS, sums, counters_ptr + 1 + row, part, top, mass, total, SMOOTHED, PARTS
         )  # fmt: skip
     loss, lse = row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V)

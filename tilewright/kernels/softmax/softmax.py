@@ -21,10 +21,10 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.device.multi_pass_rows import load_block, store_block, wide_refusal
+from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.row_space import Rows, row_problem, row_space
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import rows_of, rows_ready
 from tilewright.kernels.softmax.cooperative import LOG_SPLIT, SPLIT, split_first
 from tilewright.kernels.softmax.inputs import softmax_arguments
 from tilewright.kernels.softmax.work import softmax_work
@@ -33,8 +33,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["log_softmax", "log_softmax_op", "softmax", "softmax_op"]
 
-# ---- reference
-
 
 def _reference(x: Tensor) -> Tensor:
     return torch.softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
@@ -42,9 +40,6 @@ def _reference(x: Tensor) -> Tensor:
 
 def _log_reference(x: Tensor) -> Tensor:
     return torch.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
-
-
-# ---- cost
 
 
 def _cost(x: Tensor) -> Cost:
@@ -63,33 +58,10 @@ def _default(device: Device, problem: Rows) -> Config:
             # bf16: 204 us, with the blocks below 285.
             return {"BLOCK_T": 1, "BLOCK_D": 2048, "HELD": 3, "num_warps": 32}
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3, "num_warps": 32}
-    block_d = next_pow2(problem.cols)
-    return {
-        "BLOCK_T": max(1, min(16, 2048 // block_d)),
-        "BLOCK_D": block_d,
-        "HELD": 1,
-        "num_warps": max(4, min(16, block_d // 512)),
-    }
+    return narrow_rows(problem.cols)
 
 
-SPACE = Space(
-    default=_default,
-    axes={
-        "BLOCK_T": (1, 2, 4, 8, 16),
-        "BLOCK_D": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        "HELD": (1, 2, 3),
-        "num_warps": (1, 2, 4, 8, 16, 32),
-    },
-    refusal=lambda device, problem, c: (
-        "tile over 16384 elements"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 16384
-        else "BLOCK_D wider than the row needs"
-        if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 64
-        else "over 64 elements a thread"
-        if c["BLOCK_T"] * c["BLOCK_D"] > 64 * 32 * c["num_warps"]
-        else wide_refusal(problem.cols, c)
-    ),
-)
+SPACE = rows_space(_default, most_a_thread=64)
 
 LOG_SPACE = row_space(
     _default, BLOCK_T=(1, 2, 4, 8, 16), BLOCK_D=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384), HELD=(1, 3),

@@ -16,8 +16,7 @@ Not supported: channels first (the public function copies), a mean over dilated 
 windows. A window that is the whole of a large image is walked by one program for each image and BLOCK_C channels.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -56,8 +55,6 @@ __all__ = [
     "window_start",
     "window_stop",
 ]
-
-# ---- reference
 
 
 def _max_reference(
@@ -134,9 +131,6 @@ def _max_fake(
 
 def _avg_fake(x: Tensor, out: list[int], *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], *out, x.shape[4]))
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, out: list[int], kernel: list[int], *more: Any) -> Cost:

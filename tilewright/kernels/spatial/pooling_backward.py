@@ -10,8 +10,7 @@ Limited by bytes: dy (and indices) once, dx once; windows that overlap come from
 Not supported: a gradient of the gradient.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportCallIssue=false
 from typing import Any
 
 import torch
@@ -46,8 +45,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["avg_pool_backward_op", "max_pool_backward_op"]
 
-# ---- reference
-
 
 def _max_reference(
     dy: Tensor, indices: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
@@ -75,9 +72,6 @@ def _max_fake(dy: Tensor, indices: Tensor, size: list[int], *_: Any) -> Tensor:
 
 def _avg_fake(dy: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
-
-
-# ---- cost
 
 
 def _max_cost(dy: Tensor, indices: Tensor, size: list[int], *more: Any) -> Cost:
@@ -118,14 +112,23 @@ def _last_window(i, size, out, stride, padding, ADAPTIVE: tl.constexpr):
         return (i + padding) // stride
 
 
+@triton.jit
+def _holds(i, o, size, out, stride, padding, KERNEL: tl.constexpr, ADAPTIVE: tl.constexpr):
+    """Whether window o holds place i."""
+    start = window_start(o, size, out, stride, padding, ADAPTIVE)
+    stop = window_stop(o, size, out, stride, padding, KERNEL, ADAPTIVE)
+    return (o >= 0) & (o < out) & (start <= i) & (i < stop)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
-def _max_backward_kernel(
+def _pool_backward_kernel(
     dy_ptr, place_ptr, dx_ptr, n_rows, depth, height, width, out_d, out_h, out_w,
-    stride_d, stride_h, stride_w, pad_d, pad_h, pad_w,
-    C: tl.constexpr, ND: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, ADAPTIVE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, divisor,
+    C: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ND: tl.constexpr, NH: tl.constexpr,
+    NW: tl.constexpr, ADAPTIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """ND, NH, NW: how many windows may hold a place along each axis. Which do, the indices say."""
+    """ND, NH, NW: how many windows may hold a place along each axis. Of a maximum the indices, at place_ptr, say which do; of a
+    mean place_ptr is None."""
     TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     rows = (tl.program_id(0) // TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
     cols = (tl.program_id(0) % TILES) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -139,56 +142,29 @@ def _max_backward_kernel(
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for step in range(ND * NH):
         o_d, o_h = last_d - step // NH, last_h - step % NH
-        row_in = (o_d >= 0) & (o_d < out_d) & (o_h >= 0) & (o_h < out_h)
+        if place_ptr is not None:
+            row_in = (o_d >= 0) & (o_d < out_d) & (o_h >= 0) & (o_h < out_h)
+        else:
+            row_in = _holds(d, o_d, depth, out_d, stride_d, pad_d, KD, ADAPTIVE)
+            row_in &= _holds(h, o_h, height, out_h, stride_h, pad_h, KH, ADAPTIVE)
         for i in tl.static_range(NW):
             o_w = last_w - i
-            inside = (row_in & (o_w >= 0) & (o_w < out_w))[:, None] & live
+            if place_ptr is not None:
+                inside = (row_in & (o_w >= 0) & (o_w < out_w))[:, None] & live
+            else:
+                inside = row_in & _holds(w, o_w, width, out_w, stride_w, pad_w, KW, ADAPTIVE)
             offsets = first + ((o_d * out_h + o_h) * out_w + o_w).to(tl.int64)[:, None] * C
-            dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-            total += tl.where(tl.load(place_ptr + offsets, mask=inside, other=-1) == own, dy, 0.0)
-    tl.store(dx_ptr + rows.to(tl.int64)[:, None] * C + cols, total.to(dx_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _holds(i, o, size, out, stride, padding, KERNEL: tl.constexpr, ADAPTIVE: tl.constexpr):
-    """Whether window o holds place i."""
-    start = window_start(o, size, out, stride, padding, ADAPTIVE)
-    stop = window_stop(o, size, out, stride, padding, KERNEL, ADAPTIVE)
-    return (o >= 0) & (o < out) & (start <= i) & (i < stop)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _avg_backward_kernel(
-    dy_ptr, dx_ptr, n_rows, depth, height, width, out_d, out_h, out_w,
-    stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, divisor,
-    C: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ND: tl.constexpr, NH: tl.constexpr,
-    NW: tl.constexpr, ADAPTIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    rows = (tl.program_id(0) // TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
-    cols = (tl.program_id(0) % TILES) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    n, d, h, w = place_of(rows, depth, height, width)
-    last_d = _last_window(d, depth, out_d, stride_d, pad_d, ADAPTIVE)
-    last_h = _last_window(h, height, out_h, stride_h, pad_h, ADAPTIVE)
-    last_w = _last_window(w, width, out_w, stride_w, pad_w, ADAPTIVE)
-    first = (n.to(tl.int64) * (out_d * out_h * out_w) * C)[:, None] + cols
-    live = (rows < n_rows)[:, None] & (cols < C)
-    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for step in range(ND * NH):
-        o_d, o_h = last_d - step // NH, last_h - step % NH
-        row_in = _holds(d, o_d, depth, out_d, stride_d, pad_d, KD, ADAPTIVE)
-        row_in &= _holds(h, o_h, height, out_h, stride_h, pad_h, KH, ADAPTIVE)
-        for i in tl.static_range(NW):
-            o_w = last_w - i
-            inside = row_in & _holds(w, o_w, width, out_w, stride_w, pad_w, KW, ADAPTIVE)
-            offsets = first + ((o_d * out_h + o_h) * out_w + o_w).to(tl.int64)[:, None] * C
-            share = divisor_of(
-                o_d, o_h, o_w, depth, height, width, out_d, out_h, out_w, stride_d, stride_h, stride_w, pad_d, pad_h, pad_w,
-                divisor, KD, KH, KW, ADAPTIVE, COUNT,
-            )  # fmt: skip
-            dy = tl.load(dy_ptr + offsets, mask=inside[:, None] & live, other=0.0).to(tl.float32)
-            # Where there is no window its size may come out as 0.
-            total += dy / tl.where(inside, share, 1.0)[:, None]
+            if place_ptr is not None:
+                dy = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+                total += tl.where(tl.load(place_ptr + offsets, mask=inside, other=-1) == own, dy, 0.0)
+            else:
+                share = divisor_of(
+                    o_d, o_h, o_w, depth, height, width, out_d, out_h, out_w, stride_d, stride_h, stride_w, pad_d, pad_h,
+                    pad_w, divisor, KD, KH, KW, ADAPTIVE, COUNT,
+                )  # fmt: skip
+                dy = tl.load(dy_ptr + offsets, mask=inside[:, None] & live, other=0.0).to(tl.float32)
+                # Where there is no window its size may come out as 0.
+                total += dy / tl.where(inside, share, 1.0)[:, None]
     tl.store(dx_ptr + rows.to(tl.int64)[:, None] * C + cols, total.to(dx_ptr.dtype.element_ty), mask=live)
 
 
@@ -202,40 +178,27 @@ def _holders(size: list[int], out: list[int], kernel: list[int], stride: list[in
     return [(k - 1) * d // s + 1 for k, s, d in zip(kernel, stride, dilation, strict=True)]
 
 
-def _max_launch(
-    config: Config, dy: Tensor, indices: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int],
-    dilation: list[int],
+def _run(
+    config: Config, dy: Tensor, indices: Tensor | None, size: list[int], kernel: list[int], stride: list[int],
+    padding: list[int], dilation: list[int], include_pad: bool = False, divisor: int | None = None,
 ) -> Tensor:  # fmt: skip
-    dx = _max_fake(dy, indices, size, kernel, stride, padding, dilation)
-    out, channels = list(dy.shape[1:4]), dy.shape[4]
+    dx, out, channels = _avg_fake(dy, size), list(dy.shape[1:4]), dy.shape[4]
     rows = dx.numel() // channels if channels else 0
-    depth, height, width = _holders(size, out, kernel, stride, dilation)
+    (depth, height, width), (kd, kh, kw) = _holders(size, out, kernel, stride, dilation), kernel or widest(size, out)
     if rows:
         grid = (triton.cdiv(rows, config["BLOCK_P"]) * triton.cdiv(channels, config["BLOCK_C"]),)
-        _max_backward_kernel[grid](
+        _pool_backward_kernel[grid](
             dy, indices, dx, rows, *size, *out, *(stride or ONES), *(padding or NONE),
-            C=channels, ND=depth, NH=height, NW=width, ADAPTIVE=not kernel, **config,
-        )  # fmt: skip
-    return dx
-
-
-def _avg_launch(
-    config: Config, dy: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], include_pad: bool,
-    divisor: int | None,
-) -> Tensor:  # fmt: skip
-    dx = _avg_fake(dy, size, kernel, stride, padding, include_pad, divisor)
-    out, channels = list(dy.shape[1:4]), dy.shape[4]
-    rows = dx.numel() // channels if channels else 0
-    depth, height, width = _holders(size, out, kernel, stride, ONES)
-    kd, kh, kw = kernel or widest(size, out)
-    if rows:
-        grid = (triton.cdiv(rows, config["BLOCK_P"]) * triton.cdiv(channels, config["BLOCK_C"]),)
-        _avg_backward_kernel[grid](
-            dy, dx, rows, *size, *out, *(stride or ONES), *(padding or NONE), divisor or 1,
+            divisor or 1 if indices is None else None,
             C=channels, KD=kd, KH=kh, KW=kw, ND=depth, NH=height, NW=width, ADAPTIVE=not kernel,
             COUNT=count_of(kernel, include_pad, divisor), **config,
         )  # fmt: skip
     return dx
+
+
+def _avg_launch(config: Config, dy: Tensor, size: list[int], kernel: list[int], *window: Any) -> Tensor:
+    stride, padding, *count = window
+    return _run(config, dy, None, size, kernel, stride, padding, ONES, *count)
 
 
 max_pool_backward_op = Op(
@@ -246,7 +209,7 @@ max_pool_backward_op = Op(
     examples=tuple(_max_example(case.label, case) for case in MAX_CASES),
     make=max_pool_backward_arguments,
     fake=_max_fake,
-    impls=(Impl(name="triton", launch=_max_launch, space=SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_run, space=SPACE, batch_invariant=True),),
 )
 
 avg_pool_backward_op = Op(

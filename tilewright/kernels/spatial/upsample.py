@@ -16,8 +16,6 @@ Limited by bytes: x once, y once. Not supported: area interpolation, antialiasin
 whose products with `num` do not fit in 31 bits.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
@@ -71,9 +69,6 @@ def _reference(x: Tensor, out: list[int], mode: str, num: list[int], den: list[i
 
 def _fake(x: Tensor, out: list[int], mode: str, num: list[int], den: list[int], corners: bool) -> Tensor:
     return x.new_empty((x.shape[0], *out, x.shape[3]))
-
-
-# ---- cost
 
 
 def _cost(x: Tensor, out: list[int], mode: str, *more: Any) -> Cost:
@@ -198,9 +193,6 @@ def _upsample_kernel(
         place = tl.minimum(h * num_h // den_h, height - 1) * width + tl.minimum(w * num_w // den_w, width - 1)
         y = tl.load(image_ptr + (place.to(tl.int64) * C)[:, None], mask=live, other=0.0)
     tl.store(y_ptr + rows.to(tl.int64)[:, None] * C + cols, y.to(y_ptr.dtype.element_ty), mask=live)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, x: Tensor, out: list[int], mode: str, num: list[int], den: list[int], corners: bool) -> Tensor:

@@ -9,8 +9,7 @@ Limited by bytes: dy once, dx once; the places of y that two places of x share c
 Not supported: a gradient of the gradient.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportOperatorIssue=false
 from typing import Any
 
 import torch
@@ -36,8 +35,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["upsample_backward_op"]
 
-# ---- reference
-
 
 def _reference(dy: Tensor, size: list[int], mode: str, num: list[int], den: list[int], corners: bool) -> Tensor:
     wide = dy.to(torch.promote_types(dy.dtype, torch.float32))
@@ -51,14 +48,8 @@ def _fake(dy: Tensor, size: list[int], mode: str, num: list[int], den: list[int]
     return dy.new_empty((dy.shape[0], *size, dy.shape[3]))
 
 
-# ---- cost
-
-
 def _cost(dy: Tensor, size: list[int], *more: Any) -> Cost:
     return Cost(flops=2 * dy.numel(), bytes=dy.nbytes + dy.shape[0] * size[0] * size[1] * dy.shape[3] * dy.element_size())
-
-
-# ---- examples
 
 
 def _example(case: Case) -> Example:

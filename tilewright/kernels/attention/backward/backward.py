@@ -43,17 +43,18 @@ Not supported: what attention/attention.py does not support, and gradients of ls
 
 import math
 from collections import Counter
-from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.attention.attention import attention_example, attention_op
 from tilewright.kernels.attention.backward.problem import Gradients, arguments_of, empty_gradients, problem_of
 from tilewright.kernels.attention.backward.sm90 import SM90
 from tilewright.kernels.attention.backward.tile import TRITON
 from tilewright.kernels.attention.problem import lengths_of, pairs_seen
-from tilewright.kernels.attention.reference import Bends, alike, attend, by_group, inverted, scores_of, sequences, stacked
+from tilewright.kernels.attention.reference import Bends, alike, by_group, inverted, scores_of, sequences, stacked
 from tilewright.op import Example, Inputs, Op
 
 __all__ = ["attention_backward_op"]
@@ -111,9 +112,6 @@ def _fake(
     return empty_gradients(q, k, v, sinks)
 
 
-# ---- cost
-
-
 def _cost(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, left: int | None = None,
@@ -134,45 +132,28 @@ def _cost(
 # ---- examples
 
 
-@Example.of
 def _example(
-    inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: tuple[int, int] = (2, 2), dim: int = 64,
-    dtype: torch.dtype = torch.bfloat16, *, packed: bool = False, causal: bool = False, merged: bool = False,
-    spoilt: int | None = None, deterministic: bool = True, value_dim: int | None = None, left: int | None = None,
-    right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
-    alibi: bool = False,
-) -> tuple[object, ...]:  # fmt: skip
-    """`lengths`: (queries, keys) of each sequence; all alike unless `packed`.
+    label: str,
+    lengths: tuple[tuple[int, int], ...],
+    *args: Any,
+    spoilt: int | None = None,
+    deterministic: bool = True,
+    **more: Any,
+) -> Example:
+    """An example of `attention` with what its forward pass gives. `spoilt`: all of that sequence is NaN."""
 
-    `merged`: q, k and v are views of one projection. `spoilt`: all of that sequence is NaN; its neighbours must not notice.
-    """
-    ends = [list(accumulate((one[i] for one in lengths), initial=0)) for i in (0, 1)]
-    widths = (dim, dim, value_dim or dim)
-    if merged:
-        both = inputs.randn(ends[0][-1], heads[0] + 2 * heads[1], dim, dtype=dtype)
-        q, k, v = both.split((heads[0], heads[1], heads[1]), 1)
-    else:
-        q = inputs.randn(ends[0][-1], heads[0], dim, dtype=dtype)
-        k, v = (inputs.randn(ends[1][-1], heads[1], width, dtype=dtype) for width in widths[1:])
-    do = inputs.randn(ends[0][-1], heads[0], widths[2], dtype=dtype)
-    of_each = (prefix,) * len(lengths) if isinstance(prefix, int) else prefix
-    sink = inputs.randn(heads[0], dtype=dtype) if sinks else None
-    slopes = inputs.tensor([2.0 ** -(i + 1) for i in range(heads[0])], torch.float32) if alibi else None
-    bends = [Bends(left, 0 if causal else right, own, softcap, sink, slopes) for own in of_each]
-    cu_q, cu_k = (inputs.tensor(one, torch.int32) for one in ends)
-    parts = sequences((q,), (k, v), cu_q, cu_k)
-    made = [attend(*part, scale=dim**-0.5, bends=bent) for part, bent in zip(parts, bends, strict=True)]
-    out, lse = torch.cat([o for o, _ in made]).to(dtype), torch.cat([x for _, x in made], 1)
-    if spoilt is not None:
-        for t in sequences((q, do, out), (k, v), cu_q, cu_k)[spoilt]:
-            t.fill_(math.nan)
-    if not packed:
-        do, q, k, v, out = (t.unflatten(0, (len(lengths), -1)) for t in (do, q, k, v, out))
-    longest = [max(one[i] for one in lengths) for i in (0, 1)]
-    of_all, prefixes = (prefix, None) if isinstance(prefix, int) else (0, inputs.tensor(prefix, torch.int32))
-    cu = (cu_q, cu_k) if packed else (None, None)
-    options = (dim**-0.5, causal, deterministic, left, right, of_all, prefixes, softcap, sink, slopes)
-    return do, q, k, v, out, lse, *cu, *longest, *options
+    def with_gradients(
+        inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, *options: Any
+    ) -> tuple[object, ...]:
+        max_q, max_k, scale, causal, _, *bends = options
+        out, lse = attention_op.reference(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, True, *bends)
+        do = inputs.randn(*out.shape, dtype=out.dtype)
+        if spoilt is not None:
+            for t in sequences((q, do, out), (k, v), cu_q, cu_k)[spoilt]:
+                t.fill_(math.nan)
+        return do, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, scale, causal, deterministic, *bends
+
+    return attention_example(label, lengths, *args, spoilt=spoilt, **more).then(with_gradients)
 
 
 # Interpreted on two cores these take seconds each: every feature is there once, most of them in pairs.
@@ -201,8 +182,6 @@ EXAMPLES = (
     _example("no rows", ((0, 5),)),
     _example("no keys", ((3, 0),) * 2, sinks=True),
 )  # fmt: skip
-
-# ---- op
 
 
 attention_backward_op = Op(

@@ -9,8 +9,6 @@ windows without a causal mask, prefixes, soft caps and ALiBi, heads that are not
 tokens, D]), and rows or heads that do not start at multiples of 16 bytes.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import triton
 import triton.language as tl

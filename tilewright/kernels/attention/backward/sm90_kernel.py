@@ -21,8 +21,7 @@ the keys are not visited.
 dq is kept as each thread has it: four neighbours in memory are one thread's, so an addition takes 16 bytes at a time.
 With `order_ptr` additions wait for those of the keys before, and the sum is the same every time.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 
 from triton.experimental import gluon
@@ -55,6 +54,7 @@ from tilewright.kernels.attention.backward.sm90_schedule import (
     store_tiles,
 )
 from tilewright.kernels.hopper.primitives import release, take
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["attention_backward_sm90_kernel"]
 
@@ -213,14 +213,6 @@ def _tile(
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
 def _buffers(
     descs, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr
 ):  # fmt: skip
@@ -262,13 +254,13 @@ def attention_backward_sm90_kernel(
     HELD: gl.constexpr = SETS if SETS > 1 else 1
     descs = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
     bufs = _buffers(descs, KEYS, BLOCK_M, D, STAGES, HELD)
-    q_bars = (_barriers(STAGES, 1), _barriers(STAGES, 2))
-    do_bars = (_barriers(STAGES, 1), _barriers(STAGES, 2))
-    bars = (_barriers(HELD, 1),) + q_bars + do_bars + (_barriers(2, 2),)
+    q_bars = (barriers(STAGES, 1), barriers(STAGES, 2))
+    do_bars = (barriers(STAGES, 1), barriers(STAGES, 2))
+    bars = (barriers(HELD, 1),) + q_bars + do_bars + (barriers(2, 2),)
     if SETS == 1:
-        bars = bars + (_barriers(1, 2), (), (_barriers(2, 1), _barriers(2, 3), _barriers(1, 1)))
+        bars = bars + (barriers(1, 2), (), (barriers(2, 1), barriers(2, 3), barriers(1, 1)))
     if SETS == 2:
-        bars = bars + (_barriers(2, 1), (_barriers(2, 2), _barriers(2, 2)), (_barriers(2, 1), _barriers(2, 4), _barriers(1, 1)))
+        bars = bars + (barriers(2, 1), (barriers(2, 2), barriers(2, 2)), (barriers(2, 1), barriers(2, 4), barriers(1, 1)))
     results = (dq_ptr, dk_ptr, dv_ptr, order_ptr)
     shape = (key_blocks, section, KV_H, GROUP, max_q, max_k, left)
     strides = (q_head_stride, do_head_stride, k_head_stride, v_head_stride)

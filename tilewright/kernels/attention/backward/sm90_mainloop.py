@@ -2,8 +2,7 @@
 
 sm90_kernel.py says why they are as they are, and puts them in order.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 
 from triton.experimental import gluon

@@ -8,8 +8,7 @@ What a program that stays gains is that nothing waits between its tiles: with tw
 tile's are fetched while this one is computed, and a set holds the tile's dk and dv in the end, which a warp of its own stores.
 With one set (256 dims) the next keys are fetched while dk and dv go out from registers.
 """
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

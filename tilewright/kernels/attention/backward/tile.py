@@ -10,8 +10,6 @@ they come; a product of a transposed accumulator is what some versions of Triton
 IEEE precision. Refuses: float64, head dims above 256.
 """
 
-# pyright: reportGeneralTypeIssues=false
-
 import torch
 import triton
 import triton.language as tl
@@ -296,9 +294,6 @@ def _queries_kernel(
     live = (rows < q_len)[:, None] & (dims < D)[None, :]
     to = ((q_start + rows)[:, None] * H + h) * D + dims[None, :]
     tl.store(dq_ptr + to, (dq * scale).to(dq_ptr.dtype.element_ty), mask=live)
-
-
-# ---- launcher
 
 
 def _launch(

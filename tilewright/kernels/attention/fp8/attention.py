@@ -147,7 +147,6 @@ EXAMPLES = (
     _example("no keys", "fp8", 3, 0, (1, 1)),
 )
 
-# ---- op
 
 scaled_attention_op = Op(
     name="scaled_attention",

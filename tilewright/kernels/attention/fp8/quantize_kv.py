@@ -220,7 +220,7 @@ def _keys(
     rows = block * 128 + tl.arange(0, 128)
     x = _rows(x_ptr, rows, keys, row_stride, D, BLOCK_D)
     x = tl.where(rows[:, None] < keys, x - mean[None, :], 0.0)
-    scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, False)  # pyright: ignore[reportGeneralTypeIssues]
+    scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, False)
     codes = encode_tile(x, inverse, codes_ptr.dtype.element_ty)
     _store_rows(codes_ptr, (head * blocks + block) * 128 + tl.arange(0, 128), codes, D, BLOCK_D)
     tl.store(scale_ptr + head * blocks + block, scale)
@@ -236,7 +236,7 @@ def _values(
     # scaled_attention_common.key_order
     rows = block * 128 + place - of_16 + of_16 // 4 * 2 + of_16 % 2 + of_16 % 4 // 2 * 8
     x = _rows(x_ptr, rows, keys, row_stride, D, BLOCK_D)
-    scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, True)  # pyright: ignore[reportGeneralTypeIssues]
+    scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, True)
     codes = tl.trans(encode_tile(x, inverse, codes_ptr.dtype.element_ty))
     channel = tl.arange(0, BLOCK_D)[:, None]
     cols = (block * 128 + place)[None, :]
@@ -262,9 +262,6 @@ def quantize_keys_values_kernel(
         head = program // blocks
         start = v_ptr + (head // G).to(tl.int64) * v_batch_stride + (head % G).to(tl.int64) * v_head_stride
         _values(start, v_codes_ptr, v_scale_ptr, head, program % blocks, blocks, keys, v_row_stride, LARGEST, D, BLOCK_D)
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, k: Tensor, v: Tensor, format: str) -> Coded:

@@ -34,9 +34,6 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     return None
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor | None, keys: int, scale: float,
     causal: bool,

@@ -22,9 +22,7 @@ bits (attention/sm90_kernel.py):
 
 Not supported: what sm90.py refuses.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # D head dim, N keys of a block, B sequences, H query heads, G key/value heads
 
@@ -40,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tilewright.kernels.attention.fp8.sm90_schedule import CONSUMERS, KEYS, PLACE, ROWS, SLOT, deal_tiles, load_tiles
 from tilewright.kernels.hopper.primitives import block_barrier, release, store_box, take
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["scaled_attention_sm90_kernel"]
 
@@ -345,17 +344,6 @@ def _attend(
     tma.store_wait(pendings=0)
 
 
-# ---- kernel
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
 @gluon.jit(do_not_specialize=["blocks", "heads", "section", "H", "SHARED", "queries", "keys", "padded_k"])
 def scaled_attention_sm90_kernel(
     q_desc, k_desc, v_desc, o_desc, out_ptr, k_scale_ptr, v_scale_ptr, counter_ptr, slots_ptr,
@@ -375,9 +363,9 @@ def scaled_attention_sm90_kernel(
     v_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, KEYS], v_desc.layout)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, ROWS, D], o_desc.layout)
     raw_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, ROWS, D], q_desc.layout)
-    raw_bars = (_barriers(CONSUMERS, 1), _barriers(CONSUMERS, 1))
-    ring_bars = (_barriers(STAGES, 1), _barriers(STAGES, CONSUMERS))
-    bars = raw_bars + ring_bars + (_barriers(2, 1), _barriers(2, CONSUMERS + 1), _barriers(1, 1))
+    raw_bars = (barriers(CONSUMERS, 1), barriers(CONSUMERS, 1))
+    ring_bars = (barriers(STAGES, 1), barriers(STAGES, CONSUMERS))
+    bars = raw_bars + ring_bars + (barriers(2, 1), barriers(2, CONSUMERS + 1), barriers(1, 1))
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs, raw_bufs)
     descs = (q_desc, k_desc, v_desc, o_desc)
     out = (o_desc, out_ptr, H)

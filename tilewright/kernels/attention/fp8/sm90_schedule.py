@@ -5,8 +5,7 @@ program begins with its own number and then draws tickets, for tiles differ in l
 multiplies in one step, the values of a block and the keys of the next: one barrier says that both are there, one that both are
 done with.
 """
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -4,8 +4,6 @@ attention.py has the definition, attention/attention.py the incremental softmax.
 through the keys in blocks. Where the values are codes, their keys come in the order of `key_order`: the keys are read in the
 same order, a renaming of the scores' columns that costs nothing, and masks go by the key that a column is.
 """
-# pyright: reportGeneralTypeIssues=false
-
 # B sequences, H query heads, G key/value heads, D head dim, M queries of a tile, N keys of a block
 
 import torch
@@ -176,9 +174,6 @@ def scaled_attention_kernel(
     out = acc * (before / tl.where(l == 0.0, 1.0, l))[:, None]
     at_row = ((b.to(tl.int64) * queries + rows) * H + head % H)[:, None]
     tl.store(out_ptr + at_row * D + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-# ---- launcher
 
 
 def _launch(

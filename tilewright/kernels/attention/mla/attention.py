@@ -28,8 +28,6 @@ from tilewright.op import Example, Inputs, Op
 
 __all__ = ["mla_attention", "mla_attention_op"]
 
-# ---- reference
-
 
 def _reference(
     q: Tensor, cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor, max_q_len: int, rank: int, scale: float
@@ -105,8 +103,6 @@ mla_attention_op = Op(
     roundings=2,  # the softmax's weights, then the result
     impls=(SM90, TRITON, SM90_INVARIANT, INVARIANT),
 )
-
-# ---- public function
 
 
 def mla_attention(

@@ -54,9 +54,6 @@ def _reference(
     return torch.cat((lead, _rotate(turned.to(wide), cos[:, None], sin[:, None], interleaved).to(lead.dtype)), -1)
 
 
-# ---- cost
-
-
 def _cost(lead: Tensor, turned: Tensor, kv: Tensor, *rest: object) -> Cost:
     return Cost(flops=3 * turned.numel() + 4 * kv.numel(), bytes=2 * (lead.nbytes + turned.nbytes + kv.nbytes))
 
@@ -174,9 +171,6 @@ def _mla_rope_write_kernel(
             _turn(kv_ptr + R, cache_ptr + R, cos_sin_ptr, one, 0, 0, one == 0, E, INTERLEAVED, BLOCK_HALF)
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, lead: Tensor, turned: Tensor, kv: Tensor, weight: Tensor, positions: Tensor, cos_sin: Tensor,
     cache: Tensor, slots: Tensor, eps: float, interleaved: bool,
@@ -205,8 +199,6 @@ mla_rope_write_op = Op(
     make=_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-# ---- public function
 
 
 def mla_rope_write(

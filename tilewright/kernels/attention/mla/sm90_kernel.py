@@ -16,9 +16,7 @@ in 32 cycles are all that it gives).
 
 The host side is sm90.py, which refuses what does not fit.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # H heads, S tokens a page, R = 512 latent dims in two halves, E = 64 rotated dims
 
@@ -32,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.hopper.primitives import clear_end, load_box, release
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["mla_sm90_kernel"]
 
@@ -237,21 +236,6 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def _barrier(ARRIVALS: gl.constexpr):
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=ARRIVALS)
-    return bar
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
-
-
-@gluon.jit
 def _tiles_of(token, batch, room, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
     """(sequence, (last tile, tiles, end of the keys that count)) of this program's share of a token's keys.
 
@@ -300,9 +284,9 @@ def mla_sm90_kernel(
     p_buf = gl.allocate_shared_memory(dtype, [ROWS, ROWS], P_LAYOUT)
     alpha_buf = gl.allocate_shared_memory(gl.float32, [ROWS], ALPHA_LAYOUT)
     # Of the left halves of tiles, the right ones, which both groups read, and the rotated parts.
-    full = (_barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1))
-    empty = (_barriers(STAGES, 1), _barriers(STAGES, 2), _barriers(STAGES, 1))
-    bars = (_barrier(1), full, empty, _barrier(1), _barrier(1))
+    full = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
+    empty = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1))
+    bars = (barriers(1).index(0), full, empty, barriers(1).index(0), barriers(1).index(0))
     bufs = (q_wide, q_turned, k_wide, k_turned, p_buf, alpha_buf)
     # Blocks of heads that share keys start one after the other: the second finds them in L2.
     blocks = gl.cdiv(heads, ROWS)

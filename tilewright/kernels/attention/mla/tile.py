@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.attention.mla.problem import Problem
 from tilewright.kernels.attention.paged.configs import room_of
-from tilewright.kernels.attention.paged.tile_mainloop import length_of, pages_of
+from tilewright.kernels.attention.paged.tile_mainloop import length_of, pages_of, sequence_of
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.op import Impl
@@ -40,22 +40,6 @@ def _latents(cache_ptr, pages, start, stop, dims, S: tl.constexpr, W: tl.constex
     return tl.load(cache_ptr + rows[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
-def _sequence_of(tile, batch, cu_q_ptr, BLOCK_Q: tl.constexpr):
-    """(sequence, its first token, its tokens, the tile's first query) of a tile of BLOCK_Q queries."""
-    # Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on: at least ceil(its queries / BLOCK_Q) of them.
-    b = tl.full((), 0, tl.int32)
-    high = batch
-    while b + 1 < high:
-        middle = (b + high) // 2
-        if tl.load(cu_q_ptr + middle) // BLOCK_Q + middle <= tile:
-            b = middle
-        else:
-            high = middle
-    q_begin = tl.load(cu_q_ptr + b)
-    return b, q_begin, tl.load(cu_q_ptr + b + 1) - q_begin, (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
-
-
 @triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "table_row_stride"])
 def _mla_kernel(
     q_ptr, cache_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr, part_ptr, lse_ptr,
@@ -67,9 +51,8 @@ def _mla_kernel(
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
     # Late tiles see the most keys: start them first, so that no long one is left for the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, q_begin, q_len, q_first = _sequence_of(  # pyright: ignore[reportGeneralTypeIssues] (the literal 0 leads it astray)
-        tile, batch, cu_q_ptr, BLOCK_Q
-    )
+    b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)
+    q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
     kv_len = length_of(kv_lens_ptr, b, True, room)
     if q_first >= q_len:
         return

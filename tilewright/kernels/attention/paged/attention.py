@@ -23,13 +23,16 @@ Six schedules:
   of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
 - `varlen_sm90` (prefill_sm90_kernel.py), many queries a sequence: the loop of attention/sm90_kernel.py, over pages; head dims
   as `sm90`, caches of 16 bits.
-- `varlen`, any lengths: a program takes one key/value head and a tile of queries x shared heads, walks the keys from the
-  first, and masks only where the diagonal or the window passes.
+- `varlen` (varlen.py), any lengths and head dims: a program takes one key/value head and a tile of queries x shared heads.
 - `invariant_sm90` and `invariant`: `varlen_sm90` and `varlen` with one tile for every batch, so a row's bits are the same
   in prefill, in a chunk and in decode.
 
-Capped scores are an op of their own (capped.py). Not supported: backward, dropout, biases, non-causal masks. A GPU does not say
-that a length or a page is wrong, but never reads outside the cache for it (checks.py).
+`capped_paged_attention` is an op of its own: scores z become cap tanh(z / cap), as Gemma 2 has them (Gemma Team, "Gemma 2",
+2024), with tanh(x) = 1 - 2 / (exp(2 x) + 1). It runs `varlen` with one tile for every batch, so long sequences are not split;
+its caches have q's dtype, and there are no sinks.
+
+Not supported: backward, dropout, biases, non-causal masks. A GPU does not say that a length or a page is wrong, but never reads
+outside the cache for it (checks.py).
 """
 
 from collections.abc import Sequence
@@ -38,14 +41,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tilewright.formats import encode
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.attention.paged.capped import capped_paged_attention_op
 from tilewright.kernels.attention.paged.checks import at_hand, check_lengths, check_numbers, check_tables
 from tilewright.kernels.attention.paged.configs import (
     CODES,
@@ -53,26 +53,23 @@ from tilewright.kernels.attention.paged.configs import (
     INVARIANT_SPACE,
     VARLEN_SPACE,
     Problem,
-    codes_of,
     misfit,
     problem_of,
-    room_of,
     value_shape,
 )
 from tilewright.kernels.attention.paged.decode_sm90 import SM90
-from tilewright.kernels.attention.paged.inputs import attention_arguments
+from tilewright.kernels.attention.paged.inputs import attention_arguments, capped_arguments
 from tilewright.kernels.attention.paged.prefill_sm90 import INVARIANT_SM90, VARLEN_SM90
 from tilewright.kernels.attention.paged.split_kv import STREAM
-from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
+from tilewright.kernels.attention.paged.varlen import launch_varlen
 from tilewright.kernels.attention.paged.work import varlen_work
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
 from tilewright.kernels.device.quantize import UNFUSED
-from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
-__all__ = ["CODES", "FEW_QUERIES", "paged_attention", "paged_attention_op"]
+__all__ = ["CODES", "FEW_QUERIES", "capped_paged_attention_op", "paged_attention", "paged_attention_op"]
 
 # ---- reference
 
@@ -108,21 +105,27 @@ def _decoded(cache: Tensor, scale: Tensor | None, by_columns: bool, dtype: torch
     return (numbers.mT if by_columns else numbers) * scale[..., None].to(dtype)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
     """q [N, G, rows, D], k and v [N, G, n, D], sinks [G, rows]: logits that take weight and have no value."""
-    if sinks is None:
+    if sinks is None and softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = scale * (q.to(wide) @ k.to(wide).mT)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores.masked_fill_(~mask, float("-inf"))
-    weights = torch.cat((scores, sinks.to(wide)[None, :, :, None].expand(len(scores), -1, -1, -1)), -1).softmax(-1)[..., :-1]
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wide)[None, :, :, None].expand(len(scores), -1, -1, -1)), -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v.to(wide)).to(q.dtype)
 
 
-def _reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+def _definition(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor, scale: float,
+    window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     kv_heads, dim = k_cache.shape[1], q.shape[2]
     group = q.shape[1] // kv_heads
@@ -147,7 +150,8 @@ def _reference(
             mask = (others <= at) if window is None else (others <= at) & (others > at - window)
         # The heads that share keys become rows of one head: query 0's heads, then query 1's ...
         rows = rows.unflatten(2, (kv_heads, group)).transpose(1, 2).flatten(2, 3)
-        out = _attend(rows.to(wide), k, v, mask, scale, None if sinks is None else sinks.view(-1, group).repeat(1, count))
+        of_rows = None if sinks is None else sinks.view(-1, group).repeat(1, count)
+        out = _attend(rows.to(wide), k, v, mask, scale, of_rows, softcap)
         out = out.to(q.dtype).unflatten(2, (count, group)).transpose(1, 2).flatten(2, 3)
         outputs.update(zip(places, out))
     if not outputs:
@@ -155,12 +159,23 @@ def _reference(
     return torch.cat([outputs[place] for place in range(len(lengths))])
 
 
-# ---- cost
+def _reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return _definition(q, k_cache, v_cache, block_table, kv_lens, cu_q, scale, window, k_scale, v_scale, sinks)
+
+
+def _capped_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
+    max_q_len: int, scale: float, window: int | None, softcap: float,
+) -> Tensor:  # fmt: skip
+    return _definition(q, k_cache, v_cache, block_table, kv_lens, cu_q, scale, window, None, None, None, softcap)
 
 
 def _cost(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
+    max_q_len: int, scale: float, window: int | None, *rest: object,
 ) -> Cost:  # fmt: skip
     """Waits for the device: the work depends on the lengths."""
     heads, dim = q.shape[1:]
@@ -169,7 +184,7 @@ def _cost(
         span = length if window is None else min(length, window + max(queries - 1, 0))
         keys += span
         pairs += sum(min(length - i, window or length) for i in range(min(queries, length)))
-    scale_bytes = 0 if k_scale is None else k_scale.element_size()
+    scale_bytes = 4 if k_cache.dtype in CODES else 0
     kv_bytes = 2 * keys * k_cache.shape[1] * (dim * k_cache.element_size() + scale_bytes)
     return Cost(flops=4 * pairs * heads * dim, bytes=2 * q.nbytes + kv_bytes)
 
@@ -232,91 +247,29 @@ EXAMPLES = (
     _example("int8-prefill", ((40, 150), (1, 17)), format="int8", page_size=64, sinks=True),
 )
 
-# ---- kernels
+
+def _capped(softcap: float, example: Example) -> Example:
+    return example.then(lambda inputs, *args: (*args[:9], softcap))
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "pages", "room", "q_row_stride", "table_row_stride", "window"])
-def _varlen_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, o_ptr,
-    batch, tokens, pages, room, q_row_stride, table_row_stride, scale_log2, window,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # Late tiles see the most keys: start them first, so that no long one is left for the end.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    g = tl.program_id(1)
-    # Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on: at least ceil(its queries / BLOCK_Q) of them.
-    b = tl.full((), 0, tl.int32)
-    high = batch
-    while b + 1 < high:
-        middle = (b + high) // 2
-        if tl.load(cu_q_ptr + middle) // BLOCK_Q + middle <= tile:
-            b = middle
-        else:
-            high = middle
-    q_begin = tl.load(cu_q_ptr + b)
-    q_len = tl.load(cu_q_ptr + b + 1) - q_begin
-    kv_len = length_of(kv_lens_ptr, b, True, room)
-    q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
-    if q_first >= q_len:
-        return
-    rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    queries = q_first + rows // GROUP
-    heads = g * GROUP + rows % GROUP
-    token = (q_begin + queries).to(tl.int64)
-    live_rows = (queries < q_len) & (rows < BLOCK_Q * GROUP) & (token >= 0) & (token < tokens)
-    live = live_rows[:, None] & (dims < D)[None, :]
-    q = tl.load(q_ptr + (row_start(token, q_row_stride, D) + heads * D)[:, None] + dims[None, :], mask=live, other=0.0)
-    at = kv_len - q_len + queries
-    first_at = kv_len - q_len + q_first
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(0, first_at + 1 - window) // BLOCK_N * BLOCK_N
-    last = tl.minimum(kv_len, first_at + BLOCK_Q)
-    PAGE_STRIDE: tl.constexpr = G * S * D
-    table_ptr += b.to(tl.int64) * table_row_stride
-    acc, m, l = walk(  # pyright: ignore[reportGeneralTypeIssues] (it follows the literal first = 0 into no return)
-        q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D, k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
-        table_ptr, pages, first, last, kv_len, at, first_at, scale_log2, window,
-        PAGE_STRIDE, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, True,
-    )  # fmt: skip
-    o = normalise(acc, m, l, sink_ptr, heads, live_rows, HAS_SINKS).to(o_ptr.dtype.element_ty)
-    tl.store(o_ptr + (token * G * GROUP * D + heads * D)[:, None] + dims[None, :], o, mask=live)
-
-
-# ---- launchers and op
-
-_LOG2_E = 1.4426950408889634
-
-
-def _varlen_launch(
-    config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
-    max_q_len: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    (tokens, heads, dim), (_, kv_heads, page_size, _), batch = q.shape, k_cache.shape, kv_lens.shape[0]
-    o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
-    group, block_d = heads // kv_heads, max(16, next_pow2(dim))
-    tiles = tokens // (config["BLOCK_M"] // group) + batch
-    if tokens:
-        _varlen_kernel[(tiles, kv_heads)](
-            q, codes_of(k_cache), codes_of(v_cache), q if k_scale is None else k_scale, q if v_scale is None else v_scale,
-            q if sinks is None else sinks, block_table, kv_lens, cu_q, o,
-            batch, tokens, k_cache.shape[0], room_of(k_cache, block_table), token_stride(q), block_table.stride(0),
-            scale * _LOG2_E, window or 0, G=kv_heads, GROUP=group, D=dim, S=page_size, HAS_WINDOW=window is not None,
-            CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1),
-            HAS_SINKS=sinks is not None, BLOCK_D=block_d, **config,
-        )  # fmt: skip
-    return o
+CAPPED_EXAMPLES = (
+    _capped(2.0, _example("decode", ((1, 70), (1, 1), (1, 0), (1, 33)))),
+    _capped(50.0, _example("mixed", ((1, 40), (5, 69), (0, 16), (17, 17)))),
+    _capped(2.0, _example("window", ((20, 70), (3, 3)), window=9, dtype=torch.float16)),
+    _capped(2.0, _example("ragged-heads", ((5, 21),), heads=(6, 2), dim=24, page_size=4, dtype=torch.float32)),
+    _capped(0.1, _example("steep", ((7, 40),), dim=64, dtype=torch.float32)),
+)
 
 
 def _invariant_launch(config: Config, *args: Any) -> Tensor:
     """The same bits for a query alone and among others. Codes are scaled before they are masked: where no mask is between, the
     compiler would fuse that product into the difference behind it, and round less."""
     coded = args[9] is not None
-    return _varlen_launch({**config, **UNFUSED} if coded else config, *args)
+    return launch_varlen({**config, **UNFUSED} if coded else config, *args)
+
+
+def _capped_launch(config: Config, *args: Any) -> Tensor:
+    return launch_varlen(config, *args[:9], None, None, None, args[9])
 
 
 def _first(device: Device, problem: Problem) -> str | None:
@@ -339,10 +292,23 @@ paged_attention_op = Op(
         SM90,
         STREAM,
         VARLEN_SM90,
-        Impl(name="varlen", launch=_varlen_launch, space=VARLEN_SPACE, work=varlen_work),
+        Impl(name="varlen", launch=launch_varlen, space=VARLEN_SPACE, work=varlen_work),
         INVARIANT_SM90,
         Impl(name="invariant", launch=_invariant_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),
     ),
+)
+
+capped_paged_attention_op = Op(
+    name="capped_paged_attention",
+    reference=_capped_reference,
+    fake=lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
+    problem=problem_of,
+    cost=_cost,
+    examples=CAPPED_EXAMPLES,
+    make=capped_arguments,
+    rows_in_problem=True,
+    roundings=2,
+    impls=(Impl(name="triton", launch=_capped_launch, space=INVARIANT_SPACE, batch_invariant=True, work=varlen_work),),
 )
 
 # ---- public function

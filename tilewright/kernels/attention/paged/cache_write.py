@@ -188,7 +188,7 @@ def copy_heads(
     x = tl.load(x_ptr + heads * x_head_stride + cols, mask=mask, other=0.0)
     if LARGEST:
         largest = tl.max(magnitude(x), axis=1, keep_dims=True)
-        scale, inverse = scales_of(largest, LARGEST)  # pyright: ignore[reportGeneralTypeIssues] (it takes a kernel's for NoReturn)
+        scale, inverse = scales_of(largest, LARGEST)
         tl.store(scale_ptr + (slot // S * G + heads) * HEAD_SCALES + slot % S, scale, mask=live)
         x = encode_tile(x, inverse, cache_ptr.dtype.element_ty)
     head_ptr = cache_ptr + (slot // S * G + heads) * (S * D)

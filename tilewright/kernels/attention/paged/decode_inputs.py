@@ -31,8 +31,6 @@ __all__ = ["decode_inputs", "decode_inputs_op"]
 LINE_WORDS = 5
 """int64 words of a line."""
 
-# ---- reference
-
 
 def _reference(
     slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: int, token_ids: Tensor, positions: Tensor,
@@ -59,9 +57,6 @@ def _reference(
     min_p.copy_(floats[:, 7])
     alternatives.copy_(halves[:, 8])
     lines[slots, 0] = torch.where(live, at + 1, at)
-
-
-# ---- cost
 
 
 def _cost(slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: int, *out: Tensor) -> Cost:
@@ -125,8 +120,6 @@ EXAMPLES = (
     _example("only padding", 2, 3, 16, padding=2),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["room"], do_not_specialize_on_alignment=["slots_ptr"])
 def _kernel(
@@ -162,9 +155,6 @@ def _kernel(
         tl.store(lines_ptr, at + 1)
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: int, *out: Tensor) -> None:
     if slots.shape[0]:
         _kernel[(slots.shape[0],)](
@@ -187,8 +177,6 @@ decode_inputs_op = Op(
     make=decode_inputs_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-# ---- public function
 
 
 def decode_inputs(

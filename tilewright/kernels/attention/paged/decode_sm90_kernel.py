@@ -25,9 +25,7 @@ sums take the weights of all 64 keys, and all weights of a query must refer to o
 
 Limited by the cache's bytes. The host side is decode_sm90.py, which refuses what does not fit.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # B sequences, H query heads, G key/value heads, D head dim, S tokens a page, N columns: queries times heads, padded
 
@@ -44,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
     PANEL,
     ROWS,
-    barriers,
     boxes_joined,
     end_pair,
     page_rows,
@@ -52,8 +49,9 @@ from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
     stretch,
 )
 from tilewright.kernels.hopper.primitives import block_barrier, clear_end, load_box, release, viewed
+from tilewright.kernels.hopper.ring import barriers
 
-__all__ = ["WARPS", "column_maxima", "only_seen", "paged_sm90_kernel", "pairs_of_rows", "tall_sums", "weigh"]
+__all__ = ["WARPS", "column_maxima", "decode", "only_seen", "paged_sm90_kernel", "pairs_of_rows", "tall_sums", "weigh"]
 
 
 WARPS = gl.constexpr(4)
@@ -73,14 +71,32 @@ def _fetch(desc, bufs, full, empty, rows, j, BOXES: gl.constexpr, PANELS: gl.con
 
 
 @gluon.jit
-def _load(
-    descs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, table_row_stride,
-    G: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    BOXES: gl.constexpr, END_BOXES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+def _fetch_tile(
+    source, bars, row_ptr, key, kv_len, g, j, held, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, BOXES: gl.constexpr,
+    END_BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    descs, bufs = source
     k_desc, v_desc, k_end_desc, v_end_desc = descs
     k_bufs, v_bufs, k_end_bufs, v_end_bufs = bufs
     k_full, v_full, k_empty, v_empty = bars
+    PANELS: gl.constexpr = D // PANEL
+    # The pages are read before the wait for free memory.
+    if (END_BOXES > BOXES) & (key + ROWS > kv_len):
+        end_rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // END_BOXES, END_BOXES)
+        _fetch(k_end_desc, k_end_bufs, k_full, k_empty, end_rows, j, END_BOXES, PANELS, STAGES)
+        _fetch(v_end_desc, v_end_bufs, v_full, v_empty, end_rows, j, END_BOXES, PANELS, STAGES)
+    else:
+        rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
+        _fetch(k_desc, k_bufs, k_full, k_empty, rows, j, BOXES, PANELS, STAGES)
+        _fetch(v_desc, v_bufs, v_full, v_empty, rows, j, BOXES, PANELS, STAGES)
+
+
+@gluon.jit
+def _load(
+    source, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, held, table_row_stride,
+    G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, EXTRA: gl.constexpr,
+    BOXES: gl.constexpr, STAGES: gl.constexpr, FETCH: gl.constexpr,
+):  # fmt: skip
     j = at * 0
     while at < stop:
         g, first, count, kv_len, _q_len, _pair_at, tiles = stretch(
@@ -88,16 +104,7 @@ def _load(
         )  # fmt: skip
         row_ptr = table_ptr + b.to(gl.int64) * table_row_stride
         for i in range(count):
-            key = first + i * ROWS
-            # The pages are read before the wait for free memory.
-            if (END_BOXES > BOXES) & (key + ROWS > kv_len):
-                end_rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // END_BOXES, END_BOXES)
-                _fetch(k_end_desc, k_end_bufs, k_full, k_empty, end_rows, j, END_BOXES, PANELS, STAGES)
-                _fetch(v_end_desc, v_end_bufs, v_full, v_empty, end_rows, j, END_BOXES, PANELS, STAGES)
-            else:
-                rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
-                _fetch(k_desc, k_bufs, k_full, k_empty, rows, j, BOXES, PANELS, STAGES)
-                _fetch(v_desc, v_bufs, v_full, v_empty, rows, j, BOXES, PANELS, STAGES)
+            FETCH(source, bars, row_ptr, first + i * ROWS, kv_len, g, j, held, G, D, S, BOXES, EXTRA, STAGES)
             j += 1
         at += count
         if at == (before + tiles) * G:
@@ -165,9 +172,9 @@ def weigh(s, m, high, sums):
 
 @gluon.jit
 def _walk(
-    tiles, own, bars, j, first, count, kv_len, q_len, scale, window,
+    tiles, own, bars, power, scale, j, first, count, kv_len, q_len, window,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr,
+    FORMAT: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """(O^T [D, N], m [N], l [N], the next tile's number) of `count` tiles from key `first` on; m in units of scaled scores."""
     LAYOUT: gl.constexpr = tall_sums(N)
@@ -211,15 +218,21 @@ def _walk(
 
 
 @gluon.jit
+def _store_queries(q_buf, q):
+    q_buf.store(q)
+    return 1.0
+
+
+@gluon.jit
 def _attend(
     tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
     batch, tokens, room, window, q_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, QUERIES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, FORMAT: gl.constexpr,
+    BOXES: gl.constexpr, STAGES: gl.constexpr, STORE: gl.constexpr, WALK: gl.constexpr,
 ):  # fmt: skip
     HELD: gl.constexpr = QUERIES * GROUP
     Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    q_buf = own[0]
     rows = gl.arange(0, N, layout=gl.SliceLayout(1, Q_LAYOUT))
     dims = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
     j = at * 0
@@ -234,11 +247,12 @@ def _attend(
         token = q_begin + rows // GROUP
         live = (rows < HELD) & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
         places = token * (q_row_stride // 8) * 8 + (g * GROUP + rows % GROUP) * D
-        q_buf.store(gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0))
+        power = STORE(own[0], gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0))
         fence_async_shared()
         block_barrier()  # (a)
-        o, m, l, j = _walk(
-            tiles, own, bars, j, first, count, kv_len, q_len, scale, window, GROUP, QUERIES, HAS_WINDOW, D, N, STAGES
+        o, m, l, j = WALK(
+            tiles, own, bars, power, scale, j, first, count, kv_len, q_len, window,
+            GROUP, QUERIES, HAS_WINDOW, D, N, FORMAT, BOXES, STAGES,
         )  # fmt: skip
         end_pair(
             o.permute((1, 0)), m, l, at, count, share, b, g, pair_at, pair_tiles, q_begin, q_len, tokens,
@@ -251,6 +265,41 @@ def _attend(
 
 
 # ---- kernel
+
+
+@gluon.jit
+def decode(
+    tiles, source, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
+    batch, tokens, room, window, held, q_row_stride, table_row_stride, scale,
+    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
+    LONGER: gl.constexpr, FORMAT: gl.constexpr, BOXES: gl.constexpr, EXTRA: gl.constexpr, dtype: gl.constexpr,
+    ARRIVALS: gl.constexpr, FETCH: gl.constexpr, STORE: gl.constexpr, WALK: gl.constexpr,
+):  # fmt: skip
+    """Both groups of warps on a program's range.
+
+    tiles: what the consumer reads; source: what the producer fetches from, and into. ARRIVALS: at the barrier of keys. FETCH
+    brings a tile, STORE takes the queries of a pair, of `dtype`, WALK multiplies a pair's tiles.
+    """
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    own = (
+        gl.allocate_shared_memory(dtype, [N, D], NARROW),
+        gl.allocate_shared_memory(dtype, [N, ROWS], NARROW),
+        gl.allocate_shared_memory(gl.float32, [WARPS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
+    )
+    bars = (barriers(STAGES, ARRIVALS), barriers(STAGES), barriers(STAGES), barriers(STAGES))
+    at, stop, b, before, share = range_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, LONGER)
+    gl.warp_specialize([
+        (_attend, (
+            tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
+            batch, tokens, room, window, q_row_stride, scale,
+            G, GROUP, D, N, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, FORMAT, BOXES, STAGES, STORE, WALK,
+        )),
+        (_load, (
+            source, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, held, table_row_stride,
+            G, D, S, QUERIES, HAS_WINDOW, EXTRA, BOXES, STAGES, FETCH,
+        )),
+    ], [1], [56])  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "q_row_stride", "table_row_stride"])
@@ -268,32 +317,18 @@ def paged_sm90_kernel(
     QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
     """
     dtype: gl.constexpr = k_desc.dtype
-    PANELS: gl.constexpr = D // PANEL
     BOXES: gl.constexpr = ROWS // k_desc.block_type.shape[0]
     END_BOXES: gl.constexpr = ROWS // k_end_desc.block_type.shape[0]
-    NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [STAGES * PANELS * BOXES, ROWS // BOXES, PANEL], v_desc.layout)
-    own = (
-        gl.allocate_shared_memory(dtype, [N, D], NARROW),
-        gl.allocate_shared_memory(dtype, [N, ROWS], NARROW),
-        gl.allocate_shared_memory(gl.float32, [WARPS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-    )
-    bars = (barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
-    at, stop, b, before, share = range_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, LONGER)
+    BUFS: gl.constexpr = STAGES * (D // PANEL)
+    k_bufs = gl.allocate_shared_memory(dtype, [BUFS * BOXES, ROWS // BOXES, PANEL], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [BUFS * BOXES, ROWS // BOXES, PANEL], v_desc.layout)
     tiles = (boxes_joined(k_bufs, STAGES, ROWS, D), boxes_joined(v_bufs, STAGES, ROWS, D))
-    descs = (k_desc, v_desc, k_end_desc, v_end_desc)
-    end_shape: gl.constexpr = [STAGES * PANELS * END_BOXES, ROWS // END_BOXES, PANEL]
+    end_shape: gl.constexpr = [BUFS * END_BOXES, ROWS // END_BOXES, PANEL]
     end_layout: gl.constexpr = k_end_desc.layout
     bufs = (k_bufs, v_bufs, viewed(k_bufs, dtype, end_shape, end_layout), viewed(v_bufs, dtype, end_shape, end_layout))
-    gl.warp_specialize([
-        (_attend, (
-            tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
-            batch, tokens, room, window, q_row_stride, scale,
-            G, GROUP, D, N, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, STAGES,
-        )),
-        (_load, (
-            descs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, table_row_stride,
-            G, S, QUERIES, HAS_WINDOW, BOXES, END_BOXES, PANELS, STAGES,
-        )),
-    ], [1], [56])  # fmt: skip
+    decode(
+        tiles, ((k_desc, v_desc, k_end_desc, v_end_desc), bufs), q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr,
+        table_ptr, kv_lens_ptr, cu_q_ptr, batch, tokens, room, window, 0, q_row_stride, table_row_stride, scale, G, GROUP, D, N,
+        S, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, STAGES, LONGER, "", BOXES, END_BOXES, dtype, 1,
+        _fetch_tile, _store_queries, _walk,
+    )  # fmt: skip

@@ -20,9 +20,7 @@ As in decode_sm90_kernel.py, barriers (a), (b) and (c) stand between those who s
     weights       written again after (b) of the next tile, which each warp reaches with its O^T done: there is no (d)
     past the end  codes are finite whatever they are, and a key that is not there has scales of 0: nothing is cleared
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # B sequences, H query heads, G key/value heads, D head dim, S tokens a page, N columns: queries times heads, padded
 
@@ -38,16 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention.paged.decode_sm90_kernel import (
-    WARPS,
     column_maxima,
+    decode,
     only_seen,
     pairs_of_rows,
     tall_sums,
     weigh,
 )
-from tilewright.kernels.attention.paged.decode_sm90_split_kv import ROWS, barriers, end_pair, page_rows, range_of, stretch
+from tilewright.kernels.attention.paged.decode_sm90_split_kv import ROWS, page_rows
 from tilewright.kernels.device.dequant import widen
-from tilewright.kernels.hopper.primitives import block_barrier, load_box, release, viewed
+from tilewright.kernels.hopper.primitives import load_box, release, viewed
 
 __all__ = ["paged_sm90_codes_kernel"]
 
@@ -78,48 +76,34 @@ def _fetch_scales(
 
 
 @gluon.jit
-def _load_codes(
-    descs, scale_ptrs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, held,
-    table_row_stride,
-    G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HEAD_SCALES: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+def _fetch_tile(
+    source, bars, row_ptr, key, kv_len, g, j, held, G: gl.constexpr, D: gl.constexpr, S: gl.constexpr, BOXES: gl.constexpr,
+    HEAD_SCALES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    descs, scale_ptrs, bufs = source
     k_desc, v_desc = descs
     k_scale_ptr, v_scale_ptr = scale_ptrs
     k_bufs, v_bufs, k_scales, v_scales = bufs
     k_full, v_full, k_empty, v_empty = bars
     V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
-    j = at * 0
-    while at < stop:
-        g, first, count, kv_len, _q_len, _pair_at, tiles = stretch(
-            at, stop, b, before, kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW
-        )  # fmt: skip
-        row_ptr = table_ptr + b.to(gl.int64) * table_row_stride
-        for i in range(count):
-            key = first + i * ROWS
-            # The pages are read before the wait for free memory.
-            rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
-            stage = j % STAGES
-            phase = j // STAGES & 1 ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), ROWS * D)
-            for n in gl.static_range(BOXES):
-                load_box(k_desc, [rows[n], 0], k_full.index(stage), k_bufs.index(stage * BOXES + n))
-            _fetch_scales(
-                k_scale_ptr, v_scale_ptr, k_scales.index(stage), v_scales.index(stage), k_full.index(stage), rows, key,
-                kv_len, held, S, HEAD_SCALES, BOXES,
-            )  # fmt: skip
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), ROWS * D)
-            for n in gl.static_range(BOXES):
-                # A page's values are [D, S]: whole, or 64 tokens of each dim. Pages that are nowhere stay outside.
-                place = [rows[n] // S * V_ROWS, rows[n] % S // 4]
-                load_box(v_desc, place, v_full.index(stage), v_bufs.index(stage * BOXES + n))
-            j += 1
-        at += count
-        if at == (before + tiles) * G:
-            before += tiles
-            b += 1
+    # The pages are read before the wait for free memory.
+    rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
+    stage = j % STAGES
+    phase = j // STAGES & 1 ^ 1
+    mbarrier.wait(k_empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), ROWS * D)
+    for n in gl.static_range(BOXES):
+        load_box(k_desc, [rows[n], 0], k_full.index(stage), k_bufs.index(stage * BOXES + n))
+    _fetch_scales(
+        k_scale_ptr, v_scale_ptr, k_scales.index(stage), v_scales.index(stage), k_full.index(stage), rows, key,
+        kv_len, held, S, HEAD_SCALES, BOXES,
+    )  # fmt: skip
+    mbarrier.wait(v_empty.index(stage), phase)
+    mbarrier.expect(v_full.index(stage), ROWS * D)
+    for n in gl.static_range(BOXES):
+        # A page's values are [D, S]: whole, or 64 tokens of each dim. Pages that are nowhere stay outside.
+        place = [rows[n] // S * V_ROWS, rows[n] % S // 4]
+        load_box(v_desc, place, v_full.index(stage), v_bufs.index(stage * BOXES + n))
 
 
 # ---- consumer
@@ -197,18 +181,19 @@ def _store_queries(q_buf, q):
 
 @gluon.jit
 def _walk(
-    bufs, own, bars, scales, j, first, count, kv_len, q_len, window,
+    tiles, own, bars, power, scale, j, first, count, kv_len, q_len, window,
     GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     FORMAT: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """(O^T [D, N], m [N], l [N], the next tile's number) of `count` tiles from key `first` on; m in units of scaled scores.
 
-    scales: of queries, [N].
+    power: of queries, [N].
     """
+    scales = gl.convert_layout(power * scale, gl.SliceLayout(0, tall_sums(N)))
     LAYOUT: gl.constexpr = tall_sums(N)
     TALL: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    k_tiles, v_tiles, k_scales, v_scales = bufs
+    k_tiles, v_tiles, k_scales, v_scales = tiles
     q_buf, p_buf, tops = own
     k_full, v_full, k_empty, v_empty = bars
     q = q_buf.permute((1, 0))
@@ -250,52 +235,6 @@ def _walk(
     return o * (1.0 / RAISED), m, gl.convert_layout(gl.sum(gl.sum(sums, 1), 0), COLUMNS), j
 
 
-@gluon.jit
-def _attend(
-    bufs, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
-    batch, tokens, room, window, q_row_stride, scale,
-    G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, QUERIES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, FORMAT: gl.constexpr,
-    BOXES: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    HELD: gl.constexpr = QUERIES * GROUP
-    Q_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    rows = gl.arange(0, N, layout=gl.SliceLayout(1, Q_LAYOUT))
-    dims = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, Q_LAYOUT)), 0)
-    j = at * 0
-    while at < stop:
-        g, first, count, kv_len, q_len, pair_at, pair_tiles = stretch(
-            at, stop, b, before, kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW
-        )  # fmt: skip
-        if QUERIES == 1:
-            q_begin = b.to(gl.int64)
-        else:
-            q_begin = gl.load(cu_q_ptr + b).to(gl.int64)
-        token = q_begin + rows // GROUP
-        live = (rows < HELD) & (rows // GROUP < q_len) & (token >= 0) & (token < tokens)
-        places = token * (q_row_stride // 8) * 8 + (g * GROUP + rows % GROUP) * D
-        q = gl.load(q_ptr + gl.expand_dims(places, 1) + dims, mask=gl.expand_dims(live, 1), other=0.0)
-        power = _store_queries(own[0], q)
-        fence_async_shared()
-        block_barrier()  # (a)
-        scales = gl.convert_layout(power * scale, gl.SliceLayout(0, tall_sums(N)))
-        o, m, l, j = _walk(
-            bufs, own, bars, scales, j, first, count, kv_len, q_len, window,
-            GROUP, QUERIES, HAS_WINDOW, D, N, FORMAT, BOXES, STAGES,
-        )  # fmt: skip
-        end_pair(
-            o.permute((1, 0)), m, l, at, count, share, b, g, pair_at, pair_tiles, q_begin, q_len, tokens,
-            part_ptr, ticket_ptr, o_ptr, sink_ptr, G, GROUP, D, HELD, HAS_SINKS, BLOCK_R, AT_ONCE,
-        )  # fmt: skip
-        at += count
-        if at == (before + pair_tiles) * G:
-            before += pair_tiles
-            b += 1
-
-
-# ---- kernel
-
-
 @gluon.jit(do_not_specialize=["batch", "tokens", "room", "window", "held", "q_row_stride", "table_row_stride"])
 def paged_sm90_codes_kernel(
     k_desc, v_desc, k_scale_ptr, v_scale_ptr, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr, cu_q_ptr,
@@ -315,36 +254,21 @@ def paged_sm90_codes_kernel(
     V_COLS: gl.constexpr = v_desc.block_type.shape[1]
     K_LAYOUT: gl.constexpr = k_desc.layout
     V_LAYOUT: gl.constexpr = v_desc.layout
-    NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * BOXES, ROWS // BOXES, D // 4], K_LAYOUT)
     v_bufs = gl.allocate_shared_memory(gl.int32, [STAGES * BOXES, V_ROWS, V_COLS], V_LAYOUT)
     k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
     v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], PLAIN)
-    own = (
-        gl.allocate_shared_memory(gl.float16, [N, D], NARROW),
-        gl.allocate_shared_memory(gl.float16, [N, ROWS], NARROW),
-        gl.allocate_shared_memory(gl.float32, [WARPS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-    )
-    bars = (barriers(STAGES, 1 + LANES), barriers(STAGES), barriers(STAGES), barriers(STAGES))
-    at, stop, b, before, share = range_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, LONGER)
     tiles = (
         viewed(k_bufs, gl.int32, [STAGES, ROWS, D // 4], K_LAYOUT),
         viewed(v_bufs, gl.int32, [STAGES, BOXES * V_ROWS, V_COLS], V_LAYOUT),
         k_scales,
         v_scales,
     )
-    descs = (k_desc, v_desc)
-    scale_ptrs = (k_scale_ptr, v_scale_ptr)
-    bufs = (k_bufs, v_bufs, k_scales, v_scales)
-    gl.warp_specialize([
-        (_attend, (
-            tiles, own, bars, at, stop, b, before, share, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, kv_lens_ptr, cu_q_ptr,
-            batch, tokens, room, window, q_row_stride, scale,
-            G, GROUP, D, N, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, FORMAT, BOXES, STAGES,
-        )),
-        (_load_codes, (
-            descs, scale_ptrs, bufs, bars, at, stop, b, before, table_ptr, kv_lens_ptr, cu_q_ptr, batch, room, window, held,
-            table_row_stride, G, D, S, QUERIES, HAS_WINDOW, HEAD_SCALES, BOXES, STAGES,
-        )),
-    ], [1], [56])  # fmt: skip
+    source = ((k_desc, v_desc), (k_scale_ptr, v_scale_ptr), (k_bufs, v_bufs, k_scales, v_scales))
+    decode(
+        tiles, source, q_ptr, o_ptr, part_ptr, ticket_ptr, sink_ptr, table_ptr, kv_lens_ptr,
+        cu_q_ptr, batch, tokens, room, window, held, q_row_stride, table_row_stride, scale, G, GROUP, D, N,
+        S, QUERIES, HAS_WINDOW, HAS_SINKS, BLOCK_R, AT_ONCE, STAGES, LONGER, FORMAT, BOXES, HEAD_SCALES, gl.float16, 1 + LANES,
+        _fetch_tile, _store_queries, _walk,
+    )  # fmt: skip

@@ -5,19 +5,16 @@ as in split_kv.py. A pair that a range does not hold whole leaves its (m, l, o) 
 pair's last ticket combines the parts, in the order of the ranges: the same bits in every run. m is in units of the scaled
 scores times log2(e). No launchers.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # B sequences, H query heads, G key/value heads, D head dim, S tokens a page
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.hopper.primitives import block_barrier, viewed
 
-__all__ = ["PANEL", "ROWS", "barriers", "boxes_joined", "end_pair", "page_rows", "range_of", "stretch"]
+__all__ = ["PANEL", "ROWS", "boxes_joined", "end_pair", "page_rows", "range_of", "stretch"]
 
 
 ROWS = gl.constexpr(64)  # keys of a tile
@@ -125,14 +122,6 @@ def page_rows(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr, STEP:
     for i in gl.static_range(1, COUNT):
         rows += (_page_row(table_ptr, key + i * STEP, kv_len, g, G, S),)
     return rows
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit

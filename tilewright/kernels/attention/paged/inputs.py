@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewright.op import Inputs
 
-__all__ = ["attention_arguments", "kv_write_arguments", "rope_write_arguments"]
+__all__ = ["attention_arguments", "capped_arguments", "kv_write_arguments", "rope_write_arguments"]
 
 Args = tuple[Any, ...]
 
@@ -118,3 +118,12 @@ def attention_arguments(
         k_cache, v_cache, *scales = _coded_caches(inputs, B * per, G, S, D, cache)
         caches = k_cache, v_cache
     return q, *caches, table, lens, cu_q, max(Q, last), D**-0.5, window, *scales, inputs.randn(H) if sinks else None
+
+
+def capped_arguments(
+    inputs: Inputs, *, B: int, KV: int, Q: int = 1, H: int = 32, G: int = 8, D: int = 128, S: int = 16,
+    window: int | None = None, ragged: bool = False, softcap: float = 50.0, dtype: torch.dtype = _BF16,
+) -> Args:  # fmt: skip
+    """As `attention_arguments` makes them, without codes and sinks."""
+    args = attention_arguments(inputs, B=B, KV=KV, Q=Q, H=H, G=G, D=D, S=S, window=window, ragged=ragged, dtype=dtype)
+    return *args[:9], softcap

@@ -11,9 +11,7 @@ passed over. A warp of each program draws its tiles from a counter, the last one
 Limited by the tensor cores, where a sequence brings many queries. The host side is prefill_sm90.py, which refuses
 what does not fit.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # T tokens of B sequences, H query heads, G key/value heads, D head dim, S tokens a page; a unit: PACK query heads
 
@@ -22,9 +20,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.kernels.attention.paged.decode_sm90_split_kv import PANEL, boxes_joined, page_rows
-from tilewright.kernels.attention.sm90_kernel import attend, barriers
+from tilewright.kernels.attention.sm90_kernel import attend
 from tilewright.kernels.attention.sm90_schedule import PLACE, ROWS, SLOT
 from tilewright.kernels.hopper.primitives import hand_out, load_box, next_tile, release, take
+from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["paged_varlen_sm90_kernel"]
 

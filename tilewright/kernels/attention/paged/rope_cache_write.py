@@ -76,9 +76,6 @@ def _reference(
     return q_turned.to(q.dtype).contiguous()
 
 
-# ---- cost
-
-
 def _cost(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
@@ -160,7 +157,7 @@ def _turn(
         largest = tl.max(tl.maximum(magnitude(turned_first), magnitude(turned_second)), axis=1, keep_dims=True)
         if R < D:
             largest = tl.maximum(largest, tl.max(magnitude(rest), axis=1, keep_dims=True))
-        scale, inverse = scales_of(largest, LARGEST)  # pyright: ignore[reportGeneralTypeIssues] (it takes a kernel's for NoReturn)
+        scale, inverse = scales_of(largest, LARGEST)
         tl.store(scale_ptr + heads * HEAD_SCALES, scale, mask=live)
         turned_first = encode_tile(turned_first, inverse, out)
         turned_second = encode_tile(turned_second, inverse, out)
@@ -216,9 +213,6 @@ def _rope_kv_write_kernel(
         )  # fmt: skip
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor,
     slots: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, interleaved: bool,
@@ -254,8 +248,6 @@ rope_kv_write_op = Op(
     make=rope_write_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=refuse_cache, batch_invariant=True),),
 )
-
-# ---- public function
 
 
 def rope_kv_write(

@@ -171,7 +171,7 @@ def _stream_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = QUERIES * GROUP
-    line, share = _share_of(  # pyright: ignore[reportGeneralTypeIssues] (it takes a loop on the device for NoReturn)
+    line, share = _share_of(
         kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
@@ -201,7 +201,7 @@ def _stream_kernel(
             q, k_cache_ptr + g * S * D, v_cache_ptr + g * S * D,
             k_scale_ptr + g * HEAD_SCALES, v_scale_ptr + g * HEAD_SCALES,
             table_ptr + b.to(tl.int64) * table_row_stride, pages, first, last, kv_len, kv_len - q_len + queries,
-            kv_len - q_len, scale_log2, window,
+            kv_len - q_len, scale_log2, None, window,
             G * S * D, G * HEAD_SCALES, S, D, BLOCK_M, BLOCK_N, BLOCK_D, HAS_WINDOW, CODED, False,
         )  # fmt: skip
         if (at == pair_at) & (pair_stop == pair_at + tiles):

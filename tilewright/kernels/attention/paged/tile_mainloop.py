@@ -13,7 +13,7 @@ import triton.language as tl
 from tilewright.kernels.attention.paged.dequant import unit, widen
 from tilewright.kernels.device.dot import dot
 
-__all__ = ["length_of", "normalise", "pages_of", "walk"]
+__all__ = ["length_of", "normalise", "pages_of", "sequence_of", "walk"]
 
 _RAISED = tl.constexpr(256.0)  # takes weights times scales away from fp16's subnormals: scales up to 255, values up to 32,000
 
@@ -22,6 +22,22 @@ _RAISED = tl.constexpr(256.0)  # takes weights times scales away from fp16's sub
 def length_of(kv_lens_ptr, b, live, room):
     """The tokens of a sequence, 0 where not `live`: never more than the `room` that its row of the block table has."""
     return tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b, mask=live, other=0), 0), room)
+
+
+@triton.jit
+def sequence_of(tile, batch, cu_q_ptr, BLOCK_Q: tl.constexpr):
+    """(sequence, its first token, its tokens) of a tile of BLOCK_Q queries."""
+    # Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on: at least ceil(its queries / BLOCK_Q) of them.
+    b = tl.full((), 0, tl.int32)
+    high = batch
+    while b + 1 < high:
+        middle = (b + high) // 2
+        if tl.load(cu_q_ptr + middle) // BLOCK_Q + middle <= tile:
+            b = middle
+        else:
+            high = middle
+    q_begin = tl.load(cu_q_ptr + b)
+    return b, q_begin, tl.load(cu_q_ptr + b + 1) - q_begin
 
 
 @triton.jit
@@ -57,12 +73,13 @@ def _columns(
 
 @triton.jit
 def _tile_step(
-    q, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
+    q, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, cap_log2, window,
     PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys start .. start + BLOCK_N into (m, l, acc). The pointers to caches and scales point at the head."""
+    SCALED: tl.constexpr = True if CODED else cap_log2 is not None  # before the mask; else as the maximum is subtracted
     dims = tl.arange(0, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_N)
     inside = keys < end
@@ -82,18 +99,20 @@ def _tile_step(
     if CODED:
         k_scale, v_scale = _scales_of(k_scale_ptr, v_scale_ptr, page * SCALE_STRIDE + keys % S, inside)
         s *= scales[:, None] * k_scale[None, :]
+    if cap_log2 is not None:
+        s = cap_log2 * (1.0 - 2.0 / (tl.exp2(s * scales) + 1.0))  # cap tanh(x) log2(e), `scales` being 2 log2(e) / cap
     if MASKED:
         seen = inside[None, :] & (keys[None, :] <= at[:, None])
         if HAS_WINDOW:
             seen &= keys[None, :] > at[:, None] - window
         s = tl.where(seen, s, float("-inf"))
     top = tl.max(s, 1)
-    if not CODED:
+    if not SCALED:
         top *= scales
     m_new = tl.maximum(m, top)
     # A row that has seen no key yet has m = -inf; subtracting 0 instead keeps its weights exp2(-inf) = 0, not NaN.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    if CODED:
+    if SCALED:
         p = tl.exp2(s - shift[:, None])
     else:
         # Fused by name, so that a tile without a mask has the bits of one with it.
@@ -116,15 +135,17 @@ def _tile_step(
 @triton.jit
 def walk(
     q, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, table_ptr, pages_held, first, last, end, at, first_at, scale_log2,
-    window, PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, SKIP_MASKS: tl.constexpr,
+    cap_log2, window, PAGE_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr,
+    SKIP_MASKS: tl.constexpr,
 ):  # fmt: skip
     """Softmax-weighted values over the keys first .. last, `first` a multiple of BLOCK_N. No key from `end` on is read.
 
     `end` is not beyond the table's row (`length_of`). A page outside the cache's `pages_held` is read as its nearest one.
 
     `first_at` is the position of the tile's first query. SKIP_MASKS: tiles of keys wholly before it go without masks, in a loop
-    of their own; two loops fill their pipelines one after the other, so short walks take one.
+    of their own; two loops fill their pipelines one after the other, so short walks take one. cap_log2: None, or the cap of
+    scores times log2(e); `scale_log2` is then what their hyperbolic tangent takes, 2 scale log2(e) / cap.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -154,15 +175,15 @@ def walk(
         for start in tl.range(first, plain_end, BLOCK_N):
             following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
             acc, m, l = _tile_step(
-                rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
-                PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, False, HAS_WINDOW, CODED,
+                rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales,
+                cap_log2, window, PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, False, HAS_WINDOW, CODED,
             )  # fmt: skip
             pages = following
     for start in tl.range(plain_end, last, BLOCK_N):
         following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
         acc, m, l = _tile_step(
-            rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales, window,
-            PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, True, HAS_WINDOW, CODED,
+            rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales,
+            cap_log2, window, PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, True, HAS_WINDOW, CODED,
         )  # fmt: skip
         pages = following
     if CODED:

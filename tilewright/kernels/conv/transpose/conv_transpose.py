@@ -44,8 +44,6 @@ __all__ = ["conv_transpose_op"]
 
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: Sequence[int], padding: Sequence[int],

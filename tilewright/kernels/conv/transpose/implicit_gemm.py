@@ -136,7 +136,7 @@ def _walk_phase(
         tap = step // BLOCKS
         td, th, tw = tap // (taps_h * taps_w), (tap // taps_w) % taps_h, tap % taps_w
         channel = (step - tap * BLOCKS) * BLOCK_K + ks
-        h, inside_h = _source(jh, start_h, th, PH, SH, DH, PHASED)  # pyright: ignore[reportGeneralTypeIssues]
+        h, inside_h = _source(jh, start_h, th, PH, SH, DH, PHASED)
         w, inside_w = _source(jw, start_w, tw, PW, SW, DW, PHASED)
         at = h * PW + w
         inside = row_mask & inside_h & inside_w
@@ -173,7 +173,7 @@ def _transpose_kernel(
     TILES_G: tl.constexpr = (C_G + BLOCK_N - 1) // BLOCK_N  # tiles of a group
     phase = tl.program_id(1)
     phi_d, phi_h, phi_w = phase // (SH * SW), (phase // SW) % SH, phase % SW
-    count_d, taps_d, first_d, start_d = _phase(phi_d, YD, PAD_D, KD, SD, PHASED)  # pyright: ignore[reportGeneralTypeIssues]
+    count_d, taps_d, first_d, start_d = _phase(phi_d, YD, PAD_D, KD, SD, PHASED)
     count_h, taps_h, first_h, start_h = _phase(phi_h, YH, PAD_H, KH, SH, PHASED)
     count_w, taps_w, first_w, start_w = _phase(phi_w, YW, PAD_W, KW, SW, PHASED)
     tiles_m = tl.cdiv(N * count_d * count_h * count_w, BLOCK_M)
@@ -205,9 +205,6 @@ def _transpose_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + (first + cols) % BIAS, mask=col_mask, other=0.0).to(tl.float32)
     finish_pixels(acc, y_ptr, None, None, pixels, first + cols, row_mask & col_mask, C, ACTIVATION)
-
-
-# ---- launcher
 
 
 def _launch(

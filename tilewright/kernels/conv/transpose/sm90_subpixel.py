@@ -19,8 +19,7 @@ row more. A producer warp, two consumer warpgroups that take turns at tiles.
 Not here: other strides, dilation, filters below 2 x 2 and beyond 4 x 4, groups, channels of y that are no multiple of 64, one
 or three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 # N images, O channels of x, C of y; boxes of pixels of a phase
@@ -46,6 +45,7 @@ from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate, column_blocks
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
+from tilewright.kernels.hopper.ring import barriers, new_ring
 from tilewright.kernels.launch.plan import Plan, Planned
 from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
@@ -135,64 +135,57 @@ def _positions(parity, PAD: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def _load_step(
-    x_desc, below_desc, w_desc, units, w_boxes, bar, stage, row, n, col, o, r, s, c,
+    x_desc, below_desc, w_desc, units, w_boxes, at, row, n, col, o, r, s, c,
     COUNT: gl.constexpr, UNITS: gl.constexpr, TAPS: gl.constexpr,
 ):  # fmt: skip
     """Load a box of x for COUNT positions of a column of the filter, and the weight's boxes."""
     X: gl.constexpr = x_desc.block_type.shape
     W: gl.constexpr = w_desc.block_type.shape
     ROWS: gl.constexpr = X[0] + COUNT - 1
-    mbarrier.expect(bar, (ROWS * X[1] * X[2] + COUNT * W[3]) * 64 * 2)
+    bar = at.fill((ROWS * X[1] * X[2] + COUNT * W[3]) * 64 * 2)
     layout: gl.constexpr = x_desc.layout
-    load_box(x_desc, [row, n, col, o], bar, viewed(units.index(stage * UNITS), x_desc.dtype, X, layout))
+    load_box(x_desc, [row, n, col, o], bar, viewed(units.index(at.stage * UNITS), x_desc.dtype, X, layout))
     if COUNT > 1:
         BELOW: gl.constexpr = below_desc.block_type.shape
         below_layout: gl.constexpr = below_desc.layout
-        below = viewed(units.index(stage * UNITS + X[0]), x_desc.dtype, BELOW, below_layout)
+        below = viewed(units.index(at.stage * UNITS + X[0]), x_desc.dtype, BELOW, below_layout)
         load_box(below_desc, [row + X[0], n, col, o], bar, below)
     for t in gl.static_range(COUNT):
-        load_box(w_desc, [o, r + 2 * t, s, c], bar, w_boxes.index(stage * TAPS + t))
+        load_box(w_desc, [o, r + 2 * t, s, c], bar, w_boxes.index(at.stage * TAPS + t))
 
 
 @gluon.jit
 def _load_tiles(
-    x_desc, below_desc, w_desc, units, w_boxes, full, empty, boxes, boxes_h, boxes_w, tiles_n, chunks,
+    x_desc, below_desc, w_desc, units, w_boxes, ring, boxes, boxes_h, boxes_w, tiles_n, chunks,
     KH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, MOST_H: gl.constexpr, MOST_W: gl.constexpr,
     UNITS: gl.constexpr, TAPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     shape: gl.constexpr = x_desc.block_type.shape
-    stage = 0
-    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    at = ring.to_fill()
     for tile in range(gl.program_id(0), 4 * boxes * tiles_n, gl.num_programs(0)):
         _, a, b, p, n, q, tile_col = _tile_at(tile, boxes, boxes_h, boxes_w, tiles_n, shape, MOST_H, MOST_W)
         r, down, row = _positions(a, PAD_H, KH)
         s, across, col = _positions(b, PAD_W, KW)
         for chunk in range(chunks):
             for t in range(across):
-                mbarrier.wait(empty.index(stage), phase)
-                bar = full.index(stage)
                 if TAPS > 1:
                     if down > 1:
                         _load_step(
-                            x_desc, below_desc, w_desc, units, w_boxes, bar, stage, p + row - 1, n, q + col - t, chunk * 64, r,
+                            x_desc, below_desc, w_desc, units, w_boxes, at, p + row - 1, n, q + col - t, chunk * 64, r,
                             s + 2 * t, tile_col * BLOCK_N, 2, UNITS, TAPS,
                         )  # fmt: skip
                 if TAPS == 1 or KH == 3:
                     if TAPS == 1 or down == 1:
                         _load_step(
-                            x_desc, below_desc, w_desc, units, w_boxes, bar, stage, p + row, n, q + col - t, chunk * 64, r,
+                            x_desc, below_desc, w_desc, units, w_boxes, at, p + row, n, q + col - t, chunk * 64, r,
                             s + 2 * t, tile_col * BLOCK_N, 1, UNITS, TAPS,
                         )  # fmt: skip
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                at = at.next()
 
 
 @gluon.jit
 def _sum_steps(
-    units, w_bufs, full, empty, turn, stage, phase, steps, count,
-    ROWS: gl.constexpr, UNITS: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
+    units, w_bufs, at, turn, steps, count, ROWS: gl.constexpr, UNITS: gl.constexpr, TAPS: gl.constexpr,
 ):  # fmt: skip
     """A tile's product, `count` positions a step; gives the stages back as it goes, then the other consumer its turn."""
     COLS: gl.constexpr = w_bufs.shape[2]
@@ -201,29 +194,26 @@ def _sum_steps(
     shape: gl.constexpr = [ROWS, 64]
     acc = gl.zeros([ROWS, COLS], gl.float32, acc_layout)
     for step in range(steps):
-        mbarrier.wait(full.index(stage), phase)
+        at.wait()
         # A loop, where a filter of three rows has one position or two: two branches with products would be serialized.
         for t in range(count):
-            x = viewed(units.index(stage * UNITS + count - 1 - t), units.dtype, shape, layout)
-            started = warpgroup_mma(x, w_bufs.index(stage * TAPS + t), acc, use_acc=(step > 0) | (t > 0), is_async=True)
+            x = viewed(units.index(at.stage * UNITS + count - 1 - t), units.dtype, shape, layout)
+            started = warpgroup_mma(x, w_bufs.index(at.stage * TAPS + t), acc, use_acc=(step > 0) | (t > 0), is_async=True)
             # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
             acc = warpgroup_mma_wait(1, deps=(started,))
-            release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=(step > 0) & (t == 0))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+            at.give_back_last((step > 0) & (t == 0))
+        at = at.next()
     release(turn)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
+    at.give_back_last()
     return acc
 
 
 @gluon.jit
 def _multiply_tiles(
-    units, w_boxes, tile_boxes, full, empty, turns, y_desc, y1_desc, y2_desc, y3_desc, bias_ptr,
+    wg: gl.constexpr, units, w_boxes, tile_boxes, ring, turns, y_desc, y1_desc, y2_desc, y3_desc, bias_ptr,
     boxes, boxes_h, boxes_w, tiles_n, chunks,
-    wg: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, MOST_H: gl.constexpr,
+    KH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, MOST_H: gl.constexpr,
     MOST_W: gl.constexpr, UNITS: gl.constexpr, TAPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -247,9 +237,7 @@ def _multiply_tiles(
         # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
         mbarrier.wait(turns.index(wg), (tile // programs // 2 + 1 - wg) & 1)
         turn = turns.index(1 - wg)
-        stage = passed % STAGES
-        phase = passed // STAGES & 1
-        acc = _sum_steps(units, w_bufs, full, empty, turn, stage, phase, across * chunks, down, ROWS, UNITS, TAPS, STAGES)
+        acc = _sum_steps(units, w_bufs, ring.after(passed), turn, across * chunks, down, ROWS, UNITS, TAPS)
         after = (tile + programs) // (boxes * tiles_n)
         passed += (across + _positions(after % 2 ^ MOST_W, PAD_W, KW)[1]) * chunks
         blocks = column_blocks(acc, BLOCKS)
@@ -296,27 +284,21 @@ def _phases_kernel(
     units = gl.allocate_shared_memory(x_desc.dtype, [STAGES * UNITS, shape[1] * shape[2], 64], layout)
     w_boxes = gl.allocate_shared_memory(w_desc.dtype, [STAGES * TAPS] + w_desc.block_type.shape, w_desc.layout)
     tile_boxes = gl.allocate_shared_memory(y_desc.dtype, [BLOCK_N // 32] + y_desc.block_type.shape, y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    ring = new_ring(STAGES, 1)
+    turns = barriers(2)
     gl.warp_specialize([
         (_multiply_tiles, (
-            units, w_boxes, tile_boxes, full, empty, turns, y_desc, y1_desc, y2_desc, y3_desc, bias_ptr,
+            0, units, w_boxes, tile_boxes, ring, turns, y_desc, y1_desc, y2_desc, y3_desc, bias_ptr,
             boxes, boxes_h, boxes_w, tiles_n, chunks,
-            0, KH, KW, PAD_H, PAD_W, MOST_H, MOST_W, UNITS, TAPS, BLOCK_N, STAGES, ACTIVATION,
+            KH, KW, PAD_H, PAD_W, MOST_H, MOST_W, UNITS, TAPS, BLOCK_N, STAGES, ACTIVATION,
         )),
         (_multiply_tiles, (
-            units, w_boxes, tile_boxes, full, empty, turns, y_desc, y1_desc, y2_desc, y3_desc, bias_ptr,
+            1, units, w_boxes, tile_boxes, ring, turns, y_desc, y1_desc, y2_desc, y3_desc, bias_ptr,
             boxes, boxes_h, boxes_w, tiles_n, chunks,
-            1, KH, KW, PAD_H, PAD_W, MOST_H, MOST_W, UNITS, TAPS, BLOCK_N, STAGES, ACTIVATION,
+            KH, KW, PAD_H, PAD_W, MOST_H, MOST_W, UNITS, TAPS, BLOCK_N, STAGES, ACTIVATION,
         )),
         (_load_tiles, (
-            x_desc, below_desc, w_desc, units, w_boxes, full, empty, boxes, boxes_h, boxes_w, tiles_n, chunks,
+            x_desc, below_desc, w_desc, units, w_boxes, ring, boxes, boxes_h, boxes_w, tiles_n, chunks,
             KH, KW, PAD_H, PAD_W, MOST_H, MOST_W, UNITS, TAPS, BLOCK_N, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

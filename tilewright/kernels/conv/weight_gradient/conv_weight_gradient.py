@@ -282,9 +282,6 @@ def _add_kernel(parts_ptr, out_ptr, SPLIT, COUNT: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < COUNT)
 
 
-# ---- launchers and op
-
-
 def _launch(
     config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     kernel: list[int],

@@ -20,8 +20,7 @@ positions that do not meet it.
 Not here: strides, dilation, groups, filters of more than three rows, channels that are no multiple of 64, three spatial dims,
 Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportArgumentType=false
 
 # N images, C channels of x, O of dy; boxes of pixels
@@ -34,14 +33,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from tilewright.hw.device import Device
 from tilewright.kernels.conv.problem import sizes_of
 from tilewright.kernels.conv.sm90_im2col import fetched_box
 from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
-from tilewright.kernels.hopper.primitives import load_box, release, viewed
+from tilewright.kernels.hopper.primitives import load_box, viewed
+from tilewright.kernels.hopper.ring import new_ring
 from tilewright.kernels.launch.plan import Plan, Planned
 from tilewright.kernels.launch.replay import first_launch
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
@@ -94,7 +94,7 @@ def _load_units(desc, units, unit, bar, at):
 
 @gluon.jit
 def _load_boxes(
-    dy_desc, x_desc, below_desc, dy_boxes, units, full, empty, boxes_h, boxes_w, tiles_c, steps, share,
+    dy_desc, x_desc, below_desc, dy_boxes, units, ring, boxes_h, boxes_w, tiles_c, steps, share,
     KH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     X: gl.constexpr = x_desc.block_type.shape
@@ -104,33 +104,27 @@ def _load_boxes(
     UNITS: gl.constexpr = units.shape[0] // (STAGES * BOXES)
     ROWS: gl.constexpr = X[0] + BELOW[0]
     tile_o, tile_c, s = _tile(tiles_c, KW)
-    stage = 0
-    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    at = ring.to_fill()
     for step in range(gl.program_id(1) * share, gl.minimum(gl.program_id(1) * share + share, steps)):
-        mbarrier.wait(empty.index(stage), phase)
-        bar = full.index(stage)
-        mbarrier.expect(bar, (2 * 64 * WIDTH + BOXES * ROWS * X[1] * X[2] * 64) * 2)
+        bar = at.fill((2 * 64 * WIDTH + BOXES * ROWS * X[1] * X[2] * 64) * 2)
         for b in gl.static_range(BOXES):
             p, n, q = _corner(step * BOXES + b, boxes_h, boxes_w, X)
-            unit = (stage * BOXES + b) * UNITS
+            unit = (at.stage * BOXES + b) * UNITS
             _load_units(x_desc, units, unit, bar, [p - PAD_H, n, q + s - PAD_W, tile_c * 64])
             if KH > 1:
                 _load_units(below_desc, units, unit + X[0], bar, [p - PAD_H + X[0], n, q + s - PAD_W, tile_c * 64])
             if APART:
-                load_box(dy_desc, [p, n, q, tile_o * WIDTH], bar, dy_boxes.index(stage * 2 + b))
+                load_box(dy_desc, [p, n, q, tile_o * WIDTH], bar, dy_boxes.index(at.stage * 2 + b))
             else:
                 for j in gl.static_range(2):
-                    load_box(dy_desc, [p, n, q, (tile_o * 2 + j) * WIDTH], bar, dy_boxes.index(stage * 2 + j))
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+                    load_box(dy_desc, [p, n, q, (tile_o * 2 + j) * WIDTH], bar, dy_boxes.index(at.stage * 2 + j))
+        at = at.next()
 
 
 @gluon.jit
 def _multiply_boxes(
-    dy_boxes, units, full, empty, parts_ptr, O, C, tiles_c, steps, share,
-    wg: gl.constexpr, KH: gl.constexpr, KW: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr,
+    wg: gl.constexpr, dy_boxes, units, ring, parts_ptr, O, C, tiles_c, steps, share,
+    KH: gl.constexpr, KW: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BOXES: gl.constexpr = 2 if APART else 1
     UNITS: gl.constexpr = units.shape[0] // (STAGES * BOXES)
@@ -145,14 +139,13 @@ def _multiply_boxes(
     accs = ()
     for _ in gl.static_range(KH):
         accs += (gl.zeros([WIDTH, 64], gl.float32, acc_layout),)
-    stage = 0
-    phase = 0
+    at = ring.after(gl.to_tensor(0))
     for step in range(first, gl.minimum(first + share, steps)):
-        mbarrier.wait(full.index(stage), phase)
-        dy = dy_bufs.index(stage * 2 + wg).permute((1, 0))
+        at.wait()
+        dy = dy_bufs.index(at.stage * 2 + wg).permute((1, 0))
         started = ()
         for t in gl.static_range(KH):
-            unit = (stage * BOXES + (wg if APART else 0)) * UNITS + t
+            unit = (at.stage * BOXES + (wg if APART else 0)) * UNITS + t
             x = viewed(units.index(unit), dtype, x_shape, layout)
             started += (warpgroup_mma(dy, x, accs[t], is_async=True),)
         # The products of this step stay in flight; those of the one before are over: what they read may be overwritten.
@@ -161,11 +154,8 @@ def _multiply_boxes(
             accs = (waited,)
         else:
             accs = waited
-        release(empty.index(gl.where(stage == 0, STAGES, stage) - 1), pred=step > first)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        at.give_back_last(step > first)
+        at = at.next()
     ended = warpgroup_mma_wait(0, deps=accs)
     if KH == 1:
         accs = (ended,)
@@ -198,20 +188,16 @@ def _gradient_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     units = gl.allocate_shared_memory(x_desc.dtype, [STAGES * BOXES * UNITS, X[1] * X[2], 64], layout)
     dy_boxes = gl.allocate_shared_memory(dy_desc.dtype, [STAGES * 2] + dy_desc.block_type.shape, dy_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    ring = new_ring(STAGES, 2)
     gl.warp_specialize([
         (_multiply_boxes, (
-            dy_boxes, units, full, empty, parts_ptr, O, C, tiles_c, steps, share, 0, KH, KW, APART, STAGES,
+            0, dy_boxes, units, ring, parts_ptr, O, C, tiles_c, steps, share, KH, KW, APART, STAGES,
         )),
         (_multiply_boxes, (
-            dy_boxes, units, full, empty, parts_ptr, O, C, tiles_c, steps, share, 1, KH, KW, APART, STAGES,
+            1, dy_boxes, units, ring, parts_ptr, O, C, tiles_c, steps, share, KH, KW, APART, STAGES,
         )),
         (_load_boxes, (
-            dy_desc, x_desc, below_desc, dy_boxes, units, full, empty, boxes_h, boxes_w, tiles_c, steps, share,
+            dy_desc, x_desc, below_desc, dy_boxes, units, ring, boxes_h, boxes_w, tiles_c, steps, share,
             KH, KW, PAD_H, PAD_W, APART, STAGES,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

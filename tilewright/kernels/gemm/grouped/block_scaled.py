@@ -45,15 +45,13 @@ from tilewright.kernels.gemm.grouped.problem import (
 )
 from tilewright.kernels.gemm.grouped.work import group_sizes
 from tilewright.kernels.gemm.problem import weight_rows
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_output
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_output, refuse_float8
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.shapes import ceil_div, check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["grouped_block_scaled_linear", "grouped_block_scaled_linear_op"]
-
-# ---- reference
 
 
 def _reference(
@@ -137,12 +135,6 @@ _BLOCK_K = 128
 _TILES = ((16, (16, 64, 4, 4)), (64, (64, 128, 4, 4)), (1 << 30, (128, 128, 8, 4)))
 
 
-def _refuse(device: Device, problem: GroupedBlockProblem) -> str | None:
-    if device.arch < 89 and device.kind != "interpret":
-        return f"float8 products need sm_89, this is sm_{device.arch}"
-    return None
-
-
 def _smem_bytes(c: Config) -> int:
     return (c["BLOCK_M"] + c["BLOCK_N"]) * _BLOCK_K * c["num_stages"]
 
@@ -219,9 +211,6 @@ def _block_kernel(
     finish_rows(acc, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
 
 
-# ---- launchers
-
-
 def _launch(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None,
     activation: str, dtype: torch.dtype, clear: bool = True,
@@ -243,10 +232,6 @@ def _launch(
 
 # Fits every card from sm_89 on.
 _ANY_ROWS = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-
-
-def _launch_invariant(config: Config, *args: Any) -> Tensor:
-    return _launch(_ANY_ROWS, *args)
 
 
 def _launch_sm90(
@@ -283,9 +268,11 @@ grouped_block_scaled_linear_op = Op(
     fake=_fake,
     rows_in_problem=True,
     impls=(
-        Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse),
+        Impl(name="triton", launch=_launch, space=SPACE, refuse=refuse_float8),
         Impl(name="sm90", launch=_launch_sm90, space=BLOCK_SM90_SPACE, written_for=90, refuse=refuse_block_sm90),
-        Impl(name="invariant", launch=_launch_invariant, refuse=_refuse, batch_invariant=True),
+        Impl(
+            name="invariant", launch=lambda config, *args: _launch(_ANY_ROWS, *args), refuse=refuse_float8, batch_invariant=True
+        ),
     ),
 )  # fmt: skip
 
@@ -308,17 +295,7 @@ def grouped_block_scaled_linear(
         weight: [X, N, K] of the same dtype, dense along K.
         x_scales: [R, K / 128 rounded up], or [X, M, K / 128], float32.
         w_scales: [X, N / 128, K / 128] rounded up, float32.
-        bounds: int32; offsets [X + 1] of sorted rows, or counts [X].
-        bias: [X, N] of `dtype`.
-        activation: those of `grouped_linear`.
-        dtype: of the output, bf16 or fp16; on a CPU float32 too.
-        clear: whether rows that belong to nobody are zeros; else they are whatever the memory held.
-
-    Returns:
-        [R, N] or [X, M, N] (half as wide with a gate).
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
+        bounds, bias, activation, dtype, clear: those of `grouped_scaled_linear`, whose result and errors it has.
     """
     name = "grouped_block_scaled_linear"
     check_shapes(name, x, weight.shape, bounds, bias, activation)

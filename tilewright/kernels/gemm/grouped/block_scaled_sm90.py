@@ -96,8 +96,6 @@ BLOCK_SM90_SPACE = Space(
     refusal=lambda device, problem, c: _config_refusal(problem, c["BLOCK_M"], c["BLOCK_N"]),
 )
 
-# ---- launcher
-
 
 def launch_grouped_block_sm90(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor,

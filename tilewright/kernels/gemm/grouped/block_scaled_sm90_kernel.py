@@ -5,9 +5,7 @@
 The producer and the schedule of groups are sm90_kernel.py's, whose argument against waiting in a circle holds here as well: the
 consumers share every tile. How a consumer adds up the products of 128 columns of K is quantized/block_scaled_sm90_kernel.py's.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared, F columns of the output
 

@@ -50,8 +50,6 @@ from tilewright.op import Example, Op
 
 __all__ = ["check_grouped", "check_order", "check_shapes", "grouped_linear_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,

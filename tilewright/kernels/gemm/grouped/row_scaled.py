@@ -35,7 +35,7 @@ from tilewright.kernels.gemm.grouped.problem import GROUPED_ACTIVATIONS, finish_
 from tilewright.kernels.gemm.grouped.work import group_places
 from tilewright.kernels.gemm.problem import weight_rows
 from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, scaled_linear_op
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_output
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_output, refuse_float8
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.problem import FORMATS
 from tilewright.kernels.launch.shapes import check_tensor, next_pow2
@@ -43,8 +43,6 @@ from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["grouped_scaled_linear", "grouped_scaled_linear_op"]
-
-# ---- reference
 
 
 def _reference(
@@ -117,12 +115,6 @@ _BLOCK_K = 128
 _TILES = ((16, (16, 64, 4, 4)), (64, (64, 64, 4, 4)), (128, (64, 128, 4, 4)), (1 << 30, (128, 128, 8, 4)))
 _LARGE = (128, 256, 8, 3)
 """int8, 128 experts of 1536 x 2048 with 2,048 rows each, H200: 913 T, where (128, 128, 8, 4) has 727."""
-
-
-def _refuse(device: Device, problem: GroupedCodesProblem) -> str | None:
-    if problem.dtype in FLOAT8 and device.arch < 89 and device.kind != "interpret":
-        return f"float8 products need sm_89, this is sm_{device.arch}"
-    return None
 
 
 def _smem_bytes(c: Config) -> int:
@@ -205,9 +197,6 @@ def _grouped_scaled_kernel(
     finish_rows(y, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
 
 
-# ---- launchers
-
-
 def _launch(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor, bias: Tensor | None,
     activation: str, order: Tensor | None, chosen: int, dtype: torch.dtype, clear: bool = True,
@@ -228,7 +217,6 @@ def _launch(
 # Fits every card from sm_80 on.
 _ANY_ROWS: Config = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
-# ---- op
 
 grouped_scaled_linear_op = Op(
     name="grouped_scaled_linear",
@@ -240,9 +228,9 @@ grouped_scaled_linear_op = Op(
     fake=_fake,
     rows_in_problem=True,
     impls=(
-        Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse),
+        Impl(name="triton", launch=_launch, space=SPACE, refuse=refuse_float8),
         Impl(
-            name="invariant", launch=lambda config, *args: _launch(_ANY_ROWS, *args), refuse=_refuse, batch_invariant=True
+            name="invariant", launch=lambda config, *args: _launch(_ANY_ROWS, *args), refuse=refuse_float8, batch_invariant=True
         ),
     ),
 )  # fmt: skip

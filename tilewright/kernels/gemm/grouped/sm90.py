@@ -86,8 +86,6 @@ SPACE = Space(
     refusal=lambda device, problem, c: _tile_refusal(problem, c["BLOCK_M"], c["BLOCK_N"], c["CONSUMERS"]),
 )
 
-# ---- launcher
-
 
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,

@@ -21,9 +21,7 @@ when a consumer has seen its whole tile arrive, which waits for the producer alo
 nobody else. A consumer that has no tile left ends without handing on, and the other has none left either by its next turn: the
 tiles of a program alternate between them.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared, F columns of the output
 

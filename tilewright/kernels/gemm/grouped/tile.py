@@ -178,9 +178,6 @@ def _grouped_kernel(
     finish_rows(acc, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None,
     chosen: int, clear: bool = True,

@@ -131,8 +131,6 @@ EXAMPLES = (
     _example("no rows", 2, 0, 16, 32),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["R"])
 def _gradient_kernel(
@@ -168,9 +166,6 @@ def _gradient_kernel(
     acc += total
     places = expert.to(tl.int64) * N * K + ns[:, None].to(tl.int64) * K + ks[None, :]
     tl.store(dw_ptr + places, acc.to(dw_ptr.dtype.element_ty), mask=(ns[:, None] < N) & (ks[None, :] < K))
-
-
-# ---- launcher and op
 
 
 def _launch(config: Config, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

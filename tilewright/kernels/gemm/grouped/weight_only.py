@@ -49,8 +49,6 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["grouped_mixed_linear", "grouped_mixed_linear_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bounds: Tensor, bias: Tensor | None, activation: str,
@@ -260,9 +258,6 @@ def _grouped_mixed_kernel(
     finish_rows(acc, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION, GATED)
 
 
-# ---- launchers
-
-
 def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bounds: Tensor, bias: Tensor | None,
     activation: str, order: Tensor | None, chosen: int, block_rows: int, block_cols: int, clear: bool = True,
@@ -286,7 +281,6 @@ def _launch(
 
 _ANY_ROWS: Config = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
-# ---- op
 
 grouped_mixed_linear_op = Op(
     name="grouped_mixed_linear",
@@ -328,14 +322,9 @@ def grouped_mixed_linear(
             contiguous, what `int4_layout.prepare` makes of `formats.pack_int4`'s.
         scales: float32, contiguous: [X, N] with block_cols 0, else [X, N / block_rows, K / block_cols], rounded up.
         zeros: uint8 in the shape of scales, for int4 codes; None: 8.
-        bounds: int32; offsets [X + 1] of sorted rows, or counts [X].
-        bias: [X, N] of x's dtype.
-        activation: those of `grouped_linear`.
-        order: [R] int32, row r is x[order[r] // chosen].
-        chosen: of how many experts a token is a row.
+        bounds, bias, activation, order, chosen, clear: those of `grouped_scaled_linear`; bias of x's dtype.
         block_rows: rows of W that share a scale: 1, or 128 together with block_cols 128.
         block_cols: columns of W that share a scale: 32, 64, 128, or 0 for all.
-        clear: whether rows that belong to nobody are zeros; else they are whatever the memory held.
 
     Returns:
         [R, N] or [X, M, N] (half as wide with a gate) of x's dtype.

@@ -59,9 +59,6 @@ def _fake(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, fir
     return None
 
 
-# ---- cost
-
-
 def _cost(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> Cost:
     held = min(b.shape[0], y.shape[0])
     return Cost(flops=2 * y.numel() * b.shape[2], bytes=2 * y.nbytes + h.nbytes + held * b[:1].nbytes)
@@ -164,9 +161,6 @@ def _expand_kernel(
         tl.store(y_at, (y + total).to(y_ptr.dtype.element_ty), mask=written)
 
 
-# ---- launcher and op
-
-
 def _launch(
     config: Config, y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int
 ) -> None:  # fmt: skip
@@ -192,9 +186,6 @@ lora_expand_add_op = Op(
     roundings=2,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def lora_expand_add(

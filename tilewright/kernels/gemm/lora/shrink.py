@@ -56,9 +56,6 @@ def _reference(x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     return h
 
 
-# ---- cost
-
-
 def _cost(x: Tensor, a: Tensor, adapters: Tensor) -> Cost:
     held = min(a.shape[0], x.shape[0])
     return Cost(flops=2 * x.numel() * a.shape[1], bytes=x.nbytes + held * a[:1].nbytes + 4 * x.shape[0] * a.shape[1])
@@ -98,8 +95,6 @@ EXAMPLES = (
     Example("no rows", lambda inputs: _arguments(inputs, M=0, K=32)),
 )
 
-# ---- kernel
-
 
 @triton.jit(do_not_specialize=["n_tokens", "x_row_stride"])
 def _shrink_kernel(
@@ -132,9 +127,6 @@ def _shrink_kernel(
     tl.store(h_ptr + rows + column[None, :], total, mask=held[:, None] & (column[None, :] < M))
 
 
-# ---- launcher and op
-
-
 def _launch(config: Config, x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     h, (tokens, row_stride) = _fake(x, a, adapters), rows_of(x)
     width, chunks = dot_width(a.shape[1]), h.shape[0]
@@ -156,9 +148,6 @@ lora_shrink_op = Op(
     make=_arguments,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
-
-
-# ---- public function
 
 
 def lora_shrink(x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:

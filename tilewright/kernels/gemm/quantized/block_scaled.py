@@ -22,6 +22,7 @@ Not supported: gradients, operands that are dense along M or N, other sizes of b
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -34,7 +35,14 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish,
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, launch_block_sm90
 from tilewright.kernels.gemm.quantized.inputs import block_scaled_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import (
+    FLOAT8,
+    check_product,
+    dense_along_columns,
+    empty_product,
+    product_cost,
+    refuse_float8,
+)
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import waits
@@ -43,9 +51,6 @@ from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["block_scaled_linear", "block_scaled_linear_op"]
-
-
-# ---- reference
 
 
 def _reference(
@@ -132,12 +137,8 @@ def _unshared(device: Device, problem: BlockProblem) -> Config:
     return best_config(device, problem, (1,))
 
 
-def _launch_sm90_invariant(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
-) -> Tensor:  # fmt: skip
-    args = (x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained)
-    return _launch_sm90(_unshared(card_of(x), _problem(*args)), *args)
+def _launch_sm90_invariant(config: Config, x: Tensor, *args: Any) -> Tensor:
+    return _launch_sm90(_unshared(card_of(x), _problem(x, *args)), x, *args)
 
 
 # ---- triton
@@ -145,12 +146,6 @@ def _launch_sm90_invariant(
 # BLOCK_M, BLOCK_N, num_warps, num_stages
 _TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 4), (16, 64, 4, 4))
 _BLOCK_K = 128
-
-
-def _refuse_triton(device: Device, problem: BlockProblem) -> str | None:
-    if device.arch < 89 and device.kind != "interpret":
-        return f"float8 products need sm_89, this is sm_{device.arch}"
-    return None
 
 
 def _fits(device: Device, block_m: int, block_n: int, stages: int) -> bool:
@@ -244,15 +239,6 @@ def _launch_triton(
 _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 
 
-def _launch_any_m(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
-) -> Tensor:  # fmt: skip
-    return _launch_triton(_ANY_M, x, weight, x_scales, w_scales, bias, activation, residual, dtype)
-
-
-# ---- op
-
 block_scaled_linear_op = Op(
     name="block_scaled_linear",
     reference=_reference,
@@ -263,9 +249,12 @@ block_scaled_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=_refuse_sm90),
-        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
+        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=refuse_float8),
         Impl(name="sm90_invariant", launch=_launch_sm90_invariant, written_for=90, refuse=_refuse_sm90, batch_invariant=True),
-        Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
+        Impl(
+            name="invariant", launch=lambda config, *args: _launch_triton(_ANY_M, *args), refuse=refuse_float8,
+            batch_invariant=True,
+        ),
     ),
 )  # fmt: skip
 
@@ -288,17 +277,7 @@ def block_scaled_linear(
         weight: [N, K] of the same dtype, dense along K.
         x_scales: [M, K / 128 rounded up], float32, any strides; a step of 1 from row to row reads best.
         w_scales: [N / 128, K / 128] rounded up, or [N, K / 128], float32, any strides.
-        bias: [N] of `dtype` or float32.
-        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
-        residual: the shape of the output, of `dtype`; added last.
-        dtype: of the output, bf16 or fp16; on a CPU float32 too.
-        chained: a hint that the launch before this one is the quantiser that wrote x; it changes no result.
-
-    Returns:
-        [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
+        bias, activation, residual, dtype, chained: those of `scaled_linear`, whose result and errors it has.
     """
     check_product("block_scaled_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]

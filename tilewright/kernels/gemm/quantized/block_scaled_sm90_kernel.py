@@ -15,9 +15,7 @@ parts, the products of two steps, which take turns ("steps"). A part goes into t
 (`room`): were it free to take others, ptxas would begin more parts than it has registers for, and spill. x multiplied from
 registers, which asks less of shared memory, was 2 % slower.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
 

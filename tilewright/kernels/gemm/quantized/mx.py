@@ -27,7 +27,14 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish,
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem
 from tilewright.kernels.gemm.quantized.inputs import mx_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import (
+    FLOAT8,
+    check_product,
+    dense_along_columns,
+    empty_product,
+    product_cost,
+    refuse_float8,
+)
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.kernels.quantize.mx_to_block import fold_mx
@@ -37,8 +44,6 @@ from tilewright.tune.space import Config, Space
 __all__ = ["mx_linear", "mx_linear_op"]
 
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-
-# ---- reference
 
 
 def _reference(
@@ -143,18 +148,10 @@ def _launch(
 # ---- fold
 
 
-def _refuse_fold(device: Device, problem: BlockProblem) -> str | None:
-    if device.arch < 89 and device.kind != "interpret":
-        return f"float8 products need sm_89, this is sm_{device.arch}"
-    return None
-
-
 def _launch_fold(config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, *args: Any) -> Tensor:
     (x, x_scales), (weight, w_scales) = fold_mx(x, x_scales), fold_mx(weight, w_scales)
     return block_scaled_linear_op.run(x, weight, x_scales, w_scales, *args)
 
-
-# ---- op
 
 mx_linear_op = Op(
     name="mx_linear",
@@ -166,7 +163,7 @@ mx_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(name="sm100", launch=_launch, space=SPACE, min_arch=100, interpretable=False),
-        Impl(name="fold", launch=_launch_fold, refuse=_refuse_fold),
+        Impl(name="fold", launch=_launch_fold, refuse=refuse_float8),
     ),
 )
 
@@ -188,16 +185,7 @@ def mx_linear(
         weight: [N, K] of the same dtype, dense along K.
         x_scales: [M, K / 32], float8_e8m0fnu, dense along K.
         w_scales: [N, K / 32], float8_e8m0fnu, dense along K.
-        bias: [N] of `dtype` or float32.
-        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
-        residual: the shape of the output, of `dtype`; added last.
-        dtype: of the output, bf16 or fp16; on a CPU float32 too.
-
-    Returns:
-        [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
+        bias, activation, residual, dtype: those of `scaled_linear`, whose result and errors it has.
     """
     check_product("mx_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]

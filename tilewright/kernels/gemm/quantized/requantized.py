@@ -19,7 +19,7 @@ Not supported: gradients, batches, zero points of the result, operands that are 
 library has such a product: it would be composed, which is what this is instead of.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,8 +41,6 @@ from tilewright.tune.space import Config, Space
 __all__ = ["cast_linear", "cast_linear_op"]
 
 _LARGEST = {form.dtype: form.largest for form in FORMATS.values()}
-
-# ---- reference
 
 
 def _reference(
@@ -209,12 +207,8 @@ def _launch_triton(
     return y
 
 
-def _launch_any_m(config: Config, *args: Any) -> Tensor:
-    one = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
-    return _launch_triton(one, *args)
+_ANY_M = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
 
-
-# ---- op
 
 cast_linear_op = Op(
     name="cast_linear",
@@ -228,7 +222,10 @@ cast_linear_op = Op(
     impls=(
         Impl(name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90, refuse=_refuse_sm90),
         Impl(name="triton", launch=_launch_triton, space=TRITON_CAST_SPACE, refuse=_refuse_triton),
-        Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
+        Impl(
+            name="invariant", launch=lambda config, *args: _launch_triton(_ANY_M, *args), refuse=_refuse_triton,
+            batch_invariant=True,
+        ),
     ),
 )  # fmt: skip
 
@@ -255,7 +252,7 @@ def cast_linear(
         x_scales: [M], float32, for operands of 8 bits.
         w_scales: [N], float32, likewise.
         bias: [N], of x's dtype, for operands of 8 bits bf16, fp16 or float32.
-        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
+        activation: those of `scaled_linear`.
         residual: the shape of the output, of the dtype of a bias that is not float32; added last.
 
     Returns:

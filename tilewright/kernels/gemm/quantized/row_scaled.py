@@ -28,7 +28,14 @@ from tilewright.kernels.device.activations import activated
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, finish, problem_of, weight_rows
 from tilewright.kernels.gemm.quantized.inputs import scaled_linear_arguments
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_product, dense_along_columns, empty_product, product_cost
+from tilewright.kernels.gemm.quantized_operands import (
+    FLOAT8,
+    check_product,
+    dense_along_columns,
+    empty_product,
+    product_cost,
+    refuse_float8,
+)
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.tile import best_tile, grouped
@@ -40,8 +47,6 @@ from tilewright.tune.space import Config, Space
 __all__ = ["LONGEST", "finished", "halved", "refuse_sm90", "scaled_kernel", "scaled_linear", "scaled_linear_op"]
 
 LONGEST = 131072
-
-# ---- reference
 
 
 def _reference(
@@ -132,12 +137,6 @@ _TILES = (
     (64, 64, 128, 4, 4),
     (16, 64, 128, 4, 4),
 )
-
-
-def _refuse_triton(device: Device, problem: Problem) -> str | None:
-    if problem.dtype in FLOAT8 and device.arch < 89 and device.kind != "interpret":
-        return f"float8 products need sm_89, this is sm_{device.arch}"
-    return None
 
 
 def _default_triton(device: Device, problem: Problem) -> Config:
@@ -241,21 +240,14 @@ _ONE_CONFIG: Config = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps
 """What `invariant` takes for any number of rows; it fits the shared memory of every card from sm_80 on."""
 
 
-def _launch_any_m(
-    config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
-) -> Tensor:  # fmt: skip
-    return _launch_triton(_ONE_CONFIG, x, weight, x_scales, w_scales, bias, activation, residual, dtype)
-
-
 # ---- vendor
 
 
 def _refuse_vendor(device: Device, problem: Problem) -> str | None:
     if problem.dtype == torch.float8_e5m2:
         return "torch multiplies no two float8_e5m2 matrices"
-    if problem.dtype in FLOAT8 and device.arch < 89:
-        return f"float8 products need sm_89, this is sm_{device.arch}"
+    if reason := refuse_float8(device, problem):
+        return reason
     if not problem.aligned or problem.k % 16 or problem.n % 16 or not problem.k or not problem.n:
         return "needs K and N that are multiples of 16"
     if problem.dtype == torch.int8 and problem.m_bucket <= 32:
@@ -277,8 +269,6 @@ def _launch_vendor(
     return finished(y, bias, activation, residual).to(dtype)
 
 
-# ---- op
-
 scaled_linear_op = Op(
     name="scaled_linear",
     reference=_reference,
@@ -289,9 +279,12 @@ scaled_linear_op = Op(
     rows_in_problem=True,
     impls=(
         Impl(name="sm90", launch=_launch_sm90, space=SM90_8BIT_SPACE, written_for=90, refuse=refuse_sm90),
-        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=_refuse_triton),
+        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=refuse_float8),
         Impl(name="vendor", library=True, launch=_launch_vendor, refuse=_refuse_vendor, extra_roundings=1),
-        Impl(name="invariant", launch=_launch_any_m, refuse=_refuse_triton, batch_invariant=True),
+        Impl(
+            name="invariant", launch=lambda config, *args: _launch_triton(_ONE_CONFIG, *args), refuse=refuse_float8,
+            batch_invariant=True,
+        ),
     ),
 )  # fmt: skip
 

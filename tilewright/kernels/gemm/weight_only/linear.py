@@ -61,8 +61,6 @@ __all__ = ["mixed_linear", "mixed_linear_op", "prepare", "restore"]
 
 _GROUPS = (32, 64, 128)
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,

@@ -11,9 +11,7 @@ Limited by the codes' bytes; with 16 rows and BLOCK_N 16 by x, of which four tim
 
 A chunk is 64 bytes of a row. The scale of a group multiplies the sum over a chunk, or over the group where that is shorter.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 import torch
 import triton
@@ -370,9 +368,6 @@ def mixed_skinny_kernel(
         row_scales = gl.load(scales_ptr + _weight_rows(rows, N, GATED), mask=rows < N, other=0.0)
         tile *= gl.expand_dims(row_scales, 1)
     _finish(tile, y_ptr, bias_ptr, residual_ptr, first_col, M, N, residual_stride, ACTIVATION, GATED)
-
-
-# ---- launcher
 
 
 def _launch(

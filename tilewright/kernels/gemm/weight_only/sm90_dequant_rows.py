@@ -4,9 +4,7 @@ W = (code - zero) * scale in float32, rounded once, bit by bit what dequant_then
 int4_layout.py: of a chunk of 128, word 4 t + c holds columns 32 c + 8 i + 2 t + j. A thread loads the words of one t, widens
 them in registers, and four threads exchange t for i through shared memory: then each has 8 neighbouring columns.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function

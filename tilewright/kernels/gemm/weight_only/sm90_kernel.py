@@ -14,9 +14,7 @@ registers: an instruction of wgmma has 128 columns at most.
 Limited by the tensor cores, and at the start by the first rows' way to memory. Refuses gates: gate and up rows would be made
 one after the other, and are wanted together.
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

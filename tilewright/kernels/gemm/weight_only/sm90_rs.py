@@ -145,9 +145,6 @@ def shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) ->
     return programs if waves else -(-left * steps // share), waves, share, parts
 
 
-# ---- launcher
-
-
 def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,

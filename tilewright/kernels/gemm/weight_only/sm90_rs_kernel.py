@@ -17,30 +17,27 @@ What ptxas 12.8 wants, or it lets each product end before the next begins: the c
 with setmaxnreg of its own, it finds too few registers for operands under way: C7512), and `use_acc` False for the first product
 instead of an accumulator set to zero (C7515).
 """
-# Gluon reads `name: gl.constexpr = value` as "known to the compiler"; to a type checker it is a value of another type.
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from tilewright.kernels.device.dequant import minus, widen, widen_pairs
 from tilewright.kernels.gemm.sm90_kernel import piece_count, piece_of, place_of, program_rank
 from tilewright.kernels.hopper.epilogue import activate, add_parts, leave_part
-from tilewright.kernels.hopper.primitives import load_box, release, viewed
+from tilewright.kernels.hopper.primitives import load_box, viewed
+from tilewright.kernels.hopper.ring import new_ring
 
 __all__ = ["mixed_registers_kernel"]
-
-# ---- producer
 
 
 @gluon.jit
 def _load_tiles(
-    x_desc, w_desc, x_bufs, code_boxes, full, empty, F, tiles_m, tiles_n, steps, waves, share,
+    x_desc, w_desc, x_bufs, code_boxes, ring, F, tiles_m, tiles_n, steps, waves, share,
     HALVES: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr,
 ):  # fmt: skip
     """Fill stages of SPAN times 64 columns, in the order in which they are used."""
@@ -48,25 +45,19 @@ def _load_tiles(
     ROWS: gl.constexpr = code_boxes.shape[1]
     UNITS: gl.constexpr = code_boxes.shape[2]
     BLOCK_M: gl.constexpr = x_bufs.shape[1]
-    stage = 0
-    phase = 1  # a new barrier counts as having completed its odd phase: the first round waits for nobody
+    at = ring.to_fill()
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
         for step in range(first * (2 // SPAN), end * (2 // SPAN)):
-            mbarrier.wait(empty.index(stage), phase)
-            bar = full.index(stage)
-            mbarrier.expect(bar, BLOCK_M * SPAN * 128 + 128 * BOXES * 64)
+            bar = at.fill(BLOCK_M * SPAN * 128 + 128 * BOXES * 64)
             for b in gl.static_range(BOXES):
                 for half in gl.static_range(HALVES):
-                    buf = code_boxes.index((stage * BOXES + b) * HALVES + half)
+                    buf = code_boxes.index((at.stage * BOXES + b) * HALVES + half)
                     load_box(w_desc, [col * ROWS + half * F, (step * BOXES + b) * UNITS], bar, buf)
             for b in gl.static_range(SPAN):
-                load_box(x_desc, [row * BLOCK_M, (step * SPAN + b) * 64], bar, x_bufs.index(stage * SPAN + b))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+                load_box(x_desc, [row * BLOCK_M, (step * SPAN + b) * 64], bar, x_bufs.index(at.stage * SPAN + b))
+            at = at.next()
 
 
 # ---- codes to operands
@@ -213,7 +204,7 @@ def _scaled(w, scale, layout: gl.constexpr):
 
 @gluon.jit
 def _sum_steps(
-    x_bufs, code_bufs, full, empty, scales_ptr, zeros_ptr, weights, N, K, scales_stride, passed, first, end,
+    x_bufs, code_bufs, ring, scales_ptr, zeros_ptr, weights, N, K, scales_stride, passed, first, end,
     FORMAT: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
     STAGES: gl.constexpr, ON_SUMS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -225,8 +216,7 @@ def _sum_steps(
     BOXES: gl.constexpr = code_bufs.shape[0] // STAGES
     x_like = gl.zeros([1], x_bufs.dtype, gl.SliceLayout(0, ACC))
     eights = gl.full([128], 8, gl.int32, gl.SliceLayout(1, ACC))
-    stage = passed % STAGES
-    phase = passed // STAGES & 1
+    at = ring.after(passed)
     acc = gl.zeros([128, BLOCK_M], gl.float32, ACC)
     part = gl.zeros([128, BLOCK_M], gl.float32, ACC)
     ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, first, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
@@ -236,17 +226,17 @@ def _sum_steps(
             ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, step + 1, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
         for h in gl.static_range(2):
             if h % SPAN == 0:
-                mbarrier.wait(full.index(stage), phase)
-            codes = _half_of_codes(code_bufs.index(stage * BOXES + h % BOXES).load(CODES), FORMAT, h)
+                at.wait()
+            codes = _half_of_codes(code_bufs.index(at.stage * BOXES + h % BOXES).load(CODES), FORMAT, h)
             w = _operand(codes, zeros[h * GROUPS // 2] if zeros_ptr is not None else eights, FORMAT, x_like, W)
-            x = x_bufs.index(stage * SPAN + h % SPAN).permute((1, 0))
+            x = x_bufs.index(at.stage * SPAN + h % SPAN).permute((1, 0))
             if ON_SUMS:
                 part = warpgroup_mma(w, x, part, use_acc=h * GROUPS == 1, is_async=True)
                 if h == 1 or GROUPS == 2:
                     part = warpgroup_mma_wait(0, deps=(part,))
                     acc += part * gl.expand_dims(scales[h * GROUPS // 2], 1)
                 if h % SPAN == SPAN - 1:
-                    release(empty.index(stage))
+                    at.give_back()
             else:
                 if BLOCK_COLS:
                     w = _scaled(w, scales[h * GROUPS // 2], W)
@@ -254,29 +244,20 @@ def _sum_steps(
                 # One product stays in flight. The one before is over: the producer may overwrite what it read.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 if h % SPAN == 0:
-                    release(empty.index(_before(stage, STAGES)), pred=(step > first) | (h == 1))
+                    at.give_back_last((step > first) | (h == 1))
             if h % SPAN == SPAN - 1:
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                at = at.next()
         if not AHEAD:
             ahead = _stage_numbers(scales_ptr, zeros_ptr, weights, N, step + 1, K, scales_stride, BLOCK_ROWS, BLOCK_COLS)
     if not ON_SUMS:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        release(empty.index(_before(stage, STAGES)))
+        at.give_back_last()
     return acc
 
 
 @gluon.jit
-def _before(stage, STAGES: gl.constexpr):
-    """The stage before. Not a variable of the loop: Gluon does not carry a name that starts as another's alias."""
-    return gl.where(stage == 0, STAGES, stage) - 1
-
-
-@gluon.jit
 def _multiply_tiles(
-    x_bufs, code_bufs, full, empty, y_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+    x_bufs, code_bufs, ring, y_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
     M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, scales_stride, residual_stride,
     FORMAT: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, HALVES: gl.constexpr, BLOCK_M: gl.constexpr,
     SPAN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr, ON_SUMS: gl.constexpr,
@@ -292,7 +273,7 @@ def _multiply_tiles(
         if HALVES == 2:
             weights = at // 64 * F + first_col + at % 64
         acc = _sum_steps(
-            x_bufs, code_bufs, full, empty, scales_ptr, zeros_ptr, weights, F * HALVES, K, scales_stride, passed, first, end,
+            x_bufs, code_bufs, ring, scales_ptr, zeros_ptr, weights, F * HALVES, K, scales_stride, passed, first, end,
             FORMAT, BLOCK_ROWS, BLOCK_COLS, BLOCK_M, SPAN, STAGES, ON_SUMS, AHEAD,
         )  # fmt: skip
         passed += (end - first) * (2 // SPAN)
@@ -313,18 +294,6 @@ def _multiply_tiles(
                 blocks, y_ptr, scales_ptr, bias_ptr, residual_ptr, weights, row * BLOCK_M, first_col, M, F, residual_stride,
                 BLOCK_COLS, HALVES, ACTIVATION,
             )  # fmt: skip
-
-
-# ---- kernel
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    """A ring of barriers that one arrival completes."""
-    ring = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ring.index(i), count=1)
-    return ring
 
 
 @gluon.jit(do_not_specialize=["M", "K", "steps", "waves", "share", "PARTS"])
@@ -348,19 +317,18 @@ def mixed_registers_kernel(
     if HALVES == 2:
         shape: gl.constexpr = [STAGES * BOXES, 128, w_desc.block_type.shape[1]]
         code_bufs = viewed(code_boxes, code_boxes.dtype, shape, CODE_LAYOUT)
-    full = _barriers(STAGES)
-    empty = _barriers(STAGES)
+    ring = new_ring(STAGES, 1)
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(F * HALVES, 128)
     gl.warp_specialize([
         (_multiply_tiles, (
-            x_bufs, code_bufs, full, empty, y_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
+            x_bufs, code_bufs, ring, y_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, parts_ptr, tickets_ptr,
             M, F, K, tiles_m, tiles_n, steps, waves, share, PARTS, scales_stride, residual_stride,
             FORMAT, BLOCK_ROWS, BLOCK_COLS, HALVES, BLOCK_M, SPAN, STAGES, GROUP_M, STREAM, ON_SUMS, AHEAD,
             ACTIVATION,
         )),
         (_load_tiles, (
-            x_desc, w_desc, x_bufs, code_boxes, full, empty, F, tiles_m, tiles_n, steps, waves, share,
+            x_desc, w_desc, x_bufs, code_boxes, ring, F, tiles_m, tiles_n, steps, waves, share,
             HALVES, SPAN, STAGES, GROUP_M, STREAM,
         )),
     ], [1], [24])  # fmt: skip

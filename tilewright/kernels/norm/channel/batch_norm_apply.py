@@ -39,8 +39,6 @@ from tilewright.tune.space import Config
 
 __all__ = ["launched", "normalize_channels_op"]
 
-# ---- reference
-
 
 def _reference(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
@@ -52,9 +50,6 @@ def _reference(
     y = y if bias is None else y + bias.to(wide)
     y = y if residual is None else y + residual.to(wide)
     return torch.empty_like(x).copy_(activated(y, activation))
-
-
-# ---- cost
 
 
 def _cost(

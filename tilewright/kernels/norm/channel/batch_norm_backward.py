@@ -16,8 +16,6 @@ dx reads it again; the sums of these and a few numbers a channel; the map. The s
 Limited by bytes: dy, x and y are read, g written; g and x read, dx written. Not supported: other activations, other layouts.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +40,6 @@ from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = ["Again", "batch_norm_backward_op", "launched"]
-
-# ---- reference
 
 
 def _reference(
@@ -85,8 +81,6 @@ EXAMPLES = (
     _example("no weight", 1, 9, 300, torch.float16, None),
     _example("two values", 2, 1, 16, torch.float32, last=False, relu=False),
 )
-
-# ---- kernel
 
 
 @triton.jit(do_not_specialize=["rows", "C", "count"])

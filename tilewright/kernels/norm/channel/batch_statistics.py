@@ -14,8 +14,6 @@ numbers, the same bits every time. `parts_kernel` makes the sums of the gradient
 Limited by bytes: x is read once. Not supported: one value a channel, running_mean without running_var, other layouts.
 """
 
-# Pyright does not see what a jitted function returns.
-# pyright: reportGeneralTypeIssues=false
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +38,6 @@ from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = ["JOIN", "Again", "batch_statistics_op", "join_rows", "launched", "part_grid", "parts_kernel"]
-
-# ---- reference
 
 
 def _reference(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float) -> tuple[Tensor, Tensor]:
@@ -82,8 +78,6 @@ EXAMPLES = (
     _example("none running", 1, 9, 300, torch.float16, running=False, mean=1.0),
     _example("two values", 2, 1, 16, torch.float32, last=False),
 )
-
-# ---- kernels
 
 
 @triton.jit(do_not_specialize=["s_units", "n_images", "share"])

@@ -46,8 +46,6 @@ __all__ = [
     "places_at_once",
 ]
 
-# ---- reference
-
 
 def _sums_reference(x: Tensor, shift: Tensor, dy: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -62,9 +60,6 @@ def _affine_reference(x: Tensor, a: Tensor, b: Tensor, dy: Tensor | None, d: Ten
     if dy is not None and d is not None:
         y = y + d.to(wide)[:, None] * dy.to(wide)
     return torch.empty_like(x).copy_(y)
-
-
-# ---- cost
 
 
 def _sums_cost(x: Tensor, shift: Tensor, dy: Tensor | None) -> Cost:

@@ -1,0 +1,120 @@
+"""A model's parameters from a trainer to samplers on other devices by torch.distributed: NCCL between cards, gloo between CPUs.
+
+The trainer is rank 0 of a group with its samplers. Parameters arrive where they belong, without a copy on either side, except
+small ones, which go together. All ranks take part in a broadcast, so a sampler takes weights between two calls: it is told to
+by a line in its pipe, says in the store that it is there, and only then the trainer begins. A sampler that has ended, before or
+in the middle, is noticed by whoever asks `alive`.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tilewright.models import Model
+from tilewright.parallel.mesh import abort, join, leave
+from tilewright.parallel.plan import Plan
+from tilewright.rl.shared_weights import layout_of, parameters_of
+
+__all__ = ["BroadcastWeights"]
+
+_SMALL_BYTES = 1 << 20
+_STORE = "ranks"
+_LAYOUT = "layout"
+
+
+class BroadcastWeights:
+    """The parameters of `model`, on one rank of `size`.
+
+    folder: of this run, on this machine: the ranks meet in a file there.
+
+    Raises:
+        ValueError: rank 0 has another model.
+    """
+
+    def __init__(self, model: Model, folder: Path, *, rank: int, size: int) -> None:
+        self._rank, self._size, self._times = rank, size, 0
+        parameters = parameters_of(model)
+        self._device = parameters[0].device
+        self.nbytes = sum(parameter.nbytes for parameter in parameters)
+        self._large = [_bytes(parameter) for parameter in parameters if parameter.nbytes > _SMALL_BYTES]
+        self._small = [_bytes(parameter) for parameter in parameters if parameter.nbytes <= _SMALL_BYTES]
+        self._together = torch.empty(sum(map(len, self._small)), dtype=torch.uint8, device=self._device)
+        self._store = FileStore(str(folder / _STORE), size)
+        layout = layout_of(parameters).hex()
+        if rank == 0:
+            self._store.set(_LAYOUT, layout)
+        elif self._store.get(_LAYOUT).decode() != layout:
+            raise ValueError("the trainer's weights are of another shape than this model's")
+
+    def join(self) -> None:
+        """Meet the other ranks, which all come here."""
+        plan = Plan(dp=self._size)
+        join(plan, rank=self._rank, device=self._device, store=self._store, invariant=False)
+
+    def push(self, version: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Give the parameters to samplers that were told to `pull`. Returns how long they took to be there, how long the
+        parameters took, and how fast they were.
+
+        Raises:
+            ConnectionError: as `alive` does, which is asked while this waits.
+        """
+        began = time.perf_counter()
+        self._times += 1
+        there = [self._key(rank) for rank in range(1, self._size)]
+        _until(lambda: self._store.check(there), alive)
+        met = time.perf_counter()
+        self._exchange(alive)
+        took = time.perf_counter() - met
+        return {"push_s": took, "push_gb_per_s": self.nbytes / took / 1e9, "push_waited_s": met - began}
+
+    def pull(self) -> None:
+        """Take the parameters that the trainer is giving."""
+        self._times += 1
+        self._store.set(self._key(self._rank), "")
+        self._exchange(lambda: None)
+
+    def close(self) -> None:
+        """Part from the group, whoever is still there."""
+        if self._device.type == "cuda":
+            abort()
+        leave()
+
+    def _key(self, rank: int) -> str:
+        return f"{self._times} {rank}"
+
+    def _exchange(self, alive: Callable[[], None]) -> None:
+        """Broadcasts all of them. Over gloo an end of a rank raises RuntimeError: then `alive` says whose it was."""
+        if self._small and not self._rank:
+            torch.cat(self._small, out=self._together)
+        try:
+            works = [dist.broadcast(x, 0, async_op=True) for x in (self._together, *self._large) if len(x)]
+            for work in works:
+                assert work is not None
+                _until(work.is_completed, alive)
+                work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            alive()
+            raise
+        if self._rank:
+            for parameter, given in zip(self._small, self._together.split([len(x) for x in self._small])):
+                parameter.copy_(given)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _until(done: Callable[[], bool], alive: Callable[[], None]) -> None:
+    waits = 0
+    while not done():
+        waits += 1
+        if waits % 100 == 0:
+            alive()
+        time.sleep(1e-4)

@@ -1,0 +1,167 @@
+"""Samplers on a Ray cluster: an actor each, on any machine, with a GPU each where the cluster has that many.
+
+The cluster is the one that RAY_ADDRESS names or that runs on this machine; else one is started here and ends with the run.
+Weights go through Ray's object store, once for each machine. Every machine needs the same packages, and files that the config
+names under the same names.
+
+An actor that ends, or whose machine does, costs the answers that it owed: their prompts come back without any, and are counted
+as lost. Another is started in its place, with the newest weights. One that ends again before it has answered anything, several
+times in a row, ends the run, as does what an actor raises.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+
+from tilewright.models import Model
+from tilewright.rl.config import RLConfig
+from tilewright.rl.policies import policy_of
+from tilewright.rl.quantised import recode
+from tilewright.rl.rollout import Answer
+from tilewright.rl.sampler_process import sampler_of
+from tilewright.rl.samplers import dealt
+from tilewright.rl.shared_weights import parameters_of
+
+__all__ = ["Actor", "RaySamplers"]
+
+_LEAST_STORE = 128 << 20
+_MOST_ENDS = 3
+"""In a row, of actors in one place."""
+Weights = list[NDArray[np.uint8]]
+"""The bytes of a model's parameters, by name."""
+
+
+class Actor:
+    """The sampler's side: a model of the config's, which waits for weights."""
+
+    def __init__(self, config: dict[str, Any], longest: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        chosen = RLConfig(**config)
+        text, self._model = policy_of(chosen)
+        self._model.requires_grad_(False)
+        self._sampler = sampler_of(chosen, self._model, longest, text.end_ids)
+        self._sampler.version = -1
+
+    def load(self, version: int, weights: Weights) -> None:
+        """Take these weights."""
+        for parameter, told in zip(parameters_of(self._model), weights, strict=True):
+            whole = torch.from_numpy(told.copy()).view(parameter.dtype).view(parameter.shape)  # the store's is read-only
+            parameter.copy_(whole)
+        recode(self._model)
+        self._sampler.version = version
+
+    def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
+        """As `Sampler` does, in plain values."""
+        return [[asdict(answer) for answer in group] for group in self._sampler(**call)]
+
+
+class RaySamplers:
+    """As many actors as `config.sampler` says, `ray:N`.
+
+    Raises:
+        ConnectionError: one of them cannot be started.
+    """
+
+    def __init__(self, config: RLConfig, model: Model, longest: int) -> None:
+        count = int(config.sampler.removeprefix("ray:"))
+        self._parameters = parameters_of(model)
+        self.nbytes = sum(parameter.nbytes for parameter in self._parameters)
+        self.lost_actors = 0
+        """That have ended so far."""
+        self.actors: list[Any] = []
+        _join(self.nbytes)
+        try:
+            cluster = ray.cluster_resources()
+            on_card, cores = cluster.get("GPU", 0) >= count, max(1, int(cluster.get("CPU", 1)) // count)
+            told = replace(config, device="cuda" if on_card else "cpu", sampler="", staleness=0).to_json()
+            kind = ray.remote(num_cpus=0 if on_card else min(1, cores), num_gpus=1 if on_card else 0)(Actor)
+            self._make = lambda: kind.remote(told, longest, torch.get_num_threads())
+            self.actors = [self._make() for _ in range(count)]
+            self._ends = [0] * count
+            self._given: tuple[int, Any] = (0, None)
+            self.push(0)
+            for place, actor in enumerate(self.actors):
+                self._had(place, actor.sample.remote({"prompts": [], "answers": 1, "max_tokens": 1, "seed": 0}), "was ready")
+        except BaseException:
+            self.close()
+            raise
+
+    def push(self, version: int) -> dict[str, float]:
+        """Put the weights into the store; each actor takes them behind what it is doing. What goes wrong there shows when it
+        samples."""
+        began = time.perf_counter()
+        self._given = version, ray.put([p.cpu().contiguous().view(-1).view(torch.uint8).numpy() for p in self._parameters])
+        for actor in self.actors:
+            actor.load.remote(*self._given)
+        took = time.perf_counter() - began
+        return {"push_s": took, "push_gb_per_s": self.nbytes / took / 1e9, "lost_samplers": self.lost_actors}
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
+    ) -> list[list[Answer]]:
+        """As `Sampler` does, by all of them at once. The prompts of one that ended meanwhile have no answers; where that is so
+        of all, they are asked again. Raises ConnectionError where one ends again and again."""
+        members = [self._member(place) for place in range(len(self.actors))]
+        while True:
+            found = dealt(members, prompts, answers=answers, max_tokens=max_tokens, seed=seed, places=places)
+            if not prompts or any(found):
+                return found
+
+    def close(self) -> None:
+        """End the actors, and leave the cluster."""
+        for actor in self.actors:
+            with suppress(RayError):
+                ray.kill(actor)
+        ray.shutdown()
+
+    def _member(self, place: int) -> Any:
+        def sample(prompts: Sequence[Sequence[int]], **call: Any) -> list[list[Answer]]:
+            asked = {"prompts": [list(prompt) for prompt in prompts], **call}
+            made = self._had(place, self.actors[place].sample.remote(asked), "answered")
+            if made is None:
+                return [[] for _ in prompts]
+            return [[Answer(**answer) for answer in group] for group in made]
+
+        return sample
+
+    def _had(self, place: int, what: Any, before: str) -> Any:
+        """What an actor returns; None where it has ended, and another has taken its place. Raises ConnectionError."""
+        try:
+            found = ray.get(what)
+        except (RayActorError, OutOfMemoryError) as error:
+            self.lost_actors += 1
+            self._ends[place] += 1
+            if self._ends[place] >= _MOST_ENDS or before == "was ready":
+                raise ConnectionError(f"sampler {place} on Ray ended before it {before}: {_why(error)}") from None
+            self.actors[place] = self._make()
+            self.actors[place].load.remote(*self._given)
+            return None
+        except RayError as error:
+            raise ConnectionError(f"sampler {place} on Ray failed before it {before}: {_why(error)}") from None
+        self._ends[place] = 0
+        return found
+
+
+def _join(nbytes: int) -> None:
+    """The cluster that is there, or a new one with room for three versions of the weights."""
+    quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError:
+        store = max(_LEAST_STORE, 3 * nbytes)
+        ray.init(address="local", include_dashboard=False, object_store_memory=store, **quiet)
+
+
+def _why(error: RayError) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:400] if lines else type(error).__name__
