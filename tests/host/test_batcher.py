@@ -172,6 +172,25 @@ def test_a_full_queue_says_when_it_has_room() -> None:
     assert caught.value.retry_after_s == pytest.approx(0.4 + 8 * 0.1)
 
 
+def test_who_would_wait_too_long_is_refused_once_a_batch_waits() -> None:
+    batcher = Batcher(BatchPolicy(max_rows=4, max_wait_s=2.0))
+    batcher.took(Batch((), 4), 3.0)  # one batch alone takes longer
+    for _ in range(4):
+        batcher.add(Item(1, 0.0))
+    with pytest.raises(Full, match=r"4 requests are waiting, which takes about 6\.0 s, more than max_wait_s=2") as refused:
+        batcher.add(Item(1, 0.0))
+    assert refused.value.retry_after_s == pytest.approx(6.0)
+    batcher.add(Item(1, 0.0), instances=4, taken=True)
+    assert len(batcher) == 5
+    for _ in range(50):
+        batcher.took(Batch((), 4), 0.1)
+    while batcher.wait_s() <= 2.0:  # until there is no end of it
+        batcher.add(Item(1, 0.0))
+    assert len(batcher) in (76, 77)
+    with pytest.raises(Full):
+        batcher.add(Item(1, 0.0))
+
+
 def test_withdrawn_items_are_never_computed_and_hold_nothing() -> None:
     batcher, rng = Batcher(BatchPolicy(max_rows=4, max_waiting=1 << 20)), random.Random(0)
     kept = list[Item]()
@@ -198,6 +217,7 @@ def test_withdrawn_items_are_never_computed_and_hold_nothing() -> None:
         ({"max_delay_s": -1.0}, "max_delay is -1000 ms"),
         ({"max_rows": 4, "preferred": (5,)}, r"preferred sizes are \[5\]"),
         ({"max_waiting": 0}, "max_waiting is 0"),
+        ({"max_wait_s": 0.0}, "max_wait_s is 0"),
     ],
 )
 def test_a_policy_that_is_none(fields: dict, words: str) -> None:

@@ -9,7 +9,8 @@ sends twice that rate, by a Poisson process, and counts
     recovered   the latency of single requests from 5 s after the end, against that before (wanted: at most twice)
 
 With `--step 0.1` the server runs in this process on an engine whose steps take so many seconds and no processor: on a machine
-that is busy otherwise the embedded model's own speed would decide.
+that is busy otherwise the embedded model's own speed would decide. With `--batch 0.2` it serves an ordinary model whose batches
+of 8 take so many seconds and no processor.
 
 Prints the numbers and exits with 1 where one is not as wanted. Loopback only; ends by itself.
 """
@@ -22,10 +23,15 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from tests.host.fakes import Makes
 from tests.server.fake_engine import fake_engine, running
+from tests.server.v2.running import double, serving
 from tests.server.victim import BOOKWORM, server_process
+from tilewright.host.config import ModelConfig
 
 IN_TIME_S = 5.0
 WANTED_SHARE = 0.85
@@ -45,12 +51,27 @@ class Asked:
     retry_s: float = 0.0
 
 
-async def ask(port: int, rng: random.Random) -> Asked:
-    """Send one completion on a connection of its own."""
+Make = Callable[[random.Random], tuple[str, Any]]
+"""Path and JSON of a request."""
+
+
+def completion(rng: random.Random) -> tuple[str, Any]:
+    """A request to the embedded model."""
     words = " ".join(rng.choice(("sea", "ship", "captain", "wind", "night", "land")) for _ in range(8))
-    fields = {"prompt": words, "max_tokens": TOKENS, "ignore_eos": True, "seed": rng.randrange(1 << 30)}
+    return "/v1/completions", {"prompt": words, "max_tokens": TOKENS, "ignore_eos": True, "seed": rng.randrange(1 << 30)}
+
+
+def four_numbers(rng: random.Random) -> tuple[str, Any]:
+    """A request to an ordinary model."""
+    data = [rng.randrange(100) for _ in range(4)]
+    return "/v2/models/m/infer", {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": data}]}
+
+
+async def ask(port: int, rng: random.Random, make: Make) -> Asked:
+    """Send one request on a connection of its own."""
+    path, fields = make(rng)
     body = json.dumps(fields).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     sent_s = time.monotonic()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -64,13 +85,13 @@ async def ask(port: int, rng: random.Random) -> Asked:
     return Asked(sent_s, status, time.monotonic() - sent_s, float(retry[1]) if retry else 0.0)
 
 
-async def capacity(port: int, seconds: float, rng: random.Random) -> float:
+async def capacity(port: int, seconds: float, rng: random.Random, make: Make) -> float:
     """Answers a second with enough clients that each ask again at once."""
     end_s, done = time.monotonic() + seconds, []
 
     async def client() -> None:
         while time.monotonic() < end_s:
-            one = await ask(port, rng)
+            one = await ask(port, rng, make)
             if one.status == 200:
                 done.append(time.monotonic())
             else:
@@ -81,7 +102,7 @@ async def capacity(port: int, seconds: float, rng: random.Random) -> float:
     return len(counted) / (0.75 * seconds)
 
 
-async def flood(port: int, rate: float, seconds: float, rng: random.Random) -> tuple[list[Asked], list[Asked]]:
+async def flood(port: int, rate: float, seconds: float, rng: random.Random, make: Make) -> tuple[list[Asked], list[Asked]]:
     """(first requests at this rate, a tenth of those that were told to come again, when they did)."""
     start_s, at_s = time.monotonic(), 0.0
     first: list[asyncio.Task[Asked]] = []
@@ -92,11 +113,11 @@ async def flood(port: int, rate: float, seconds: float, rng: random.Random) -> t
         if refused.status != 429 or refused.sent_s + refused.took_s + refused.retry_s > start_s + seconds:
             return refused
         await asyncio.sleep(refused.retry_s)
-        return await ask(port, rng)
+        return await ask(port, rng, make)
 
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         await asyncio.sleep(max(0.0, start_s + at_s - time.monotonic()))
-        first.append(asyncio.create_task(ask(port, rng)))
+        first.append(asyncio.create_task(ask(port, rng, make)))
         if rng.random() < 0.1:
             again.append(asyncio.create_task(come_again(first[-1])))
     asked = await asyncio.gather(*first)
@@ -104,19 +125,19 @@ async def flood(port: int, rate: float, seconds: float, rng: random.Random) -> t
     return asked, later
 
 
-async def single(port: int, count: int, rng: random.Random) -> float:
+async def single(port: int, count: int, rng: random.Random, make: Make) -> float:
     """The median latency of requests one after the other."""
-    return statistics.median([(await ask(port, rng)).took_s for _ in range(count)])
+    return statistics.median([(await ask(port, rng, make)).took_s for _ in range(count)])
 
 
-async def run(port: int, seconds: float, rng: random.Random) -> bool:
+async def run(port: int, seconds: float, rng: random.Random, make: Make = completion, *, wanted: float = WANTED_SHARE) -> bool:
     """All of it; whether everything is as wanted."""
-    idle_s = await single(port, 8, rng)
-    able = await capacity(port, max(12.0, seconds / 3), rng)
-    print(f"idle: {idle_s * 1e3:.0f} ms a request of {TOKENS} tokens; capacity: {able:.1f} requests/s", flush=True)
-    asked, later = await flood(port, 2 * able, seconds, rng)
+    idle_s = await single(port, 8, rng, make)
+    able = await capacity(port, max(12.0, seconds / 3), rng, make)
+    print(f"idle: {idle_s * 1e3:.0f} ms a request; capacity: {able:.1f} requests/s", flush=True)
+    asked, later = await flood(port, 2 * able, seconds, rng, make)
     await asyncio.sleep(max(0.0, asked[-1].sent_s + RECOVERY_S - time.monotonic()))
-    after_s = await single(port, 8, rng)
+    after_s = await single(port, 8, rng, make)
     answered = [one for one in asked if one.status == 200]
     in_time = sum(one.took_s <= IN_TIME_S for one in answered)
     refused = [one for one in asked if one.status == 429]
@@ -133,7 +154,7 @@ async def run(port: int, seconds: float, rng: random.Random) -> bool:
         again = sum(one.status == 200 for one in later) / len(later)
         print(f"came again when told: {again:.0%} of {len(later)} answered; first requests: {len(answered) / len(asked):.0%}")
     print(f"{RECOVERY_S:g} s after: {after_s * 1e3:.0f} ms a request")
-    return share >= WANTED_SHARE and not late and not others and after_s <= 2 * idle_s + 0.05
+    return share >= wanted and not late and not others and after_s <= 2 * idle_s + 0.05
 
 
 def main() -> int:
@@ -143,8 +164,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("options", nargs="*", help="further options of `tilewright serve`, after --")
     parser.add_argument("--step", type=float, help="seconds a step of a simulated engine takes")
+    parser.add_argument("--batch", type=float, help="seconds that a batch of 8 of an ordinary model takes")
     given = parser.parse_args()
     rng = random.Random(given.seed)
+    if given.batch is not None:
+        models = {"m": ModelConfig(source="a:b", max_batch=8)}
+        with serving(models, makes=Makes(double, seconds=given.batch)) as server:
+            return 0 if asyncio.run(run(server.port, given.seconds, rng, four_numbers, wanted=0.9)) else 1
     if given.step is not None:
         with running(fake_engine(delay_s=given.step, max_seqs=64, max_waiting=4096, pages=4096)) as fake:
             return 0 if asyncio.run(run(fake.port, given.seconds, rng)) else 1

@@ -46,6 +46,8 @@ class BatchPolicy:
     """Sizes in rows that are worth leaving for before the delay is over; the largest that waiting rows fill is taken."""
     max_waiting: int = 1024
     """Most items in the queue; more are refused."""
+    max_wait_s: float = 2.0
+    """How long a new item may have to wait, as far as the last batches tell, where the rows of a batch wait already."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_rows <= 1 << 16:
@@ -56,6 +58,8 @@ class BatchPolicy:
             raise ValueError(f"preferred sizes are {list(self.preferred)}, wanted sizes from 1 to max_batch={self.max_rows}")
         if not 1 <= self.max_waiting <= 1 << 20:
             raise ValueError(f"max_waiting is {self.max_waiting}, wanted 1 to {1 << 20}")
+        if not 0 < self.max_wait_s <= 86400:
+            raise ValueError(f"max_wait_s is {self.max_wait_s:g}, wanted more than 0 and at most 86400")
 
 
 @dataclass(slots=True)
@@ -86,8 +90,8 @@ class Batch(NamedTuple):
 class Full(Exception):
     """The queue is full; `retry_after_s` is when it will have room, as far as the last batches tell."""
 
-    def __init__(self, waiting: int, retry_after_s: float):
-        super().__init__(f"{waiting} requests are waiting, the most that this model's queue holds")
+    def __init__(self, waiting: int, retry_after_s: float, most: str):
+        super().__init__(f"{waiting} requests are waiting, {most}")
         self.retry_after_s = retry_after_s
 
 
@@ -118,10 +122,14 @@ class Batcher:
             return 0.0
         return self._batch_s + self._rows_waiting * self._row_s / max(1, instances)
 
-    def add(self, item: Item, instances: int = 1) -> None:
-        """Queue an item. Raises Full: the queue has no room."""
-        if self._waiting >= self.policy.max_waiting:
-            raise Full(self._waiting, self.wait_s(instances))
+    def add(self, item: Item, instances: int = 1, *, taken: bool = False) -> None:
+        """Queue an item; one that was `taken` before however long it will wait. Raises Full: the queue has no room."""
+        policy = self.policy
+        if self._waiting >= policy.max_waiting:
+            raise Full(self._waiting, self.wait_s(instances), "the most that this model's queue holds")
+        if self._rows_waiting >= policy.max_rows and not taken and (wait_s := self.wait_s(instances)) > policy.max_wait_s:
+            most = f"which takes about {wait_s:.1f} s, more than max_wait_s={policy.max_wait_s:g}"
+            raise Full(self._waiting, wait_s, most)
         self._numbers += 1
         item.number = self._numbers
         heapq.heappush(self._heap, (item.priority, item.number, item))

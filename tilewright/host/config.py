@@ -93,6 +93,8 @@ class ModelConfig:
     preferred: tuple[int, ...] = ()
     """Sizes in rows that batches leave for at once and are padded to; (): nothing is padded unless `precision` is given."""
     max_waiting: int = 1024
+    max_wait_s: float = 2.0
+    """How long a request may have to wait in the queue; who would wait longer is refused."""
     instances: int = 1
     """Processes that compute this model side by side."""
     threads: int | None = None
@@ -159,6 +161,7 @@ class ModelConfig:
             max_delay_s=self.max_delay_ms / 1e3,
             preferred=tuple(sorted({size for size in self.preferred if most is None or size <= rows})),
             max_waiting=self.max_waiting,
+            max_wait_s=self.max_wait_s,
         )
 
     def json(self) -> dict[str, Any]:

@@ -324,7 +324,7 @@ class Version:
                 waiting.tried = True
                 alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, next(_numbers), item.rows, waiting)
                 try:
-                    self._batcher.add(alone)
+                    self._batcher.add(alone, taken=True)
                 except Full as error:
                     self._fail(item, Overloaded(f"{self.label}: {error}", 1.0))
         self._replace(instance)
