@@ -4,7 +4,7 @@ take turns: with twelve on one H100 a step of 1,024 samples took 8 s.
 
 Pretraining ends when the model solves `--until` of held-out tasks, or when `--pretrain-s` have passed; its learning rate then
 falls to nothing over `--fall` times as many updates again. Each run of rewards begins with these weights, and ends when it has
-reached its aim on two sets of held-out tasks, or when `--seconds` are over. `--runs grpo:5e-5:5,ppo:5e-5:5` names algorithm,
+reached its aim on two sets of held-out tasks, or when `--seconds` are over. `--runs grpo:1e-4:5,ppo:1e-4:5` names algorithm,
 learning rate and number of seeds. Answers are sampled at temperature 1, one a task. Prints the rates, and one JSON object a run
 at the end.
 """
