@@ -200,7 +200,8 @@ def _split_kernel(
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
     bufs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [6, BLOCK_T, BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    below = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout))
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    below = gl.arange(0, BLOCK_T, layout=of_rows)
     group, part, step, width, inside, cols, weight, of_weight, of_bias = own_columns(
         weight_ptr, counters_ptr, D, PARTS, WIDTH, BLOCK_T, BLOCK_D, layout
     )
@@ -225,7 +226,7 @@ def _split_kernel(
         )  # fmt: skip
         wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
         mean, passed, squares, crossed = _joined(
-            parts_ptr, sums, start, n_rows, D, WIDTH, PARTS, PARTS_2, CENTERED, BLOCK_T, below.type.layout
+            parts_ptr, sums, start, n_rows, D, WIDTH, PARTS, PARTS_2, CENTERED, BLOCK_T, of_rows
         )  # fmt: skip
         of_weight, of_bias = _finish(
             bufs, stage, weight, inside, cols, of_weight, of_bias, mean, passed, squares, crossed, start, n_rows,

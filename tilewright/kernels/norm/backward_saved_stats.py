@@ -135,7 +135,8 @@ def _kept_kernel(
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
     bufs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [6, BLOCK_T, BLOCK_D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    below = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout))
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    below = gl.arange(0, BLOCK_T, layout=of_rows)
     group, part, step, _width, inside, cols, weight, of_weight, of_bias = own_columns(
         weight_ptr, counters_ptr, D, PARTS, WIDTH, BLOCK_T, BLOCK_D, layout
     )
@@ -162,7 +163,7 @@ def _kept_kernel(
         # Of a row that is not there the scale is 0: its part of the sums must be 0.
         scale = gl.load(stats_ptr + n_rows + start + below, mask=start + below < n_rows, other=0.0)
         wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
-        given, crossed = _joined(parts_ptr, sums, start, n_rows, PARTS, PARTS_2, BLOCK_T, below.type.layout)
+        given, crossed = _joined(parts_ptr, sums, start, n_rows, PARTS, PARTS_2, BLOCK_T, of_rows)
         of_weight, of_bias = _finish(
             bufs, stage, weight, inside, of_weight, of_bias, mean, scale, given / D, crossed * scale * scale / D,
             dx_ptr, start, n_rows, cols, D, BLOCK_T, layout,
