@@ -38,7 +38,7 @@ from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
-from tilewright.server.errors import ApiError, unavailable
+from tilewright.server.errors import ApiError, overloaded, unavailable
 from tilewright.server.gate import install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.link import EngineLink, EngineStopped
@@ -167,7 +167,10 @@ class Server:
     ) -> Response:
         self._check_open()
         self.served.check_generates()
-        job = await self._prepared(request, lambda raw: read(raw, self.served, self.config))
+        raw = await self._body(request)
+        if (full := self.worker.full) is not None:
+            raise overloaded(str(full), full.retry_after_s)
+        job = await self._read(request, raw, lambda raw: read(raw, self.served, self.config))
         grammar = job.params[0].grammar
         if grammar is not None:
             await self.grammars.check(grammar, job.grammar_field or "grammar")
@@ -210,7 +213,9 @@ class Server:
 
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
         """`read(body)`, off the event loop where that is worth it."""
-        raw = await self._body(request)
+        return await self._read(request, await self._body(request), read)
+
+    async def _read(self, request: Request, raw: bytes, read: Callable[[bytes], T]) -> T:
         return await self.intake.run(raw, read, inline=request.url.path in INLINE)
 
     async def _body(self, request: Request) -> bytes:

@@ -17,11 +17,14 @@ import numpy as np
 from tilewright.engine.adapter_names import UnknownAdapter
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.pooling import Pass
-from tilewright.engine.request import Delta, SamplingParams
+from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.server.direct import Batch, Direct
 from tilewright.server.metrics import Latencies, Scrape
 
-__all__ = ["Channel", "EngineLink", "EngineStopped"]
+__all__ = ["REFUSAL_S", "Channel", "EngineLink", "EngineStopped"]
+
+REFUSAL_S = 0.1
+"""How long a full queue is taken to be full: no waiting time becomes shorter by more in that time."""
 
 
 class EngineStopped(RuntimeError):
@@ -99,6 +102,14 @@ class EngineLink(ABC):
         """For `Direct`: what a step writes the short way."""
         self._channels: dict[str, Channel] = {}
         self.stopped: str | None = None
+        self._refused: tuple[QueueFull, float] | None = None
+
+    @property
+    def full(self) -> QueueFull | None:
+        """What a request was refused with a moment ago, if any other would be: the next need not be parsed to be refused."""
+        if self._refused is None or time.monotonic() - self._refused[1] > REFUSAL_S:
+            return None
+        return self._refused[0]
 
     @property
     def open_channels(self) -> int:
@@ -123,12 +134,22 @@ class EngineLink(ABC):
         channel = Channel(ids, params[0].n)
         self._channels.update(dict.fromkeys(ids, channel))
         try:
-            await self._submit_all(channel, prompts, params)
+            await self._submitted(channel, prompts, params)
             yield channel
         finally:
             for request_id in ids:
                 del self._channels[request_id]
             self._leave(channel)
+
+    async def _submitted(self, channel: Channel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        try:
+            await self._submit_all(channel, prompts, params)
+        except QueueFull as full:
+            # Several prompts or samples need more room than one, and a later priority has more before it.
+            if len(prompts) == params[0].n == 1 and params[0].priority == 0:
+                self._refused = full, time.monotonic()
+            raise
+        self._refused = None
 
     def stop_all(self, reason: str) -> None:
         """End every open channel with `EngineStopped`, and take no more work."""
