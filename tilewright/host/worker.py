@@ -128,7 +128,7 @@ class _Instance:
 
     def _tensor(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
         """The memory there as a tensor; batches lie at the same places again and again."""
-        where = (self._arena.size, offset, datatype, *shape)
+        where = (offset, datatype, *shape)
         found = self._views.get(where)
         if found is None:
             if len(self._views) >= MAX_VIEWS:
@@ -204,6 +204,7 @@ class _Instance:
         needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
         if needed > self._arena.size:
             self._arena.grow(needed)
+            self._views.clear()  # or the memory before it would stay mapped
         at, placed = self._outputs_at, []
         for x in outputs:
             name = DTYPE_NAMES[x.dtype]
