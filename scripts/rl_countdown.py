@@ -224,7 +224,7 @@ def read() -> argparse.Namespace:
     for name, default in (
         ("device", "cuda"), ("dtype", "float32"), ("layers", 4), ("hidden", 256), ("until", 0.2), ("fall", 0.25),
         ("pretrain-s", 130.0),
-        ("pretrain-lr", 2e-3), ("measure-every", 50), ("seconds", 535.0), ("runs", "grpo:5e-5:5,ppo:5e-5:5"),
+        ("pretrain-lr", 2e-3), ("measure-every", 50), ("seconds", 535.0), ("runs", "grpo:1e-4:5,ppo:1e-4:5"),
         ("prompts", 256), ("answers", 8), ("minibatches", 2), ("critic-lr", 2e-4), ("entropy-bonus", 0.0),
         ("cache-mib", 256), ("processes", 12), ("until-time", 0.0), ("aim", 2.0), ("run", ""),
     ):  # fmt: skip

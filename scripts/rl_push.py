@@ -165,6 +165,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if broadcast:
             weights.join()
         took: dict[str, list[float]] = {}
+        told: dict[str, float] = {}
         plain = links(options, weights.nbytes, taker)
         for version in range(options.times + 1):
             parameters_of(model)[0].add_(1.0)
@@ -174,7 +175,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 row = {"push": weights.push(version, taker.check_alive)["push_s"]}
                 taker.hear()
             else:
-                row = {"push": weights.push(version)["push_s"]}
+                told = weights.push(version)
+                row = {"push": told["push_s"]}
                 taker.tell("take")
                 row["pull"] = float(taker.hear())
             row |= {f"link_{name}": link() for name, link in plain.items()}
@@ -189,6 +191,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     median = {name: statistics.median(seconds) for name, seconds in took.items()}
     return {
         "bytes": weights.nbytes, "tensors": len(parameters_of(model)), "bits_equal": same,
+        **{name: value for name, value in told.items() if name == "push_locked"},
         **{f"{name}_s": seconds for name, seconds in median.items()},
         **{f"{name}_gb_per_s": weights.nbytes / seconds / 1e9 for name, seconds in median.items()},
         **{f"{name}_share_of_link": median[f"link_{name}"] / median[name] for name in ("push", "pull") if name in median},

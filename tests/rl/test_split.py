@@ -1,6 +1,7 @@
 """A sampler in a process of its own: its versions are honest, their age is bounded, and its end ends the run."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -249,6 +250,16 @@ def test_weights_cross_as_they_are_and_half_written_ones_are_not_read() -> None:
         SharedWeights(_turned(), giver.path)
     giver.close()
     assert not giver.path.exists()
+
+
+def test_weights_that_do_not_fit_into_memory_are_in_an_ordinary_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("tilewright.rl.shared_weights.shutil.disk_usage", lambda folder: usage._replace(free=100))
+    monkeypatch.setattr("tilewright.rl.shared_weights.tempfile.tempdir", str(tmp_path))
+    weights = SharedWeights(small_model(TINY))
+    assert weights.path.parent == tmp_path
+    assert weights.push(1).keys() == {"push_s", "push_gb_per_s"}
+    weights.close()
 
 
 class FakeCard:

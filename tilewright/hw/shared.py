@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewright.hw.driver import Driver
 
-__all__ = ["HANDLE_BYTES", "CardMemory", "pin", "unpin"]
+__all__ = ["HANDLE_BYTES", "CardMemory", "Locked"]
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -63,17 +63,21 @@ class CardMemory:
             self.close()
 
 
-def pin(memory: Tensor) -> None:
-    """Lock a host tensor's pages, so that a card copies them at the rate of its bus. Undone by `unpin`.
+class Locked:
+    """A host tensor whose pages stay where they are until `close`, so that a card copies them at the rate of its bus.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: the driver refuses, as it does for files on most disks.
     """
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
 
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._driver, self._memory = Driver(device), memory  # not torch's call, whose refusal a later kernel would report
+        self._driver("cuMemHostRegister_v2", self._place(), ctypes.c_size_t(memory.nbytes), ctypes.c_uint(0))
 
-def unpin(memory: Tensor) -> None:
-    """Raises RuntimeError where it was not locked by `pin`."""
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostUnregister(memory.data_ptr()))
+    def close(self) -> None:
+        """Let the pages go."""
+        torch.cuda.synchronize(self._driver.device)
+        self._driver("cuMemHostUnregister", self._place())
+
+    def _place(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._memory.data_ptr())

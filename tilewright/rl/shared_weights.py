@@ -7,16 +7,18 @@ opened and nothing is parsed: both sides lay the memory out by their model.
 """
 
 import hashlib
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.hw.shared import HANDLE_BYTES, CardMemory, pin, unpin
+from tilewright.hw.shared import HANDLE_BYTES, CardMemory, Locked
 from tilewright.models import Model
 
 __all__ = ["SharedWeights", "layout_of", "parameters_of"]
@@ -42,7 +44,7 @@ class SharedWeights:
     on_card: in memory of the model's card, which the file has the handle of.
 
     Raises:
-        RuntimeError: the card's driver refuses to share or to lock the memory.
+        RuntimeError: the card's driver refuses to share its memory.
         ValueError: the file is of another model.
     """
 
@@ -57,7 +59,7 @@ class SharedWeights:
         self._owned = path is None
         size = _HEADER + (HANDLE_BYTES if on_card else end)
         if path is None:
-            with tempfile.NamedTemporaryFile(dir=_FAST if _FAST.is_dir() else None, prefix="tilewright-", delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=_folder_for(size), prefix="tilewright-", delete=False) as file:
                 file.truncate(size)
             path = Path(file.name)
         self.path = path
@@ -69,7 +71,7 @@ class SharedWeights:
         if not self._owned and (self._layout != layout).any():
             raise ValueError(f"the weights in {path} are of another shape than this model's")
         self._card: CardMemory | None = None
-        self._pinned: Tensor | None = None
+        self._locked: Locked | None = None
         try:
             memory = self._on_card(raw[_HEADER:]) if on_card else self._on_host(torch.from_numpy(raw))
         except RuntimeError:
@@ -89,7 +91,8 @@ class SharedWeights:
         self._copy(self._places, self._parameters)
         self._versions[1] = version
         took = time.perf_counter() - began
-        return {"push_s": took, "push_gb_per_s": self.nbytes / took / 1e9}
+        locked = {} if self._device.type == "cpu" or self._card else {"push_locked": float(self._locked is not None)}
+        return {"push_s": took, "push_gb_per_s": self.nbytes / took / 1e9, **locked}
 
     @property
     def version(self) -> int:
@@ -107,10 +110,10 @@ class SharedWeights:
             time.sleep(1e-3)
 
     def close(self) -> None:
-        """Delete the file and free what is locked or on a card, where this side made it. Twice is once."""
-        if self._pinned is not None:
-            unpin(self._pinned)
-            self._pinned = None
+        """Delete the file and free what is on a card, where this side made it; let locked pages go. Twice is once."""
+        if self._locked is not None:
+            self._locked.close()
+            self._locked = None
         if self._card is not None:
             self._card.close()
         if self._owned:
@@ -124,8 +127,8 @@ class SharedWeights:
 
     def _on_host(self, raw: Tensor) -> Tensor:
         if self._device.type == "cuda":
-            pin(raw)
-            self._pinned = raw
+            with suppress(RuntimeError):  # copies are slower then, and `push` says so
+                self._locked = Locked(raw, self._device)
         return raw[_HEADER:]
 
     def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -139,3 +142,8 @@ class SharedWeights:
             for target, source in zip(targets, sources):
                 target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(self._device)
+
+
+def _folder_for(size: int) -> Path | None:
+    """Where the file is in memory, if that has room; None: where temporary files are."""
+    return _FAST if _FAST.is_dir() and shutil.disk_usage(_FAST).free > size else None

@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.gemm.sm90_kernel import piece_count, piece_of, place_of, program_rank
-from tilewright.kernels.hopper.epilogue import activate, add_parts, column_blocks, leave_part, rounded
+from tilewright.kernels.gemm.sm90_kernel import piece_count, piece_of, place_of, with_parts
+from tilewright.kernels.hopper.epilogue import activate, column_blocks, rounded
 from tilewright.kernels.hopper.primitives import TRITON, load_box, release, store_box, viewed
 from tilewright.kernels.hopper.ring import barriers, new_ring
 
@@ -329,15 +329,7 @@ def _multiply_boxes(
         if STREAM:
             if end - first < steps:
                 left = tile - waves * gl.num_programs(0)
-                begin = left * steps // share
-                ticket_ptr = tickets_ptr + left * 2 + wg
-                tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * (ROWS * BLOCK_N)
-                if first > 0:
-                    part = program_rank() - begin - 1
-                    leave_part(blocks, tile_parts_ptr + part * (2 * ROWS * BLOCK_N), ticket_ptr)
-                else:
-                    others = (left * steps + steps - 1) // share - begin
-                    blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ROWS * BLOCK_N)
+                blocks = with_parts(blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg, ROWS * BLOCK_N)
         if first == 0:
             box = row * M_BOXES + (wg if M_BOXES == 2 else 0)
             _finish(

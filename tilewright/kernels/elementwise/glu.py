@@ -14,9 +14,11 @@ public function).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,32 +40,28 @@ GATES = ("relu", "sigmoid")
 
 
 def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return (torch.nn.functional.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+    return _gated_by(F.silu, gate, up)
 
 
 def _gelu_reference(gate: Tensor, up: Tensor, approximate: bool) -> Tensor:
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    act = torch.nn.functional.gelu(gate.to(wide), approximate="tanh" if approximate else "none")
-    return (act * up.to(wide)).to(gate.dtype)
+    return _gated_by(partial(F.gelu, approximate="tanh" if approximate else "none"), gate, up)
 
 
 def _gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    return _gated_by(torch.sigmoid if kind == "sigmoid" else torch.relu, gate, up)
+
+
+def _gated_by(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     wide = torch.promote_types(gate.dtype, torch.float32)
-    act = torch.sigmoid if kind == "sigmoid" else torch.relu
     return (act(gate.to(wide)) * up.to(wide)).to(gate.dtype)
 
 
-def _silu_cost(gate: Tensor, up: Tensor) -> Cost:
+def _cost(gate: Tensor, up: Tensor, *_: Any) -> Cost:
     return Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes)
 
 
 def _gelu_cost(gate: Tensor, up: Tensor, approximate: bool) -> Cost:
     return Cost(flops=10 * gate.numel(), bytes=3 * gate.nbytes)
-
-
-def _gated_cost(gate: Tensor, up: Tensor, kind: str) -> Cost:
-    return Cost(flops=5 * gate.numel(), bytes=3 * gate.nbytes)
 
 
 # ---- space and examples
@@ -91,11 +89,15 @@ SPACE = Space(
 )
 
 
-def _pair(inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, merged: bool) -> tuple[Tensor, Tensor]:
+@Example.of
+def _example(
+    inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, merged: bool, *kind: bool | str
+) -> tuple[Tensor | bool | str, ...]:
+    """Two of a shape, or the halves of one projection (`merged`), and what the activation is told."""
     if not merged:
-        return inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype)
+        return inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), *kind
     both = inputs.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
-    return both[..., : shape[-1]], both[..., shape[-1] :]
+    return both[..., : shape[-1]], both[..., shape[-1] :], *kind
 
 
 _CASES = (
@@ -105,18 +107,11 @@ _CASES = (
     ("one", (1, 1), torch.float32, False),
     ("wide", (2, 2500), torch.float32, True),
 )
-SILU_EXAMPLES = tuple(Example(label, lambda inputs, c=case: _pair(inputs, *c)) for label, *case in _CASES)
+SILU_EXAMPLES = tuple(_example(*case) for case in _CASES)
 GELU_EXAMPLES = tuple(
-    Example(f"{label} {form}".strip(), lambda inputs, c=case, a=bool(form): (*_pair(inputs, *c), a))
-    for form in ("", "tanh")
-    for label, *case in _CASES
+    _example(f"{label} {form}".strip(), *case, bool(form)) for form in ("", "tanh") for label, *case in _CASES
 )
-
-GATED_EXAMPLES = tuple(
-    Example(f"{kind} {label}", lambda inputs, c=case, k=kind: (*_pair(inputs, *c), k))
-    for kind in GATES
-    for label, *case in _CASES
-)
+GATED_EXAMPLES = tuple(_example(f"{kind} {label}", *case, kind) for kind in GATES for label, *case in _CASES)
 
 
 @triton.jit(do_not_specialize=["n_rows", "gate_row_stride", "up_row_stride"])
@@ -169,7 +164,7 @@ silu_mul_op = Op(
     name="silu_mul",
     reference=_silu_reference,
     problem=row_problem,
-    cost=_silu_cost,
+    cost=_cost,
     examples=SILU_EXAMPLES,
     make=gated_arguments,
     impls=(_impl(SPACE, lambda: "silu"),),
@@ -196,7 +191,7 @@ gated_mul_op = Op(
     name="gated_mul",
     reference=_gated_reference,
     problem=row_problem,
-    cost=_gated_cost,
+    cost=_cost,
     examples=GATED_EXAMPLES,
     make=gated_mul_arguments,
     impls=(_impl(_GATED_SPACE, lambda kind: kind),),

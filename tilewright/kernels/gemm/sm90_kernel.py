@@ -44,15 +44,7 @@ from tilewright.kernels.hopper.primitives import load_box, viewed
 from tilewright.kernels.hopper.producer_rows import await_rows
 from tilewright.kernels.hopper.ring import barriers, new_ring
 
-__all__ = [
-    "load_tiles",
-    "multiply_tiles",
-    "piece_count",
-    "piece_of",
-    "place_of",
-    "program_rank",
-    "sm90_kernel",
-]
+__all__ = ["load_tiles", "multiply_tiles", "piece_count", "piece_of", "place_of", "program_rank", "sm90_kernel", "with_parts"]
 
 
 # ---- which work a program has
@@ -180,7 +172,7 @@ def load_tiles(
 
 
 @gluon.jit
-def _with_parts(
+def with_parts(
     blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg: gl.constexpr, ELEMENTS: gl.constexpr
 ):  # fmt: skip
     """A shared tile's blocks: with the others' parts where this program began it; else they are left to the one that did."""
@@ -247,7 +239,7 @@ def multiply_tiles(
         if STREAM:
             if end - first < steps:
                 left = tile - waves * gl.num_programs(0)
-                blocks = _with_parts(blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg, ROWS * COLS)
+                blocks = with_parts(blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg, ROWS * COLS)
         if first == 0:
             first_col = (col * N_BOXES + N_BOX) * (COLS // HALVES)
             finish_tile(

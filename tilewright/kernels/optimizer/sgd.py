@@ -94,10 +94,6 @@ def _sgd_problem(master: Tensor, weights: Tensor | None, grads: list[Tensor], *_
     return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
-def _momentum_problem(master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Problem:
-    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
-
-
 def _sgd_arguments(
     inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
     norm: float | None = None,
@@ -153,69 +149,49 @@ def _decayed(p, grad, rates_ptr, owner, control_ptr):
 
 @triton.jit(do_not_specialize_on_alignment=["like_ptr"])
 def _sgd_kernel(
-    p_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr, rates_ptr, control_ptr, lr,
-    HAS_WEIGHTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    p_ptr, buffer_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr, rates_ptr, control_ptr, lr,
+    HAS_WEIGHTS: tl.constexpr, NESTEROV: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """buffer_ptr: None without momentum."""
     if tl.load(control_ptr + 8) != 0.0:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         p = tl.load(p_ptr + at)
+        if buffer_ptr is not None:
+            buffer = tl.load(buffer_ptr + at)
         owner = tl.load(owners_ptr + start // CHUNK)
         grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
-        p = p - lr * tl.load(rates_ptr + 2 * owner) * _decayed(p, grad, rates_ptr, owner, control_ptr)
-        tl.store(p_ptr + at, p)
+        if buffer_ptr is not None:
+            grad = _decayed(p, grad, rates_ptr, owner, control_ptr)
+            missing = (1.0 - tl.load(control_ptr + 1)).to(tl.float32)
+            buffer = buffer - missing * buffer + grad
+            move = buffer
+            if NESTEROV:
+                move = grad + buffer - missing * buffer
+            p = p - lr * tl.load(rates_ptr + 2 * owner) * move
+            tl.store(p_ptr + at, p)
+            tl.store(buffer_ptr + at, buffer)
+        else:
+            p = p - lr * tl.load(rates_ptr + 2 * owner) * _decayed(p, grad, rates_ptr, owner, control_ptr)
+            tl.store(p_ptr + at, p)
         if HAS_WEIGHTS:
             tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize_on_alignment=["like_ptr"])
-def _momentum_kernel(
-    p_ptr, buffer_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr, rates_ptr, control_ptr, lr,
-    HAS_WEIGHTS: tl.constexpr, NESTEROV: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    if tl.load(control_ptr + 8) != 0.0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        at = start + tl.arange(0, BLOCK)
-        p, buffer = tl.load(p_ptr + at), tl.load(buffer_ptr + at)
-        owner = tl.load(owners_ptr + start // CHUNK)
-        grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
-        grad = _decayed(p, grad, rates_ptr, owner, control_ptr)
-        missing = (1.0 - tl.load(control_ptr + 1)).to(tl.float32)
-        buffer = buffer - missing * buffer + grad
-        move = buffer
-        if NESTEROV:
-            move = grad + buffer - missing * buffer
-        p = p - lr * tl.load(rates_ptr + 2 * owner) * move
-        tl.store(p_ptr + at, p)
-        tl.store(buffer_ptr + at, buffer)
-        if HAS_WEIGHTS:
-            tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
-
-
-# ---- launchers and ops
-
-
-def _sgd_launch(
-    config: Config, master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
+def _launch(
+    config: Config, master: Tensor, buffer: Tensor | None, weights: Tensor | None, grads: list[Tensor], rates: Tensor,
+    control: Tensor, lr: float, nesterov: bool = False,
 ) -> None:  # fmt: skip
     table = tables(grads, master.device)
     if master.numel():
         _sgd_kernel[(master.numel() // config["BLOCK"],)](
-            master, master if weights is None else weights, grads[0], *table[:3], rates, control, lr,
-            HAS_WEIGHTS=weights is not None, CHUNK=CHUNK, **config,
-        )  # fmt: skip
-
-
-def _momentum_launch(
-    config: Config, master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor,
-    lr: float, nesterov: bool,
-) -> None:  # fmt: skip
-    table = tables(grads, master.device)
-    if master.numel():
-        _momentum_kernel[(master.numel() // config["BLOCK"],)](
             master, buffer, master if weights is None else weights, grads[0], *table[:3], rates, control, lr,
             HAS_WEIGHTS=weights is not None, NESTEROV=nesterov, CHUNK=CHUNK, **config,
         )  # fmt: skip
+
+
+def _sgd_launch(config: Config, master: Tensor, *args: Any) -> None:
+    _launch(config, master, None, *args)
 
 
 sgd_op = Op(
@@ -232,10 +208,10 @@ sgd_op = Op(
 momentum_op = Op(
     name="momentum",
     reference=_momentum_reference,
-    problem=_momentum_problem,
+    problem=lambda master, buffer, *args: _sgd_problem(master, *args),
     cost=_momentum_cost,
     examples=_MOMENTUM_EXAMPLES,
     make=_make_momentum,
     mutates=("master", "buffer", "weights"),
-    impls=(Impl(name="triton", launch=_momentum_launch, space=BLOCKS, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_launch, space=BLOCKS, batch_invariant=True),),
 )

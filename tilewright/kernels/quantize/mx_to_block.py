@@ -199,16 +199,10 @@ quantize_fold_op = Op(
 def quantize_fold(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:
     """`fold_mx(*quantize_mx(x))`, bit by bit.
 
-    Args:
-        x: [..., K], bf16, fp16 or fp32; 32 divides K.
-        format: mxfp8 or mxfp8-e5m2.
+    It takes and raises what `quantize_mx` does.
 
     Returns:
         (codes [..., K], contiguous, scale [..., K / 128 rounded up] float32, stepping by 1 from row to row).
-
-    Raises:
-        ValueError: another format or dtype, a scalar, or 32 does not divide K.
-        Refused: on a card before sm_89.
     """
     check_format("quantize_fold", x, format, MX_FORMATS)
     if x.shape[-1] % 32:

@@ -30,7 +30,7 @@ from tilewright.kernels.sampling.inputs import edit_logits_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["edit_logits", "edit_logits_op"]
+__all__ = ["SPACE", "edit_logits", "edit_logits_op"]
 
 # R rows, V tokens, S slots, W entries of a slot
 
@@ -94,7 +94,7 @@ def _problem(
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # 8 elements a thread: one 16-byte load of bf16 logits and of counts.
+    # 8 elements a thread: one 16-byte load of bf16 logits and of counts, one store of them.
     block_v = min(2048, max(128, next_pow2(problem.vocab)))
     return {"BLOCK_V": block_v, "num_warps": max(1, block_v // 256)}
 

@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.sampling.edit_logits import SPACE
 from tilewright.op import Example, Impl, Inputs, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Config
 
 __all__ = ["mask_logits", "mask_logits_op"]
 
@@ -53,19 +52,6 @@ class Problem(NamedTuple):
 
 def _problem(logits: Tensor, rows: Tensor, bits: Tensor) -> Problem:
     return Problem(logits.dtype, logits.shape[1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    # 8 elements a thread: one 16-byte store of bf16 logits.
-    block_v = min(2048, max(128, next_pow2(problem.vocab)))
-    return {"BLOCK_V": block_v, "num_warps": max(1, block_v // 256)}
-
-
-SPACE = Space(
-    default=_default,
-    axes={"BLOCK_V": (128, 1024, 2048, 4096), "num_warps": (1, 4, 8, 16)},
-    refusal=lambda device, problem, c: "over 16 elements a thread" if c["BLOCK_V"] > 512 * c["num_warps"] else None,
-)
 
 
 def mask_logits_arguments(

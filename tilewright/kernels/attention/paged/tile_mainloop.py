@@ -79,7 +79,8 @@ def _tile_step(
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys start .. start + BLOCK_N into (m, l, acc). The pointers to caches and scales point at the head."""
-    SCALED: tl.constexpr = True if CODED else cap_log2 is not None  # before the mask; else as the maximum is subtracted
+    # Whether scores are scaled before the mask; else as the maximum is subtracted.
+    SCALED: tl.constexpr = CODED or cap_log2 is not None  # pyright: ignore[reportAssignmentType]
     dims = tl.arange(0, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_N)
     inside = keys < end
@@ -180,12 +181,15 @@ def walk(
             )  # fmt: skip
             pages = following
     for start in tl.range(plain_end, last, BLOCK_N):
-        following = pages_of(table_ptr, start + BLOCK_N, end, pages_held, S, BLOCK_N)
+        # Beside the numbers of a cap the registers have no room for pages that are read early.
+        following = pages_of(table_ptr, start + (BLOCK_N if cap_log2 is None else 0), end, pages_held, S, BLOCK_N)
         acc, m, l = _tile_step(
-            rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages, start, end, at, scales,
-            cap_log2, window, PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, True, HAS_WINDOW, CODED,
+            rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages if cap_log2 is None else following,
+            start, end, at, scales, cap_log2, window, PAGE_STRIDE, SCALE_STRIDE, S, D, BLOCK_N, BLOCK_D, True, HAS_WINDOW,
+            CODED,
         )  # fmt: skip
-        pages = following
+        if cap_log2 is None:
+            pages = following
     if CODED:
         acc *= UNIT / _RAISED
     return acc, m, l

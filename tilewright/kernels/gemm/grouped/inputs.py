@@ -52,6 +52,20 @@ def _counts(inputs: Inputs, experts: int, each: int, count: int) -> Tensor:
     return inputs.randint(low, high, experts, dtype=torch.int32)
 
 
+def _by_expert(
+    inputs: Inputs, experts: int, rows: int, layout: str, skew: str, chosen: int, count: int
+) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
+    """(the shape of x without K, bounds, order)."""
+    if layout not in ("sorted", "masked"):
+        raise ValueError(f"grouped product: layout is {layout!r}, wanted sorted or masked")
+    if layout == "masked":
+        return (experts, rows // experts), _counts(inputs, experts, rows // experts, count), None
+    offsets = row_offsets(inputs, rows, experts, skew)
+    if not chosen:
+        return (rows,), offsets, None
+    return (rows // chosen,), offsets, inputs.permutation(rows).to(torch.int32)
+
+
 def grouped_arguments(
     inputs: Inputs,
     *,
@@ -77,22 +91,14 @@ def grouped_arguments(
     Raises:
         ValueError: an unknown layout or skew.
     """
-    if layout not in ("sorted", "masked"):
-        raise ValueError(f"grouped_linear: layout is {layout!r}, wanted sorted or masked")
+    lead, bounds, order = _by_expert(inputs, X, M, layout, skew, chosen, count)
     weight = (
         inputs.randn(X, K, N, dtype=dtype, scale=max(K, 1) ** -0.5).mT
         if w_major == "n"
         else inputs.randn(X, N, K, dtype=dtype, scale=max(K, 1) ** -0.5)
     )
     more = inputs.randn(X, N, dtype=dtype) if bias else None
-    if layout == "masked":
-        each = M // X
-        return inputs.randn(X, each, K, dtype=dtype), weight, _counts(inputs, X, each, count), more, activation, None, 1, clear
-    offsets = row_offsets(inputs, M, X, skew)
-    if not chosen:
-        return inputs.randn(M, K, dtype=dtype), weight, offsets, more, activation, None, 1, clear
-    order = inputs.permutation(M).to(torch.int32)
-    return inputs.randn(M // chosen, K, dtype=dtype), weight, offsets, more, activation, order, chosen, clear
+    return inputs.randn(*lead, K, dtype=dtype), weight, bounds, more, activation, order, max(chosen, 1), clear
 
 
 def grouped_gradient_arguments(
@@ -123,14 +129,9 @@ def grouped_block_arguments(
     Raises:
         ValueError: an unknown layout or skew.
     """
-    if layout not in ("sorted", "masked"):
-        raise ValueError(f"grouped_block_scaled_linear: layout is {layout!r}, wanted sorted or masked")
-    lead, blocks, padded = (X, M // X) if layout == "masked" else (M,), -(-K // 128), -(-K // 16) * 16
+    lead, bounds, _ = _by_expert(inputs, X, M, layout, skew, 0, count)
+    blocks, padded = -(-K // 128), -(-K // 16) * 16
     x, weight = (inputs.randn(*rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[..., :K] for rows in (lead, (X, N)))
-    if layout == "masked":
-        bounds = _counts(inputs, X, M // X, count)
-    else:
-        bounds = row_offsets(inputs, M, X, skew)
     return (
         x,
         weight,
@@ -143,20 +144,6 @@ def grouped_block_arguments(
         out,
         clear,
     )
-
-
-def _by_expert(
-    inputs: Inputs, experts: int, rows: int, layout: str, skew: str, chosen: int, count: int
-) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
-    """(the shape of x without K, bounds, order)."""
-    if layout not in ("sorted", "masked"):
-        raise ValueError(f"grouped product: layout is {layout!r}, wanted sorted or masked")
-    if layout == "masked":
-        return (experts, rows // experts), _counts(inputs, experts, rows // experts, count), None
-    offsets = row_offsets(inputs, rows, experts, skew)
-    if not chosen:
-        return (rows,), offsets, None
-    return (rows // chosen,), offsets, inputs.permutation(rows).to(torch.int32)
 
 
 def grouped_mixed_arguments(

@@ -24,8 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from tilewright.kernels.gemm.sm90_kernel import load_tiles, piece_count, piece_of, place_of, program_rank
-from tilewright.kernels.hopper.epilogue import add_parts, column_blocks, finish_tile, leave_part
+from tilewright.kernels.gemm.sm90_kernel import load_tiles, piece_count, piece_of, place_of, with_parts
+from tilewright.kernels.hopper.epilogue import column_blocks, finish_tile
 from tilewright.kernels.hopper.primitives import viewed
 from tilewright.kernels.hopper.ring import new_ring
 
@@ -284,15 +284,7 @@ def multiply_tiles(
         if STREAM:
             if end - first < steps:
                 left = tile - waves * gl.num_programs(0)
-                begin = left * steps // share
-                ticket_ptr = tickets_ptr + left * 2 + wg
-                tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * (ROWS * COLS)
-                if first > 0:
-                    part = program_rank() - begin - 1
-                    leave_part(blocks, tile_parts_ptr + part * (2 * ROWS * COLS), ticket_ptr)
-                else:
-                    others = (left * steps + steps - 1) // share - begin
-                    blocks = add_parts(blocks, tile_parts_ptr, ticket_ptr, others, 2 * ROWS * COLS)
+                blocks = with_parts(blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg, ROWS * COLS)
         if first == 0:
             for r in gl.static_range(ROWS // 64):
                 row_blocks = ()

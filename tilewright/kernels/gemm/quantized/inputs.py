@@ -38,6 +38,13 @@ def cast_linear_arguments(
     return x, weight, x_scales, w_scales, given, activation, more, out, y_scale
 
 
+def _epilogue(inputs: Inputs, M: int, N: int, bias: bool, activation: str, residual: bool, out: torch.dtype) -> Args:
+    """(bias, activation, residual, dtype of the result)."""
+    more = inputs.randn(N, dtype=out) if bias else None
+    width = N // 2 if activation.endswith("_mul") else N
+    return more, activation, inputs.randn(M, width, dtype=out) if residual else None, out
+
+
 def scaled_linear_arguments(
     inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.int8, bias: bool = False, activation: str = "none",
     residual: bool = False, out: torch.dtype = _BF16,
@@ -50,17 +57,13 @@ def scaled_linear_arguments(
             return inputs.randint(-127, 128, rows, padded, dtype=dtype)[:, :K]
         return inputs.randn(rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[:, :K]
 
-    width = N // 2 if activation.endswith("_mul") else N
     spread = 73.0 if dtype == torch.int8 else 60.0
     return (
         matrix(M),
         matrix(N),
         inputs.randn(M).abs().add(0.1).div(spread),
         inputs.randn(N).abs().add(0.1).div(spread * max(K, 1) ** 0.5),
-        inputs.randn(N, dtype=out) if bias else None,
-        activation,
-        inputs.randn(M, width, dtype=out) if residual else None,
-        out,
+        *_epilogue(inputs, M, N, bias, activation, residual, out),
     )
 
 
@@ -74,17 +77,13 @@ def block_scaled_linear_arguments(
     """
     padded, blocks = -(-K // 16) * 16, -(-K // 128)
     x, weight = (inputs.randn(rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[:, :K] for rows in (M, N))
-    width = N // 2 if activation.endswith("_mul") else N
     return (
         x,
         weight,
         # Dense along M, as quantisers leave them.
         inputs.randn(blocks, M).abs().add(0.1).div(60.0).t(),
         inputs.randn(-(-N // block_rows), blocks).abs().add(0.1).div(60.0 * max(K, 1) ** 0.5),
-        inputs.randn(N, dtype=out) if bias else None,
-        activation,
-        inputs.randn(M, width, dtype=out) if residual else None,
-        out,
+        *_epilogue(inputs, M, N, bias, activation, residual, out),
     )
 
 
@@ -99,14 +98,10 @@ def mx_linear_arguments(
     def scales(rows: int, lowest: int) -> Tensor:
         return inputs.randint(lowest, lowest + 3, rows, K // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
 
-    width = N // 2 if activation.endswith("_mul") else N
     return (
         x,
         weight,
         scales(M, 120),
         scales(N, low),
-        inputs.randn(N, dtype=out) if bias else None,
-        activation,
-        inputs.randn(M, width, dtype=out) if residual else None,
-        out,
+        *_epilogue(inputs, M, N, bias, activation, residual, out),
     )
