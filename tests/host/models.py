@@ -41,6 +41,18 @@ class Whole(nn.Module):
         return x.softmax(0)
 
 
+class Reshapes(nn.Module):
+    """Changes the shape of its input in place, and divides by zero: both infinities are no NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.unsqueeze_(1)
+        return (x / 0.0).squeeze(1)
+
+
+def reshapes() -> tuple[nn.Module, Tensor]:
+    return Reshapes(), torch.randn(2, 3)
+
+
 def marked() -> tuple[nn.Module, Tensor]:
     return Marked(), torch.randn(3, 4)
 

@@ -16,7 +16,8 @@ from tilewright.host.host import Host, Source
 from tilewright.host.tensors import Wire
 from tilewright.host.version import Ask
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
+    "reshapes": {},
     "marked": {"batch_timeout_s": 1.0},
     "two": {},
     "whole": {},
@@ -140,6 +141,12 @@ def test_nans_that_a_client_sends_or_the_config_allows_are_answers(running: Runn
     x[0, 1] = np.nan
     assert np.isnan(running.ask("marked", x=x)["output"][0, 1])
     assert np.isnan(running.ask("nans", x=rows(-4.0))["output"]).all()
+
+
+def test_a_model_that_reshapes_its_input_in_place_and_gives_infinities(running: Running) -> None:
+    for x in ([[1.0, -2.0, 3.0]], [[-1.0, 2.0, -3.0]]):  # the second batch lies where the first one lay
+        found = running.ask("reshapes", x=np.array(x, np.float32))["output"]
+        assert np.array_equal(found, np.sign(np.array(x, np.float32)) * np.inf)
 
 
 @pytest.mark.parametrize("mark", [-2.0, -3.0], ids=["dies", "hangs"])

@@ -159,7 +159,7 @@ def signature_of(module: Callable[..., Any], examples: tuple[Tensor, ...], confi
     """What a model takes and gives, from a call of its examples. Raises ValueError: it does not fit the config."""
     plain = module.as_given if isinstance(module, Optimized) else module
     with torch.no_grad():
-        outputs = _named(plain(*examples))
+        outputs = _named(plain(*(x.clone() for x in examples)))  # it may change what it is given
     if not outputs:
         raise ValueError("the model gives no tensor for its example inputs")
     batched = _is_batched(plain, examples, outputs) if config.batching is None else config.batching

@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import time
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ __all__ = ["MAX_PACKET", "main"]
 MAX_PACKET = 1 << 17
 """Bytes of a message."""
 MAX_ERROR_CHARS = 300
+MAX_VIEWS = 256
+"""Tensors in shared memory that are kept for batches of the same shape."""
 
 
 def main(channel: socket.socket) -> None:
@@ -73,9 +76,9 @@ def _warm_up(loaded: Loaded, config: ModelConfig) -> int:
     largest = 0
     sizes = (loaded.buckets or (1, config.max_batch)) if loaded.signature.batched else (1,)
     for rows in sizes:
-        inputs = [_zeros(spec.datatype, _closed(spec.shape, rows)) for spec in loaded.signature.inputs]
-        loaded.call(inputs)
-        outputs = loaded.call(inputs)
+        outputs = list[Tensor]()
+        for _ in range(2):
+            outputs = loaded.call([_zeros(spec.datatype, _closed(spec.shape, rows)) for spec in loaded.signature.inputs])
         largest = max(largest, sum(aligned(x.numel() * x.element_size()) for x in outputs))
     return largest
 
@@ -104,6 +107,7 @@ class _Instance:
 
     def __init__(self, loaded: Loaded, config: ModelConfig, arena: Arena, outputs_at: int):
         self._loaded, self._config, self._arena, self._outputs_at = loaded, config, arena, outputs_at
+        self._views = dict[tuple[Any, ...], Tensor]()
         self.broken = False
         """The device is lost: every later call would fail as well."""
 
@@ -112,7 +116,7 @@ class _Instance:
         started = time.perf_counter()
         parts = message["parts"]
         inputs = [
-            self._tensor(offset, spec.datatype, shape)
+            self._tensor(offset, spec.datatype, shape).detach()  # a model may unsqueeze_ its own
             for spec, (offset, shape) in zip(self._loaded.signature.inputs, message["inputs"], strict=True)
         ]
         outputs, errors = self._computed(inputs, parts)
@@ -123,6 +127,16 @@ class _Instance:
         return {"outputs": placed, "errors": errors, "s": seconds, "bytes": self._arena.size}
 
     def _tensor(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
+        """The memory there as a tensor; batches lie at the same places again and again."""
+        where = (offset, datatype, *shape)
+        found = self._views.get(where)
+        if found is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            found = self._views[where] = self._view(offset, datatype, shape)
+        return found
+
+    def _view(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
         dtype, count = getattr(torch, DATATYPES[datatype].torch), 1
         for n in shape:
             count *= n
@@ -165,14 +179,15 @@ class _Instance:
         for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True):
             if not x.dim() or len(x) != padded:
                 raise ValueError(f"output {spec.name!r} has shape {list(x.shape)} for {padded} rows; wanted as many rows")
-        return [x[:rows] for x in outputs]
+        return [x[:rows] for x in outputs] if padded > rows else outputs
 
     def _nans(self, inputs: list[Tensor], outputs: list[Tensor], parts: list[int]) -> dict[int, str]:
         """Requests whose outputs have a NaN though their inputs are finite."""
         suspect = [
             (spec.name, x)
             for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True)
-            if x.is_floating_point() and bool(torch.isnan(x).any())
+            # A sum is one pass; it is NaN as well where infinities of both signs are, which is looked at below.
+            if x.is_floating_point() and isnan(x.sum().item())
         ]
         floats = [x for x in inputs if x.is_floating_point()]
         errors, at = dict[int, str](), 0
@@ -189,6 +204,7 @@ class _Instance:
         needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
         if needed > self._arena.size:
             self._arena.grow(needed)
+            self._views.clear()  # or the memory before it would stay mapped
         at, placed = self._outputs_at, []
         for x in outputs:
             name = DTYPE_NAMES[x.dtype]
