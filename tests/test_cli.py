@@ -80,7 +80,8 @@ OPTIONS = {
         *("--seed", "--test", "--out", "--plots", "--json"),
     },
     "scaling plan": {
-        *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim", "--prior"),
+        *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim"),
+        *("--layers", "--prior"),
         *("--card", "--utilisation", "--out", "--json"),
     },
     "scaling predict": {"--flops", "--json"},

@@ -135,3 +135,11 @@ def test_hours_are_of_the_cards_peak() -> None:
 def test_shapes_come_close_to_what_is_asked() -> None:
     for params in np.geomspace(1e7, 1e11, 40):
         assert nearest_shape(params, 32_000, tied=True, head_dim=32).params == pytest.approx(params, rel=0.15)
+
+
+def test_a_plan_of_one_depth() -> None:
+    made = plan(1e15, budgets=2, vocab=1024, head_dim=32, layers=3)
+    assert {run.shape.layers for run in made.runs} == {3}
+    assert len({run.shape.hidden for run in made.runs}) > 4
+    with pytest.raises(ValueError, match="layers is 0; wanted 1 to 1000"):
+        plan(1e15, layers=0)

@@ -43,6 +43,9 @@ def plan(
     sequence: Annotated[int, typer.Option(help="tokens of a training sequence; attention's FLOPs depend on it")] = 1024,
     tied: Annotated[bool, typer.Option("--tied", help="one matrix is embedding and head")] = False,
     head_dim: Annotated[int, typer.Option(help="dims of an attention head; widths are its multiples")] = 64,
+    layers: Annotated[
+        int | None, typer.Option(help="of every model; default: a model is as deep as its width asks for")
+    ] = None,
     prior: Annotated[Path | None, typer.Option(help="law.json of an earlier fit; default: the Chinchilla runs'")] = None,
     card: Annotated[str, typer.Option(help="GPU that the hours are for")] = "h200",
     utilisation: Annotated[float, typer.Option(help="share of the card's peak that training reaches")] = 0.35,
@@ -67,6 +70,7 @@ def plan(
             sequence=sequence,
             tied=tied,
             head_dim=head_dim,
+            layers=layers,
             prior=law,
         )
         needed = [hours(run.flops, card, utilisation) for run in made.runs]

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,19 @@ def plan(
     sequence: int = 1024,
     tied: bool = False,
     head_dim: int = 64,
+    layers: int | None = None,
     prior: Law = PRIOR,
 ) -> Plan:
     """A grid of runs: `budgets` budgets, `ratio` apart, up to `budget` FLOPs; `sizes` sizes each, from N*/span to N* span.
+
+    layers: of every model; None: a model is as deep as its width asks for.
 
     Raises:
         ValueError: an argument is out of range, or a budget is so small that the family of shapes has no `sizes` distinct ones
             around its optimum.
     """
-    _check(budget, budgets, ratio, sizes, span, vocab, sequence, head_dim)
+    _check(budget, budgets, ratio, sizes, span, vocab, sequence, head_dim, 1 if layers is None else layers)
+    of_size = partial(nearest_shape, vocab=vocab, tied=tied, head_dim=head_dim, layers=layers)
     runs = []
     for power in range(budgets - 1, -1, -1):
         flops = budget / ratio**power
@@ -79,12 +84,12 @@ def plan(
         # more with the cost of the shape that was found.
         best = prior.optimum(flops).params
         for _ in range(2):
-            shape = nearest_shape(best, vocab, tied=tied, head_dim=head_dim)
+            shape = of_size(best)
             best = prior.optimum(flops, shape.train_flops(sequence) / shape.params).params
         wanted = [best * span ** (2 * i / (sizes - 1) - 1) for i in range(sizes)]
-        shapes = {nearest_shape(size, vocab, tied=tied, head_dim=head_dim): None for size in wanted}
+        shapes = {of_size(size): None for size in wanted}
         if not _bracketing(list(shapes), sizes, best):
-            smallest = nearest_shape(1, vocab, tied=tied, head_dim=head_dim).params
+            smallest = of_size(1).params
             raise ValueError(
                 f"{flops:.3g} FLOPs are best spent on {best:.3g} parameters, and there are no {sizes} distinct sizes "
                 f"around that (the smallest has {smallest:,}): take a larger budget, fewer budgets or sizes, a smaller "
@@ -95,7 +100,7 @@ def plan(
 
 
 def _check(
-    budget: float, budgets: int, ratio: float, sizes: int, span: float, vocab: int, sequence: int, head_dim: int
+    budget: float, budgets: int, ratio: float, sizes: int, span: float, vocab: int, sequence: int, head_dim: int, layers: int
 ) -> None:
     for name, value, low, high in (
         ("budget", budget, 1e9, 1e28),
@@ -106,6 +111,7 @@ def _check(
         ("vocab", vocab, 2, 1 << 22),
         ("sequence", sequence, 1, 1 << 24),
         ("head dim", head_dim, 16, 512),
+        ("layers", layers, 1, 1000),
     ):
         if not low <= value <= high:
             raise ValueError(f"{name} is {value:g}; wanted {low:g} to {high:g}")

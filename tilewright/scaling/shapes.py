@@ -59,16 +59,19 @@ class Shape:
         return 3 * sum(self.forward_flops(sequence, causal=causal).values())
 
 
-def nearest_shape(params: float, vocab: int, *, tied: bool = False, head_dim: int = 64) -> Shape:
+def nearest_shape(
+    params: float, vocab: int, *, tied: bool = False, head_dim: int = 64, layers: int | None = None
+) -> Shape:  # fmt: skip
     """The shape whose parameters come closest to `params`, of a family of one proportion: 64 hidden dims a layer.
 
-    A few depths are tried around the proportion. Heads have `head_dim` dims and are as wide together as the model; the
-    feed-forward layer is 8/3 of that, up to the next multiple of 64.
+    A few depths are tried around the proportion; with `layers` there is that one alone. Heads have `head_dim` dims and are as wide
+    together as the model; the feed-forward layer is 8/3 of that, up to the next multiple of 64.
     """
     options: list[Shape] = []
     for hidden in range(head_dim, _LARGEST_HIDDEN + 1, head_dim):
-        depths = sorted({max(1, math.floor(hidden / _ASPECT * x)) for x in (0.8, 0.9, 1.0, 1.1, 1.25)})
-        options += [_shape(layers, hidden, vocab, tied, head_dim) for layers in depths]
+        around = {max(1, math.floor(hidden / _ASPECT * x)) for x in (0.8, 0.9, 1.0, 1.1, 1.25)}
+        depths = sorted(around) if layers is None else [layers]
+        options += [_shape(depth, hidden, vocab, tied, head_dim) for depth in depths]
         if options[-len(depths)].params > 4 * params:
             break
     return min(options, key=lambda shape: (abs(math.log(shape.params / params)), shape.layers))
