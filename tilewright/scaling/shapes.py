@@ -64,8 +64,8 @@ def nearest_shape(
 ) -> Shape:  # fmt: skip
     """The shape whose parameters come closest to `params`, of a family of one proportion: 64 hidden dims a layer.
 
-    A few depths are tried around the proportion; with `layers` there is that one alone. Heads have `head_dim` dims and are as wide
-    together as the model; the feed-forward layer is 8/3 of that, up to the next multiple of 64.
+    A few depths are tried around the proportion; with `layers` there is that one alone. Heads have `head_dim` dims and are as
+    wide together as the model; the feed-forward layer is 8/3 of that, up to the next multiple of 64.
     """
     options: list[Shape] = []
     for hidden in range(head_dim, _LARGEST_HIDDEN + 1, head_dim):
