@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -12,6 +11,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from tests.server.fake_engine import Running, fake_engine, running
+from tilewright.engine.request import QueueFull
 from tilewright.engine.step import DeviceLost
 from tilewright.server import link
 
@@ -131,25 +131,27 @@ def test_a_full_queue_is_429_and_takes_nothing() -> None:
         assert "wanted at most 2" in error["message"], "what never fits is not told to come again"
 
 
+def raised(error: Exception) -> None:
+    raise error
+
+
 def test_behind_a_refusal_the_next_is_not_read_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "REFUSAL_S", 60.0)
-    engine = fake_engine(delay_s=0.02, max_seqs=1, max_waiting=1)
+    engine = fake_engine()
+    submit, refusals = engine.submit, [QueueFull("it takes too long", 2.0, by_time=True), QueueFull("no room", 1.0)]
+    monkeypatch.setattr(engine, "submit", lambda *args, **named: raised(refusals.pop()) if refusals else submit(*args, **named))
+    no_json = {"content": b"{", "headers": {"content-type": "application/json"}}
     with running(engine) as server, httpx.Client(base_url=server.url) as client:
-        url, whole = f"{server.url}/v1/completions", {"prompt": "x", "max_tokens": 1}
-        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 99, "stream": True, "n": 1}) as first:
-            lines = first.iter_lines()
-            next(lines)
-            waits = threading.Thread(target=httpx.post, args=(url,), kwargs={"json": whole, "timeout": 30})
-            waits.start()
-            until(lambda: engine.stats().waiting == 1)
-            no_json = {"content": b"{", "headers": {"content-type": "application/json"}}
-            error_of(httpx.post(url, **no_json), 400)
-            said = error_of(httpx.post(url, json=whole), 429)["message"]
-            assert error_of(httpx.post(url, **no_json), 429)["message"] == said
-            monkeypatch.setattr(link, "REFUSAL_S", 0.0)
-            error_of(httpx.post(url, **no_json), 400)
-        waits.join()
-        assert client.post("/v1/completions", json=whole).status_code == 200
+        url, whole = "/v1/completions", {"prompt": "x", "max_tokens": 1}
+        assert error_of(client.post(url, json=whole), 429)["message"] == "no room"
+        error_of(client.post(url, **no_json), 400)
+        assert error_of(client.post(url, json=whole), 429)["message"] == "it takes too long"
+        refused = client.post(url, **no_json)
+        assert error_of(refused, 429)["message"] == "it takes too long"
+        assert refused.headers["retry-after"] == "2"
+        monkeypatch.setattr(link, "REFUSAL_S", 0.0)
+        error_of(client.post(url, **no_json), 400)
+        assert client.post(url, json=whole).status_code == 200
 
 
 def test_a_failing_step_ends_its_requests_and_no_others(client: httpx.Client, server: Running) -> None:

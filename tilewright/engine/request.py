@@ -44,11 +44,11 @@ MAX_BIAS = 100.0
 
 
 class QueueFull(RuntimeError):
-    """No more requests may wait now, or this one has waited too long. `retry_after_s`: when a place should be free."""
+    """No room to wait, or (`by_time`) too long a wait. `retry_after_s`: when a place should be free."""
 
-    def __init__(self, message: str, retry_after_s: float):
+    def __init__(self, message: str, retry_after_s: float, *, by_time: bool = False):
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.by_time = retry_after_s, by_time
 
 
 class RequestTooLong(ValueError):

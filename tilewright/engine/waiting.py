@@ -62,7 +62,7 @@ class WaitingQueue:
                 retry_s = self._retry_after_s(expected_s, max_wait_s)
                 expected = f"some {expected_s:.1f} s" if expected_s < RETRY_MOST_S else "very long"
                 got = f"{waiting} requests wait, and this one would wait {expected}, wanted at most {max_wait_s:g} s"
-                raise QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s)
+                raise QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s, by_time=True)
 
     def push(self, request: Request) -> None:
         """Add a request at its place."""

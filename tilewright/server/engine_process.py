@@ -280,7 +280,7 @@ class EngineProcess:
         except WireError:
             raise
         except QueueFull as error:
-            refusal = ("full", str(error), error.retry_after_s)
+            refusal = ("late" if error.by_time else "full", str(error), error.retry_after_s)
         except GrammarError as error:
             refusal = ("grammar", str(error), None)
         except UnknownAdapter as error:

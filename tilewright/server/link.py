@@ -24,7 +24,7 @@ from tilewright.server.metrics import Latencies, Scrape
 __all__ = ["REFUSAL_S", "Channel", "EngineLink", "EngineStopped"]
 
 REFUSAL_S = 0.1
-"""How long a full queue is taken to be full: no waiting time becomes shorter by more in that time."""
+"""How long a queue that takes too much time is taken to do so: no waiting time becomes shorter by more in that time."""
 
 
 class EngineStopped(RuntimeError):
@@ -145,11 +145,10 @@ class EngineLink(ABC):
         try:
             await self._submit_all(channel, prompts, params)
         except QueueFull as full:
-            # Several prompts or samples need more room than one, and a later priority has more before it.
-            if len(prompts) == params[0].n == 1 and params[0].priority == 0:
+            # Who comes later, or has a later priority, would wait for longer, until the queue has moved on.
+            if full.by_time and params[0].priority == 0:
                 self._refused = full, time.monotonic()
             raise
-        self._refused = None
 
     def stop_all(self, reason: str) -> None:
         """End every open channel with `EngineStopped`, and take no more work."""

@@ -262,7 +262,8 @@ class RemoteEngine(EngineLink):
         elif message[0] == "refused":
             number, kind, why, retry_s = wire.check(message, int, str, str, (float, type(None)))
             kinds: dict[str, Exception] = {
-                "full": QueueFull(why, retry_s or 1.0), "grammar": GrammarError(why), "failed": RuntimeError(why),
+                "full": QueueFull(why, retry_s or 1.0), "late": QueueFull(why, retry_s or 1.0, by_time=True),
+                "grammar": GrammarError(why), "failed": RuntimeError(why),
                 "adapter": UnknownAdapter(why),
             }  # fmt: skip
             error = kinds.get(kind, ValueError(why))
