@@ -39,12 +39,12 @@ def configs(op: Op, example: Any, dims: tuple[tuple[int, int], ...]) -> list[Any
     return found
 
 
-@pytest.mark.parametrize(("dim", "value_dim", "config"), configs(attention_op, attention._example, DIMS))
+@pytest.mark.parametrize(("dim", "value_dim", "config"), configs(attention_op, attention.attention_example, DIMS))
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": True, "left": 100, "sinks": True}], ids=str)
 def test_forward_at_tile_edges(dim: int, value_dim: int, config: Any, mask: dict[str, Any]) -> None:
     """One less, just, and one more than a tile or a block of keys, on either side; masks that end at and round one."""
     lengths = ((127, 129), (128, 128), (129, 127), (193, 191), (64, 65), (1, 129), (2, 1), (0, 5), (7, 0))
-    example = attention._example("", lengths, (2, 1), dim, value_dim=value_dim, packed=True, lse=True, **mask)
+    example = attention.attention_example("", lengths, (2, 1), dim, value_dim=value_dim, packed=True, lse=True, **mask)
     conformance.check(attention_op, attention_op.impls[0], config, example.make(Inputs("cuda", seed=5)))
 
 
