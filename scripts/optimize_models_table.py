@@ -61,6 +61,9 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
                 f"Batch {batch}, over the fastest of torch's in each row: {mean:.2f} times as fast in the geometric mean of "
                 f"{len(gains)} models, {gains[least]:.2f} at least ({least})."
             )
+    for row in rows:
+        if "note" in row:
+            lines += ["", f"{row['model']}@{row['batch']}: {row['note']}"]
     return lines
 
 
