@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tilewright
+from tilewright.fuse.check import TOLERANCES, Check, above_noise
+from tilewright.fuse.differences import compare_outputs
 
 
 class Rolled(nn.Module):
@@ -56,3 +58,13 @@ def test_an_output_that_is_rounding_alone_is_nobodys_fault() -> None:
         model, x = Nothing().eval(), torch.randn(2, 5, 8)
         fast = tilewright.optimize(model, x, "fp32", compiled=False, report=False)
         assert fast(x).abs().max() < 1e-6
+
+
+def test_only_as_much_as_rounding_moves_is_excused() -> None:
+    want, moved = torch.tensor([1e-9, -1e-9]), torch.tensor([2e-9, -2e-9])
+    for got, excused in ((2.5e-9, True), (9e-9, False)):
+        check = Check("fp32", TOLERANCES["fp32"], compare_outputs(want, torch.tensor([got, -got])))
+        assert check.failed
+        assert bool(above_noise(check, want, lambda: moved).failed) != excused
+    wrong = Check("fp32", TOLERANCES["fp32"], compare_outputs(torch.ones(2), torch.full((2,), 1.01)))
+    assert above_noise(wrong, torch.ones(2), lambda: torch.ones(2) * (1 + 2**-23)).failed, "a sound output's error stays one"

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tilewright.data.shards import TokenShards, write
 from tilewright.engine.chat_runs import chat_runs
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.train.batch import IGNORED, pack
+from tilewright.train.config import TrainConfig
 from tilewright.train.data import Conversations, Mixture, Texts, conversation_shards, text_shards
 
 END = 999
@@ -72,6 +74,14 @@ def test_long_documents_are_cut_before_they_are_shuffled(tmp_path: Path) -> None
     steps = [b - a for a, b in pairwise(places) if a != b]
     assert sum(step != 1 for step in steps) > len(steps) // 2, "pieces of the long document follow each other"
     assert texts.piece_tokens < 16 < Texts(TokenShards(tmp_path), 0).piece_tokens
+
+
+@pytest.mark.parametrize("more", [{"chat": True}, {"loss": "dpo"}, {"shuffle": False}], ids=str)
+def test_pieces_that_nobody_would_cut_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="piece_tokens is for texts that are shuffled"):
+        TrainConfig(piece_tokens=16, **more)
+    with pytest.raises(ValueError, match="piece_tokens is 1"):
+        TrainConfig(piece_tokens=1)
 
 
 def test_a_piece_is_of_one_document(tmp_path: Path) -> None:

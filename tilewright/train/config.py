@@ -127,6 +127,10 @@ class TrainConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted {low} or more")
         if self.piece_tokens == 1:
             raise ValueError("piece_tokens is 1, wanted 0, or 2 or more: a piece's last token has nothing to predict")
+        if self.piece_tokens and (self.chat or self.loss != "next-token" or not self.shuffle):
+            raise ValueError(
+                "piece_tokens is for texts that are shuffled: leave it out with chat, with pairs, and where shuffle is off"
+            )
         if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
             raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
         if self.mup_base is not None and self.mup_base < 1:
