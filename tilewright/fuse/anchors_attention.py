@@ -291,7 +291,7 @@ def _float_softmax(node: Node) -> bool:
 def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: _Scores, empty_nan: bool) -> Anchor | str:
     """The anchor of what was found."""
     (q, turned), v = product.args[1:3] if product.target is aten.baddbmm.default else product.args[:2], node.args[1]
-    if (factor := _factor(q)) is not None and len(q.users) == 1:  # all masks follow the product
+    if isinstance(q, Node) and len(q.users) == 1 and (factor := _factor(q)) is not None:  # all masks follow the product
         found.inside.append(q)
         found.scale, q = found.scale * factor[1], factor[0]
     last = _shape(product)[-2:]
