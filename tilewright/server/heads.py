@@ -7,6 +7,7 @@ __all__ = ["MAX_HEAD_BYTES", "PlainHead", "plain_head"]
 
 MAX_HEAD_BYTES = 8 << 10
 NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 UNUSUAL = {"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "te", "trailer", "http2-settings"}
 
 
@@ -29,13 +30,13 @@ def plain_head(raw: bytes, most_body_bytes: int) -> PlainHead | None:
     """
     lines = raw.split(b"\r\n")
     words = lines[0].split(b" ")
-    if len(words) != 3 or words[2] != b"HTTP/1.1" or raw.count(b"\n") != len(lines) - 1 or b"\0" in raw:
+    if len(words) != 3 or words[2] != b"HTTP/1.1":
         return None
     fields = dict[str, str]()
     for line in lines[1:]:
         name, colon, value = line.partition(b":")
         key = name.decode("latin-1").lower()
-        if not colon or not NAME.fullmatch(name) or key in fields or key in UNUSUAL or b"\r" in value:
+        if not colon or not NAME.fullmatch(name) or key in fields or key in UNUSUAL or not VALUE.fullmatch(value):
             return None
         fields[key] = value.decode("latin-1").strip(" \t")
     length, end = fields.get("content-length", ""), fields.get("connection", "keep-alive").lower()
