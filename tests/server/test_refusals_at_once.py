@@ -1,4 +1,4 @@
-"""Refusals at the connection: what an overloaded server says there is what it says on the usual way, and to the same requests."""
+"""Refusals at the connection: an overloaded server says there what it says on the usual way, and to the same requests."""
 
 import json
 import logging
