@@ -20,19 +20,17 @@ from struct import Struct
 
 from tilewright.engine.host_pages import HostPages
 
-__all__ = ["BlockPool", "page_digest", "page_digests"]
+__all__ = ["BlockPool", "bytes_digest", "page_digest"]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The chain hash of a page: `parent` is the digest of the page before it, for a request's first its salt."""
-    return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
+    return bytes_digest(parent, _packer(len(token_ids))(*token_ids))
 
 
-@cache
-def page_digests(size: int) -> Callable[[bytes, Sequence[int]], bytes]:
-    """`page_digest` for pages of so many tokens. In a step of 512 requests some 32 pages become full."""
-    pack = _packer(size)
-    return lambda parent, token_ids: sha256(parent + pack(*token_ids)).digest()
+def bytes_digest(parent: bytes, token_ids: bytes) -> bytes:
+    """`page_digest` of token ids that are int64 of the machine, side by side."""
+    return sha256(parent + token_ids).digest()
 
 
 @cache

@@ -355,6 +355,8 @@ class Engine:
         streams = self._stream_of.take(found.slots)
         first = self._rows.extend(streams, found.counts, found.ids)
         explained = found.explained()
+        if not (explained or found.looks):
+            return
         for i in sorted({*found.looks, *explained}):
             request = found.requests[i]
             output = self._outputs[request]

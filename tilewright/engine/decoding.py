@@ -1,7 +1,7 @@
 """Requests that decode, a token each in every step, as arrays by slot: a step of 512 of them is a few calls of numpy.
 
-While a request is here its `computed` and `pending` live in these arrays, and it reads through to them. Python looks at a
-single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the prefix
+While a request is here its `computed`, `pending` and newest tokens live in these arrays, and it reads through to them. Python
+looks at a single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the prefix
 cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same objects
 in every step, by which a runner sees that nothing but the positions has changed.
 """
@@ -14,13 +14,15 @@ import numpy as np
 
 from tilewright.engine.accepting import Accepted
 from tilewright.engine.request import Request
-from tilewright.engine.step import Step
+from tilewright.engine.step import Grown, Step, StepResult
+from tilewright.engine.tails import Tails
 
 __all__ = ["Decoders", "Turn"]
 
 _STOPS = 8
 """Stop tokens of a request that are compared in numpy; one with more is looked at in each step."""
 _NEVER = 1 << 62
+_NONE = np.zeros(0, np.int64)
 
 
 class Turn(NamedTuple):
@@ -59,6 +61,7 @@ class Decoders:
         self.stops = np.full((_STOPS, max_seqs), -1, np.int64)
         self._most_stops = 0
         self.many, self.held, self.fresh = np.zeros((3, max_seqs), bool)
+        self.tails = Tails(self.known, page_size)
         self.together = False
         """Those that are held wait in the next step, for the samples that some of them have in flight."""
         self._requests: list[Request] = []
@@ -84,6 +87,7 @@ class Decoders:
         self.stops[: len(stops), slot] = stops[:_STOPS]
         self.grown(request)
         self.registered(request)
+        self.tails.begin(slot, request)
         request.decoders = self
         self._joining.append(request)
 
@@ -92,14 +96,20 @@ class Decoders:
         self.lease[request.slot] = -1
         if request.decoders is not None:
             computed, pending = request.computed, request.pending
+            self.tails.end(request.slot)
             request.decoders = None
             request.computed, request.pending = computed, pending
             self._stale = True
 
+    def tell(self, request: Request) -> None:
+        """Give a request its newest tokens."""
+        assert request.slot is not None
+        self.tails.tell(request.slot, request)
+
     def grown(self, request: Request) -> None:
         """A request has more pages than before."""
         self.cells[request.slot] = len(request.pages) * self._size
-        self._cells = self._pages = None
+        self._cells = self._pages = self._grown = None
 
     def registered(self, request: Request) -> None:
         """The prefix cache knows of more pages of a request than before."""
@@ -135,8 +145,10 @@ class Decoders:
     def _unknown(self) -> None:
         """The arrays have changed otherwise than by steps in which all of them have a row."""
         self._starts: np.ndarray | None = None  # by row, of the next step; and so on
+        self._places: np.ndarray | None = None  # of the next tokens, in `tails`
         self._cells: np.ndarray | None = None
         self._pages: np.ndarray | None = None
+        self._grown: Grown | None = None
         self._ahead = 0  # samples that each of them has pending at least
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -173,15 +185,16 @@ class Decoders:
             fed = self._all_fed
         return Turn(requests, slots, starts, fed, {}), (starts >= cells).nonzero()[0]
 
-    def crossed(self, turn: Turn, rows: np.ndarray) -> None:
-        """These rows of a turn have a page more."""
+    def crossed(self, turn: Turn, rows: np.ndarray, pages: Sequence[Sequence[int]]) -> None:
+        """These rows of a turn have a page more, of each kind."""
         self.cells[turn.slots[rows]] += self._size
         if turn.slots is self._slots:
             if self._cells is not None:
                 self._cells[rows] += self._size
             if self._pages is not None:
-                self._pages = self._pages.copy()  # a step has the old one
+                before, self._pages = self._pages, self._pages.copy()  # a step has the old one
                 self._pages[rows] += 1
+                self._grown = Grown(before, rows, np.array(pages, np.int32))
 
     def book(self, turn: Turn) -> None:
         """The rows of a turn are launched."""
@@ -226,8 +239,11 @@ class Decoders:
         slots = turn.slots
         if slots is self._slots and not turn.drafts:
             if self._pages is None:
-                self._pages = self.cells.take(slots) // self._size
-            return Step(turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, self._pages)
+                self._pages, self._grown = self.cells.take(slots) // self._size, None
+            return Step(
+                turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, self._pages,
+                grown=self._grown,
+            )  # fmt: skip
         self._unknown()
         pages = self.cells.take(slots) // self._size
         counts = np.ones(slots.size, np.int64)
@@ -239,44 +255,67 @@ class Decoders:
         """Whether a request has a row in the next step, as far as it is up to it."""
         return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.together))
 
-    def take(self, step: Step, counts: np.ndarray) -> np.ndarray | None:
-        """Which rows of a step brought samples to a request that is still here; None: all. These are pending no more."""
+    def take(self, step: Step, result: StepResult) -> np.ndarray | None:
+        """Take a step's samples; they are pending no more. Returns which rows brought some to a request that is still here;
+        None: all."""
+        counts, tokens = result.counts, result.tokens
+        if self.tails.make_room(int(counts.max(initial=1)) if step.drafts else 1):
+            self._places = None
         if step.slots is self._slots and not step.drafts and not self._stale:
+            if self._places is None:
+                self._places = self.tails.places(self._slots)
+            self.tails.put(self._places, tokens)
+            self._places += 1
             self.pending -= self._turns
             self.known += self._turns
             self._ahead = max(0, self._ahead - 1)
             return None
         self._unknown()
         here = (self.lease[step.slots] == step.leases) & (step.samples > 0)
-        slots, more = (step.slots, counts - 1) if here.all() else (step.slots[here], counts[here] - 1)
-        self.pending[slots] -= 1
-        self.known[slots] += more + 1
+        slots, came = (step.slots, counts) if here.all() else (step.slots[here], counts[here])
+        places = self.tails.places(slots)
         if step.drafts:
-            self.computed[slots] += more
-            self.left[slots] -= more
+            places = np.repeat(places - np.cumsum(came) + came, came) + np.arange(came.sum())
+            self.computed[slots] += came - 1
+            self.left[slots] -= came - 1
             self._sure = 0
+        self.tails.put(places, tokens if slots is step.slots else tokens[np.repeat(here, counts)])
+        self.pending[slots] -= 1
+        self.known[slots] += came
         return here
 
-    def eventful(self, accepted: Accepted) -> tuple[list[int], list[int]]:
+    def eventful(self, accepted: Accepted) -> tuple[list[int], np.ndarray]:
         """Indices of the requests at which somebody has to look, and of those that have filled a page and nothing else."""
         slots, ids = accepted.slots, accepted.ids
         same = slots is self._slots and accepted.here is None
-        single = ids.size == slots.size
-        last = ids if single else ids[np.cumsum(accepted.counts) - 1]
-        found = np.zeros(slots.size, bool) if single else accepted.counts > 1
-        for stops in self._ends if same else self.stops[: self._most_stops, slots]:
-            found |= stops == last
+        found: np.ndarray | None = None
+        last = ids
+        if ids.size != slots.size:
+            last, found = ids[np.cumsum(accepted.counts) - 1], accepted.counts > 1
+        asked = [stops == last for stops in (self._ends if same else self.stops[: self._most_stops, slots])]
         if self._any_fresh:
-            found |= self.fresh.take(slots)
+            asked.append(self.fresh.take(slots))
             self.fresh[slots if accepted.here is None else slots[accepted.here]] = False
-            self._any_fresh = bool(self.fresh.any())
+            self._any_fresh = bool(np.count_nonzero(self.fresh))
         if self._many or not same:
-            found |= self.many.take(slots)
+            asked.append(self.many.take(slots))
         if self._sure <= 0 or not same:
-            found |= (self.left.take(slots) <= 0) & (self.pending.take(slots) == 0)
+            asked.append((self.left.take(slots) <= 0) & (self.pending.take(slots) == 0))
         if accepted.here is not None:
-            found |= ~accepted.here  # their slots are others' now
-        full = self.computed.take(slots) >= self.due.take(slots)
-        if found.any():
-            full &= ~found
-        return found.nonzero()[0].tolist(), full.nonzero()[0].tolist()
+            asked.append(~accepted.here)  # their slots are others' now
+        for mask in asked:
+            if np.count_nonzero(mask):
+                found = mask if found is None else found | mask
+        computed = self._starts if same and self._starts is not None else self.computed.take(slots)
+        full = computed >= self.due.take(slots)
+        rows = full.nonzero()[0] if np.count_nonzero(full) else _NONE
+        if found is None:
+            return [], rows
+        return found.nonzero()[0].tolist(), rows[~found[rows]]
+
+    def filled(self, slots: np.ndarray) -> bytes | None:
+        """The tokens of the page that has become full in each of these slots, as int64 of the machine, and the prefix cache
+        knows of it from now on. None: somebody else has to find out which tokens these are."""
+        due = self.due.take(slots)
+        self.due[slots] = due + self._size
+        return self.tails.pages(slots, due - self._size)

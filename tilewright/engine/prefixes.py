@@ -5,7 +5,7 @@ Pure Python. `StepPlan` is the step that the scheduler is making: pages that it 
 
 from collections.abc import Sequence
 
-from tilewright.engine.blocks import BlockPool, page_digest, page_digests
+from tilewright.engine.blocks import BlockPool, bytes_digest, page_digest
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
 from tilewright.engine.windows import Windows
@@ -116,20 +116,26 @@ class Prefixes:
             digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
 
-    def register_next(self, requests: Sequence[Request]) -> None:
-        """Make known the first page of each decoding request that is not known yet, and is full."""
-        size, pages, known = self.blocks.page_size, list[int](), list[bytes]()
-        digest_of = page_digests(size)
-        for request in requests:  # one of sixteen that decode, in every step: one loop
-            index, digests = request.registered, request.digests
-            if len(digests) == index:
-                first = index * size
-                start = first - len(request.prompt_ids)
-                tokens = request.output_ids[start : start + size] if start >= 0 else request.tokens(first, first + size)
-                digests.append(digest_of(digests[-1] if index else request.salt, tokens))
-            known.append(digests[index])
-            pages.append(request.pages[index])
-            request.registered = index + 1
+    def register_next(self, requests: Sequence[Request], tokens: bytes | None) -> None:
+        """Make known the first page of each decoding request that is not known yet, and is full.
+
+        tokens: those of all these pages, as int64 of the machine; None: they are the requests' to tell.
+        """
+        pages, known = list[int](), list[bytes]()
+        if tokens is None:
+            for request in requests:
+                known.append(self._digest(request, request.registered))
+        else:
+            end, size = 0, 8 * self.blocks.page_size
+            for request in requests:  # one of sixteen that decode, in every step: one loop
+                digests, begin = request.digests, end
+                end += size
+                if len(digests) == request.registered:
+                    digests.append(bytes_digest(digests[-1] if digests else request.salt, tokens[begin:end]))
+                known.append(digests[request.registered])
+        for request in requests:
+            pages.append(request.pages[request.registered])
+            request.registered += 1
         self.blocks.register_many(pages, known)
         if self.windows is not None:
             for request in requests:

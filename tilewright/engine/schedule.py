@@ -79,12 +79,15 @@ class Scheduler(Tenants):
 
     def _decode(self, turn: Turn, crossing: np.ndarray, plan: StepPlan) -> None:
         if crossing.size:
-            for i, page in zip(crossing.tolist(), self.blocks.allocate_many(crossing.size)):
+            rows = crossing.tolist()
+            pages = [self.blocks.allocate_many(len(rows))]
+            for i, page in zip(rows, pages[0]):
                 turn.requests[i].pages.append(page)
             if self.windows is not None:
-                for i, page in zip(crossing.tolist(), self.windows.pool.allocate_many(crossing.size)):
+                pages.append(self.windows.pool.allocate_many(len(rows)))
+                for i, page in zip(rows, pages[1]):
                     turn.requests[i].window_pages.append(page)
-            self.decoders.crossed(turn, crossing)
+            self.decoders.crossed(turn, crossing, pages)
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
         if self.drafts:
@@ -130,16 +133,15 @@ class Scheduler(Tenants):
             self.drafted_tokens += len(drafts)
             self.accepted_tokens += right
             self.forced_tokens += right if request in self.forced else 0
-        found = accepted(step, result, self.decoders.take(step, result.counts))
+        found = accepted(step, result, self.decoders.take(step, result))
         found.append()
         looks, full = self.decoders.eventful(found)
-        if full:
-            self.prefixes.register_next([found.requests[i] for i in full])
-            self.decoders.due[found.slots[full]] += self.blocks.page_size
+        if full.size:
+            self.prefixes.register_next([found.requests[i] for i in full.tolist()], self.decoders.filled(found.slots[full]))
         for i in looks:
             self._look(found.requests[i])
         found.looks.extend(looks)
-        self.generated_tokens += len(found.tokens)
+        self.generated_tokens += found.ids.size
         return found
 
     def _look(self, request: Request) -> None:

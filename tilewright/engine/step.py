@@ -14,7 +14,7 @@ import numpy as np
 from tilewright.engine.host_pages import Moves
 from tilewright.engine.request import Request, TokenLogprobs
 
-__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed", "agreed_rows"]
+__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Grown", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed", "agreed_rows"]
 
 FillMasks = Callable[[Any], None]
 """Writes the masks of a step's masked rows into a numpy array [lines, words] int32: a bit a token, the lowest first."""
@@ -46,6 +46,17 @@ class Row(NamedTuple):
     drafts: tuple[int, ...] = ()
     """The row's last tokens, guessed and not yet the request's. The logits of the token before them and of each of them are
     sampled, and the row brings the samples up to the first that differs from the draft at its position."""
+
+
+class Grown(NamedTuple):
+    """Rows of a step that have a page more than in another one, which had the same rows."""
+
+    before: np.ndarray
+    """`Step.pages` of that one, which is known by this very array."""
+    rows: np.ndarray
+    """Their indices."""
+    pages: np.ndarray
+    """int32 [kinds, rows]: the pages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +93,8 @@ class Step:
     that it writes."""
     fills: frozenset[int] = frozenset()
     """Pages that the prefix cache counts on: full once the step has run."""
+    grown: Grown | None = None
+    """What alone is new in the block tables, where it is known."""
     masked: tuple[int, ...] = ()
     """Rows, by their indices, whose samples a mask restricts: each of a row's samples has its own, in their order. They depend
     on the tokens of the step before, so none of the step's rows is sampled before `Runner.sample`; what stands before the

@@ -159,7 +159,8 @@ class Tenants:
         """Abort all requests and free all pages and slots, whatever half-done state an interrupt left; returns them."""
         requests = [request for siblings in self._by_id.values() for request in siblings]
         for request in requests:
-            request.decoders = None
+            if request.decoders is not None:
+                self.decoders.leave(request)
             request.state, request.finish_reason, request.slot = State.FINISHED, "abort", None
             request.pages.clear()
             request.window_pages, request.behind = [], 0

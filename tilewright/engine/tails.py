@@ -1,0 +1,85 @@
+"""The newest tokens of the requests that decode, as one array by slot: a step of 512 of them is one write of numpy.
+
+A request gets its tokens when somebody asks for them (`Request.output_ids`), when its line is full, and when it leaves its slot.
+Lines begin with a page, so that the tokens of a page that has become full lie side by side, ready to be hashed.
+"""
+
+import numpy as np
+
+from tilewright.engine.request import Request
+
+__all__ = ["Tails"]
+
+_ROOM = 128
+"""Tokens that a line takes before it must be emptied, at least; no row of a step brings as many."""
+
+
+class Tails:
+    """A line of tokens for each slot: those at positions [`first`, `known`) of its request, `known` being `Decoders.known`."""
+
+    def __init__(self, known: np.ndarray, page_size: int):
+        self._known, self._page = known, page_size
+        self._width = (1 + -(-_ROOM // page_size)) * page_size
+        self._tokens = np.zeros((known.size, self._width), np.int64)
+        self._flat, self._pages = self._tokens.reshape(-1), self._tokens.reshape(known.size, -1, page_size)
+        self._begins = np.arange(known.size) * self._width
+        self.first = np.zeros(known.size, np.int64)  # multiples of the page size
+        self._told = np.zeros(known.size, np.int64)  # tokens, the prompt's too, that the request has itself
+        self._requests: list[Request | None] = [None] * known.size
+        self._left = self._width  # room in each line, at least
+
+    def begin(self, slot: int, request: Request) -> None:
+        """A request with this many tokens known comes to its slot; of its last page those that are known come along."""
+        known = int(self._known[slot])
+        first = request.computed // self._page * self._page
+        self._requests[slot], self._told[slot], self.first[slot] = request, known, first
+        self._tokens[slot, : known - first] = request.tokens(first, known)
+        self._left = min(self._left, self._width - (known - first))
+
+    def end(self, slot: int) -> None:
+        """The request leaves its slot, with all its tokens."""
+        request = self._requests[slot]
+        if request is not None:
+            self.tell(slot, request)
+            self._requests[slot] = None
+
+    def tell(self, slot: int, request: Request) -> None:
+        """Give a request the tokens that it does not have yet."""
+        told, known, first = int(self._told[slot]), int(self._known[slot]), int(self.first[slot])
+        if told < known:
+            request.told(self._tokens[slot, told - first : known - first].tobytes())
+            self._told[slot] = known
+
+    def places(self, slots: np.ndarray) -> np.ndarray:
+        """Where the next token of each of these slots goes, for `put`."""
+        return (self._begins - self.first + self._known).take(slots)
+
+    def put(self, places: np.ndarray, tokens: np.ndarray) -> None:
+        """Write tokens, of which no slot has more than there is room for."""
+        self._flat[places] = tokens
+
+    def make_room(self, most: int) -> bool:
+        """Before every line gets up to so many tokens. Returns whether any of them has moved: then other `places` count."""
+        self._left -= most
+        if self._left >= 0:
+            return False
+        used = self._known - self.first
+        full = (used + most > self._width).nonzero()[0].tolist()
+        for slot in full:
+            request = self._requests[slot]
+            if request is None:  # nobody's any more
+                self.first[slot] = self._known[slot]
+                continue
+            self.tell(slot, request)
+            begin = (int(used[slot]) - 1) // self._page * self._page
+            self._tokens[slot, : int(used[slot]) - begin] = self._tokens[slot, begin : int(used[slot])]
+            self.first[slot] += begin
+        self._left = self._width - most - int((self._known - self.first).max())
+        return bool(full)
+
+    def pages(self, slots: np.ndarray, firsts: np.ndarray) -> bytes | None:
+        """The tokens of a whole page each, from these positions on, as int64 of the machine; None: not all of them are here."""
+        at = firsts - self.first.take(slots)
+        if at.min() < 0 or (firsts + self._page > self._known.take(slots)).any():
+            return None
+        return self._pages[slots, at // self._page].tobytes()
