@@ -20,17 +20,12 @@ from struct import Struct
 
 from tilewright.engine.host_pages import HostPages
 
-__all__ = ["BlockPool", "bytes_digest", "page_digest"]
+__all__ = ["BlockPool", "page_digest"]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The chain hash of a page: `parent` is the digest of the page before it, for a request's first its salt."""
-    return bytes_digest(parent, _packer(len(token_ids))(*token_ids))
-
-
-def bytes_digest(parent: bytes, token_ids: bytes) -> bytes:
-    """`page_digest` of token ids that are int64 of the machine, side by side."""
-    return sha256(parent + token_ids).digest()
+    return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
 
 
 @cache
@@ -151,9 +146,11 @@ class BlockPool:
         if not self.prefix_cache:
             return
         known, named, listener = self._page, self._digest, self.listener
+        count = len(known)
         for page, digest in zip(pages, digests):
-            if digest not in known:
-                known[digest], named[page] = page, digest
+            known.setdefault(digest, page)
+            if len(known) > count:
+                count, named[page] = count + 1, digest
                 if listener is not None:
                     listener(digest, True)
 

@@ -1,9 +1,9 @@
 """Requests that decode, a token each in every step, as arrays by slot: a step of 512 of them is a few calls of numpy.
 
 While a request is here its `computed`, `pending` and newest tokens live in these arrays, and it reads through to them. Python
-looks at a single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the prefix
-cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same objects
-in every step, by which a runner sees that nothing but the positions has changed.
+looks at a single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the
+prefix cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same
+objects in every step, by which a runner sees that nothing but the positions has changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,11 @@ from tilewright.engine.request import Request
 from tilewright.engine.step import Grown, Step, StepResult
 from tilewright.engine.tails import Tails
 
-__all__ = ["Decoders", "Turn"]
+__all__ = ["Crossing", "Decoders", "Turn"]
 
 _STOPS = 8
 """Stop tokens of a request that are compared in numpy; one with more is looked at in each step."""
 _NEVER = 1 << 62
-_NONE = np.zeros(0, np.int64)
 
 
 class Turn(NamedTuple):
@@ -33,6 +32,14 @@ class Turn(NamedTuple):
     starts: np.ndarray
     fed: np.ndarray
     drafts: dict[int, tuple[int, ...]]
+
+
+class Crossing(NamedTuple):
+    """Rows of a turn that need one more page of each kind."""
+
+    rows: np.ndarray
+    slots: np.ndarray
+    requests: list[Request]
 
 
 class Decoders:
@@ -68,6 +75,7 @@ class Decoders:
         self._joining: list[Request] = []
         self._stale = False
         self._any_fresh = False
+        self._phase = 0
         self._settle(np.zeros(0, np.int64))
 
     # Who is here -----------------------------------------------------------------------------------------------------
@@ -93,6 +101,7 @@ class Decoders:
 
     def leave(self, request: Request) -> None:
         """A request gives up its slot; it may not be here."""
+        assert request.slot is not None
         self.lease[request.slot] = -1
         if request.decoders is not None:
             computed, pending = request.computed, request.pending
@@ -108,8 +117,9 @@ class Decoders:
 
     def grown(self, request: Request) -> None:
         """A request has more pages than before."""
+        self._quiet = False
         self.cells[request.slot] = len(request.pages) * self._size
-        self._cells = self._pages = self._grown = None
+        self._cells = self._pages = self._grown = self._crossings = None
 
     def registered(self, request: Request) -> None:
         """The prefix cache knows of more pages of a request than before."""
@@ -149,6 +159,9 @@ class Decoders:
         self._cells: np.ndarray | None = None
         self._pages: np.ndarray | None = None
         self._grown: Grown | None = None
+        self._crossings: list[Crossing] | None = None  # of the next steps, from `_phase` on, over and over
+        self._quiet = False  # the last step was one of these
+        self._unseen = False  # nobody has looked for full pages since
         self._ahead = 0  # samples that each of them has pending at least
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -159,8 +172,8 @@ class Decoders:
             self._tidy()
         return self._requests, self._slots
 
-    def turn(self) -> tuple[Turn, np.ndarray]:
-        """Who decodes in the next step, and which of the rows, by their indices, need one more page."""
+    def turn(self) -> tuple[Turn, Crossing]:
+        """Who decodes in the next step, and which of them need one more page."""
         requests, slots = self.members()
         if self.together or self._sure <= 0:
             left = self.left.take(slots)
@@ -172,22 +185,30 @@ class Decoders:
             elif not self.together and slots.size:
                 self._sure = int(left.min())
         if slots is not self._slots:
-            starts, cells = self.computed.take(slots), self.cells.take(slots)
-        else:
-            if self._starts is None or self._cells is None:
-                self._starts, self._cells = self.computed.take(slots), self.cells.take(slots)
-            starts, cells = self._starts, self._cells
-        if slots is not self._slots or not self._ahead:
-            pending = self.pending.take(slots)
-            fed = pending > 0
-            self._ahead = int(pending.min(initial=0)) if slots is self._slots else 0
-        else:
+            starts, fed = self.computed.take(slots), self.pending.take(slots) > 0
+            return Turn(requests, slots, starts, fed, {}), self._crossing(requests, slots, starts, self.cells.take(slots))
+        if self._starts is None:
+            self._starts = self.computed.take(slots)
+        if self._ahead:
             fed = self._all_fed
-        return Turn(requests, slots, starts, fed, {}), (starts >= cells).nonzero()[0]
+        else:
+            pending = self.pending.take(slots)
+            fed, self._ahead = pending > 0, int(pending.min(initial=0))
+        turn = Turn(requests, slots, self._starts, fed, {})
+        if self._crossings is not None:
+            return turn, self._crossings[self._phase]
+        if self._cells is None:
+            self._cells = self.cells.take(slots)
+        return turn, self._crossing(requests, slots, self._starts, self._cells)
 
-    def crossed(self, turn: Turn, rows: np.ndarray, pages: Sequence[Sequence[int]]) -> None:
-        """These rows of a turn have a page more, of each kind."""
-        self.cells[turn.slots[rows]] += self._size
+    def _crossing(self, requests: list[Request], slots: np.ndarray, starts: np.ndarray, cells: np.ndarray) -> Crossing:
+        rows = (starts >= cells).nonzero()[0]
+        return Crossing(rows, slots[rows], [requests[i] for i in rows.tolist()])
+
+    def crossed(self, turn: Turn, crossing: Crossing, pages: Sequence[Sequence[int]]) -> None:
+        """They have a page more, of each kind."""
+        rows = crossing.rows
+        self.cells[crossing.slots] += self._size
         if turn.slots is self._slots:
             if self._cells is not None:
                 self._cells[rows] += self._size
@@ -205,12 +226,30 @@ class Decoders:
             self._sure -= 1
             self._ahead += 1
             self._starts = turn.starts + 1 if turn.starts is self._starts else None
+            if self._crossings is not None:
+                self._phase = (self._phase + 1) % self._size
+            elif self._quiet and self._starts is not None:
+                self._foresee(self._starts)
+            self._quiet = self._unseen = True
         else:
             self.computed[turn.slots] += 1
             self.pending[turn.slots] += 1
             self.left[turn.slots] -= 1
             self._sure = 0
             self._unknown()
+
+    def _foresee(self, starts: np.ndarray) -> None:
+        """As long as nobody comes or goes each row crosses into a page every `page_size` steps: when, is found out once. What
+        crosses in the next step has then filled a page, too, that the prefix cache wants to know."""
+        cells = self.cells.take(self._slots)
+        room = cells - starts
+        if not room.size or room.max() >= self._size or (self._registers and (self.due.take(self._slots) != cells).any()):
+            return
+        order = room.argsort(kind="stable")
+        bounds = np.searchsorted(room[order], np.arange(self._size + 1))
+        parts = [order[begin:end] for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist())]
+        self._crossings = [Crossing(rows, self._slots[rows], [self._requests[i] for i in rows.tolist()]) for rows in parts]
+        self._phase, self._cells = 0, None
 
     def booked(self, requests: list[Request]) -> Turn:
         """The turn of these requests, launched."""
@@ -284,8 +323,8 @@ class Decoders:
         self.known[slots] += came
         return here
 
-    def eventful(self, accepted: Accepted) -> tuple[list[int], np.ndarray]:
-        """Indices of the requests at which somebody has to look, and of those that have filled a page and nothing else."""
+    def eventful(self, accepted: Accepted) -> tuple[list[int], Crossing | None]:
+        """Indices of the requests at which somebody has to look, and those that have filled a page and nothing else."""
         slots, ids = accepted.slots, accepted.ids
         same = slots is self._slots and accepted.here is None
         found: np.ndarray | None = None
@@ -306,12 +345,23 @@ class Decoders:
         for mask in asked:
             if np.count_nonzero(mask):
                 found = mask if found is None else found | mask
-        computed = self._starts if same and self._starts is not None else self.computed.take(slots)
-        full = computed >= self.due.take(slots)
-        rows = full.nonzero()[0] if np.count_nonzero(full) else _NONE
+        if same and self._crossings is not None and self._unseen:
+            full = self._crossings[self._phase] if self._registers else None
+        else:
+            mask = self.computed.take(slots) >= self.due.take(slots)
+            full = self._only(accepted, mask) if np.count_nonzero(mask) else None
+        self._unseen = False
         if found is None:
-            return [], rows
-        return found.nonzero()[0].tolist(), rows[~found[rows]]
+            return [], full
+        if full is not None and np.count_nonzero(found[full.rows]):
+            mask = np.zeros(slots.size, bool)
+            mask[full.rows] = True
+            full = self._only(accepted, mask & ~found)
+        return found.nonzero()[0].tolist(), full
+
+    def _only(self, accepted: Accepted, mask: np.ndarray) -> Crossing:
+        rows = mask.nonzero()[0]
+        return Crossing(rows, accepted.slots[rows], [accepted.requests[i] for i in rows.tolist()])
 
     def filled(self, slots: np.ndarray) -> bytes | None:
         """The tokens of the page that has become full in each of these slots, as int64 of the machine, and the prefix cache

@@ -4,8 +4,9 @@ Pure Python. `StepPlan` is the step that the scheduler is making: pages that it 
 """
 
 from collections.abc import Sequence
+from hashlib import sha256
 
-from tilewright.engine.blocks import BlockPool, bytes_digest, page_digest
+from tilewright.engine.blocks import BlockPool, page_digest
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
 from tilewright.engine.windows import Windows
@@ -119,23 +120,23 @@ class Prefixes:
     def register_next(self, requests: Sequence[Request], tokens: bytes | None) -> None:
         """Make known the first page of each decoding request that is not known yet, and is full.
 
-        tokens: those of all these pages, as int64 of the machine; None: they are the requests' to tell.
+        tokens: those of all these pages as int64 of the machine, of which `page_digest` makes the digests; None: they are the
+            requests' to tell.
         """
-        pages, known = list[int](), list[bytes]()
-        if tokens is None:
-            for request in requests:
-                known.append(self._digest(request, request.registered))
-        else:
-            end, size = 0, 8 * self.blocks.page_size
-            for request in requests:  # one of sixteen that decode, in every step: one loop
-                digests, begin = request.digests, end
-                end += size
-                if len(digests) == request.registered:
-                    digests.append(bytes_digest(digests[-1] if digests else request.salt, tokens[begin:end]))
-                known.append(digests[request.registered])
-        for request in requests:
-            pages.append(request.pages[request.registered])
-            request.registered += 1
+        pages, known, end, size = list[int](), list[bytes](), 0, 8 * self.blocks.page_size
+        for request in requests:  # one of sixteen that decode, in every step: one loop
+            index, digests, begin = request.registered, request.digests, end
+            end += size
+            if tokens is None:
+                known.append(self._digest(request, index))
+            elif len(digests) > index:
+                known.append(digests[index])
+            else:
+                digest = sha256((digests[-1] if index else request.salt) + tokens[begin:end]).digest()
+                digests.append(digest)
+                known.append(digest)
+            pages.append(request.pages[index])
+            request.registered = index + 1
         self.blocks.register_many(pages, known)
         if self.windows is not None:
             for request in requests:

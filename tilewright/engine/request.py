@@ -5,7 +5,6 @@ Parameters are checked, and brought to the widths that a device has, when a requ
 Not supported: beam search.
 """
 
-import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.logit_edits import MAX_LOGIT_ENTRIES, LogitEdits, Settings
-from tilewright.engine.values import integer, real, shown
+from tilewright.engine.values import integer, real, sample_seed, shown
 
 __all__ = [
     "RANGES", "Delta", "QueueFull", "Request", "RequestTooLong", "SamplingParams", "State", "TokenLogprobs", "sample_seed",
@@ -156,13 +155,6 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 integer(name, token, 0, 2**31 - 1)
-
-
-def sample_seed(seed: int | None, index: int) -> int:
-    """The int64 seed of sample `index`: given seeds count up and wrap, None is drawn from the system's entropy."""
-    if seed is None:
-        return secrets.randbits(63)
-    return (seed + index + 2**63) % 2**64 - 2**63
 
 
 class Decoders(Protocol):

@@ -14,7 +14,10 @@ import numpy as np
 from tilewright.engine.host_pages import Moves
 from tilewright.engine.request import Request, TokenLogprobs
 
-__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Grown", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed", "agreed_rows"]
+__all__ = [
+    "HOST_ERRORS", "DeviceLost", "FillMasks", "Grown", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed",
+    "agreed_rows",
+]  # fmt: skip
 
 FillMasks = Callable[[Any], None]
 """Writes the masks of a step's masked rows into a numpy array [lines, words] int32: a bit a token, the lowest first."""

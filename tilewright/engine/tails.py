@@ -1,7 +1,7 @@
 """The newest tokens of the requests that decode, as one array by slot: a step of 512 of them is one write of numpy.
 
-A request gets its tokens when somebody asks for them (`Request.output_ids`), when its line is full, and when it leaves its slot.
-Lines begin with a page, so that the tokens of a page that has become full lie side by side, ready to be hashed.
+A request gets its tokens when somebody asks for them (`Request.output_ids`), when its line is full, and when it leaves its
+slot. Lines begin with a page, so that the tokens of a page that has become full lie side by side, ready to be hashed.
 """
 
 import numpy as np
@@ -79,7 +79,7 @@ class Tails:
 
     def pages(self, slots: np.ndarray, firsts: np.ndarray) -> bytes | None:
         """The tokens of a whole page each, from these positions on, as int64 of the machine; None: not all of them are here."""
-        at = firsts - self.first.take(slots)
-        if at.min() < 0 or (firsts + self._page > self._known.take(slots)).any():
+        at = firsts - self.first[slots]
+        if np.count_nonzero(at < 0):
             return None
         return self._pages[slots, at // self._page].tobytes()

@@ -1,9 +1,10 @@
-"""Values of a request in words: checks of numbers, and how a value stands in an error message."""
+"""Values that a caller gives: checks of numbers, how a value stands in an error message, and the seeds of samples."""
 
 import reprlib
+import secrets
 from typing import Any
 
-__all__ = ["integer", "real", "shown"]
+__all__ = ["integer", "real", "sample_seed", "shown"]
 
 
 def integer(name: str, value: Any, low: float, high: float) -> None:
@@ -30,3 +31,10 @@ def shown(value: Any, most: int = 200) -> str:
     short.maxstring = short.maxother = short.maxlong = most
     words = short.repr(value)
     return words if len(words) <= most else words[: most - 3] + "..."
+
+
+def sample_seed(seed: int | None, index: int) -> int:
+    """The int64 seed of sample `index`: given seeds count up and wrap, None is drawn from the system's entropy."""
+    if seed is None:
+        return secrets.randbits(63)
+    return (seed + index + 2**63) % 2**64 - 2**63
