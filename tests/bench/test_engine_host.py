@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,19 +22,34 @@ def test_parts(speculate: bool) -> None:
 
 def test_every_request_decodes_from_the_first_measured_step_on() -> None:
     steps = HostSteps(running=40, context=600, steps=30)  # more prompt tokens than go through in one step
-    scheduler = steps._engine.scheduler
+    scheduler = steps.engine.scheduler
     before = scheduler.generated_tokens
     steps.measure(10)
     assert scheduler.generated_tokens - before == 10 * 40
 
 
-def test_two_checkouts_in_turns() -> None:
-    """Each has an engine of its own modules, and the process has its own back."""
-    spec = importlib.util.spec_from_file_location("engine_host_turns_under_test", ROOT / "scripts/engine_host_turns.py")
+def script_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_under_test", ROOT / f"scripts/{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_columns_and_values_are_of_the_same_samples() -> None:
+    script = script_of("sampled_columns")
+    columns, values = script.by_columns(16, 20), script.by_values(16, 20)
+    for _ in range(2):
+        found = columns()
+        assert found == values()
+        assert [len(ids) for ids, *_ in found] == [20] * 16
+        assert len({tuple(drawn) for _, _, drawn, _ in found}) == 16
+
+
+def test_two_checkouts_in_turns() -> None:
+    """Each has an engine of its own modules, and the process has its own back."""
+    script = script_of("engine_host_turns")
     before = sys.modules["tilewright.engine.core"]
     first, second = script.harness(ROOT), script.harness(ROOT)
     assert sys.modules["tilewright.engine.core"] is before

@@ -79,20 +79,20 @@ class HostSteps:
             max_model_len=pages * _PAGE, max_waiting=running,
         )  # fmt: skip
         proposer = FromText(running) if speculate else None
-        self._engine = Engine(_Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=proposer)
+        self.engine: Any = Engine(_Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=proposer)
         self._reader, rng = Reader(None), np.random.default_rng(0)
         for i in range(running):
             prompt = rng.integers(0, _VOCAB, context - i % _PAGE).tolist()
             params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
-            self._reader.open([i], self._engine.submit(prompt, params, streams=[i]), prompt, params)
+            self._reader.open([i], self.engine.submit(prompt, params, streams=[i]), prompt, params)
         while len(scheduler.running) < running or any(len(one) == len(one.prompt_ids) for one in scheduler.running):
-            self._reader.read(self._engine.advance())
+            self._reader.read(self.engine.advance())
             if scheduler.stats().failed:
                 raise RuntimeError("a step failed: look at the messages of its requests")
         self._spent: dict[str, float] = defaultdict(float)
-        self._watch(self._engine, "_speculate", "guesses")
+        self._watch(self.engine, "_speculate", "guesses")
         self._watch(scheduler, "schedule", "schedule")
-        self._watch(self._engine.runner, "launch", "pack")
+        self._watch(self.engine.runner, "launch", "pack")
         self._watch(scheduler, "complete", "complete")
 
     def _watch(self, owner: Any, name: str, part: str) -> None:
@@ -114,7 +114,7 @@ class HostSteps:
         for _ in range(steps):
             self._spent.clear()
             start = time.thread_time()
-            made = self._engine.advance()
+            made = self.engine.advance()
             end = time.thread_time()
             whole = end - start
             rows.append({**self._spent, "hand out": whole - sum(self._spent.values()), "all": whole})

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.request import Request, State, TokenLogprobs
 from tilewright.engine.step import Step, StepResult
 
@@ -25,6 +26,8 @@ class Accepted(NamedTuple):
     """int64: the tokens of all requests, one behind the other."""
     logprobs: list[TokenLogprobs | None]
     """[], or an entry a token."""
+    columns: LogprobColumns | None
+    """None, or the same as columns, and then `logprobs` is empty."""
     here: np.ndarray | None
     """[N] bool: the request is still in its slot; None: all are."""
     looks: list[int]
@@ -41,6 +44,8 @@ class Accepted(NamedTuple):
     def without_nan(self) -> tuple["Accepted", list[Request]]:
         """(those whose log-probabilities are numbers, the requests of the others)"""
         wrong = np.zeros(len(self.requests), bool)
+        if self.columns is not None and np.count_nonzero(nan := np.isnan(self.columns.logprob)):
+            wrong[np.repeat(np.arange(wrong.size), self.counts)[nan]] = True
         for i, found in self.explained().items():
             wrong[i] = any(isnan(one.logprob) for one in found)
         if not wrong.any():
@@ -72,6 +77,7 @@ class Accepted(NamedTuple):
             self.counts[stays],
             self.ids[lines],
             list(compress(self.logprobs, lines)),
+            None if self.columns is None else self.columns.take(lines),
             None if self.here is None else self.here[stays],
             [],
         )
@@ -84,12 +90,14 @@ def accepted(step: Step, result: StepResult, here: np.ndarray | None) -> Accepte
     """
     if here is None:
         ids = result.tokens
-        return Accepted(step.requests, step.slots, result.counts, ids, result.logprobs, None, [])
+        return Accepted(step.requests, step.slots, result.counts, ids, result.logprobs, result.columns, None, [])
     rows = np.flatnonzero(result.counts)
     requests = step.requests if rows.size == result.counts.size else [step.requests[i] for i in rows.tolist()]
     here = here[rows]
     ids = result.tokens
-    found = Accepted(requests, step.slots[rows], result.counts[rows], ids, result.logprobs, here, [])
+    found = Accepted(
+        requests, step.slots[rows], result.counts[rows], ids, result.logprobs, result.columns, here, []
+    )  # fmt: skip
     if here.all():
         return found
     stays = here.copy()

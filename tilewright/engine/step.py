@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.host_pages import Moves
 from tilewright.engine.request import Request, TokenLogprobs
 
@@ -175,6 +176,8 @@ class StepResult:
     """[rows] int64, N together: 0 for a row that does not sample, else 1, or as many as `agreed` says of its drafts."""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """[] where no row asks for them; else an entry a token, None of the rows that do not."""
+    columns: LogprobColumns | None = None
+    """Instead of `logprobs`, an entry a token, where the runner was made to give them so."""
     prompt_logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     """[] where no row asks for them; else an entry a row, None of those that do not. Of a row that asks: the prompt's tokens at
     positions start + 1 ... start + count, as far as there are any."""
