@@ -46,10 +46,9 @@ def harness(folder: Path) -> Any:
         sys.modules.update(aside)
 
 
-def measured(folders: list[Path], *, running: int, context: int, turns: int, steps: int) -> list[dict[str, Any]]:
-    """A row for each folder: median, p99 and the least of the turns' medians, in microseconds."""
-    options = {"running": running, "context": context, "steps": turns * steps}
-    engines = [harness(folder).HostSteps(**options) for folder in folders]
+def measured(folders: list[Path], *, turns: int, steps: int, **options: Any) -> list[dict[str, Any]]:
+    """A row for each folder: median, p99 and the least of the turns' medians, in microseconds. `options`: of `HostSteps`."""
+    engines = [harness(folder).HostSteps(steps=turns * steps, **options) for folder in folders]
     found: list[list[list[dict[str, float]]]] = [[] for _ in folders]
     for turn in range(turns):
         for i in range(len(engines)) if turn % 2 else reversed(range(len(engines))):
@@ -75,9 +74,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--steps", type=int, default=50, help="steps of a turn")
+    parser.add_argument("--joining", action="store_true", help="one request ends and another comes in every step")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = measured([*args.other, HERE], running=args.running, context=args.context, turns=args.turns, steps=args.steps)
+    options = {"running": args.running, "context": args.context, "joining": args.joining}
+    rows = measured([*args.other, HERE], turns=args.turns, steps=args.steps, **options)
     if args.json:
         print(json.dumps(rows, indent=1))
         return

@@ -28,6 +28,16 @@ def test_every_request_decodes_from_the_first_measured_step_on() -> None:
     assert scheduler.generated_tokens - before == 10 * 40
 
 
+def test_a_request_ends_and_another_comes_in_every_step() -> None:
+    steps = HostSteps(running=6, context=40, steps=30, joining=True)
+    scheduler = steps.engine.scheduler
+    before, arrived = set(scheduler.running), scheduler.prompt_tokens
+    steps.measure(6)
+    assert len(scheduler.running) == 6
+    assert not before & set(scheduler.running)
+    assert scheduler.prompt_tokens > arrived
+
+
 def script_of(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{name}_under_test", ROOT / f"scripts/{name}.py")
     assert spec is not None

@@ -58,8 +58,8 @@ class _Hostly:
 
     def collect(self, ticket: Step) -> StepResult:
         """Token 7 for everybody."""
-        counts = np.minimum(ticket.samples, 1)
-        return StepResult(np.full(int(counts.sum()), 7, np.int64), counts)
+        counts = np.minimum(ticket.samples, 1) if ticket.drafts else ticket.samples
+        return StepResult(np.full(int(np.count_nonzero(counts)), 7, np.int64), counts)
 
 
 class HostSteps:
@@ -70,9 +70,10 @@ class HostSteps:
         context: tokens of each prompt; they differ by up to a page.
         steps: the most that will be asked of `measure`.
         speculate: look in each text for what may come next, as `--speculate ngram` does.
+        joining: before each step the request that has run longest ends and another one comes, whose prompt the step computes.
     """
 
-    def __init__(self, *, running: int, context: int, steps: int, speculate: bool = False):
+    def __init__(self, *, running: int, context: int, steps: int, speculate: bool = False, joining: bool = False):
         pages = (context + steps) // _PAGE + 4
         scheduler = Scheduler(
             blocks=BlockPool(running * pages, _PAGE), max_seqs=running, max_tokens_per_step=max(8192, running),
@@ -80,11 +81,11 @@ class HostSteps:
         )  # fmt: skip
         proposer = FromText(running) if speculate else None
         self.engine: Any = Engine(_Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=proposer)
-        self._reader, rng = Reader(None), np.random.default_rng(0)
-        for i in range(running):
-            prompt = rng.integers(0, _VOCAB, context - i % _PAGE).tolist()
-            params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
-            self._reader.open([i], self.engine.submit(prompt, params, streams=[i]), prompt, params)
+        self._reader, self._rng = Reader(None), np.random.default_rng(0)
+        self._context, self._params = context, SamplingParams(max_tokens=steps + 20, ignore_eos=True)
+        self._first, self._next, self._joining = 0, 0, joining
+        for _ in range(running):
+            self._submit()
         while len(scheduler.running) < running or any(len(one) == len(one.prompt_ids) for one in scheduler.running):
             self._reader.read(self.engine.advance())
             if scheduler.stats().failed:
@@ -94,6 +95,12 @@ class HostSteps:
         self._watch(scheduler, "schedule", "schedule")
         self._watch(self.engine.runner, "launch", "pack")
         self._watch(scheduler, "complete", "complete")
+
+    def _submit(self) -> None:
+        prompt = self._rng.integers(0, _VOCAB, self._context - self._next % _PAGE).tolist()
+        name = self.engine.submit(prompt, self._params, streams=[self._next])
+        self._reader.open([self._next], name, prompt, self._params)
+        self._next += 1
 
     def _watch(self, owner: Any, name: str, part: str) -> None:
         call: Callable[..., Any] = getattr(owner, name)
@@ -112,6 +119,11 @@ class HostSteps:
         """Seconds of each part of so many steps, an entry a step."""
         rows: list[dict[str, float]] = []
         for _ in range(steps):
+            if self._joining:
+                self.engine.stop(self._first)
+                self._reader.close([self._first])
+                self._first += 1
+                self._submit()
             self._spent.clear()
             start = time.thread_time()
             made = self.engine.advance()

@@ -8,6 +8,7 @@ objects in every step, by which a runner sees that nothing but the positions has
 
 from collections.abc import Mapping, Sequence
 from itertools import compress, takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = ["Crossing", "Decoders", "Turn"]
 _STOPS = 8
 """Stop tokens of a request that are compared in numpy; one with more is looked at in each step."""
 _NEVER = 1 << 62
+_order = attrgetter("order")
 
 
 class Turn(NamedTuple):
@@ -135,9 +137,16 @@ class Decoders:
             new = [
                 request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease
             ]
-            # Never in place: a step may hold the list. Seldom out of order: a short prompt may overtake a long one.
-            self._requests = sorted(self._requests + new, key=lambda request: request.order)
-            self._settle(np.array([request.slot for request in self._requests], np.int64))
+            new.sort(key=_order)
+            # Never in place: a step may hold the list.
+            later = not self._requests or not new or self._requests[-1].order < new[0].order
+            self._requests = self._requests + new
+            if later:
+                slots = np.concatenate((self._slots, np.array([request.slot for request in new], np.int64)))
+            else:  # seldom: a short prompt may overtake a long one
+                self._requests.sort(key=_order)
+                slots = np.array([request.slot for request in self._requests], np.int64)
+            self._settle(slots)
             self._joining = []
 
     def _settle(self, slots: np.ndarray) -> None:

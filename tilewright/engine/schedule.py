@@ -174,7 +174,7 @@ class Scheduler(Tenants):
 
     def _asked_by_others(self, first: Request, most: int) -> int:
         """Prompt tokens that others than `first` would like to have in this step, but no more than `most`."""
-        running = (request.total - request.computed for request in self.running if request is not first)
+        running = (request.total - request.computed for request in self._prompts if request is not first)
         waiting = (len(request) for request in itertools.islice(self.waiting, len(self._slots)))
         asked = 0
         for left in itertools.chain((left for left in running if left > 1), waiting):
