@@ -12,6 +12,7 @@ digests mean equal tokens from the first on. (A short hash would do for speed, b
 another.) What a page may be used for is the scheduler's to know; nothing here refuses a write to a shared page.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -20,12 +21,21 @@ from struct import Struct
 
 from tilewright.engine.host_pages import HostPages
 
-__all__ = ["BlockPool", "page_digest"]
+__all__ = ["BlockPool", "page_digest", "page_digests"]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The chain hash of a page: `parent` is the digest of the page before it, for a request's first its salt."""
     return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
+
+
+def page_digests(parent: bytes, token_ids: Sequence[int], size: int) -> list[bytes]:
+    """The chain hashes of pages of `size` tokens that follow each other; what is left over at the end is no page."""
+    data, width = array("q", token_ids).tobytes(), 8 * size
+    chain = [parent]
+    for begin in range(0, len(data) - width + 1, width):
+        chain.append(sha256(chain[-1] + data[begin : begin + width]).digest())
+    return chain[1:]
 
 
 @cache

@@ -128,26 +128,22 @@ class Decoders:
         self.due[request.slot] = (request.registered + 1) * self._size if self._registers else _NEVER
 
     def _tidy(self) -> None:
+        requests, slots = self._requests, self._slots
         if self._stale:
-            stays = self.lease[self._slots] == self._leases
-            self._requests = list(compress(self._requests, stays.tolist()))
-            self._settle(self._slots[stays])
-            self._stale = False
-        if self._joining:
-            new = [
-                request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease
-            ]
+            stays = self.lease[slots] == self._leases
+            requests, slots = list(compress(requests, stays.tolist())), slots[stays]
+        new = [request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease]
+        if new:
             new.sort(key=_order)
-            # Never in place: a step may hold the list.
-            later = not self._requests or not new or self._requests[-1].order < new[0].order
-            self._requests = self._requests + new
+            later = not requests or requests[-1].order < new[0].order
+            requests = requests + new  # never in place: a step may hold the list
             if later:
-                slots = np.concatenate((self._slots, np.array([request.slot for request in new], np.int64)))
+                slots = np.concatenate((slots, np.array([request.slot for request in new], np.int64)))
             else:  # seldom: a short prompt may overtake a long one
-                self._requests.sort(key=_order)
-                slots = np.array([request.slot for request in self._requests], np.int64)
-            self._settle(slots)
-            self._joining = []
+                requests.sort(key=_order)
+                slots = np.array([request.slot for request in requests], np.int64)
+        self._requests, self._stale, self._joining = requests, False, []
+        self._settle(slots)
 
     def _settle(self, slots: np.ndarray) -> None:
         """Who decodes from now on, in the order of `_requests`, and what follows from it alone."""

@@ -6,7 +6,7 @@ Pure Python. `StepPlan` is the step that the scheduler is making: pages that it 
 from collections.abc import Sequence
 from hashlib import sha256
 
-from tilewright.engine.blocks import BlockPool, page_digest
+from tilewright.engine.blocks import BlockPool, page_digest, page_digests
 from tilewright.engine.request import Request
 from tilewright.engine.step import Row
 from tilewright.engine.windows import Windows
@@ -145,13 +145,15 @@ class Prefixes:
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them, windowed
         ones as ~page."""
-        if not self.blocks.prefix_cache:
-            return []
         full = request.computed // self.blocks.page_size  # no token before `computed` is pending here
-        pages = request.pages[request.registered : full]
-        for index, page in enumerate(pages, start=request.registered):
-            self.blocks.register(page, self._digest(request, index))
+        if full <= request.registered or not self.blocks.prefix_cache:
+            return []
+        pages, digests = request.pages[request.registered : full], request.digests
+        if len(digests) < full:
+            tokens = request.tokens(len(digests) * self.blocks.page_size, full * self.blocks.page_size)
+            digests += page_digests(digests[-1] if digests else request.salt, tokens, self.blocks.page_size)
+        self.blocks.register_many(pages, digests[request.registered : full])
         if self.windows is not None:
             pages = [*pages, *self.windows.register(request, range(request.registered, full))]
-        request.registered = max(request.registered, full)
+        request.registered = full
         return pages

@@ -289,8 +289,8 @@ class Tenants:
     def _allocate(self, request: Request, count: int) -> None:
         pages, blocks = request.pages, self.blocks
         more = blocks.pages_for(request.computed + count) - len(pages)
-        for _ in range(more):
-            pages.append(blocks.allocate())
+        if more > 0:
+            pages += blocks.allocate_many(more)
         if self.windows is not None:
             request.window_pages += self.windows.pool.allocate_many(more)
         if request.decoders is not None:
