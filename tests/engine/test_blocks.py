@@ -97,7 +97,7 @@ def test_page_map_in_cells(per_cell):
         assert state == (holders[0] if holders else "cached" if page in kept else "free")
     groups = [pages[first : first + per_cell] for first in range(0, 60, per_cell)]
     order = {"free": 0, "cached": 1}
-    wanted = [max(group, key=lambda cell: (cell[1], order.get(cell[0], 2))) for group in groups]
+    wanted = [max(group, key=lambda cell: (cell[1], order.get(str(cell[0]), 2))) for group in groups]
     assert pool.page_map(tables, per_cell) == wanted
 
 
