@@ -73,6 +73,7 @@ class Packer:
         more has happened."""
         self._no_cells = np.zeros((1 + kinds, 0), np.int32)
         self._any_unsent = self._any_explained = False
+        self._row_starts: np.ndarray | None = None  # of the step before; and so on
         self._row_slots, self._moves = _NONE, np.zeros(max_seqs + 1, np.int64)  # of the step before: 1 where a slot had a row
         self._explains = np.zeros(max_seqs, bool)
         self._adapter = np.zeros(max_seqs + 1, np.int32)
@@ -178,14 +179,17 @@ class Packer:
         slots = step.slots
         unfed = _NONE if np.count_nonzero(step.fed) == slots.size else (~step.fed).nonzero()[0]
         fed = self._newest(step, unfed) if unfed.size else _NONE
-        wrong = self._computed.take(slots) != step.starts
-        if self._any_unsent:
-            wrong |= self._unsent.take(slots)
-        at = slots[wrong] if np.count_nonzero(wrong) else _NONE
-        if at.size:
-            self._computed[at], self._unsent[at] = step.starts[wrong], False
-            self._any_unsent = bool(self._unsent.any())
-        lines, cells = self.lines[at] if at.size else _NONE, self._cells()
+        at, lines, cells = _NONE, _NONE, self._cells()
+        if self._any_unsent or step.after is None or step.after is not self._row_starts:
+            wrong = self._computed.take(slots) != step.starts
+            if self._any_unsent:
+                wrong |= self._unsent.take(slots)
+            if np.count_nonzero(wrong):
+                at = slots[wrong]
+                self._computed[at], self._unsent[at] = step.starts[wrong], False
+                self._any_unsent = bool(self._unsent.any())
+                lines = self.lines[at]
+        self._row_starts = step.starts
         if slots is not self._row_slots:
             self._row_slots, self._moves = slots, np.zeros(self.lines.shape[0], np.int64)
             self._moves[slots] = 1

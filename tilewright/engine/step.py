@@ -97,6 +97,8 @@ class Step:
     that it writes."""
     fills: frozenset[int] = frozenset()
     """Pages that the prefix cache counts on: full once the step has run."""
+    after: np.ndarray | None = None
+    """`starts` of another step, known by this very array: this one has the same rows, each a token further."""
     grown: Grown | None = None
     """What alone is new in the block tables, where it is known."""
     masked: tuple[int, ...] = ()

@@ -19,9 +19,9 @@ class Tails:
 
     def __init__(self, known: np.ndarray, page_size: int):
         self._known, self._page = known, page_size
-        self._width = (1 + -(-_ROOM // page_size)) * page_size
+        self._width = (2 + -(-_ROOM // page_size)) * page_size
         self._tokens = np.zeros((known.size, self._width), np.int64)
-        self._flat, self._pages = self._tokens.reshape(-1), self._tokens.reshape(known.size, -1, page_size)
+        self._flat, self._pages = self._tokens.reshape(-1), self._tokens.reshape(-1, page_size)
         self._begins = np.arange(known.size) * self._width
         self.first = np.zeros(known.size, np.int64)  # multiples of the page size
         self._told = np.zeros(known.size, np.int64)  # tokens, the prompt's too, that the request has itself
@@ -41,7 +41,7 @@ class Tails:
         request = self._requests[slot]
         if request is not None:
             self.tell(slot, request)
-            self._requests[slot] = None
+            self._requests[slot], self.first[slot] = None, self._known[slot]
 
     def tell(self, slot: int, request: Request) -> None:
         """Give a request the tokens that it does not have yet."""
@@ -64,12 +64,10 @@ class Tails:
         if self._left >= 0:
             return False
         used = self._known - self.first
-        full = (used + most > self._width).nonzero()[0].tolist()
+        full = (used + most + self._page > self._width).nonzero()[0].tolist()  # and what will be soon: not again in each step
         for slot in full:
             request = self._requests[slot]
-            if request is None:  # nobody's any more
-                self.first[slot] = self._known[slot]
-                continue
+            assert request is not None, "the lines of nobody are empty"
             self.tell(slot, request)
             begin = (int(used[slot]) - 1) // self._page * self._page
             self._tokens[slot, : int(used[slot]) - begin] = self._tokens[slot, begin : int(used[slot])]
@@ -79,7 +77,7 @@ class Tails:
 
     def pages(self, slots: np.ndarray, firsts: np.ndarray) -> bytes | None:
         """The tokens of a whole page each, from these positions on, as int64 of the machine; None: not all of them are here."""
-        at = firsts - self.first[slots]
-        if np.count_nonzero(at < 0):
+        begins = self.first[slots]
+        if np.count_nonzero(firsts < begins):
             return None
-        return self._pages[slots, at // self._page].tobytes()
+        return self._pages.take((self._begins[slots] + (firsts - begins)) // self._page, axis=0).tobytes()
