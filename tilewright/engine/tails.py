@@ -11,7 +11,9 @@ from tilewright.engine.request import Request
 __all__ = ["Tails"]
 
 _ROOM = 128
-"""Tokens that a line takes before it must be emptied, at least; no row of a step brings as many."""
+"""Tokens that a line takes beside a page before it is emptied; no row of a step brings as many."""
+_SPREAD = 32
+"""Tokens more, so that lines that are full at the same time are not all emptied in the same step."""
 
 
 class Tails:
@@ -19,14 +21,14 @@ class Tails:
 
     def __init__(self, known: np.ndarray, page_size: int):
         self._known, self._page = known, page_size
-        self._width = (2 + -(-_ROOM // page_size)) * page_size
+        self._width = (1 + -(-(_ROOM + _SPREAD) // page_size)) * page_size
         self._tokens = np.zeros((known.size, self._width), np.int64)
         self._flat, self._pages = self._tokens.reshape(-1), self._tokens.reshape(-1, page_size)
         self._begins = np.arange(known.size) * self._width
         self.first = np.zeros(known.size, np.int64)  # multiples of the page size
         self._told = np.zeros(known.size, np.int64)  # tokens, the prompt's too, that the request has itself
         self._requests: list[Request | None] = [None] * known.size
-        self._left = self._width  # room in each line, at least
+        self._left = 0  # tokens that every line takes before any has to be emptied, at least
 
     def begin(self, slot: int, request: Request) -> None:
         """A request with this many tokens known comes to its slot; of its last page those that are known come along."""
@@ -34,7 +36,7 @@ class Tails:
         first = request.computed // self._page * self._page
         self._requests[slot], self._told[slot], self.first[slot] = request, known, first
         self._tokens[slot, : known - first] = request.tokens(first, known)
-        self._left = min(self._left, self._width - (known - first))
+        self._left = min(self._left, self._width - _SPREAD - (known - first))
 
     def end(self, slot: int) -> None:
         """The request leaves its slot, with all its tokens."""
@@ -64,16 +66,28 @@ class Tails:
         if self._left >= 0:
             return False
         used = self._known - self.first
-        full = (used + most + self._page > self._width).nonzero()[0].tolist()  # and what will be soon: not again in each step
-        for slot in full:
-            request = self._requests[slot]
+        full = (used > self._width - _SPREAD - most).nonzero()[0]
+        if full.size:
+            room = self._width - used[full]
+            # As many as must be emptied in each step until the first is full; it and all others that are, in any case.
+            count = max(int(np.count_nonzero(room < most)), -(-full.size * most // max(most, int(room.min()))))
+            full = full[room.argsort(kind="stable")[:count]]
+            self._empty(full, used[full])
+            used = self._known - self.first
+        self._left = self._width - _SPREAD - most - int(used.max())
+        return bool(full.size)
+
+    def _empty(self, slots: np.ndarray, used: np.ndarray) -> None:
+        """Give the requests of these lines their tokens, and keep those of the last page."""
+        begins = (used - 1) // self._page * self._page
+        lines = zip(slots.tolist(), (self._told[slots] - self.first[slots]).tolist(), used.tolist(), begins.tolist())
+        for slot, told, end, begin in lines:
+            request, line = self._requests[slot], self._tokens[slot]
             assert request is not None, "the lines of nobody are empty"
-            self.tell(slot, request)
-            begin = (int(used[slot]) - 1) // self._page * self._page
-            self._tokens[slot, : int(used[slot]) - begin] = self._tokens[slot, begin : int(used[slot])]
-            self.first[slot] += begin
-        self._left = self._width - most - int((self._known - self.first).max())
-        return bool(full)
+            request.told(line[told:end].tobytes())
+            line[: end - begin] = line[begin:end]
+        self._told[slots] = self._known[slots]
+        self.first[slots] += begins
 
     def pages(self, slots: np.ndarray, firsts: np.ndarray) -> bytes | None:
         """The tokens of a whole page each, from these positions on, as int64 of the machine; None: not all of them are here."""
