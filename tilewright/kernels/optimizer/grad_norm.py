@@ -85,14 +85,13 @@ SPACE = Space(default=_default, axes={"num_warps": (4, 8, 16)})
 
 
 def _squares_arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     grads = [inputs.randn(*shape, dtype=dtype) for shape in shapes]
     return inputs.randn(flat_size([g.numel() for g in grads]) // CHUNK), grads
 
 
-def _squares_example(label: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Example:
-    return Example(label, lambda inputs: _squares_arguments(inputs, shapes, dtype))
+_squares_example = Example.of(_squares_arguments)
 
 
 @Example.of
@@ -101,10 +100,10 @@ def _clip_example(inputs: Inputs, chunks: int, max_norm: float, scale: float = 1
 
 
 SQUARES_EXAMPLES = (
-    _squares_example("several", (3, 50), (1,), (4097,), (64, 64)),
-    _squares_example("fp16", (33,), (2, 100), dtype=torch.float16),
-    _squares_example("fp32", (5, 1000), (7,), dtype=torch.float32),
-    _squares_example("empty among them", (0,), (100,)),
+    _squares_example("several", ((3, 50), (1,), (4097,), (64, 64))),
+    _squares_example("fp16", ((33,), (2, 100)), torch.float16),
+    _squares_example("fp32", ((5, 1000), (7,)), torch.float32),
+    _squares_example("empty among them", ((0,), (100,))),
 )
 CLIP_EXAMPLES = (
     _clip_example("clipped", 5, 0.3),

@@ -219,19 +219,13 @@ def _add_kernel(parts_ptr, out_ptr, PARTS, COUNT: tl.constexpr, AT_ONCE: tl.cons
 # ---- launcher
 
 
-def _key(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> tuple[Any, ...]:  # fmt: skip
-    return x.get_device(), x.dtype, dy.shape, x.shape, *padding, *kernel
+def _key(config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], *rest: Any) -> tuple[Any, ...]:
+    return x.get_device(), x.dtype, dy.shape, x.shape, *padding, *rest[-1]
 
 
-def _launch(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> Tensor:  # fmt: skip
-    dw = torch.empty((dy.shape[-1], *kernel, x.shape[-1]), dtype=x.dtype, device=x.device)
-    _PLANS.fill(config, dw, (dy, x, stride, padding, dilation, groups, kernel), (dy, x, dw))
+def _launch(config: Config, dy: Tensor, x: Tensor, *window: Any) -> Tensor:
+    dw = torch.empty((dy.shape[-1], *window[-1], x.shape[-1]), dtype=x.dtype, device=x.device)
+    _PLANS.fill(config, dw, (dy, x, *window), (dy, x, dw))
     return dw
 
 
