@@ -14,8 +14,6 @@ Limited by bytes: one element in, one out; a quarter of ten Philox rounds an ele
 Not supported: whole channels at once (torch's Dropout2d), alpha dropout.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +25,7 @@ from tilewright.kernels.device.contiguous import dense, load_flat, store_flat
 from tilewright.kernels.device.philox import LANES, philox4x32_reference
 from tilewright.kernels.elementwise.activation import float32_at_most
 from tilewright.kernels.elementwise.inputs import dropout_arguments
+from tilewright.kernels.launch.row_space import Flat, flat_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -76,17 +75,7 @@ def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """A walk over memory has no sizes to choose by."""
-
-    dtype: torch.dtype
-
-
-def _problem(x: Tensor, state: Tensor, p: float) -> Problem:
-    return Problem(x.dtype)
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Flat) -> Config:
     return {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}
 
 
@@ -156,7 +145,7 @@ def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
 dropout_op = Op(
     name="dropout",
     reference=_reference,
-    problem=_problem,
+    problem=flat_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=dropout_arguments,

@@ -179,17 +179,16 @@ _SCALINGS = {
 # ---- reference
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotated(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The first R of wide's last dimension turned by cos and sin, [..., R/2] that broadcast; what is behind them as it is."""
     half = cos.shape[-1]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    turned, rest = wide[..., : 2 * half], x[..., 2 * half :]
+    rest = wide.shape[-1] - 2 * half
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        y = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((y.to(x.dtype), rest), dim=-1)
+        a, b = wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        return torch.cat((turned, wide[..., 2 * half :]), -1)
+    a, b, *unturned = wide.split((half, half, rest) if rest else half, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, *unturned), -1)
 
 
 def _reference(
@@ -197,7 +196,9 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
     sin = -sin if inverse else sin
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_turned, k_turned = (rotated(t.to(wide), cos, sin, interleaved).to(t.dtype) for t in (q, k))
+    return q_turned, k_turned
 
 
 def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Cost:

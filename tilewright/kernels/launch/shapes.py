@@ -7,6 +7,7 @@ from torch import Tensor
 
 __all__ = [
     "ceil_div",
+    "check_alike",
     "check_last_dim",
     "check_tensor",
     "next_pow2",
@@ -99,6 +100,12 @@ def check_last_dim(op: str, x: Tensor, **vectors: Tensor | None) -> None:
             raise ValueError(
                 f"{op}: {name} must be [{x.shape[-1]}], the last dimension of x {tuple(x.shape)}; got {tuple(vector.shape)}"
             )
+
+
+def check_alike(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
+    """Raise ValueError unless t has the shape and dtype of x, which the caller knows as `like`."""
+    if t.shape != x.shape or t.dtype != x.dtype:
+        raise ValueError(f"{op}: {name} must be like {like}, {tuple(x.shape)} {x.dtype}; got {tuple(t.shape)} {t.dtype}")
 
 
 def check_tensor(

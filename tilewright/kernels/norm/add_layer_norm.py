@@ -26,7 +26,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.inputs import add_layer_norm_arguments
 from tilewright.kernels.norm.layer_norm import LAYER_EXAMPLES, layer_norm_op
 from tilewright.kernels.norm.work import add_layer_norm_work
@@ -158,8 +158,5 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Without gradients; `ops.add_layer_norm` says what it takes."""
     check_last_dim("add_layer_norm", x, weight=weight, bias=bias)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"add_layer_norm: residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
-        )
+    check_alike("add_layer_norm", "residual", residual, "x", x)
     return add_layer_norm_op(rows_ready(x), rows_ready(residual), weight, bias, eps, True)

@@ -14,8 +14,6 @@ A sum of squares beyond float32 counts as not finite: the step is left out. `gra
 the latency of one SM, 10 microseconds for 0.6 billion parameters.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.launch.row_space import Flat, flat_problem
 from tilewright.kernels.optimizer.multi_tensor import CHUNK, Slot, control_values, flat_size, gathered, load_gradient, tables
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import NO_CHOICES, Config, Space
@@ -63,21 +62,7 @@ def _clip_cost(squares: Tensor, control: Tensor) -> Cost:
 # ---- examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on."""
-
-    gradients: torch.dtype
-
-
-def _squares_problem(squares: Tensor, grads: list[Tensor]) -> Problem:
-    return Problem(grads[0].dtype)
-
-
-def _clip_problem(squares: Tensor, control: Tensor) -> Problem:
-    return Problem(squares.dtype)
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Flat) -> Config:
     return {"num_warps": 8}
 
 
@@ -170,7 +155,7 @@ def _clip_launch(config: Config, squares: Tensor, control: Tensor) -> None:
 grad_squares_op = Op(
     name="grad_squares",
     reference=_squares_reference,
-    problem=_squares_problem,
+    problem=lambda squares, grads: flat_problem(grads[0]),
     cost=_squares_cost,
     examples=SQUARES_EXAMPLES,
     make=_make_squares,
@@ -181,7 +166,7 @@ grad_squares_op = Op(
 clip_scale_op = Op(
     name="clip_scale",
     reference=_clip_reference,
-    problem=_clip_problem,
+    problem=flat_problem,
     cost=_clip_cost,
     examples=CLIP_EXAMPLES,
     make=_make_clip,
