@@ -19,13 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.contiguous import dense, load_flat, store_flat
 from tilewright.kernels.device.philox import LANES, philox4x32_reference
 from tilewright.kernels.elementwise.activation import float32_at_most
 from tilewright.kernels.elementwise.inputs import dropout_arguments
-from tilewright.kernels.launch.row_space import Flat, flat_problem
+from tilewright.kernels.launch.row_space import flat_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -75,11 +74,9 @@ def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
 # ---- space and examples
 
 
-def _default(device: Device, problem: Flat) -> Config:
-    return {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}
-
-
-SPACE = Space(default=_default, axes={"num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}, axes={"num_warps": (4, 8)}
+)
 
 
 @Example.of

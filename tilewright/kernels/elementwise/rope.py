@@ -35,7 +35,7 @@ from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_rea
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["rope", "rope_frequencies", "rope_op", "rope_table"]
+__all__ = ["rope", "rope_frequencies", "rope_op", "rope_table", "rotated"]
 
 # ---- tables
 

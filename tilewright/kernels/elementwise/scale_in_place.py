@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.elementwise.inputs import scale_in_place_arguments
-from tilewright.kernels.launch.row_space import Flat, flat_problem
+from tilewright.kernels.launch.row_space import flat_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -35,11 +34,10 @@ def _cost(x: Tensor, factor: Tensor) -> Cost:
 # ---- space and examples
 
 
-def _default(device: Device, problem: Flat) -> Config:
-    return {"BLOCK": 16384 // problem.dtype.itemsize, "num_warps": 8}
-
-
-SPACE = Space(default=_default, axes={"BLOCK": (4096, 8192), "num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"BLOCK": 16384 // problem.dtype.itemsize, "num_warps": 8},
+    axes={"BLOCK": (4096, 8192), "num_warps": (4, 8)},
+)
 
 
 @Example.of

@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.launch.row_space import Flat, flat_problem
+from tilewright.kernels.launch.row_space import flat_problem
 from tilewright.kernels.optimizer.multi_tensor import CHUNK, Slot, control_values, flat_size, gathered, load_gradient, tables
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import NO_CHOICES, Config, Space
@@ -62,11 +61,7 @@ def _clip_cost(squares: Tensor, control: Tensor) -> Cost:
 # ---- examples
 
 
-def _default(device: Device, problem: Flat) -> Config:
-    return {"num_warps": 8}
-
-
-SPACE = Space(default=_default, axes={"num_warps": (4, 8, 16)})
+SPACE = Space(default=lambda device, problem: {"num_warps": 8}, axes={"num_warps": (4, 8, 16)})
 
 
 def _squares_arguments(

@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.op import Inputs
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Space
 
 __all__ = [
     "BLOCKS",
@@ -216,11 +215,9 @@ def problem_of(weights: Tensor | None, grads: Sequence[Tensor]) -> Problem:
     return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK": 1024, "num_warps": 8}
-
-
-BLOCKS = Space(default=_default, axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)})
+BLOCKS = Space(
+    default=lambda device, problem: {"BLOCK": 1024, "num_warps": 8}, axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}
+)
 """Eight warps with four elements a thread have 56 bytes a thread in flight for AdamW: 114 KB an SM."""
 
 
