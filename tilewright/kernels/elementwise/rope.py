@@ -29,13 +29,14 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import rope_arguments
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["rope", "rope_frequencies", "rope_op", "rope_table", "rotated"]
+__all__ = ["rope", "rope_frequencies", "rope_op", "rope_table"]
 
 # ---- tables
 
@@ -177,18 +178,6 @@ _SCALINGS = {
 }
 
 # ---- reference
-
-
-def rotated(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first R of wide's last dimension turned by cos and sin, [..., R/2] that broadcast; what is behind them as it is."""
-    half = cos.shape[-1]
-    rest = wide.shape[-1] - 2 * half
-    if interleaved:
-        a, b = wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-        return torch.cat((turned, wide[..., 2 * half :]), -1)
-    a, b, *unturned = wide.split((half, half, rest) if rest else half, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, *unturned), -1)
 
 
 def _reference(

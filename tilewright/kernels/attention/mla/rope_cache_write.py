@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import check_slots
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.elementwise.rope import rotated
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
