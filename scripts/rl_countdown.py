@@ -1,9 +1,11 @@
-"""Countdown with three numbers: a small model is pretrained on solved tasks, then improved by rewards, with several seeds of
+"""Countdown with three numbers: a small model is pretrained on answered tasks, then improved by rewards, with several seeds of
 several algorithms at once, spread over the GPUs that there are: `python scripts/rl_countdown.py`. Processes that share a GPU
 take turns: with twelve on one H100 a step of 1,024 samples took 8 s.
 
 Pretraining ends when the model solves `--until` of held-out tasks, or when `--pretrain-s` have passed; its learning rate then
-falls to nothing over `--fall` times as many updates again. Each run of rewards begins with these weights, and ends when it has
+falls to nothing over `--fall` times as many updates again. A share of `--wrong` of the answers that it reads are wrong:
+expressions of the task's numbers with another value, as a corpus that nobody has checked has them. Imitation keeps that share,
+and rewards can unlearn it. Each run of rewards begins with these weights, and ends when it has
 reached its aim on two sets of held-out tasks, or when `--seconds` are over. `--runs grpo:1e-4:5,ppo:1e-4:5` names algorithm,
 learning rate and number of seeds. Answers are sampled at temperature 1, one a task. Prints the rates, and one JSON object a run
 at the end.
@@ -12,12 +14,14 @@ at the end.
 import argparse
 import json
 import multiprocessing
+import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +32,7 @@ from tilewright.models import Model, save_model
 from tilewright.nn import Packed
 from tilewright.rl.characters import Characters
 from tilewright.rl.config import RLConfig
+from tilewright.rl.environments.base import Task
 from tilewright.rl.environments.puzzles import Countdown
 from tilewright.rl.loop import Trainer
 from tilewright.rl.policies import small_model
@@ -45,12 +50,24 @@ TEXT, TASKS = Characters(), Countdown()
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def packed(chunk: int) -> Arrays:
-    """Solved tasks: token ids, targets, positions, and where texts begin. The loss is on the answers."""
-    found = []
+def unsolved(task: Task, rng: random.Random) -> str:
+    """An expression of the task's numbers that has another value."""
+    while True:
+        a, b, c = map(str, rng.sample(task.data["numbers"], 3))
+        first, second = rng.choices("+-*/", k=2)
+        both = f"{a}{first}{b}"
+        written = f"({both}){second}{c}" if first in "+-" and second in "*/" else f"{both}{second}{c}"
+        if not TASKS.score(task, written):
+            return written
+
+
+def packed(wrong: float, chunk: int) -> Arrays:
+    """Answered tasks: token ids, targets, positions, and where texts begin. The loss is on the answers."""
+    found, rng = [], random.Random(chunk)
     for seed in range(SOLVED + chunk * CHUNK, SOLVED + (chunk + 1) * CHUNK):
         task = TASKS.task(seed)
-        prompt, answer = TEXT.prompt(task.prompt), [*TEXT.prompt(TASKS.solution(task)), TEXT.end]
+        written = unsolved(task, rng) if rng.random() < wrong else TASKS.solution(task)
+        prompt, answer = TEXT.prompt(task.prompt), [*TEXT.prompt(written), TEXT.end]
         ids = np.array([*prompt, *answer])
         targets = ids[1:].copy()
         targets[: len(prompt) - 1] = IGNORED
@@ -68,12 +85,12 @@ def batch_of(arrays: Arrays, device: torch.device) -> TrainBatch:
 
 
 class Chunks:
-    """Solved tasks, made by processes at most `ahead` chunks ahead."""
+    """Answered tasks, a share of them wrongly, made by processes at most `ahead` chunks ahead."""
 
-    def __init__(self, processes: int, ahead: int = 64) -> None:
+    def __init__(self, processes: int, wrong: float, ahead: int = 64) -> None:
         self._room, self._ended = threading.Semaphore(ahead), False
         self._pool = multiprocessing.get_context("fork").Pool(processes)
-        self._made = self._pool.imap(packed, self._numbers())
+        self._made = self._pool.imap(partial(packed, wrong), self._numbers())
 
     def __next__(self) -> Arrays:
         self._room.release()
@@ -174,7 +191,7 @@ def main() -> None:
         return improve(options)
     began, ends = time.perf_counter(), time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
-    chunks = Chunks(options.processes)  # before the GPU is opened: its processes are forked
+    chunks = Chunks(options.processes, options.wrong)  # before the GPU is opened: its processes are forked
     print(json.dumps({**provenance(), "options": {name: str(value) for name, value in vars(options).items()}}), flush=True)
     first = config_of(options, "grpo", 0.0, 0)
     save(small_model(replace(first, model="", layers=options.layers, hidden=options.hidden)), options)
@@ -222,9 +239,9 @@ def read() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
-        ("device", "cuda"), ("dtype", "float32"), ("layers", 4), ("hidden", 256), ("until", 0.2), ("fall", 0.25),
-        ("pretrain-s", 130.0),
-        ("pretrain-lr", 2e-3), ("measure-every", 50), ("seconds", 535.0), ("runs", "grpo:1e-4:5,ppo:1e-4:5"),
+        ("device", "cuda"), ("dtype", "float32"), ("layers", 4), ("hidden", 256), ("until", 0.9), ("fall", 0.25),
+        ("wrong", 0.5), ("pretrain-s", 130.0), ("pretrain-lr", 2e-3), ("measure-every", 50), ("seconds", 535.0),
+        ("runs", "grpo:1e-4:5,ppo:1e-4:5"),
         ("prompts", 256), ("answers", 8), ("minibatches", 2), ("critic-lr", 2e-4), ("entropy-bonus", 0.0),
         ("cache-mib", 256), ("processes", 12), ("until-time", 0.0), ("aim", 2.0), ("run", ""),
     ):  # fmt: skip
