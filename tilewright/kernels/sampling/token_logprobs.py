@@ -99,14 +99,6 @@ class Problem(NamedTuple):
     most: int
 
 
-def _problem(logits: Tensor, ids: Tensor) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], 0)
-
-
-def _top_problem(logits: Tensor, ids: Tensor, wanted: Tensor, most: int) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], most)
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # 16 elements a thread.
     block_v = min(4096, max(256, next_pow2(problem.vocab)))
@@ -297,7 +289,7 @@ def _launch(config: Config, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor
 token_logprobs_op = Op(
     name="token_logprobs",
     reference=_reference,
-    problem=_problem,
+    problem=lambda logits, ids: Problem(logits.dtype, logits.shape[1], 0),
     cost=_cost,
     examples=EXAMPLES,
     make=logprob_arguments,
@@ -307,7 +299,7 @@ token_logprobs_op = Op(
 top_logprobs_op = Op(
     name="top_logprobs",
     reference=_top_reference,
-    problem=_top_problem,
+    problem=lambda logits, ids, wanted, most: Problem(logits.dtype, logits.shape[1], most),
     cost=_top_cost,
     examples=TOP_EXAMPLES,
     make=top_logprob_arguments,

@@ -104,14 +104,6 @@ class Problem(NamedTuple):
     gradient: bool
 
 
-def _problem(logits: Tensor, targets: Tensor, *options: object) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], False)
-
-
-def _gradient_problem(logits: Tensor, targets: Tensor, *options: object) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], True)
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # The choices of softmax.py, which reads and writes as this does.
     widest = 32768 // problem.dtype.itemsize
@@ -324,7 +316,7 @@ def _impls(in_place: bool) -> tuple[Impl, ...]:
 cross_entropy_op = Op(
     name="cross_entropy",
     reference=_reference,
-    problem=_problem,
+    problem=lambda logits, *_: Problem(logits.dtype, logits.shape[1], False),
     cost=_cost,
     examples=EXAMPLES,
     make=cross_entropy_arguments,
@@ -334,7 +326,7 @@ cross_entropy_op = Op(
 cross_entropy_gradient_op = Op(
     name="cross_entropy_gradient",
     reference=_gradient_reference,
-    problem=_gradient_problem,
+    problem=lambda logits, *_: Problem(logits.dtype, logits.shape[1], True),
     cost=_gradient_cost,
     examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
@@ -344,7 +336,7 @@ cross_entropy_gradient_op = Op(
 cross_entropy_gradient_in_place_op = Op(
     name="cross_entropy_gradient_in_place",
     reference=_in_place_reference,
-    problem=_gradient_problem,
+    problem=lambda logits, *_: Problem(logits.dtype, logits.shape[1], True),
     cost=_gradient_cost,
     examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,

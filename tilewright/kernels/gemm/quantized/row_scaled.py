@@ -74,13 +74,6 @@ def finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor |
 # ---- problem, cost, examples
 
 
-def _problem(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
-) -> Problem:  # fmt: skip
-    return problem_of(x, weight, bias, activation, residual)
-
-
 _example = Example.sized(scaled_linear_arguments)
 EXAMPLES = (
     _example("decode", 1, 64, 256),
@@ -284,7 +277,7 @@ def _launch_vendor(
 scaled_linear_op = Op(
     name="scaled_linear",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, weight, x_scales, w_scales, bias, act, residual, *_: problem_of(x, weight, bias, act, residual),
     cost=product_cost,
     examples=EXAMPLES,
     make=scaled_linear_arguments,
