@@ -26,7 +26,7 @@ from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, 
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.layer_norm import LAYER_EXAMPLES, layer_norm_op
 from tilewright.kernels.quantize.inputs import layer_norm_quantize_arguments
 from tilewright.kernels.quantize.per_row import check_format, quantize_rows_op
@@ -138,7 +138,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
     q = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
     scale, y = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device), _kept(x, keep)
     if rows := scale.numel():
-        _layer_norm_quantize_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _layer_norm_quantize_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, weight, weight if bias is None else bias, q, scale, y if keep else x, rows, rows_of(x)[1], eps,
             D=cols, W=width, HAS_BIAS=bias is not None, KEEP=keep, **UNFUSED, **tile,
         )  # fmt: skip

@@ -42,7 +42,7 @@ from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.tile import best_tile, grouped
 from tilewright.kernels.launch.pdl import waits
-from tilewright.kernels.launch.shapes import check_tensor
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -233,7 +233,7 @@ def launch_scaled(
         return y
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    scaled_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), y_scale, y.stride(0),
         ACTIVATION=function, GATED=gated, GROUP_M=8, **config,
