@@ -41,7 +41,7 @@ from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
 from tilewright.kernels.attention.tile import widths
 from tilewright.kernels.attention.tile_masks import load_rows, strides_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -280,7 +280,7 @@ def _launch(
         return out
     batch, queries, heads, d = q.shape
     keys, dv = k.shape[1], v.shape[-1]
-    tiles = triton.cdiv(queries, config["BLOCK_M"])
+    tiles = ceil_div(queries, config["BLOCK_M"])
     of_bias = [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
     coded = bias.dtype == torch.bool
     _biased_kernel[(tiles * batch * heads,)](

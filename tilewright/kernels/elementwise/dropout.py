@@ -25,6 +25,7 @@ from tilewright.kernels.device.philox import LANES, philox4x32_reference
 from tilewright.kernels.elementwise.activation import float32_at_most
 from tilewright.kernels.elementwise.inputs import dropout_arguments
 from tilewright.kernels.launch.row_space import flat_problem
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -133,7 +134,7 @@ def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
         # As a signed number the threshold is an int32 whatever p is, and one kernel serves all.
-        _dropout_kernel[(triton.cdiv(x.numel(), 4 * LANES),)](
+        _dropout_kernel[(ceil_div(x.numel(), 4 * LANES),)](
             x, state, y, x.numel(), _threshold(p) - 2**31, 1 / (1 - p), LANES=LANES, **config
         )
     return y

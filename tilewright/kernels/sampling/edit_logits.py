@@ -26,7 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import next_pow2, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_ready
 from tilewright.kernels.sampling.inputs import edit_logits_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -166,7 +166,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    tiles, width = triton.cdiv(vocab, config["BLOCK_V"]), ids.shape[1]
+    tiles, width = ceil_div(vocab, config["BLOCK_V"]), ids.shape[1]
     if rows:
         _tiles_kernel[(rows * tiles,)](
             logits, slots, counts, penalties, allowed, out, logits.stride(0), V=vocab, WORDS=allowed.shape[1], TILES=tiles,

@@ -26,7 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.sampling.inputs import logprob_arguments, top_logprob_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -258,9 +258,9 @@ def _launch_top(
     config: Config, logits: Tensor, ids: Tensor, wanted: Tensor | None, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, config["BLOCK_V"])
+    tiles = ceil_div(vocab, config["BLOCK_V"])
     # At most 4096 groups, which one program holds in registers; 64 tokens each up to a vocabulary of 262144.
-    group = min(config["BLOCK_V"], max(64, next_pow2(triton.cdiv(tiles * config["BLOCK_V"], 4096))))
+    group = min(config["BLOCK_V"], max(64, next_pow2(ceil_div(tiles * config["BLOCK_V"], 4096))))
     per_tile = config["BLOCK_V"] // group
     logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -24,7 +24,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import check_slots
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -171,7 +171,7 @@ def _launch(
     (tokens, heads, width), rotated, rank = lead.shape, turned.shape[2], weight.shape[0]
     q = torch.empty((tokens, heads, width + rotated), dtype=lead.dtype, device=lead.device)
     if tokens:
-        _mla_rope_write_kernel[(tokens, 1 + triton.cdiv(heads, config["BLOCK_H"]))](
+        _mla_rope_write_kernel[(tokens, 1 + ceil_div(heads, config["BLOCK_H"]))](
             lead, turned, kv, weight, positions, cos_sin, cache, slots, q,
             cache.shape[0] * cache.shape[1], cos_sin.shape[0],
             token_stride(lead), lead.stride(1), token_stride(turned), turned.stride(1), rows_of(kv)[1], eps,

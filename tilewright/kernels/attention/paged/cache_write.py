@@ -29,7 +29,7 @@ from tilewright.kernels.attention.paged.configs import CODES, misfit, value_shap
 from tilewright.kernels.attention.paged.inputs import kv_write_arguments
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -241,7 +241,7 @@ def _launch(
 ) -> None:  # fmt: skip
     tokens, kv_heads, dim = k.shape
     if tokens:
-        _kernel[(tokens, triton.cdiv(kv_heads, config["BLOCK_H"]))](
+        _kernel[(tokens, ceil_div(kv_heads, config["BLOCK_H"]))](
             k, v, k_cache, v_cache, k if k_scale is None else k_scale, v if v_scale is None else v_scale, slots,
             room_of_cache(k_cache), token_stride(k), token_stride(v),
             K_HEAD_STRIDE=k.stride(1), V_HEAD_STRIDE=v.stride(1), G=kv_heads, D=dim, S=k_cache.shape[2],

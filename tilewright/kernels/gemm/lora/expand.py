@@ -165,8 +165,8 @@ def _launch(
     (tokens, row_stride), n, rank = rows_of(y), y.shape[1], b.shape[2]
     spans = _spans(n, first, second)
     if y.numel() and rank:
-        tiles = sum(triton.cdiv(end - begin, config["BLOCK_N"]) for begin, end in spans)
-        _expand_kernel[(triton.cdiv(tokens, config["BLOCK_T"]), tiles)](
+        tiles = sum(ceil_div(end - begin, config["BLOCK_N"]) for begin, end in spans)
+        _expand_kernel[(ceil_div(tokens, config["BLOCK_T"]), tiles)](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0], PARTS=len(spans), FIRST=first,
             SECOND=second, BLOCK_R=dot_width(rank), **config,
         )  # fmt: skip

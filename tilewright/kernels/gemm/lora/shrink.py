@@ -131,7 +131,7 @@ def _launch(config: Config, x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     h, (tokens, row_stride) = _fake(x, a, adapters), rows_of(x)
     width, chunks = dot_width(a.shape[1]), h.shape[0]
     if h.numel():
-        grid = (triton.cdiv(tokens, config["BLOCK_T"]), triton.cdiv(a.shape[1], width), chunks)
+        grid = (ceil_div(tokens, config["BLOCK_T"]), ceil_div(a.shape[1], width), chunks)
         _shrink_kernel[grid](
             x, a, adapters, h, tokens, row_stride, K=x.shape[1], M=a.shape[1], CHUNK_K=CHUNK, BLOCK_M=width, **config
         )
