@@ -1,5 +1,8 @@
 """How long requests wait: who is refused at once, who is given up, who is let alone, and who goes first."""
 
+import random
+import re
+
 import pytest
 
 from tests.engine.fake_runner import scheduler
@@ -70,6 +73,35 @@ def test_where_nobody_starts_for_long_only_the_impatient_are_refused():
     with pytest.raises(QueueFull, match=r"2 requests wait, and this one would wait some 18\.0 s, wanted at most 17 s"):
         queue.ask(17.0)
     assert queue.ask(19.0).state is State.WAITING
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_room_is_how_many_more_may_wait(seed: int) -> None:
+    """Told beforehand, as often as they are asked one by one; and the words of the first refusal."""
+    rng, queue = random.Random(seed), Queue()
+    told = 0
+    for _ in range(60):
+        if rng.random() < 0.5:
+            queue.ask(None)
+        if rng.random() < 0.2:
+            low = Request(f"low {queue.asked}", [1], SamplingParams(max_tokens=2, priority=1))
+            queue.sched.add(low)
+            queue.asked += 1
+        queue.second() if queue.sched.waiting or queue.sched.running else None
+        queue.now_s += rng.random()
+        most_s = rng.choice((0.5, 2.0, 7.0, 20.0))
+        room = queue.sched.waiting.room(most_s)
+        if room is None or len(queue.sched.waiting) > 30:
+            continue
+        before, told = len(queue.sched.waiting), told + 1
+        taken = [queue.ask(most_s) for _ in range(room.left)]
+        with pytest.raises(QueueFull, match=re.escape(str(room.refusal))) as refused:
+            queue.ask(most_s)
+        assert refused.value.retry_after_s == room.refusal.retry_after_s
+        for request in taken:
+            queue.sched.abort(request.id)
+        assert len(queue.sched.waiting) == before
+    assert told > 5
 
 
 def test_the_samples_of_an_overdue_one_go_with_it():

@@ -203,6 +203,28 @@ OPERATORS = (
         ("conv", "group_norm"),
         {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3)},
     ),
+    Case("group norm, silu", lambda m, x: F.silu(m.norm(x)), IMAGE, ("group_norm",), {"norm": nn.GroupNorm(4, 8)}),
+    Case(
+        "a number for each channel before a group norm",
+        lambda m, x: F.gelu(m.norm(m.conv(x) + m.time(x.mean((2, 3)))[:, :, None, None])),
+        IMAGE,
+        ("conv", "mean", "linear", "group_norm"),
+        {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3), "time": nn.Linear(8, 12)},
+    ),
+    Case(
+        "the same sum read twice",
+        lambda m, x: (lambda y: m.norm(y) + y)(x + m.time(x.mean((2, 3)))[:, :, None, None]),
+        IMAGE,
+        ("mean", "linear", "group_norm"),
+        {"norm": nn.GroupNorm(2, 8), "time": nn.Linear(8, 8)},
+    ),
+    Case(
+        "parameters before a group norm go into the convolution",
+        lambda m, x: m.norm(m.conv(x[:1]) + m.w[None, :, None, None]),
+        IMAGE,
+        ("conv", "group_norm"),
+        {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3), "w": randn(12)},
+    ),
     Case("instance norm", lambda m, x: m.norm(x), IMAGE, ("instance_norm",), {"norm": nn.InstanceNorm2d(8, affine=True)}),
     Case(
         "instance norm of signals", lambda m, x: m.norm(x), image(2, 8, 11), ("instance_norm",), {"norm": nn.InstanceNorm1d(8)}

@@ -13,7 +13,9 @@ from tokenizers import pre_tokenizers
 from tests.server.fake_engine import Running, fake_engine, running
 from tilewright.engine.request import QueueFull
 from tilewright.engine.step import DeviceLost
+from tilewright.engine.waiting import Room
 from tilewright.server import link
+from tilewright.server.worker import EngineWorker
 
 pytestmark = pytest.mark.usefixtures("shape")
 
@@ -135,11 +137,13 @@ def raised(error: Exception) -> None:
     raise error
 
 
-def test_behind_a_refusal_the_next_is_not_read_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_the_queue_takes_too_long_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "REFUSAL_S", 60.0)
-    engine = fake_engine()
-    submit, refusals = engine.submit, [QueueFull("it takes too long", 2.0, by_time=True), QueueFull("no room", 1.0)]
+    late = QueueFull("it takes too long", 2.0, by_time=True)
+    engine, over = fake_engine(), list[bool]()
+    submit, refusals = engine.submit, [late, QueueFull("no room", 1.0)]
     monkeypatch.setattr(engine, "submit", lambda *args, **named: raised(refusals.pop()) if refusals else submit(*args, **named))
+    monkeypatch.setattr(engine.scheduler.waiting, "room", lambda most_s: None if refusals or over else Room(0, late))
     no_json = {"content": b"{", "headers": {"content-type": "application/json"}}
     with running(engine) as server, httpx.Client(base_url=server.url) as client:
         url, whole = "/v1/completions", {"prompt": "x", "max_tokens": 1}
@@ -150,6 +154,9 @@ def test_behind_a_refusal_the_next_is_not_read_for_a_moment(monkeypatch: pytest.
         assert error_of(refused, 429)["message"] == "it takes too long"
         assert refused.headers["retry-after"] == "2"
         monkeypatch.setattr(link, "REFUSAL_S", 0.0)
+        over.append(True)
+        if isinstance(server.server.worker, EngineWorker):
+            server.server.worker._keep_stepping()  # a step has ended
         error_of(client.post(url, **no_json), 400)
         assert client.post(url, json=whole).status_code == 200
 

@@ -11,16 +11,24 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from tilewright.engine.request import QueueFull, Request
 
-__all__ = ["WaitingQueue"]
+__all__ = ["Room", "WaitingQueue"]
 
 RATE_WINDOW_S = 5.0
 """Starts of the last seconds tell how fast the queue moves."""
 RATE_LEAST_S = 1.0
 """A queue that has stood for less tells nothing yet."""
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
+
+
+class Room(NamedTuple):
+    """Who may still come: so many requests of the default priority, and what the next one would be refused with."""
+
+    left: int
+    refusal: QueueFull
 
 
 def _order(request: Request) -> tuple[int, int]:
@@ -59,10 +67,25 @@ class WaitingQueue:
         if max_wait_s is not None:
             expected_s = self._wait_s(bisect_left(self._requests, order, key=_order))
             if expected_s is not None and expected_s > max_wait_s:
-                retry_s = self._retry_after_s(expected_s, max_wait_s)
-                expected = f"some {expected_s:.1f} s" if expected_s < RETRY_MOST_S else "very long"
-                got = f"{waiting} requests wait, and this one would wait {expected}, wanted at most {max_wait_s:g} s"
-                raise QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s, by_time=True)
+                raise self._too_late(waiting, expected_s, max_wait_s)
+
+    def room(self, max_wait_s: float) -> Room | None:
+        """Who may still come and wait for so long at most, as `check_room` sees it now; None: as many as the number allows."""
+        ahead = bisect_left(self._requests, (0, math.inf), key=_order)
+        each_s = self._wait_s(1)
+        if each_s is None:
+            return None
+        most = int(max_wait_s / each_s) if each_s else self.most
+        if most >= self.most:
+            return None
+        last = max(ahead, most + 1)
+        return Room(most + 1 - ahead, self._too_late(len(self._requests) + last - ahead, last * each_s, max_wait_s))
+
+    def _too_late(self, waiting: int, expected_s: float, max_wait_s: float) -> QueueFull:
+        retry_s = self._retry_after_s(expected_s, max_wait_s)
+        expected = f"some {expected_s:.1f} s" if expected_s < RETRY_MOST_S else "very long"
+        got = f"{waiting} requests wait, and this one would wait {expected}, wanted at most {max_wait_s:g} s"
+        return QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s, by_time=True)
 
     def push(self, request: Request) -> None:
         """Add a request at its place."""

@@ -183,6 +183,8 @@ def _leads_alone(one: Any, two: Any) -> bool:
 
 def _factor(node: Node) -> tuple[Any, float] | None:
     """(what is multiplied, the number) of a product or quotient with a number."""
+    if node.op != "call_function" or len(node.args) < 2:
+        return None
     target, (left, right) = node.target, node.args[:2]
     if target in (aten.mul.Tensor, aten.mul.Scalar):
         left, right = (right, left) if isinstance(left, int | float) else (left, right)
@@ -289,6 +291,9 @@ def _float_softmax(node: Node) -> bool:
 def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: _Scores, empty_nan: bool) -> Anchor | str:
     """The anchor of what was found."""
     (q, turned), v = product.args[1:3] if product.target is aten.baddbmm.default else product.args[:2], node.args[1]
+    if isinstance(q, Node) and len(q.users) == 1 and (factor := _factor(q)) is not None:  # all masks follow the product
+        found.inside.append(q)
+        found.scale, q = found.scale * factor[1], factor[0]
     last = _shape(product)[-2:]
     leads = [shape[:-2] for shape in shapes if len(shape) == 4]
     lead = leads[0] if leads else (math.prod(shapes[0][:-2]), 1)

@@ -11,6 +11,7 @@ What is taken, in a view, a constant, or left, and why, is a decision about each
 import math
 import operator
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ class _Walk:
         found = self.dialect.read(node)
         if isinstance(found, Anchor):
             found = self.refused.get(node.name) or self.refused.get(layer_name(node)) or found
+        if isinstance(found, Anchor) and found.kind == "group_norm" and any(self._taken(n) for n in found.inside):
+            found = replace(found, x=found.inside[0], others=(), inside=())
         if found is not None:
             return self._open(found) if isinstance(found, Anchor) else self._decide(node, FUSED, False, found)
         if self.dialect.parameters and node.name not in self.refused:
@@ -89,6 +92,10 @@ class _Walk:
     def parameter(self, node: Any) -> bool:
         """Whether a value is known before the call: a parameter, or what depends on those alone."""
         return self.dialect.parameters and isinstance(node, Node) and tensor_of(node) is not None and self.plan.constant(node)
+
+    def _taken(self, node: Node) -> bool:
+        """Whether a group has a call in its epilogue."""
+        return node in self.plan.decisions and self.plan.decisions[node].taken
 
     def _constant(self, node: Node) -> bool:
         value = tensor_of(node)

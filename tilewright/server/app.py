@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse, Response
 from tilewright import __version__
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
+from tilewright.engine.request import QueueFull
 from tilewright.server import errors
 from tilewright.server.access import CLIENT_GONE, tokens_of
 from tilewright.server.adapters import ModelEndpoints
@@ -39,7 +40,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.embeddings import PoolJob, embeddings_job, rerank_job, score_job
 from tilewright.server.errors import ApiError, overloaded, unavailable
-from tilewright.server.gate import install_gates
+from tilewright.server.gate import Gate, install_gates
 from tilewright.server.intake import Intake
 from tilewright.server.link import EngineLink, EngineStopped
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts, Metrics
@@ -47,6 +48,7 @@ from tilewright.server.openapi import openapi
 from tilewright.server.pool import Pool
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job, chat_job, completion_job
+from tilewright.server.refusals import Refusals
 from tilewright.server.reply import Reply, Writer
 from tilewright.server.responses import ResponsesReply, responses_job
 from tilewright.server.stream import Answer, unless_gone
@@ -158,6 +160,10 @@ class Server:
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         if self.watchdog.hangs:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
+
+    def refusal(self) -> QueueFull | None:
+        """Why any request for text would be refused now, if its body need not be read to know that."""
+        return None if self.draining or self.watchdog.hangs or not self.served.generates else self.worker.full
 
     async def _answer(
         self,
@@ -344,4 +350,5 @@ def app_of(server: Server) -> FastAPI:
         for path, endpoint in paths.items():
             app.add_route(path, endpoint, methods=[method])
     counts.paths = frozenset({*posts, *gets})
+    server.connections.shortcuts.append(Refusals(server.refusal, Gate(app, server.config, counts), counts, server.config))
     return app

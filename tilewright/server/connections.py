@@ -60,7 +60,7 @@ class Connections:
         self.open: set[Connection] = set()
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
-        self.shortcut: Shortcut | None = None
+        self.shortcuts: list[Shortcut] = []
         self.outbox = Outbox()
         self._idle: dict[Connection, None] = {}  # in the order in which they became idle
         self._say_again_s = 0.0
@@ -185,8 +185,7 @@ class Connection(Shortened):
         """Bytes of the client."""
         if self.lingering:
             return
-        shortcut = self._pool.shortcut
-        if shortcut is not None and self._takes(shortcut, data):
+        if self._takes(self._pool.shortcuts, data):
             return
         data, self._held = self._held + data, b""
         super().data_received(data)

@@ -27,6 +27,10 @@ REFUSAL_S = 0.1
 """How long a queue that takes too much time is taken to do so: no waiting time becomes shorter by more in that time."""
 
 
+WHOLE_DELTAS = 64
+"""What a task that answers with all at once takes at a time: as much as holds up nobody else on the event loop."""
+
+
 class EngineStopped(RuntimeError):
     """The engine takes no more work: a step failed, or the server was told to stop at once."""
 
@@ -44,6 +48,9 @@ class Channel:
         """When a sample, by its choice, had its last token."""
         self.waiting = False
         """Whether all has been taken, and more is waited for."""
+        self.whole = False
+        """Whether the answer is sent as a whole: its task is woken for the first token, for ends, and for many at once."""
+        self._begun = False
         self.direct: Direct | None = None
         """The short way, once the answer has begun and if it may take it."""
         self._deltas: list[Delta] = []
@@ -57,15 +64,23 @@ class Channel:
     def push(self, delta: Delta) -> None:
         """Add what a step produced."""
         self._deltas.append(delta)
-        self.waiting = False  # before its task runs
         if delta.finish_reason is not None:
             self.unfinished -= 1
+        elif self.whole and self._begun and len(self._deltas) % WHOLE_DELTAS:
+            return
+        self._begun = True
+        self.waiting = False  # before its task runs
         self._changed.set()
 
     def stop(self, reason: str) -> None:
         """Make `take` raise `EngineStopped`."""
         self._stopped = reason
         self._changed.set()
+
+    @property
+    def untaken(self) -> int:
+        """Tokens that have come and were not taken."""
+        return sum(len(delta.token_ids) for delta in self._deltas)
 
     async def take(self) -> list[Delta]:
         """All deltas since the last call, in order; waits for at least one, and returns [] once all samples are finished.

@@ -1,13 +1,13 @@
 """Small requests of one kind that come by the thousand: a `Shortcut` answers them without uvicorn.
 
-A connection hands its bytes to the shortcut of its server as long as that takes them; everything unusual goes to uvicorn.
+A connection hands its bytes to the shortcuts of its server as long as one takes them; everything unusual goes to uvicorn.
 Answers that become ready in one turn of the event loop are made together, and then sent together (`Outbox`): a client that is
 woken by one of them goes on while the next ones are sent, and is not woken for each.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import h11
@@ -39,11 +39,13 @@ Done = Callable[[Callable[[], Short]], None]
 class Taken(NamedTuple):
     """A request that a shortcut answers: how many bytes of the data it is, and what begins with it.
 
-    `begin` may be done before it returns; it returns what is called if the client leaves before it is done.
+    `begin` may be done before it returns; it returns what is called if the client leaves before it is done. With `close` the
+    connection ends with the answer, whose headers say so.
     """
 
     bytes: int
     begin: Callable[[Done], Callable[[], object]]
+    close: bool = False
 
 
 class Shortcut(Protocol):
@@ -97,6 +99,7 @@ class Shortened(H11Protocol):
     _stop: Callable[[], None]
     _watch: Callable[[], None]
     close: Callable[[], None]
+    linger: Callable[[], None]
     _answer: Callable[[ApiError], None]
 
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any):
@@ -107,8 +110,8 @@ class Shortened(H11Protocol):
         """What gives up the shortcut's request that is being answered."""
         self._ends = False  # once the shortcut has answered
 
-    def _takes(self, shortcut: Shortcut, data: bytes) -> bool:
-        """Whether the shortcut has these bytes, or keeps them until more are there."""
+    def _takes(self, shortcuts: Sequence[Shortcut], data: bytes) -> bool:
+        """Whether a shortcut has these bytes, or keeps them until more are there."""
         if self._short is not None:
             self._held += data
             if len(self._held) > MAX_HELD_BYTES:
@@ -118,13 +121,14 @@ class Shortened(H11Protocol):
         if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
             return False
         whole = self._held + data if self._held else data
-        taken = shortcut.take(whole, self.client[0] if self.client else "-")
+        taken = _asked(shortcuts, whole, self.client[0] if self.client else "-")
         if taken is None:
             return False
         if taken is PARTIAL:
             self._held = whole
             return True
         self._held = whole[taken.bytes :]
+        self._ends = self._ends or taken.close
         self._unset_keepalive_if_required()
         self._stop()
         self._short = _begun
@@ -161,13 +165,25 @@ class Shortened(H11Protocol):
     def sent(self) -> None:
         """Go on with what came meanwhile."""
         if self._ends:
-            self.close()
+            # With bytes that nobody reads, closing at once would make the kernel send a reset.
+            (self.linger if self._held else self.close)()
             return
         self._watch()
         held, self._held = self._held, b""
         if held:
             self.flow.resume_reading()
             self.data_received(held)
+
+
+def _asked(shortcuts: Sequence[Shortcut], data: bytes, client: str) -> Any:
+    """What the first shortcut says that takes the request; else `PARTIAL` if one still might."""
+    found = None
+    for shortcut in shortcuts:
+        said = shortcut.take(data, client)
+        if said is not None and said is not PARTIAL:
+            return said
+        found = found or said
+    return found
 
 
 def _begun() -> None:

@@ -77,12 +77,14 @@ class Answer(Response):
         self._first_s: float | None = None
         """When the first token came."""
         self._direct: Direct | None = None
+        self._channel: Channel | None = None
         self._reply = writer(f"{job.prefix}{token_hex(12)}", int(time.time()), job, served)
 
     @property
     def completion_tokens(self) -> int:
         """Tokens generated so far, for the access log."""
-        return self._taken + (0 if self._direct is None else self._direct.tokens)
+        untaken = 0 if self._channel is None else self._channel.untaken
+        return self._taken + untaken + (0 if self._direct is None else self._direct.tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the job and send its answer. Raises `ApiError` as long as nothing has been sent."""
@@ -117,6 +119,7 @@ class Answer(Response):
         span.child("decode", self._first_s, time.perf_counter(), tokens=self.completion_tokens)
 
     async def _whole(self, channel: Channel) -> bytes:
+        channel.whole, self._channel = True, channel
         while deltas := await self._take(channel):
             for _ in self._reply.add(deltas):
                 await asyncio.sleep(0)

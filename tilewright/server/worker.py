@@ -21,8 +21,9 @@ from tilewright.asm.jit import CompileCounter
 from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.pooling import Pass
-from tilewright.engine.request import Delta, SamplingParams
+from tilewright.engine.request import Delta, QueueFull, SamplingParams
 from tilewright.engine.step import DeviceLost
+from tilewright.engine.waiting import Room
 from tilewright.server.grammars import GrammarCompiler
 from tilewright.server.link import Channel, EngineLink, EngineStopped
 from tilewright.server.live import LiveView
@@ -73,13 +74,26 @@ class EngineWorker(EngineLink):
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="tilewright-adapters")
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
+        self._asked = 0
+        """Samples that were sent to the engine's thread, ..."""
+        self._seen = 0
+        """... and of those, how many it has queued or refused."""
+        self._room: tuple[Room, int] | None = None
+        """Who may still come, and `_seen` when the engine said so."""
 
     @property
     def failures(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Steps that failed since one brought a token."""
         return self.engine.failed_steps
 
+    @property
+    def full(self) -> QueueFull | None:
+        """What the engine would refuse a request with; what it said after its last step is looked at, and it is not asked."""
+        now = self._room
+        return None if now is None or now[0].left > self._asked - now[1] else now[0].refusal
+
     async def _submit_all(self, channel: Channel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        self._asked += channel.unfinished
         try:
             await self.call(lambda: self._submit(channel.ids, prompts, params))
         except DeviceLost as lost:  # before this loop has heard of it
@@ -173,9 +187,11 @@ class EngineWorker(EngineLink):
                 self.engine.submit(prompt, param, request_id, max_wait_s=None if taken else self._max_wait_s)
                 taken.append(request_id)
         finally:
+            self._seen += len(ids) * params[0].n
             if len(taken) < len(ids):
                 self._abort(taken)
-        self._keep_stepping()
+            else:
+                self._keep_stepping()
 
     def _abort(self, ids: Sequence[str]) -> None:
         for request_id in ids:
@@ -183,6 +199,8 @@ class EngineWorker(EngineLink):
         self._keep_stepping()
 
     def _keep_stepping(self) -> None:
+        room = None if self._max_wait_s is None else self.engine.scheduler.waiting.room(self._max_wait_s)
+        self._room = None if room is None else (room, self._seen)
         if self._stepping or self.stopped is not None or not self.engine.has_work:
             return
         self._stepping = True

@@ -46,7 +46,7 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http
     counts.paths |= inference.install(app)
     counts.further.append(HostMetrics(host))
-    server.connections.shortcut = Quick(host, Gate(app, config, counts), counts, inference.draining)
+    server.connections.shortcuts.append(Quick(host, Gate(app, config, counts), counts, inference.draining))
     inner = app.router.lifespan_context
 
     @asynccontextmanager

@@ -24,6 +24,7 @@ from tilewright.host.tensors import Wire
 from tilewright.host.version import Version
 from tilewright.server.access import note, request_id_from
 from tilewright.server.gate import Gate
+from tilewright.server.heads import MAX_HEAD_BYTES, plain_head
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import PARTIAL, Done, Short, Taken
 from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer
@@ -32,13 +33,10 @@ from tilewright.server.v2.http import failure, noted
 __all__ = ["Quick"]
 
 MAX_BODY_BYTES = 64 << 10
-MAX_HEAD_BYTES = 8 << 10
 MAX_HEADS = 1024
 """Heads that are remembered."""
 START = b"POST /v2/models/"
 PATH = re.compile(rb"/v2/models/([A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:/versions/([0-9]{1,9}))?/infer")
-NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-UNUSUAL = {"transfer-encoding", "content-encoding", "expect", "upgrade", "origin", "te", "trailer", "http2-settings"}
 
 
 class _Head(NamedTuple):
@@ -86,23 +84,11 @@ class Quick:
 
     def _read(self, raw: bytes) -> _Head | None:
         """A head that was not seen before; None: it is unusual."""
-        lines = raw.split(b"\r\n")
-        words = lines[0].split(b" ")
-        if len(words) != 3 or words[2] != b"HTTP/1.1" or raw.count(b"\n") != len(lines) - 1 or b"\0" in raw:
+        plain = plain_head(raw, MAX_BODY_BYTES)
+        path = None if plain is None or plain.close else PATH.fullmatch(plain.target)
+        if plain is None or path is None:
             return None
-        path, fields = PATH.fullmatch(words[1]), dict[str, str]()
-        for line in lines[1:]:
-            name, colon, value = line.partition(b":")
-            key = name.decode("latin-1").lower()
-            if not colon or not NAME.fullmatch(name) or key in fields or key in UNUSUAL or b"\r" in value:
-                return None
-            fields[key] = value.decode("latin-1").strip(" \t")
-        length = fields.get("content-length", "")
-        if path is None or not (length.isascii() and length.isdecimal()) or int(length[:9]) > MAX_BODY_BYTES:
-            return None
-        if fields.get("connection", "keep-alive").lower() != "keep-alive" or "host" not in fields:
-            return None
-        where = words[1].decode()
+        fields, where = plain.fields, plain.target.decode()
         # Asked last: a wrong key is counted, and what is refused is asked again on the usual way.
         if self._gate.refusal("POST", where, Headers(fields), counted=False) is not None:
             return None
@@ -111,7 +97,7 @@ class Quick:
         trace = None
         if self._counts.tracer is not None:
             trace = {name: fields[name] for name in ("traceparent", "tracestate") if name in fields}
-        head = _Head(where, path[1].decode(), version, int(length), json_bytes, identity, trace)
+        head = _Head(where, path[1].decode(), version, plain.body_bytes, json_bytes, identity, trace)
         if identity is None and not trace:
             self._heads[raw] = head
             if len(self._heads) > MAX_HEADS:

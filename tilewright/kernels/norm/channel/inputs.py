@@ -10,6 +10,7 @@ __all__ = [
     "batch_statistics_arguments",
     "channel_affine_arguments",
     "channel_sums_arguments",
+    "group_norm_arguments",
     "normalize_channels_arguments",
 ]
 
@@ -30,6 +31,16 @@ def channel_affine_arguments(
     """The same x, factors and summands of its channels; with `backward` dy and its factors."""
     x, a, dy = channel_sums_arguments(inputs, M=M, N=N, B=B, dtype=dtype, first=first, backward=backward)
     return x, a, inputs.randn(B, N), dy, inputs.randn(B, N) if backward else None
+
+
+def group_norm_arguments(
+    inputs: Inputs, *, M: int, N: int, B: int = 2, groups: int = 8, dtype: torch.dtype = torch.float16, first: bool = False,
+    added: bool = False, activation: str = "none",
+) -> Args:  # fmt: skip
+    """x of B images, M places, N channels, which are dense, or with `first` the places are; with `added` [B, N] of its type."""
+    x = inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype)
+    weight, bias = inputs.randn(N), inputs.randn(N)
+    return x, inputs.randn(B, N, dtype=dtype) if added else None, weight, bias, groups, 1e-5, activation
 
 
 def normalize_channels_arguments(
