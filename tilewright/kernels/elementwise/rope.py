@@ -208,10 +208,6 @@ class Problem(NamedTuple):
     rotated: int
 
 
-def _problem(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Problem:
-    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2])
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # A thread holds 16 bytes of each half of a head, for as many heads as keep 64 to 128 bytes of loads in flight.
     lanes = 16 // problem.dtype.itemsize
@@ -355,7 +351,7 @@ def _launch(
 rope_op = Op(
     name="rope",
     reference=_reference,
-    problem=_problem,
+    problem=lambda q, k, positions, cos_sin, *_: Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2]),
     cost=_cost,
     examples=EXAMPLES,
     make=rope_arguments,

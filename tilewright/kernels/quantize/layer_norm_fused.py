@@ -70,10 +70,6 @@ class Problem(NamedTuple):
     keep: bool
 
 
-def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool) -> Problem:
-    return Problem(x.dtype, x.shape[-1], keep)
-
-
 def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.cols:
         return "has no mean of no columns"
@@ -153,7 +149,7 @@ def _separate(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, ep
 layer_norm_quantize_op = Op(
     name="layer_norm_quantize",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, weight, bias, eps, keep: Problem(x.dtype, x.shape[-1], keep),
     cost=_cost,
     examples=EXAMPLES,
     make=layer_norm_quantize_arguments,

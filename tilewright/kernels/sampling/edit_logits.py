@@ -16,8 +16,6 @@ Two launches: a pass over tiles of the logits, which reads counts only of rows t
 entries. Limited by bytes. The ids of one slot must differ, and slots be in range (neither is checked). Not supported: backward.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -62,10 +60,6 @@ def _reference(
         add = torch.where(positions[row] < until[slot], before[slot, at], after[slot, at])
         out[row, entry[row, at].long()] += add.to(wide)
     return out
-
-
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
 def _cost(
@@ -185,7 +179,9 @@ edit_logits_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=edit_logits_arguments,
-    fake=_fake,
+    fake=lambda logits, *_: torch.empty(
+        logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
+    ),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

@@ -82,10 +82,6 @@ def _kept(x: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return kept
 
 
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-
-
 def _cost(logits: Tensor, *_: Any) -> Cost:
     return Cost(flops=10 * logits.numel(), bytes=logits.nbytes + logits.shape[0] * (4 * 4 + 3 * 8))
 
@@ -377,7 +373,7 @@ sample_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=sample_arguments,
-    fake=_fake,
+    fake=lambda logits, *_: torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse),),
 )
 

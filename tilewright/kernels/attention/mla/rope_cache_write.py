@@ -64,10 +64,6 @@ class Problem(NamedTuple):
     rank: int
 
 
-def _problem(lead: Tensor, turned: Tensor, kv: Tensor, weight: Tensor, *rest: object) -> Problem:
-    return Problem(lead.dtype, lead.shape[1], lead.shape[2], turned.shape[2], weight.shape[0])
-
-
 # 4096 numbers a program: 32 a thread, and the 128 heads of one token still spread over several programs.
 SPACE = Space(
     default=lambda device, p: {"BLOCK_H": max(1, min(next_pow2(p.heads), 4096 // next_pow2(p.lead))), "num_warps": 4},
@@ -186,7 +182,9 @@ mla_rope_write_op = Op(
     reference=_reference,
     fake=lambda lead, turned, *rest: lead.new_empty(*lead.shape[:2], lead.shape[2] + turned.shape[2]),
     mutates=("cache",),
-    problem=_problem,
+    problem=lambda lead, turned, kv, weight, *_: Problem(
+        lead.dtype, lead.shape[1], lead.shape[2], turned.shape[2], weight.shape[0]
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

@@ -113,10 +113,6 @@ class Problem(NamedTuple):
     cache: torch.dtype
 
 
-def _problem(k: Tensor, v: Tensor, k_cache: Tensor, *rest: object) -> Problem:
-    return Problem(k.dtype, 0, k.shape[1], k.shape[2], k_cache.dtype)
-
-
 def refuse_cache(device: Device, problem: Problem) -> str | None:
     if problem.cache == torch.float8_e4m3fn and device.arch < 89:
         return f"sm_{device.arch} has no float8; int8 caches work there"
@@ -254,7 +250,7 @@ kv_cache_write_op = Op(
     reference=write_reference,
     fake=lambda *args: None,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    problem=_problem,
+    problem=lambda k, v, k_cache, *_: Problem(k.dtype, 0, k.shape[1], k.shape[2], k_cache.dtype),
     cost=_cost,
     examples=EXAMPLES,
     make=kv_write_arguments,

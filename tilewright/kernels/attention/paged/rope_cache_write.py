@@ -78,10 +78,6 @@ def _cost(
 # ---- problem and examples
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, *rest: object) -> Problem:
-    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype)
-
-
 @Example.of
 def _example(
     inputs: Inputs, tokens: int, heads: tuple[int, int], dim: int, rotated: int,
@@ -231,7 +227,9 @@ rope_kv_write_op = Op(
     reference=_reference,
     fake=lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    problem=_problem,
+    problem=lambda q, k, v, positions, cos_sin, k_cache, *_: Problem(
+        q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=rope_write_arguments,
