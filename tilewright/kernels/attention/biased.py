@@ -41,7 +41,7 @@ from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
 from tilewright.kernels.attention.tile import widths
 from tilewright.kernels.attention.tile_masks import load_rows, strides_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -68,10 +68,6 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill
     if not empty_nan:
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     return (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Tensor:
-    return _empty(q, v)
 
 
 def _cost(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Cost:
@@ -280,7 +276,7 @@ def _launch(
         return out
     batch, queries, heads, d = q.shape
     keys, dv = k.shape[1], v.shape[-1]
-    tiles = triton.cdiv(queries, config["BLOCK_M"])
+    tiles = ceil_div(queries, config["BLOCK_M"])
     of_bias = [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
     coded = bias.dtype == torch.bool
     _biased_kernel[(tiles * batch * heads,)](
@@ -327,7 +323,7 @@ biased_attention_op = Op(
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True),
         Impl(name="vendor", library=True, launch=_vendor, refuse=_vendor_refuse),
     ),
-    fake=_fake,
+    fake=lambda q, k, v, *_: _empty(q, v),
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
 )

@@ -22,7 +22,7 @@ from tilewright.hw.device import Device
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM, LOG2_E, Problem, empty_outputs
 from tilewright.kernels.attention.tile_masks import capped, load_rows, seen_by, sequence, strides_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -207,7 +207,7 @@ def _launch(
     heads, d = q.shape[-2:]
     dv = v.shape[-1]
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    tiles = triton.cdiv(max_q, config["BLOCK_M"])
+    tiles = ceil_div(max_q, config["BLOCK_M"])
     behind = 0 if causal else right
     # Under a cap a score is tanh(scale q . k / cap) in [-1, 1], and its scale the cap.
     factor, pre = (scale, 0.0) if softcap is None else (softcap, 2 * scale / softcap * LOG2_E)

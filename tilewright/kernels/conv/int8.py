@@ -25,7 +25,7 @@ from tilewright.kernels.conv.checks import Int, Padding, window_of
 from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.implicit_gemm import TRITON
 from tilewright.kernels.conv.inputs import conv_codes_arguments
-from tilewright.kernels.conv.problem import ACTIVATIONS, problem_of
+from tilewright.kernels.conv.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.conv.reference import convolved
 from tilewright.kernels.conv.sm90 import SM90
 from tilewright.kernels.device.activations import activated
@@ -53,10 +53,18 @@ def _reference(
 # ---- problem, cost, examples
 
 
+def _problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], w_scales: Tensor, factors: Tensor,
+) -> Problem:  # fmt: skip
+    return problem_of(
+        x, weight, bias, residual, activation, stride, padding, dilation, groups, size, factors, w_scales, torch.int8
+    )  # fmt: skip
+
+
 def _as_conv(*args: Any) -> tuple[Any, ...]:
     """The arguments of `conv` that such a call hands on."""
-    *plain, w_scales, factors = args
-    return *plain, factors, w_scales, torch.int8
+    return *args[:-2], args[-1], args[-2], torch.int8
 
 
 _example = Example.sized(conv_codes_arguments)
@@ -88,7 +96,7 @@ TRITON_SPACE = Space(
 conv_codes_op = Op(
     name="conv_codes",
     reference=_reference,
-    problem=lambda *args: problem_of(*_as_conv(*args)),
+    problem=_problem,
     cost=lambda *args: conv_op.cost(*_as_conv(*args)),
     examples=EXAMPLES,
     make=conv_codes_arguments,

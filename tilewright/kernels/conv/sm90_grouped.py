@@ -59,7 +59,7 @@ _SIDE = 64
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if (reason := refuse_boxes(device, problem)) is not None:
+    if (reason := refuse_boxes(device, problem, groups=True)) is not None:
         return reason
     own = problem.c // problem.groups
     if own not in (4, 8, 16, 32, 64) or problem.o != problem.c:

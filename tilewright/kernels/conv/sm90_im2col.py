@@ -42,7 +42,7 @@ Three = tuple[int, int, int]
 
 
 def refuse_boxes(
-    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16), *, groups: bool = False
 ) -> str | None:
     """What no form that reads boxes of pixels on sm_90 takes."""
     if problem.dtype not in dtypes:
@@ -51,7 +51,7 @@ def refuse_boxes(
         return "the copy engine has no empty tensors"
     if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
         return "does not take three spatial dims"
-    return None
+    return "does not take groups" if problem.groups != 1 and not groups else None
 
 
 _FETCH_CYCLES = 4.6

@@ -62,10 +62,6 @@ class Problem(NamedTuple):
     bands: int
 
 
-def _problem(signature: Tensor, bands: int) -> Problem:
-    return Problem(signature.shape[1], bands)
-
-
 SPACE = Space(
     default=lambda device, problem: {"BLOCK": 256, "num_warps": 4}, axes={"BLOCK": (128, 256, 512), "num_warps": (4, 8)}
 )
@@ -124,7 +120,7 @@ def _launch(config: Config, signature: Tensor, bands: int) -> Tensor:
 band_keys_op = Op(
     name="band_keys",
     reference=_reference,
-    problem=_problem,
+    problem=lambda signature, bands: Problem(signature.shape[1], bands),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

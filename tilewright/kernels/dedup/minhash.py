@@ -41,10 +41,6 @@ def _reference(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out.to(torch.int32)
 
 
-def _fake(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.empty(len(ends), len(a), dtype=torch.int32, device=shingles.device)
-
-
 def _cost(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Cost:
     hashes = len(shingles) * len(a)
     return Cost(flops=5 * hashes, bytes=shingles.nbytes + ends.nbytes + 4 * len(ends) * len(a))
@@ -57,10 +53,6 @@ class Problem(NamedTuple):
     """What a recipe fixes; not the number of documents."""
 
     places: int
-
-
-def _problem(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Problem:
-    return Problem(len(a))
 
 
 SPACE = Space(
@@ -138,11 +130,11 @@ def _launch(config: Config, shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor
 minhash_op = Op(
     name="minhash",
     reference=_reference,
-    problem=_problem,
+    problem=lambda shingles, ends, a, b: Problem(len(a)),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,
-    fake=_fake,
+    fake=lambda shingles, ends, a, b: torch.empty(len(ends), len(a), dtype=torch.int32, device=shingles.device),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

@@ -50,10 +50,6 @@ def _cost(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Cost:
 # ---- space and examples
 
 
-def _problem(dy: Tensor, x: Tensor, kind: str, alpha: float) -> FlatProblem:
-    return FlatProblem(x.dtype, kind)
-
-
 def _with_gradient(inputs: Inputs, x: Tensor, kind: str, alpha: float) -> tuple[Tensor, Tensor, str, float]:
     return torch.empty_like(x).copy_(inputs.randn(*x.shape, dtype=x.dtype)), x, kind, alpha
 
@@ -142,7 +138,7 @@ def _launch(config: Config, dy: Tensor, x: Tensor, kind: str, alpha: float) -> T
 activation_backward_op = Op(
     name="activation_backward",
     reference=_reference,
-    problem=_problem,
+    problem=lambda dy, x, kind, alpha: FlatProblem(x.dtype, kind),
     cost=_cost,
     examples=EXAMPLES,
     make=activation_backward_arguments,

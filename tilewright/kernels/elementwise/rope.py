@@ -32,7 +32,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import rope_arguments
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -208,10 +208,6 @@ class Problem(NamedTuple):
     rotated: int
 
 
-def _problem(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Problem:
-    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2])
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # A thread holds 16 bytes of each half of a head, for as many heads as keep 64 to 128 bytes of loads in flight.
     lanes = 16 // problem.dtype.itemsize
@@ -342,9 +338,9 @@ def _launch(
     kv_heads, half, block_h = k.shape[1], cos_sin.shape[2], config["BLOCK_H"]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    tiles = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h)
+    tiles = ceil_div(heads, block_h) + ceil_div(kv_heads, block_h)
     if tokens:
-        _rope_kernel[(triton.cdiv(tokens, config["BLOCK_T"]) * tiles,)](
+        _rope_kernel[(ceil_div(tokens, config["BLOCK_T"]) * tiles,)](
             q, k, positions, cos_sin, q_out, k_out, tokens, token_stride(q), token_stride(k),
             H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved, INVERSE=inverse,
             BLOCK_HALF=next_pow2(half), BLOCK_REST=next_pow2(head_dim - 2 * half), **config,
@@ -355,7 +351,7 @@ def _launch(
 rope_op = Op(
     name="rope",
     reference=_reference,
-    problem=_problem,
+    problem=lambda q, k, positions, cos_sin, *_: Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2]),
     cost=_cost,
     examples=EXAMPLES,
     make=rope_arguments,

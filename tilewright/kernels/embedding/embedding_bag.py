@@ -22,7 +22,7 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.embedding.inputs import embedding_bag_arguments
 from tilewright.kernels.launch.row_space import row_problem
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -166,7 +166,7 @@ def _launch(
     (bags, cols), rows = y.shape, weight.shape[0]
     if y.numel():
         # No id is -1, so that leaves none out.
-        _bag_kernel[(bags * triton.cdiv(cols, config["BLOCK_D"]),)](
+        _bag_kernel[(bags * ceil_div(cols, config["BLOCK_D"]),)](
             weight, ids, offsets, scales, y, chosen, ids.shape[0], bags, rows, -1 if padding is None else padding,
             D=cols, MODE=mode, **config,
         )  # fmt: skip

@@ -30,14 +30,13 @@ from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.glu import silu_mul_op
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import check_alike, check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.quantize.inputs import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
     Problem,
     check_format,
-    format_problem,
     quantize_rows_op,
     refuse_format,
 )
@@ -93,7 +92,7 @@ def _silu_cost(gate: Tensor, up: Tensor, format: str) -> Cost:
 
 
 def _problem(x: Tensor, *rest: Any) -> Problem:
-    return format_problem(x, rest[-1])
+    return Problem(x.dtype, x.shape[-1], rest[-1])
 
 
 def _too_wide(problem: Problem, row_bytes: int) -> str | None:
@@ -275,7 +274,7 @@ def _add_norm_launch(config: Config, x: Tensor, residual: Tensor | None, weight:
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows := scale.numel():
-        _norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _norm_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, other, weight, q, scale, total, rows, rows_of(x)[1], other_stride, eps,
             HAS_RESIDUAL=residual is not None, **_constants(x, format), **config,
         )  # fmt: skip
@@ -285,7 +284,7 @@ def _add_norm_launch(config: Config, x: Tensor, residual: Tensor | None, weight:
 def _silu_launch(config: Config, gate: Tensor, up: Tensor, format: str) -> Coded:
     q, scale = _coded(gate, format)
     if rows := scale.numel():
-        _silu_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _silu_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             gate, up, q, scale, rows, rows_of(gate)[1], rows_of(up)[1], **_constants(gate, format), **config
         )
     return q[..., : gate.shape[-1]], scale

@@ -26,7 +26,7 @@ from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, 
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.layer_norm import LAYER_EXAMPLES, layer_norm_op
 from tilewright.kernels.quantize.inputs import layer_norm_quantize_arguments
 from tilewright.kernels.quantize.per_row import check_format, quantize_rows_op
@@ -68,10 +68,6 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     cols: int
     keep: bool
-
-
-def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool) -> Problem:
-    return Problem(x.dtype, x.shape[-1], keep)
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -138,7 +134,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
     q = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
     scale, y = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device), _kept(x, keep)
     if rows := scale.numel():
-        _layer_norm_quantize_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _layer_norm_quantize_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, weight, weight if bias is None else bias, q, scale, y if keep else x, rows, rows_of(x)[1], eps,
             D=cols, W=width, HAS_BIAS=bias is not None, KEEP=keep, **UNFUSED, **tile,
         )  # fmt: skip
@@ -153,7 +149,7 @@ def _separate(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, ep
 layer_norm_quantize_op = Op(
     name="layer_norm_quantize",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, weight, bias, eps, keep: Problem(x.dtype, x.shape[-1], keep),
     cost=_cost,
     examples=EXAMPLES,
     make=layer_norm_quantize_arguments,

@@ -29,7 +29,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, rows_of, rows_ready
 from tilewright.kernels.quantize.inputs import quantize_mx_arguments
 from tilewright.kernels.quantize.per_block import MX_FORMATS, power_scales_of
 from tilewright.kernels.quantize.per_row import check_format, format_example, format_problem, matrix_of, refuse_format
@@ -175,7 +175,7 @@ def _launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     scale = _column_scales(x)
     if rows:
         groups = -(-x.shape[-1] // 128)
-        _fold_kernel[(triton.cdiv(rows, config["BLOCK_T"]) * triton.cdiv(groups, config["BLOCK_G"]),)](
+        _fold_kernel[(ceil_div(rows, config["BLOCK_T"]) * ceil_div(groups, config["BLOCK_G"]),)](
             x, q, scale, rows, row_stride, D=x.shape[-1], EXPONENT=form.exponent, FURTHEST=_FURTHEST, **UNFUSED, **config
         )
     return q, scale

@@ -27,7 +27,7 @@ from tilewright.kernels.device.multi_pass_rows import load_block
 from tilewright.kernels.device.quantize import magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.quantize.inputs import quantize_rows_arguments, quantize_static_arguments
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
@@ -129,7 +129,7 @@ _PROGRAMS = 1184
 def _tensor_launch(config: Config, x: Tensor, format: str) -> Coded:
     rows, row_stride = rows_of(x)
     block_d = max(128, min(_BLOCK_D, next_pow2(x.shape[-1])))
-    tiles = rows * triton.cdiv(x.shape[-1], block_d)
+    tiles = rows * ceil_div(x.shape[-1], block_d)
     given = torch.empty(2, dtype=torch.float32, device=x.device)
     _largest_kernel[(max(1, min(tiles, _PROGRAMS)),)](
         x, given, tickets(x.device, 2), tiles, row_stride,

@@ -16,8 +16,6 @@ Two launches: a pass over tiles of the logits, which reads counts only of rows t
 entries. Limited by bytes. The ids of one slot must differ, and slots be in range (neither is checked). Not supported: backward.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +24,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import next_pow2, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_ready
 from tilewright.kernels.sampling.inputs import edit_logits_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -62,10 +60,6 @@ def _reference(
         add = torch.where(positions[row] < until[slot], before[slot, at], after[slot, at])
         out[row, entry[row, at].long()] += add.to(wide)
     return out
-
-
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
 
 
 def _cost(
@@ -166,7 +160,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    tiles, width = triton.cdiv(vocab, config["BLOCK_V"]), ids.shape[1]
+    tiles, width = ceil_div(vocab, config["BLOCK_V"]), ids.shape[1]
     if rows:
         _tiles_kernel[(rows * tiles,)](
             logits, slots, counts, penalties, allowed, out, logits.stride(0), V=vocab, WORDS=allowed.shape[1], TILES=tiles,
@@ -185,7 +179,9 @@ edit_logits_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=edit_logits_arguments,
-    fake=_fake,
+    fake=lambda logits, *_: torch.empty(
+        logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
+    ),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

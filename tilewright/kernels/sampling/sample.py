@@ -38,7 +38,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.philox import LANES, gumbel, gumbel_reference
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.sampling.inputs import sample_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -80,10 +80,6 @@ def _kept(x: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
         count = (in_top_k & (likelier < p * mass.sum(-1, keepdim=True))).sum(-1, keepdim=True)
         kept &= x >= ordered.gather(1, count.clamp_min(1) - 1)
     return kept
-
-
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
 def _cost(logits: Tensor, *_: Any) -> Cost:
@@ -347,9 +343,9 @@ def _launch(
     position: Tensor,
 ) -> Tensor:
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, 4 * LANES)
+    tiles = ceil_div(vocab, 4 * LANES)
     # At most 4096 groups, which one program holds in registers; 64 tokens each up to a vocabulary of 262144.
-    width = max(16, next_pow2(triton.cdiv(tiles * LANES, 4096)))
+    width = max(16, next_pow2(ceil_div(tiles * LANES, 4096)))
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     # A row: score and token, or largest logit and mass, of each tile; the largest logit of each group; a list of groups.
     work = torch.empty(rows, 2 * tiles * (1 + LANES // width), dtype=torch.int32, device=logits.device)
@@ -377,7 +373,7 @@ sample_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=sample_arguments,
-    fake=_fake,
+    fake=lambda logits, *_: torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse),),
 )
 

@@ -24,7 +24,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import check_slots
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -62,10 +62,6 @@ class Problem(NamedTuple):
     lead: int
     rotated: int
     rank: int
-
-
-def _problem(lead: Tensor, turned: Tensor, kv: Tensor, weight: Tensor, *rest: object) -> Problem:
-    return Problem(lead.dtype, lead.shape[1], lead.shape[2], turned.shape[2], weight.shape[0])
 
 
 # 4096 numbers a program: 32 a thread, and the 128 heads of one token still spread over several programs.
@@ -171,7 +167,7 @@ def _launch(
     (tokens, heads, width), rotated, rank = lead.shape, turned.shape[2], weight.shape[0]
     q = torch.empty((tokens, heads, width + rotated), dtype=lead.dtype, device=lead.device)
     if tokens:
-        _mla_rope_write_kernel[(tokens, 1 + triton.cdiv(heads, config["BLOCK_H"]))](
+        _mla_rope_write_kernel[(tokens, 1 + ceil_div(heads, config["BLOCK_H"]))](
             lead, turned, kv, weight, positions, cos_sin, cache, slots, q,
             cache.shape[0] * cache.shape[1], cos_sin.shape[0],
             token_stride(lead), lead.stride(1), token_stride(turned), turned.stride(1), rows_of(kv)[1], eps,
@@ -186,7 +182,9 @@ mla_rope_write_op = Op(
     reference=_reference,
     fake=lambda lead, turned, *rest: lead.new_empty(*lead.shape[:2], lead.shape[2] + turned.shape[2]),
     mutates=("cache",),
-    problem=_problem,
+    problem=lambda lead, turned, kv, weight, *_: Problem(
+        lead.dtype, lead.shape[1], lead.shape[2], turned.shape[2], weight.shape[0]
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

@@ -73,10 +73,6 @@ class Problem(NamedTuple):
     pages: int
 
 
-def _problem(slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: int, *out: Tensor) -> Problem:
-    return Problem(table.shape[1])
-
-
 SPACE = Space(
     default=lambda device, problem: {"BLOCK_W": 128, "num_warps": 1}, axes={"BLOCK_W": (32, 128, 512), "num_warps": (1, 4)}
 )
@@ -168,7 +164,7 @@ decode_inputs_op = Op(
     reference=_reference,
     fake=lambda *args: None,
     mutates=("lines", *_OUT),
-    problem=_problem,
+    problem=lambda slots, lines, last, table, *_: Problem(table.shape[1]),
     cost=_cost,
     examples=EXAMPLES,
     make=decode_inputs_arguments,

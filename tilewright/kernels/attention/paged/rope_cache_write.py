@@ -35,7 +35,7 @@ from tilewright.kernels.attention.paged.inputs import rope_write_arguments
 from tilewright.kernels.device.quantize import encode_tile, magnitude, scales_of
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
@@ -76,10 +76,6 @@ def _cost(
 
 
 # ---- problem and examples
-
-
-def _problem(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, *rest: object) -> Problem:
-    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype)
 
 
 @Example.of
@@ -210,7 +206,7 @@ def _launch(
     tokens, q_heads, dim = q.shape
     kv_heads, rotated = k.shape[1], 2 * cos_sin.shape[2]
     q_out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
-    blocks = triton.cdiv(q_heads, config["BLOCK_H"]) + 2 * triton.cdiv(kv_heads, config["BLOCK_H"])
+    blocks = ceil_div(q_heads, config["BLOCK_H"]) + 2 * ceil_div(kv_heads, config["BLOCK_H"])
     if tokens:
         _rope_kv_write_kernel[(tokens, blocks)](
             q, k, v, positions, cos_sin, k_cache, v_cache,
@@ -231,7 +227,9 @@ rope_kv_write_op = Op(
     reference=_reference,
     fake=lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    problem=_problem,
+    problem=lambda q, k, v, positions, cos_sin, k_cache, *_: Problem(
+        q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=rope_write_arguments,

@@ -36,7 +36,7 @@ from tilewright.kernels.conv.problem import Sizes, sizes_of
 from tilewright.kernels.conv.reference import plain_padding
 from tilewright.kernels.conv.weight_gradient.sm90 import WEIGHT_GRADIENT_SM90
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -280,17 +280,17 @@ def _launch(config: Config, dy: Tensor, x: Tensor, *window: Any) -> Tensor:
         return dw.zero_()
     split, block_k = config["SPLIT"], 128 // x.element_size()
     rows, together = tiles_of(s.o, groups, config["BLOCK_M"])
-    tiles = rows * triton.cdiv(s.taps * together * (s.c // groups), config["BLOCK_N"])
+    tiles = rows * ceil_div(s.taps * together * (s.c // groups), config["BLOCK_N"])
     parts = dw if split == 1 else torch.empty((split, dw.numel()), dtype=torch.float32, device=x.device)
     (kd, kh, kw), (sd, sh, sw), (dd, dh, dw_) = s.kernel, s.stride, s.dilation
     _gradient_kernel[(tiles, split)](
-        dy, x, parts, s.pixels, triton.cdiv(triton.cdiv(s.pixels, block_k), split), *s.x, *s.y, *s.padding,
+        dy, x, parts, s.pixels, ceil_div(ceil_div(s.pixels, block_k), split), *s.x, *s.y, *s.padding,
         *divisor(s.y[0]), *divisor(s.y[1]), *divisor(s.y[2]), C=s.c, O=s.o, GROUPS=groups,
         KD=kd, KH=kh, KW=kw, SD=sd, SH=sh, SW=sw, DD=dd, DH=dh, DW=dw_, DEEP=s.deep, TOGETHER=together, BLOCK_K=block_k,
         **{key: value for key, value in config.items() if key != "SPLIT"},
     )  # fmt: skip
     if split > 1:
-        _add_kernel[(triton.cdiv(dw.numel(), 256),)](parts, dw, split, COUNT=dw.numel(), BLOCK=256)
+        _add_kernel[(ceil_div(dw.numel(), 256),)](parts, dw, split, COUNT=dw.numel(), BLOCK=256)
     return dw
 
 

@@ -54,20 +54,12 @@ def _reference(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor
             y[tokens, begin:end] = (y[tokens, begin:end].to(h.dtype) + delta).to(y.dtype)
 
 
-def _fake(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> None:
-    return None
-
-
 def _cost(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> Cost:
     held = min(b.shape[0], y.shape[0])
     return Cost(flops=2 * y.numel() * b.shape[2], bytes=2 * y.nbytes + h.nbytes + held * b[:1].nbytes)
 
 
 # ---- space and examples
-
-
-def _problem(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> Problem:
-    return Problem(y.dtype, y.shape[1], b.shape[2], (first, second, h.shape[0]))
 
 
 SPACE = Space(
@@ -165,8 +157,8 @@ def _launch(
     (tokens, row_stride), n, rank = rows_of(y), y.shape[1], b.shape[2]
     spans = _spans(n, first, second)
     if y.numel() and rank:
-        tiles = sum(triton.cdiv(end - begin, config["BLOCK_N"]) for begin, end in spans)
-        _expand_kernel[(triton.cdiv(tokens, config["BLOCK_T"]), tiles)](
+        tiles = sum(ceil_div(end - begin, config["BLOCK_N"]) for begin, end in spans)
+        _expand_kernel[(ceil_div(tokens, config["BLOCK_T"]), tiles)](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0], PARTS=len(spans), FIRST=first,
             SECOND=second, BLOCK_R=dot_width(rank), **config,
         )  # fmt: skip
@@ -175,8 +167,10 @@ def _launch(
 lora_expand_add_op = Op(
     name="lora_expand_add",
     reference=_reference,
-    fake=_fake,
-    problem=_problem,
+    fake=lambda *_: None,
+    problem=lambda y, h, b, scales, adapters, first, second: Problem(
+        y.dtype, y.shape[1], b.shape[2], (first, second, h.shape[0])
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

@@ -47,7 +47,7 @@ from tilewright.kernels.gemm.quantized_operands import (
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import waits
-from tilewright.kernels.launch.shapes import check_tensor, next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -210,7 +210,7 @@ def _launch_triton(
         return y
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    _block_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    _block_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0), *x_scales.stride(),
         *w_scales.stride(), 0 if residual is None else residual.stride(0), ACTIVATION=function, GATED=gated,
         BLOCK_ROWS=1 if w_scales.shape[0] == n else 128, BLOCK_K=_BLOCK_K, GROUP_M=8, **config,

@@ -36,6 +36,7 @@ from tilewright.kernels.gemm.quantized_operands import (
     refuse_float8,
 )
 from tilewright.kernels.gemm.tile import grouped
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.kernels.quantize.mx_to_block import fold_mx
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
@@ -123,7 +124,7 @@ def _launch(
     function, gated = ACTIVATIONS[activation]
     y = empty_product(x, weight, activation, dtype)
     if y.numel():
-        _mx_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+        _mx_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
             x, weight, x_scales.view(torch.uint8), w_scales.view(torch.uint8), bias, residual, y, m, n, k, x.stride(0),
             weight.stride(0), x_scales.stride(0), w_scales.stride(0), 0 if residual is None else residual.stride(0),
             ELEMENT=_ELEMENTS[x.dtype], ACTIVATION=function, GATED=gated, BLOCK_K=128, GROUP_M=8, **config,

@@ -42,7 +42,7 @@ from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.tile import best_tile, grouped
 from tilewright.kernels.launch.pdl import waits
-from tilewright.kernels.launch.shapes import check_tensor
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -72,13 +72,6 @@ def finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor |
 
 
 # ---- problem, cost, examples
-
-
-def _problem(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
-) -> Problem:  # fmt: skip
-    return problem_of(x, weight, bias, activation, residual)
 
 
 _example = Example.sized(scaled_linear_arguments)
@@ -240,7 +233,7 @@ def launch_scaled(
         return y
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    scaled_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
         0 if residual is None else residual.stride(0), y_scale, y.stride(0),
         ACTIVATION=function, GATED=gated, GROUP_M=8, **config,
@@ -284,7 +277,7 @@ def _launch_vendor(
 scaled_linear_op = Op(
     name="scaled_linear",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, weight, x_scales, w_scales, bias, act, residual, *_: problem_of(x, weight, bias, act, residual),
     cost=product_cost,
     examples=EXAMPLES,
     make=scaled_linear_arguments,

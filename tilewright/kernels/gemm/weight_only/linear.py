@@ -52,7 +52,7 @@ from tilewright.kernels.gemm.weight_only.problem import (
 from tilewright.kernels.gemm.weight_only.skinny import MIXED_SKINNY
 from tilewright.kernels.gemm.weight_only.sm90 import MIXED_SM90, tiles_of
 from tilewright.kernels.gemm.weight_only.sm90_rs import MIXED_REGISTERS
-from tilewright.kernels.launch.shapes import check_tensor
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -201,7 +201,7 @@ def _launch_triton(
     (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
     function, gated = ACTIVATIONS[activation]
     words = as_units(codes)
-    _mixed_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    _mixed_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, words, scales, zeros, bias, residual, y, m, n, k, x.stride(0), words.stride(0), scales.stride(0),
         0 if residual is None else residual.stride(0), FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
         ACTIVATION=function, GATED=gated, BLOCK_K=block_k(format, block_cols), GROUP_M=8, **config,

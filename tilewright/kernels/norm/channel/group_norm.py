@@ -74,12 +74,6 @@ class Problem(NamedTuple):
     """As a power of two, at most 16384."""
 
 
-def _problem(
-    x: Tensor, added: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int, *rest: object
-) -> Problem:
-    return Problem(x.dtype, channels_last(x), next_pow2(x.shape[2] // groups), min(16384, next_pow2(x.shape[1])))
-
-
 _ONE_TILE, _TILE = 8192, 4096
 """Elements of a group that is one tile, at most, which stays in registers; and of a tile of a larger group."""
 
@@ -213,7 +207,9 @@ _PLANS = Planned(_key, _first_launch)
 group_norm_op = Op(
     name="group_norm",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, added, weight, bias, groups, *_: Problem(
+        x.dtype, channels_last(x), next_pow2(x.shape[2] // groups), min(16384, next_pow2(x.shape[1]))
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=group_norm_arguments,
