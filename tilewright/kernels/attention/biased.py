@@ -38,6 +38,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.checks import check_operands
 from tilewright.kernels.attention.inputs import biased_attention_arguments
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
+from tilewright.kernels.attention.tile import widths
 from tilewright.kernels.attention.tile_masks import load_rows, strides_of
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.launch.shapes import next_pow2
@@ -112,15 +113,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: 
     )  # fmt: skip
 
 
-def _widths(problem: Problem) -> tuple[int, int]:
-    """Columns of a tile of queries or keys, and of a tile of values."""
-    return max(16, next_pow2(problem.head_dim)), max(16, next_pow2(problem.value_dim))
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # Compiled, not measured: tiles that do not spill on sm_90 and sm_100; on sm_80 up to 416 bytes at head dim 128. 64 rows:
     # the windows of an image have 49, a padded text 128.
-    width, shared = max(_widths(problem)), device.multiplies_by_warpgroup
+    width, shared = max(widths(problem)), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if width > 128:
@@ -129,7 +125,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
-    width, of_values = _widths(problem)
+    width, of_values = widths(problem)
     tiles = c["BLOCK_M"] * width + c["num_stages"] * c["BLOCK_N"] * (width + of_values)
     if tiles * problem.dtype.itemsize > device.smem_bytes:
         return "more shared memory than the device has"

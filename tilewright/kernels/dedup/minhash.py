@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -64,12 +63,8 @@ def _problem(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Problem:
     return Problem(len(a))
 
 
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK_S": 16, "BLOCK_P": 128 if problem.places > 64 else 64, "num_warps": 4}
-
-
 SPACE = Space(
-    default=_default,
+    default=lambda device, problem: {"BLOCK_S": 16, "BLOCK_P": 128 if problem.places > 64 else 64, "num_warps": 4},
     axes={"BLOCK_S": (8, 16, 32), "BLOCK_P": (64, 128), "num_warps": (2, 4, 8)},
     refusal=lambda device, problem, c: (
         "over 32 minima a thread" if c["BLOCK_S"] * c["BLOCK_P"] > 1024 * c["num_warps"] else None

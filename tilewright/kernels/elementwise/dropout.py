@@ -14,19 +14,17 @@ Limited by bytes: one element in, one out; a quarter of ten Philox rounds an ele
 Not supported: whole channels at once (torch's Dropout2d), alpha dropout.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.contiguous import dense, load_flat, store_flat
 from tilewright.kernels.device.philox import LANES, philox4x32_reference
 from tilewright.kernels.elementwise.activation import float32_at_most
 from tilewright.kernels.elementwise.inputs import dropout_arguments
+from tilewright.kernels.launch.row_space import flat_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -76,21 +74,9 @@ def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """A walk over memory has no sizes to choose by."""
-
-    dtype: torch.dtype
-
-
-def _problem(x: Tensor, state: Tensor, p: float) -> Problem:
-    return Problem(x.dtype)
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}
-
-
-SPACE = Space(default=_default, axes={"num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}, axes={"num_warps": (4, 8)}
+)
 
 
 @Example.of
@@ -156,7 +142,7 @@ def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
 dropout_op = Op(
     name="dropout",
     reference=_reference,
-    problem=_problem,
+    problem=flat_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=dropout_arguments,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import rope_arguments
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
@@ -179,25 +180,14 @@ _SCALINGS = {
 # ---- reference
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    half = cos.shape[-1]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    turned, rest = wide[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        y = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((y.to(x.dtype), rest), dim=-1)
-
-
 def _reference(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
     sin = -sin if inverse else sin
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_turned, k_turned = (rotated(t.to(wide), cos, sin, interleaved).to(t.dtype) for t in (q, k))
+    return q_turned, k_turned
 
 
 def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Cost:

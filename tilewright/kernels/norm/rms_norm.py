@@ -24,7 +24,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import check_last_dim, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import check_alike, check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
 from tilewright.kernels.norm.work import add_norm_work, norm_work
@@ -260,8 +260,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Without gradients; `ops.add_rms_norm` says what it takes."""
     check_last_dim("add_rms_norm", x, weight=weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"add_rms_norm: residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
-        )
+    check_alike("add_rms_norm", "residual", residual, "x", x)
     return add_rms_norm_op(rows_ready(x), rows_ready(residual), weight, eps)

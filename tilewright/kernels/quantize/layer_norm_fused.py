@@ -27,10 +27,10 @@ from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
-from tilewright.kernels.norm.layer_norm import layer_norm_op
+from tilewright.kernels.norm.layer_norm import LAYER_EXAMPLES, layer_norm_op
 from tilewright.kernels.quantize.inputs import layer_norm_quantize_arguments
 from tilewright.kernels.quantize.per_row import check_format, quantize_rows_op
-from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["layer_norm_quantize", "layer_norm_quantize_op"]
@@ -99,20 +99,9 @@ def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
 SPACE = Space(default=_default, axes={"BLOCK_T": (1, 2, 4, 8, 16)}, refusal=_refuse_config)
 
 
-@Example.of
-def _example(inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> tuple[object, ...]:
-    stride, bias, keep = more.get("stride", shape[-1]), more.get("bias", True), more.get("keep", False)
-    x = inputs.randn(*shape[:-1], stride, dtype=dtype)[..., : shape[-1]]  # pyright: ignore[reportArgumentType]
-    weight = inputs.randn(shape[-1], dtype=dtype)
-    return x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, keep
-
-
-EXAMPLES = (
-    _example("rows", 4, 256, keep=True),
-    _example("ragged", 3, 5, 100, bias=False),
-    _example("strided", 5, 128, stride=192, dtype=torch.float16, keep=True),
-    _example("one", 1, 1, dtype=torch.float32),
-    _example("wide", 2, 20000, keep=True),
+EXAMPLES = tuple(
+    example.then(lambda inputs, *args, keep=example.label in ("rows", "strided", "wide"): (*args, keep))
+    for example in LAYER_EXAMPLES
 )
 
 
@@ -194,6 +183,5 @@ def layer_norm_quantize(
         ValueError: weight or bias do not match the last dimension; another dtype.
     """
     check_format("layer_norm_quantize", x, "int8", ("int8",))
-    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    check_last_dim("layer_norm_quantize", x, **vectors)
+    check_last_dim("layer_norm_quantize", x, weight=weight, bias=bias)
     return layer_norm_quantize_op(rows_ready(x), dense(weight), dense(bias), eps, keep)

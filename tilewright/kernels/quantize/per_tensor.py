@@ -32,7 +32,6 @@ from tilewright.kernels.quantize.inputs import quantize_rows_arguments, quantize
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
     ROWS_SPACE,
-    Problem,
     check_format,
     format_example,
     format_problem,
@@ -77,12 +76,7 @@ def _static_cost(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = No
     return Cost(flops=3 * x.numel(), bytes=x.nbytes + x.numel() + 4 * (1 + x.shape[:-1].numel()))
 
 
-# ---- problem and examples
-
-
-def _static_problem(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Problem:
-    return format_problem(x, format)
-
+# ---- examples
 
 _TENSOR_EXAMPLES = (
     format_example("rows", "int8", 4, 256),
@@ -161,7 +155,7 @@ quantize_tensor_op = Op(
 quantize_static_op = Op(
     name="quantize_static",
     reference=_static_reference,
-    problem=_static_problem,
+    problem=lambda x, scale, format, zero=None: format_problem(x, format),
     cost=_static_cost,
     examples=(
         *(_given(example) for example in _TENSOR_EXAMPLES),

@@ -26,7 +26,7 @@ Float sums decide top-p: a token whose likelier mass is within rounding (1e-6) o
 machine, and so may two scores that agree to 1e-6. Not supported: penalties and biases (they change the logits, before).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.philox import LANES, gumbel, gumbel_reference
 from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
 from tilewright.kernels.sampling.inputs import sample_arguments
 from tilewright.op import Example, Impl, Inputs, Op
@@ -90,17 +91,6 @@ def _cost(logits: Tensor, *_: Any) -> Cost:
 
 
 # ---- space and examples
-
-
-class Problem(NamedTuple):
-    """What a model fixes; not the number of rows."""
-
-    dtype: torch.dtype
-    vocab: int
-
-
-def _problem(logits: Tensor, *_: Any) -> Problem:
-    return Problem(logits.dtype, logits.shape[1])
 
 
 SPACE = Space(
@@ -376,14 +366,14 @@ def _launch(
     return ids
 
 
-def _refuse(device: Device, problem: Problem) -> str | None:
-    return "vocabulary over 2^22" if problem.vocab > 1 << 22 else None
+def _refuse(device: Device, problem: Rows) -> str | None:
+    return "vocabulary over 2^22" if problem.cols > 1 << 22 else None
 
 
 sample_op = Op(
     name="sample",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=sample_arguments,

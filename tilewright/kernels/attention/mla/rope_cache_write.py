@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import check_slots
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
@@ -32,14 +33,6 @@ __all__ = ["mla_rope_write", "mla_rope_write_op"]
 # ---- reference
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
 def _reference(
     lead: Tensor, turned: Tensor, kv: Tensor, weight: Tensor, positions: Tensor, cos_sin: Tensor, cache: Tensor,
     slots: Tensor, eps: float, interleaved: bool,
@@ -48,10 +41,10 @@ def _reference(
     wide = torch.promote_types(kv.dtype, torch.float32)
     latent, key = kv.to(wide).split((weight.shape[0], turned.shape[2]), -1)
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    row = torch.cat((latent, _rotate(key, cos, sin, interleaved)), -1).to(kv.dtype)
+    row = torch.cat((latent, rotated(key, cos, sin, interleaved)), -1).to(kv.dtype)
     live = slots >= 0
     cache.view(-1, cache.shape[2])[slots[live]] = row[live]
-    return torch.cat((lead, _rotate(turned.to(wide), cos[:, None], sin[:, None], interleaved).to(lead.dtype)), -1)
+    return torch.cat((lead, rotated(turned.to(wide), cos[:, None], sin[:, None], interleaved).to(lead.dtype)), -1)
 
 
 def _cost(lead: Tensor, turned: Tensor, kv: Tensor, *rest: object) -> Cost:

@@ -33,6 +33,7 @@ from tilewright.kernels.attention.paged.cache_write import (
 )
 from tilewright.kernels.attention.paged.inputs import rope_write_arguments
 from tilewright.kernels.device.quantize import encode_tile, magnitude, scales_of
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
@@ -41,18 +42,6 @@ from tilewright.tune.space import Config
 __all__ = ["rope_kv_write", "rope_kv_write_op"]
 
 # ---- reference
-
-
-def _rotate(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R dims of each head of wide [T, heads, D] by cos, sin [T, 1, R/2]."""
-    half = cos.shape[-1]
-    rest = wide.shape[-1] - 2 * half
-    if interleaved:
-        first, second = wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-        return torch.cat((turned, wide[..., 2 * half :]), -1)
-    first, second, *unturned = wide.split((half, half, rest) if rest else half, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), -1)
 
 
 def _head_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,7 +60,7 @@ def _reference(
         both = torch.cat((q, k), 1).to(wide)
     else:
         both = torch.cat((_head_norm(q.to(wide), q_norm, eps), _head_norm(k.to(wide), k_norm, eps)), 1)
-    q_turned, k_turned = _rotate(both, cos, sin, interleaved).split(heads, 1)
+    q_turned, k_turned = rotated(both, cos, sin, interleaved).split(heads, 1)
     write_reference(k_turned if k_scale is not None else k_turned.to(k.dtype), v, k_cache, v_cache, slots, k_scale, v_scale)
     return q_turned.to(q.dtype).contiguous()
 

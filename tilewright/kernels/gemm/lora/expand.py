@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
@@ -71,11 +70,10 @@ def _problem(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, 
     return Problem(y.dtype, y.shape[1], b.shape[2], (first, second, h.shape[0]))
 
 
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK_T": 16, "BLOCK_N": 128, "num_warps": 4}
-
-
-SPACE = Space(default=_default, axes={"BLOCK_T": (16, 32), "BLOCK_N": (64, 128), "num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"BLOCK_T": 16, "BLOCK_N": 128, "num_warps": 4},
+    axes={"BLOCK_T": (16, 32), "BLOCK_N": (64, 128), "num_warps": (4, 8)},
+)
 
 
 def _arguments(

@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dequant import minus, pairs, widen
 from tilewright.kernels.gemm.problem import ACTIVATIONS
-from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem, empty_result
+from tilewright.kernels.gemm.quantized_operands import empty_product
+from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem
 from tilewright.kernels.hopper.epilogue import activate
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.op import Impl
@@ -375,7 +376,7 @@ def _launch(
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
     function, gated = ACTIVATIONS[activation]
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if y.numel():
         (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
         block_m = max(8, next_pow2(m))

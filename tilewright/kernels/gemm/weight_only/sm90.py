@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
+from tilewright.kernels.gemm.quantized_operands import empty_product
 from tilewright.kernels.gemm.sm90 import box_rows, pieces
 from tilewright.kernels.gemm.sm90_configs import BLOCK_K_BYTES, consumer_tile, epilogue_n, ring
-from tilewright.kernels.gemm.weight_only.problem import MixedProblem, as_units, empty_result
+from tilewright.kernels.gemm.weight_only.problem import MixedProblem, as_units
 from tilewright.kernels.gemm.weight_only.sm90_dequant_rows import ITEM
 from tilewright.kernels.gemm.weight_only.sm90_kernel import mixed_sm90_kernel
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
@@ -65,7 +66,7 @@ def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if not y.numel():
         return y
     (m, k), n = x.shape, codes.shape[0]

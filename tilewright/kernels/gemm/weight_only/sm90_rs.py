@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
-from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem, empty_result
+from tilewright.kernels.gemm.quantized_operands import empty_product
+from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem
 from tilewright.kernels.gemm.weight_only.sm90_rs_kernel import mixed_registers_kernel
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
@@ -149,7 +150,7 @@ def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if not y.numel():
         return y
     function, gated = ACTIVATIONS[activation]

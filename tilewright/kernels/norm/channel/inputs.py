@@ -1,11 +1,9 @@
 """Example arguments of the norms of channels from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "batch_norm_backward_arguments",
@@ -15,8 +13,6 @@ __all__ = [
     "group_norm_arguments",
     "normalize_channels_arguments",
 ]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 
@@ -50,7 +46,7 @@ def group_norm_arguments(
 def normalize_channels_arguments(
     inputs: Inputs, *, M: int, N: int, B: int = 2, dtype: torch.dtype = torch.float16, first: bool = False,
     residual: bool = False, activation: str = "none",
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Args:  # fmt: skip
     """x of B images, M places, N channels, which are dense, or with `first` the places are; float32 vectors."""
 
     def image() -> Tensor:
@@ -62,7 +58,7 @@ def normalize_channels_arguments(
 
 def batch_statistics_arguments(
     inputs: Inputs, *, M: int, N: int, B: int = 1, dtype: torch.dtype = torch.float16, first: bool = False
-) -> tuple[Any, ...]:
+) -> Args:
     """x of B images with M places and N channels, dense along the channels, or with `first` the places; running statistics."""
     x = inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype)
     return x, inputs.randn(N), inputs.randn(N).square() + 0.5, 0.1
@@ -70,7 +66,7 @@ def batch_statistics_arguments(
 
 def batch_norm_backward_arguments(
     inputs: Inputs, *, M: int, N: int, B: int = 1, dtype: torch.dtype = torch.float16, first: bool = False, relu: bool = True
-) -> tuple[Any, ...]:
+) -> Args:
     """dy and x of such a batch, with `relu` y behind one; statistics and a weight."""
     dy, x, y = (inputs.randn(B, N, M, dtype=dtype).mT if first else inputs.randn(B, M, N, dtype=dtype) for _ in range(3))
     mean, variance, weight = inputs.randn(N) / 4, inputs.randn(N).square() + 0.5, inputs.randn(N)
