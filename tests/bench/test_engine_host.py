@@ -24,8 +24,9 @@ def test_every_request_decodes_from_the_first_measured_step_on() -> None:
     steps = HostSteps(running=40, context=600, steps=30)  # more prompt tokens than go through in one step
     scheduler = steps.engine.scheduler
     before = scheduler.generated_tokens
-    steps.measure(10)
-    assert scheduler.generated_tokens - before == 10 * 40
+    steps.measure(30)
+    assert scheduler.generated_tokens - before == 30 * 40
+    assert len(scheduler.running) == 40
 
 
 def test_a_request_ends_and_another_comes_in_every_step() -> None:

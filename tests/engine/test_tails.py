@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 from tests.engine.pair import VOCAB, Pair, check_digests, request
+from tilewright.engine import tails
 from tilewright.engine.blocks import BlockPool, page_digest
+from tilewright.engine.core import Engine
+from tilewright.engine.request import SamplingParams
 from tilewright.engine.schedule import Scheduler
+from tilewright.engine.step import Step, StepResult
 from tilewright.engine.tails import Tails
 
 
@@ -21,8 +25,10 @@ def scheduler(page_size: int, seqs: int, *, pages: int, prefix_cache: bool = Tru
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 150])
-def test_long_outputs(page_size: int, asynchronous: bool, prefix_cache: bool) -> None:
+def test_long_outputs(page_size: int, asynchronous: bool, prefix_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are emptied several times over, between reads and aborts at random; the pages known are those that are full."""
+    monkeypatch.setattr(tails, "_ROOM", 40)
+    monkeypatch.setattr(tails, "_SPREAD", 6)
     rng = random.Random(f"{page_size} {asynchronous} {prefix_cache}")
     pair = Pair(scheduler(page_size, 3, pages=1500 // page_size + 3, prefix_cache=prefix_cache), asynchronous=asynchronous)
     pair.add(*(request(f"r{i}", [i] * rng.randrange(1, 40), rng.choice([5, 150, 300])) for i in range(5)))
@@ -38,6 +44,55 @@ def test_long_outputs(page_size: int, asynchronous: bool, prefix_cache: bool) ->
                 pair.scheduler.abort(one.id)
     pair.check_outputs()
     assert {one.finish_reason for one in pair.arrivals} <= {"length", "abort"}
+
+
+class Silent:
+    """A runner that asks no request for its tokens: what it samples depends on the slot, its lease and the position."""
+
+    def __init__(self, asynchronous: bool):
+        self.asynchronous = asynchronous
+
+    def launch(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        counts = np.minimum(step.samples, 1)
+        tokens = (step.leases * 7919 + (step.starts + step.counts) * 104_729) % 1000
+        return tokens[counts > 0], counts
+
+    def sample(self, ticket: object, words: int, fill: object) -> None:
+        raise AssertionError("no request has a grammar")
+
+    def collect(self, ticket: tuple[np.ndarray, np.ndarray]) -> StepResult:
+        return StepResult(*ticket)
+
+
+@pytest.mark.parametrize("pages", [24, 200])
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_tokens_that_nobody_asks_for(page_size: int, asynchronous: bool, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What requests have at last, or when somebody does ask, is what was handed out; with few pages they are preempted."""
+    monkeypatch.setattr(tails, "_ROOM", 40)
+    monkeypatch.setattr(tails, "_SPREAD", 6)
+    rng = random.Random(f"{page_size} {asynchronous} {pages}")
+    made = scheduler(page_size, 4, pages=pages * 16 // page_size)
+    engine = Engine(Silent(asynchronous), None, (), made, vocab_size=1000)
+    told: dict[int, list[int]] = {}
+    for stream in range(12):
+        told[stream] = []
+        params = SamplingParams(max_tokens=rng.choice([3, 100, 250]), ignore_eos=True)
+        engine.submit([rng.randrange(1000) for _ in range(rng.randrange(1, 60))], params, streams=[stream])
+    requests = dict(engine._streams)
+    while engine.has_work:
+        step = engine.advance()
+        for stream, token in zip(np.repeat(step.streams, step.counts).tolist(), step.tokens.tolist()):
+            told[stream].append(token)
+        for stream, one in requests.items():
+            if rng.random() < 0.003:
+                assert one.output_ids == told[stream]
+        if rng.random() < 0.003:
+            check_digests(made)
+    assert made.blocks.available == made.blocks.num_pages
+    assert {stream: one.output_ids for stream, one in requests.items()} == told
+    assert all(len(told[stream]) == one.max_tokens for stream, one in requests.items())
+    assert (made.preemptions > 0) == (pages == 24)
 
 
 def test_a_quiet_step_foresees_its_pages() -> None:
@@ -61,23 +116,23 @@ def test_a_quiet_step_foresees_its_pages() -> None:
 
 def test_the_tokens_of_a_page_hash_as_lists_do() -> None:
     known = np.array([9, 6])
-    tails, owners = Tails(known, 4), [request("a", list(range(9))), request("b", list(range(40, 46)))]
+    lines, owners = Tails(known, 4), [request("a", list(range(9))), request("b", list(range(40, 46)))]
     for slot, owner in enumerate(owners):
         owner.computed = len(owner.prompt_ids) - 1
-        tails.begin(slot, owner)
+        lines.begin(slot, owner)
     for token in range(20, 26):
         slots = np.array([1, 0])
-        assert not tails.make_room(1)
-        tails.put(tails.places(slots), np.array([token, token + 10]))
+        assert not lines.make_room(1)
+        lines.put(lines.places(slots), np.array([token, token + 10]))
         known += 1
-    data = tails.pages(np.array([0, 1]), np.array([8, 8]))
+    data = lines.pages(np.array([0, 1]), np.array([8, 8]))
     assert data is not None
     texts = [8, 30, 31, 32], [22, 23, 24, 25]
     assert [page_digest(b"x", text) for text in texts] == [
         page_digest(b"x", np.frombuffer(part, np.int64).tolist()) for part in (data[:32], data[32:])
     ]
-    assert tails.pages(np.array([0]), np.array([4])) is None, "of this page the prompt has some"
+    assert lines.pages(np.array([0]), np.array([4])) is None, "of this page the prompt has some"
     for slot, owner in enumerate(owners):
-        tails.end(slot)
+        lines.end(slot)
         assert owner.output_ids == [token + 10 * (slot == 0) for token in range(20, 26)]
         assert all(0 <= token < VOCAB for token in owner.output_ids)

@@ -74,15 +74,17 @@ class HostSteps:
     """
 
     def __init__(self, *, running: int, context: int, steps: int, speculate: bool = False, joining: bool = False):
-        pages = (context + steps) // _PAGE + 4
+        tokens_per_step = max(8192, running)
+        longest = steps + 20 + 2 * running * context // tokens_per_step  # nobody ends while others still compute their prompts
+        pages = (context + longest) // _PAGE + 4
         scheduler = Scheduler(
-            blocks=BlockPool(running * pages, _PAGE), max_seqs=running, max_tokens_per_step=max(8192, running),
+            blocks=BlockPool(running * pages, _PAGE), max_seqs=running, max_tokens_per_step=tokens_per_step,
             max_model_len=pages * _PAGE, max_waiting=running,
         )  # fmt: skip
         proposer = FromText(running) if speculate else None
         self.engine: Any = Engine(_Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=proposer)
         self._reader, self._rng = Reader(None), np.random.default_rng(0)
-        self._context, self._params = context, SamplingParams(max_tokens=steps + 20, ignore_eos=True)
+        self._context, self._params = context, SamplingParams(max_tokens=longest, ignore_eos=True)
         self._first, self._next, self._joining = 0, 0, joining
         for _ in range(running):
             self._submit()

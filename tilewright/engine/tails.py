@@ -10,7 +10,7 @@ from tilewright.engine.request import Request
 
 __all__ = ["Tails"]
 
-_ROOM = 128
+_ROOM = 512
 """Tokens that a line takes beside a page before it is emptied; no row of a step brings as many."""
 _SPREAD = 32
 """Tokens more, so that lines that are full at the same time are not all emptied in the same step."""

@@ -291,9 +291,6 @@ def _float_softmax(node: Node) -> bool:
 def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: _Scores, empty_nan: bool) -> Anchor | str:
     """The anchor of what was found."""
     (q, turned), v = product.args[1:3] if product.target is aten.baddbmm.default else product.args[:2], node.args[1]
-    if isinstance(q, Node) and len(q.users) == 1 and (factor := _factor(q)) is not None:  # all masks follow the product
-        found.inside.append(q)
-        found.scale, q = found.scale * factor[1], factor[0]
     last = _shape(product)[-2:]
     leads = [shape[:-2] for shape in shapes if len(shape) == 4]
     lead = leads[0] if leads else (math.prod(shapes[0][:-2]), 1)
@@ -315,4 +312,12 @@ def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: 
     options = {
         "scale": found.scale, "fill": fill, "empty_nan": empty_nan, "lead": lead, "turned": True, "masks": tuple(masks)
     }  # fmt: skip
-    return _anchor(node, (q, turned, v), tuple(mask for _, mask, _ in found.masks), tuple(found.inside), options)
+    operands, inside = tuple(mask for _, mask, _ in found.masks), tuple(found.inside)
+    plain = _anchor(node, (q, turned, v), operands, inside, options)
+    factor = _factor(q) if isinstance(q, Node) and len(q.users) == 1 else None
+    if factor is None or isinstance(plain, str):
+        return plain
+    before, number = factor  # all masks follow the product
+    options = options | {"scale": found.scale * number}
+    scaled = _anchor(node, (before, turned, v), operands, (*inside, q), options)  # pyright: ignore[reportArgumentType]
+    return plain if isinstance(scaled, str) else replace(scaled, without=plain)

@@ -60,8 +60,8 @@ def _group_norm(node: Node) -> Anchor | str:
         return "a group norm of what is not [N, C, *places]"
     options = {"groups": a.get("num_groups", a["groups"]), "eps": a["eps"]}
     anchor = Anchor(kind="group_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options=options)
-    found = fit(_behind_sum(anchor))
-    return found if isinstance(found, Anchor) else fit(anchor)
+    plain, found = fit(anchor), fit(_behind_sum(anchor))
+    return replace(found, without=plain) if isinstance(found, Anchor) and isinstance(plain, Anchor) else plain
 
 
 def _behind_sum(norm: Anchor) -> Anchor:

@@ -11,7 +11,6 @@ What is taken, in a view, a constant, or left, and why, is a decision about each
 import math
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,8 +78,8 @@ class _Walk:
         found = self.dialect.read(node)
         if isinstance(found, Anchor):
             found = self.refused.get(node.name) or self.refused.get(layer_name(node)) or found
-        if isinstance(found, Anchor) and found.kind == "group_norm" and any(self._taken(n) for n in found.inside):
-            found = replace(found, x=found.inside[0], others=(), inside=())
+        if isinstance(found, Anchor) and found.without and any(map(self._taken, {*found.inside} - {*found.without.inside})):
+            found = found.without
         if found is not None:
             return self._open(found) if isinstance(found, Anchor) else self._decide(node, FUSED, False, found)
         if self.dialect.parameters and node.name not in self.refused:
