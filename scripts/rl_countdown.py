@@ -162,7 +162,7 @@ def improve(options: argparse.Namespace) -> None:
         while time.time() < options.until_time and checked < aim:
             row = trainer.step()
             steps.append(row["seconds"])
-            if trainer.update % 25 == 0:
+            if trainer.update % options.look_every == 0:
                 rates.append((trainer.update, rate(sampler, HELD_OUT, 512)))
                 said = {name: round(row[name], 4) for name in ("exact", "entropy", "kl_after", "ratio_off", "equal_groups")}
                 print(json.dumps({"update": trainer.update, "rate": rates[-1][1], **said}), flush=True)
@@ -240,10 +240,10 @@ def read() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (
         ("device", "cuda"), ("dtype", "float32"), ("layers", 4), ("hidden", 256), ("until", 0.9), ("fall", 0.25),
-        ("wrong", 0.5), ("pretrain-s", 130.0), ("pretrain-lr", 2e-3), ("measure-every", 50), ("seconds", 535.0),
-        ("runs", "grpo:1e-4:5,ppo:1e-4:5"),
-        ("prompts", 256), ("answers", 8), ("minibatches", 2), ("critic-lr", 2e-4), ("entropy-bonus", 0.0),
-        ("cache-mib", 256), ("processes", 12), ("until-time", 0.0), ("aim", 2.0), ("run", ""),
+        ("wrong", 0.5), ("pretrain-s", 130.0), ("pretrain-lr", 2e-3), ("measure-every", 50), ("look-every", 10),
+        ("seconds", 535.0), ("runs", "grpo:1e-4:5,ppo:1e-4:5"),
+        ("prompts", 128), ("answers", 8), ("minibatches", 2), ("critic-lr", 2e-4), ("entropy-bonus", 0.0),
+        ("cache-mib", 1024), ("processes", 12), ("until-time", 0.0), ("aim", 2.0), ("run", ""),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--folder", type=Path, default=Path("countdown"))

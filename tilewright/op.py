@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
@@ -39,6 +40,7 @@ from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
 
 __all__ = [
+    "Args",
     "Choice",
     "Example",
     "Impl",
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
+Args = tuple[Any, ...]  # of a call of an op
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _NAMES: set[str] = {"reference"}
@@ -213,14 +216,20 @@ class Example(NamedTuple):
     """A named call of an op: what conformance, certificates and tuning run."""
 
     label: str
-    make: Callable[[Inputs], tuple[Any, ...]]
+    make: Callable[[Inputs], Args]
 
     @staticmethod
-    def of(make: Callable[Concatenate[Inputs, P], tuple[Any, ...]]) -> Callable[Concatenate[str, P], "Example"]:
+    def of(make: Callable[Concatenate[Inputs, P], Args]) -> Callable[Concatenate[str, P], "Example"]:
         """Decorate make(inputs, ...) -> arguments: called with a label in the place of the inputs it gives an example."""
         return lambda label, *args, **kwargs: Example(label, lambda inputs: make(inputs, *args, **kwargs))
 
-    def then(self, more: Callable[..., tuple[Any, ...]]) -> "Example":
+    @staticmethod
+    def sized(make: Callable[..., Args]) -> Callable[..., "Example"]:
+        """By an op's `make`: called with a label, sizes for its first keywords in their order, and others by name."""
+        names = [*signature(make).parameters][1:]
+        return lambda label, *sizes, **more: Example.of(make)(label, **dict(zip(names, sizes, strict=False)), **more)
+
+    def then(self, more: Callable[..., Args]) -> "Example":
         """Of another op: more(inputs, *these arguments) are its arguments."""
         return Example(self.label, lambda inputs: more(inputs, *self.make(inputs)))
 
@@ -267,7 +276,7 @@ class Op:
     cost: Callable[..., Cost]
     examples: tuple[Example, ...]
     impls: tuple[Impl, ...]
-    make: Callable[..., tuple[Any, ...]] | None = None
+    make: Callable[..., Args] | None = None
     first: Callable[[Device, Any], str | None] = lambda device, problem: None
     fake: Callable[..., Any] | None = None
     mutates: tuple[str, ...] = ()
@@ -368,8 +377,7 @@ class Op:
         if found is None:
             lookup.count_default()
             return default._replace(source="default")
-        impl = next(impl for impl in impls if impl.name == found.impl)
-        return Choice(impl, found.config, found.source, found.entry)
+        return Choice(next(impl for impl in impls if impl.name == found.impl), found.config, found.source, found.entry)
 
     def refusals(self, device: Device, problem: Any) -> dict[str, str]:
         """Implementation name -> why it does not take the problem, for those that refuse."""
@@ -377,7 +385,7 @@ class Op:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def launch(impl: Impl, config: Config, args: tuple[Any, ...]) -> Any:
+def launch(impl: Impl, config: Config, args: Args) -> Any:
     """`impl.launch` on the card of the first argument, for a choice that was made before."""
     index = args[0].get_device()
     if not away(index):

@@ -6,6 +6,7 @@ No page is lost or owned twice, the queues stay in the order of arrival, the bou
 from collections import Counter
 
 from tests.engine.fake_runner import FakeRunner, expected
+from tilewright.engine.blocks import page_digest
 from tilewright.engine.request import Request, SamplingParams, State
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.step import Step
@@ -33,6 +34,19 @@ def check(scheduler: Scheduler) -> None:
         assert (r.state, r.pages, r.slot, r.computed) == (State.WAITING, [], None, 0)
 
 
+def check_digests(scheduler: Scheduler) -> None:
+    """Pages are known to the prefix cache by the tokens that are in them, and all that are full are known."""
+    size = scheduler.blocks.page_size
+    for r in scheduler.running:
+        tokens = r.prompt_ids + r.output_ids
+        chain = [r.salt]
+        for first in range(0, len(tokens) - size + 1, size):
+            chain.append(page_digest(chain[-1], tokens[first : first + size]))
+        assert r.digests == chain[1 : 1 + len(r.digests)]
+        if scheduler.blocks.prefix_cache and r.decoders is not None:
+            assert r.computed // size - r.registered <= (r.computed % size == 0), (r, r.computed, r.registered)
+
+
 def start_again(scheduler: Scheduler) -> None:
     """Every running request gives up its pages, as for want of them. Nothing may be in flight."""
     for running in reversed(tuple(scheduler.running)):
@@ -58,6 +72,8 @@ class Pair:
         blocked = {r for r in self.scheduler.running if r.pending}
         step = self.scheduler.schedule()
         check(self.scheduler)
+        if len(self.arrivals) % 2 == 0:  # not always: to read tokens moves them
+            check_digests(self.scheduler)
         queued = [*self.scheduler.running, *self.scheduler.waiting]
         wanted = sorted((r for r in self.arrivals if r.state is not State.FINISHED), key=lambda r: r.params.priority)
         assert sorted(queued, key=lambda r: r.params.priority) == wanted, "not in the order of arrival"

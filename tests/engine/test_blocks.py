@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tilewright.engine.blocks import BlockPool, page_digest
+from tilewright.engine.blocks import BlockPool, page_digest, page_digests
 
 PAGES = 5
 
@@ -97,7 +97,7 @@ def test_page_map_in_cells(per_cell):
         assert state == (holders[0] if holders else "cached" if page in kept else "free")
     groups = [pages[first : first + per_cell] for first in range(0, 60, per_cell)]
     order = {"free": 0, "cached": 1}
-    wanted = [max(group, key=lambda cell: (cell[1], order.get(cell[0], 2))) for group in groups]
+    wanted = [max(group, key=lambda cell: (cell[1], order.get(str(cell[0]), 2))) for group in groups]
     assert pool.page_map(tables, per_cell) == wanted
 
 
@@ -167,3 +167,12 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_pool_against_its_model = Pool.TestCase
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 4, 11, 40])
+def test_digests_of_pages_at_once_are_those_one_after_the_other(tokens: int) -> None:
+    ids = [i * 2**40 for i in range(tokens)]
+    chain = [b"salt"]
+    for first in range(0, tokens - 3, 4):
+        chain.append(page_digest(chain[-1], ids[first : first + 4]))
+    assert page_digests(b"salt", ids, 4) == chain[1:]

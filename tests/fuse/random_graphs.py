@@ -115,7 +115,7 @@ class Call:
 
 
 class Jitter(TorchDispatchMode):
-    """While on, each new float32 tensor is off by half an ulp, up or down at random."""
+    """While on, each number of a new float32 tensor is off by an ulp, up or down at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,10 @@ class Jitter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         new = isinstance(out, Tensor) and out.dtype == torch.float32 and all(r.alias_info is None for r in func._schema.returns)
-        return out * (1 + (torch.randint(2, out.shape, generator=self.random) * 2 - 1) * 2.0**-24) if new else out
+        if not new:
+            return out
+        ways = torch.tensor([-torch.inf, torch.inf])[torch.randint(2, out.shape, generator=self.random)]
+        return torch.nextafter(out, ways)
 
 
 def calls(program: Program, seed: int, module: torch.nn.Module) -> Iterator[Call | str]:

@@ -294,7 +294,8 @@ def norm(d: Draw) -> None:
     kind, groups = min(dims, 3) or 1, d.one(*[n for n in (1, 2, 4, c) if c % n == 0])
     d.step(d.one(
         f"{d.layer(f'nn.BatchNorm{kind}d({c}, affine={_flag(d, 0.7)})')}({x})",
-        *[f"{d.layer(f'nn.GroupNorm({groups}, {c})')}({x})"] * 3,
+        *[f"{d.layer(f'nn.GroupNorm({groups}, {c})')}({x})"] * 2,
+        f"F.silu({d.layer(f'nn.GroupNorm({groups}, {c})')}({x} + {x}.mean(tuple(range(2, {x}.dim())), keepdim=True)))",
         f"{d.layer(f'nn.InstanceNorm{kind}d({c}, affine={_flag(d)})')}({x})", f"F.group_norm({x}, 2, {d.param(c)}.exp())",
         f"F.batch_norm({x}, {mean}, {variance}, {d.param(c)}.exp(), {d.param(c)})", f"F.batch_norm({x}, {mean}, {variance})",
         f"F.instance_norm({x})", f"F.batch_norm({x}, {mean}, {variance}, None, {d.param(c)}, eps=0.1)",

@@ -214,7 +214,7 @@ CASES = {
     ),
     # Others.
     "squeeze and excitation": Row(excited, {"activation": 1}, ("no sigmoid",), IMAGE),
-    "group norm": Row(lambda m, x: F.relu(m.group(m.conv(x))), {}, shape=IMAGE),
+    "group norm": Row(lambda m, x: F.relu(m.group(m.conv(x))), {"activation": 1}, shape=IMAGE),
     "transposed convolution": Row(lambda m, x: F.relu(m.up(x)), {"activation": 1}, shape=IMAGE),
     "integers": Row(
         lambda m, x: m.a((x.long() @ x.long()[0].mT).to(x.dtype)[..., :1].expand(-1, -1, 16)), {}, ("operands of int64",)
@@ -277,7 +277,7 @@ def lowered(
 
 def block(m: Program, x: Tensor) -> Tensor:
     y = sdpa(heads(m.a(x)), heads(m.b(x)), heads(m.c(x))).transpose(1, 2).flatten(2)
-    return F.relu(m.d(y)) + x + F.silu(m.e(x)) * m.b(x)
+    return F.relu(m.d(y)) + x + F.silu(m.e(x)) * F.linear(x, m.square, m.v)
 
 
 def test_every_call_has_one_decision() -> None:

@@ -86,6 +86,12 @@ CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
 MASKED = ("biased_attention",)
 LEAST = torch.finfo(torch.float32).min
 INF = float("-inf")
+
+
+def scaled_product(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return written((m.l(q.transpose(1, 2).flatten(2)) * 0.3).view(B, S, H, D).transpose(1, 2), k, v, lambda s: s + m.w)
+
+
 ATTENTION = (
     Case("bool mask of keys", lambda m, q, k, v, a: SDPA(q, k, v, a), lambda: (*qkv(), seen(B, 1, 1, S)), MASKED),
     Case("bool mask of each", lambda m, q, k, v, a: SDPA(q, k, v, a), lambda: (*qkv(T), seen(B, H, S, T)), MASKED),
@@ -99,14 +105,10 @@ ATTENTION = (
         ("attention",),
         {"mask": CAUSAL},
     ),
+    Case("scaled queries", lambda m, q, k, v: written(q * 0.3, k, v, lambda s: s + m.w), qkv, MASKED, {"w": randn(S, S)}),
+    Case("scaled in their product", scaled_product, qkv, ("linear", *MASKED), {"w": randn(S, S), "l": nn.Linear(H * D, H * D)}),
     Case("cross attention, no mask", lambda m, q, k, v: SDPA(q, k, v), lambda: qkv(T), ("attention",)),
-    Case(
-        "relative positions",
-        lambda m, q, k, v: written(q, k, v, lambda s: s + m.bias),
-        qkv,
-        MASKED,
-        {"bias": randn(1, H, S, S)},
-    ),
+    Case("relative positions", lambda m, q, k, v: written(q, k, v, lambda s: s + m.w), qkv, MASKED, {"w": randn(1, H, S, S)}),
     Case(
         "scaled, then a bias",
         lambda m, q, k, v, a: written(q, k, v, lambda s: s / 3 + a),
@@ -202,6 +204,28 @@ OPERATORS = (
         IMAGE,
         ("conv", "group_norm"),
         {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3)},
+    ),
+    Case("group norm, silu", lambda m, x: F.silu(m.norm(x)), IMAGE, ("group_norm",), {"norm": nn.GroupNorm(4, 8)}),
+    Case(
+        "a number for each channel before a group norm",
+        lambda m, x: F.gelu(m.norm(m.conv(x) + m.time(x.mean((2, 3)))[:, :, None, None])),
+        IMAGE,
+        ("conv", "mean", "linear", "group_norm"),
+        {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3), "time": nn.Linear(8, 12)},
+    ),
+    Case(
+        "the same sum read twice",
+        lambda m, x: (lambda y: m.norm(y) + y)(x + m.time(x.mean((2, 3)))[:, :, None, None]),
+        IMAGE,
+        ("mean", "linear", "group_norm"),
+        {"norm": nn.GroupNorm(2, 8), "time": nn.Linear(8, 8)},
+    ),
+    Case(
+        "parameters before a group norm go into the convolution",
+        lambda m, x: m.norm(m.conv(x[:1]) + m.w[None, :, None, None]),
+        IMAGE,
+        ("conv", "group_norm"),
+        {"norm": nn.GroupNorm(2, 12), "conv": nn.Conv2d(8, 12, 3), "w": randn(12)},
     ),
     Case("instance norm", lambda m, x: m.norm(x), IMAGE, ("instance_norm",), {"norm": nn.InstanceNorm2d(8, affine=True)}),
     Case(

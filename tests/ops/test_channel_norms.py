@@ -109,6 +109,28 @@ def test_running_statistics_in_one_launch(layout: str) -> None:
     assert got.is_contiguous(memory_format=torch.channels_last if layout == "channels last" else torch.contiguous_format)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_group_norm_with_what_stands_around_it(layout: str) -> None:
+    x, _, _, w, b = operands(3, 6, 5, 4)
+    added, x = x.mean((2, 3)).flip(0), LAYOUTS[layout](x)
+    want = F.silu(F.group_norm(x + added[..., None, None], 2, w, b))
+    with torch.no_grad():
+        got = ops.group_norm(x, 2, w, b, added=added, activation="silu")
+    torch.testing.assert_close(got, want, **CLOSE)
+    assert got.is_contiguous(memory_format=torch.channels_last if layout == "channels last" else torch.contiguous_format)
+
+
+def test_gradients_of_what_stands_around_group_norm() -> None:
+    x, _, _, w, b = operands(2, 6, 5)
+    mine = [t.clone().requires_grad_() for t in (x, w, b, x[..., 0])]
+    twin = [t.clone().double().requires_grad_() for t in (x, w, b, x[..., 0])]
+    got = ops.group_norm(mine[0], 3, mine[1], mine[2], added=mine[3], activation="gelu")
+    want = F.gelu(F.group_norm(twin[0] + twin[3][..., None], 3, twin[1], twin[2]))
+    torch.testing.assert_close(got, want.to(got.dtype), **CLOSE)
+    for mine_, twin_ in zip(torch.autograd.grad(got.sum(), mine), torch.autograd.grad(want.sum(), twin), strict=True):
+        torch.testing.assert_close(mine_, twin_.to(mine_.dtype), **CLOSE)
+
+
 def test_weights_may_be_wider_than_images() -> None:
     x, m, v, w, b = operands(2, 4, 8)
     half = x.to(torch.bfloat16)
@@ -132,6 +154,8 @@ X, V = torch.zeros(2, 6, 5), torch.zeros(6)
         (lambda: ops.group_norm(X, 4), "the 6 channels of x must be a multiple of num_groups, got 4"),
         (lambda: ops.group_norm(X, 0), "got 0"),
         (lambda: ops.group_norm(X, 2, V[:5]), "weight must be [6], one number a channel; got [5]"),
+        (lambda: ops.group_norm(X, 2, added=X[..., 0].T), "added must be [2, 6], as x's images and channels; got [6, 2]"),
+        (lambda: ops.group_norm(X, 2, activation="swish"), "activation is 'swish', wanted one of none, relu"),
         (lambda: ops.group_norm(X.int(), 2), "must hold floats [N, C, ...]"),
         (lambda: ops.instance_norm(X[..., 0]), "with places, got [2, 6]"),
         (lambda: ops.instance_norm(X[..., :1]), "more than one place"),

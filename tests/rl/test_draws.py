@@ -10,6 +10,8 @@ import torch
 from tests.rl.test_loop import TINY
 from tilewright import ops
 from tilewright.engine.draws import drawn_logprobs, kept_counts
+from tilewright.engine.outputs import joined
+from tilewright.engine.request import Delta, SamplingParams
 from tilewright.rl.batch import Batch
 from tilewright.rl.characters import Characters
 from tilewright.rl.config import RLConfig
@@ -69,6 +71,43 @@ def sampled(model: Any, drawing: Drawing, count: int = 64) -> tuple[list[list[An
     prompts = [Characters().prompt(f"{number:02d}=") for number in range(count)]
     sampler = Sampler(model, max_len=16, seqs=64, end_ids=(20,), drawing=drawing)
     return sampler(prompts, answers=2, max_tokens=4, seed=0), prompts
+
+
+@pytest.mark.parametrize("settings", [{}, *DRAWINGS], ids=str)
+def test_columns_say_what_values_say(settings: dict[str, float]) -> None:
+    """The same requests again, from an engine that makes a value of each token."""
+    drawing, model = Drawing(**settings), spread_model()  # pyright: ignore[reportArgumentType]
+    prompts = [Characters().prompt(f"{number:02d}=") for number in range(20)]
+    sampler = Sampler(model, max_len=16, seqs=8, end_ids=(20,), drawing=drawing)
+    answers = [answer for group in sampler(prompts, answers=3, max_tokens=6, seed=5) for answer in group]
+    engine, found = sampler._engine, dict[tuple[str, int], list[Delta]]()
+    engine.runner._columns = False  # pyright: ignore[reportAttributeAccessIssue]
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            max_tokens=6, logprobs=0, n=3, seed=(5 << 24) + 3 * i, temperature=drawing.temperature, top_k=drawing.top_k,
+            top_p=drawing.top_p,
+        )  # fmt: skip
+        engine.submit(prompt, params, f"{i:03d}")
+    while engine.has_work:
+        for delta in engine.step():
+            found.setdefault((delta.request_id, delta.index), []).append(delta)
+    assert len({len(answer.tokens) for answer in answers}) > 1
+    for answer, (_, deltas) in zip(answers, sorted(found.items()), strict=True):
+        whole = joined(deltas)
+        entries = whole.logprobs
+        assert answer.tokens == list(whole.token_ids) == [entry.token_id for entry in entries]
+        assert answer.whole == [entry.logprob for entry in entries]
+        assert answer.logprobs == [entry.logprob if drawing.plain else entry.drawn for entry in entries]
+        assert answer.kept == [entry.kept if drawing.filters else 0 for entry in entries]
+        assert answer.truncated == (whole.finish_reason == "length")
+
+
+def test_a_model_whose_logits_are_no_numbers_is_said_to_be() -> None:
+    model = small_model(TINY)
+    sampler = Sampler(model, max_len=16, seqs=8, end_ids=(20,))
+    model.head.weight.data.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="NaN"):
+        sampler([Characters().prompt("01=")], answers=2, max_tokens=4, seed=0)
 
 
 def spread_model(config: RLConfig = TINY) -> Any:

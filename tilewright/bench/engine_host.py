@@ -25,7 +25,7 @@ from tilewright.engine.slots import SlotState, put
 from tilewright.engine.speculation import FromText
 from tilewright.engine.step import FillMasks, Step, StepResult
 
-__all__ = ["host_times"]
+__all__ = ["HostSteps", "host_times"]
 
 _PAGE = 16
 _VOCAB = 32_000
@@ -58,43 +58,55 @@ class _Hostly:
 
     def collect(self, ticket: Step) -> StepResult:
         """Token 7 for everybody."""
-        counts = np.minimum(ticket.samples, 1)
-        return StepResult(np.full(int(counts.sum()), 7, np.int64), counts)
+        counts = np.minimum(ticket.samples, 1) if ticket.drafts else ticket.samples
+        return StepResult(np.full(int(np.count_nonzero(counts)), 7, np.int64), counts)
 
 
-def host_times(*, running: int, context: int, steps: int, speculate: bool) -> dict[str, float]:
-    """Median microseconds of each part of a step, "all" of it, and of reading it.
+class HostSteps:
+    """An engine whose requests all decode, for `steps` steps in all.
 
     Args:
         running: requests that decode.
         context: tokens of each prompt; they differ by up to a page.
+        steps: the most that will be asked of `measure`.
         speculate: look in each text for what may come next, as `--speculate ngram` does.
+        joining: before each step the request that has run longest ends and another one comes, whose prompt the step computes.
     """
-    pages = (context + steps) // _PAGE + 4
-    scheduler = Scheduler(
-        blocks=BlockPool(running * pages, _PAGE), max_seqs=running, max_tokens_per_step=max(8192, running),
-        max_model_len=pages * _PAGE, max_waiting=running,
-    )  # fmt: skip
-    engine = Engine(
-        _Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=FromText(running) if speculate else None
-    )
-    reader, rng = Reader(None), np.random.default_rng(0)
-    for i in range(running):
-        prompt = rng.integers(0, _VOCAB, context - i % _PAGE).tolist()
-        params = SamplingParams(max_tokens=steps + 20, ignore_eos=True)
-        reader.open([i], engine.submit(prompt, params, streams=[i]), prompt, params)
-    while len(scheduler.running) < running or scheduler.stats().generated_tokens < running:
-        reader.read(engine.advance())
-        if scheduler.stats().failed:
-            raise RuntimeError("a step failed: look at the messages of its requests")
-    return _timed(engine, reader, steps)
 
+    def __init__(self, *, running: int, context: int, steps: int, speculate: bool = False, joining: bool = False):
+        tokens_per_step = max(8192, running)
+        longest = steps + 20 + 2 * running * context // tokens_per_step  # nobody ends while others still compute their prompts
+        pages = (context + longest) // _PAGE + 4
+        scheduler = Scheduler(
+            blocks=BlockPool(running * pages, _PAGE), max_seqs=running, max_tokens_per_step=tokens_per_step,
+            max_model_len=pages * _PAGE, max_waiting=running,
+        )  # fmt: skip
+        proposer = FromText(running) if speculate else None
+        self.engine: Any = Engine(_Hostly(running, pages), None, (), scheduler, vocab_size=_VOCAB, proposer=proposer)
+        self._reader, self._rng = Reader(None), np.random.default_rng(0)
+        self._context, self._params = context, SamplingParams(max_tokens=longest, ignore_eos=True)
+        self._first, self._next, self._joining = 0, 0, joining
+        for _ in range(running):
+            self._submit()
+        while len(scheduler.running) < running or any(len(one) == len(one.prompt_ids) for one in scheduler.running):
+            self._reader.read(self.engine.advance())
+            if scheduler.stats().failed:
+                raise RuntimeError("a step failed: look at the messages of its requests")
+        self._spent: dict[str, float] = defaultdict(float)
+        self._watch(self.engine, "_speculate", "guesses")
+        self._watch(scheduler, "schedule", "schedule")
+        self._watch(self.engine.runner, "launch", "pack")
+        self._watch(scheduler, "complete", "complete")
 
-def _timed(engine: Any, reader: Reader, steps: int) -> dict[str, float]:
-    spent: dict[str, float] = defaultdict(float)
+    def _submit(self) -> None:
+        prompt = self._rng.integers(0, _VOCAB, self._context - self._next % _PAGE).tolist()
+        name = self.engine.submit(prompt, self._params, streams=[self._next])
+        self._reader.open([self._next], name, prompt, self._params)
+        self._next += 1
 
-    def watch(owner: Any, name: str, part: str) -> None:
+    def _watch(self, owner: Any, name: str, part: str) -> None:
         call: Callable[..., Any] = getattr(owner, name)
+        spent = self._spent
 
         def timed(*args: Any) -> Any:
             start = time.thread_time()
@@ -105,18 +117,29 @@ def _timed(engine: Any, reader: Reader, steps: int) -> dict[str, float]:
 
         setattr(owner, name, timed)
 
-    watch(engine, "_speculate", "guesses")
-    watch(engine.scheduler, "schedule", "schedule")
-    watch(engine.runner, "launch", "pack")
-    watch(engine.scheduler, "complete", "complete")
-    rows: list[dict[str, float]] = []
-    for _ in range(steps):
-        spent.clear()
-        start = time.thread_time()
-        made = engine.advance()
-        end = time.thread_time()
-        whole = end - start
-        rows.append({**spent, "hand out": whole - sum(spent.values()), "all": whole})
-        reader.read(made)
-        rows[-1]["read"] = time.thread_time() - end
-    return {part: round(1e6 * statistics.median(row[part] for row in rows), 1) for part in rows[0]}
+    def measure(self, steps: int) -> list[dict[str, float]]:
+        """Seconds of each part of so many steps, an entry a step."""
+        rows: list[dict[str, float]] = []
+        for _ in range(steps):
+            if self._joining:
+                self.engine.stop(self._first)
+                self._reader.close([self._first])
+                self._first += 1
+                self._submit()
+            self._spent.clear()
+            start = time.thread_time()
+            made = self.engine.advance()
+            end = time.thread_time()
+            whole = end - start
+            rows.append({**self._spent, "hand out": whole - sum(self._spent.values()), "all": whole})
+            self._reader.read(made)
+            rows[-1]["read"] = time.thread_time() - end
+        return rows
+
+
+def host_times(*, running: int, context: int, steps: int, speculate: bool) -> dict[str, float]:
+    """Median microseconds of each part of a step, "all" of it, and of reading it; and "all p99", of which one step in a hundred
+    takes more. Arguments: see `HostSteps`."""
+    rows = HostSteps(running=running, context=context, steps=steps, speculate=speculate).measure(steps)
+    found = {part: round(1e6 * statistics.median(row[part] for row in rows), 1) for part in rows[0]}
+    return found | {"all p99": round(1e6 * float(np.quantile([row["all"] for row in rows], 0.99)), 1)}

@@ -88,11 +88,26 @@ def normalize_channels(
     return call
 
 
+def group_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, activation: str
+) -> Call:
+    """torch's group norm behind a sum, then the activation."""
+
+    w, b = (None if vector is None else vector.to(x.dtype) for vector in (weight, bias))
+
+    def call() -> Tensor:
+        y = F.group_norm(x.mT if added is None else x.mT + added[..., None], groups, w, b, eps)
+        return _after(y.mT, None, activation)
+
+    return call
+
+
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 PEERS: dict[str, Callable[..., Call]] = {
     "conv": conv,
     "conv_transpose": conv_transpose,
     "conv_weight_gradient": conv_weight_gradient,
+    "group_norm": group_norm,
     "normalize_channels": normalize_channels,
 }
 
@@ -139,6 +154,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
         *("N=32 C=64 H=56 O=64", "N=32 C=128 H=28 O=128", "N=32 C=256 H=14 O=256", "N=32 C=512 H=7 O=512"),
         *("N=32 C=256 H=56 O=128 K=1", "N=32 C=3 H=224 O=64 K=7 S=2", "N=32 C=64 H=56 O=128 S=2"),
         "N=32 C=96 H=56 O=96 K=7 groups=96",
+    ),
+    # of U-Nets of diffusion models
+    "group_norm": tuple(
+        f"B={b} M={m * m} N={n} groups={g} activation=silu{more}"
+        for b in (1, 32)
+        for m, n, g in ((32, 64, 8), (16, 256, 8), (64, 320, 32))
+        for more in ("", " added=true")
     ),
     "normalize_channels": (
         *(f"B={b} M={m * m} N={n}" for b in (1, 32) for m, n in ((112, 64), (56, 256), (14, 256), (7, 2048))),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.request import Request, State, TokenLogprobs
 from tilewright.engine.step import Step, StepResult
 
@@ -23,10 +24,10 @@ class Accepted(NamedTuple):
     """[N] int64"""
     ids: np.ndarray
     """int64: the tokens of all requests, one behind the other."""
-    tokens: list[int]
-    """The same."""
     logprobs: list[TokenLogprobs | None]
     """[], or an entry a token."""
+    columns: LogprobColumns | None
+    """None, or the same as columns, and then `logprobs` is empty."""
     here: np.ndarray | None
     """[N] bool: the request is still in its slot; None: all are."""
     looks: list[int]
@@ -43,6 +44,8 @@ class Accepted(NamedTuple):
     def without_nan(self) -> tuple["Accepted", list[Request]]:
         """(those whose log-probabilities are numbers, the requests of the others)"""
         wrong = np.zeros(len(self.requests), bool)
+        if self.columns is not None and np.count_nonzero(nan := np.isnan(self.columns.logprob)):
+            wrong[np.repeat(np.arange(wrong.size), self.counts)[nan]] = True
         for i, found in self.explained().items():
             wrong[i] = any(isnan(one.logprob) for one in found)
         if not wrong.any():
@@ -51,20 +54,18 @@ class Accepted(NamedTuple):
         return self.only(~wrong)._replace(looks=looks), list(compress(self.requests, wrong.tolist()))
 
     def append(self) -> None:
-        """Add the tokens to their requests."""
-        if len(self.tokens) == len(self.requests):
-            for request, token in zip(self.requests, self.tokens):
-                request.output_ids.append(token)
-        else:
-            for request, tokens, _ in self.each():
-                request.output_ids += tokens
+        """Add the tokens to the requests that have left their slots; the others have theirs by slot."""
+        if self.here is not None and not self.here.all():
+            for here, (request, tokens, _) in zip(self.here.tolist(), self.each()):
+                if not here:
+                    request.output_ids.extend(tokens)
 
     def each(self) -> Iterator[tuple[Request, list[int], list[TokenLogprobs | None]]]:
         """(request, its tokens, their log-probabilities or [])"""
-        begin = 0
+        begin, ids = 0, self.ids.tolist()
         for request, count in zip(self.requests, self.counts.tolist()):
             end = begin + count
-            yield request, self.tokens[begin:end], self.logprobs[begin:end]
+            yield request, ids[begin:end], self.logprobs[begin:end]
             begin = end
 
     def only(self, stays: np.ndarray) -> "Accepted":
@@ -75,8 +76,8 @@ class Accepted(NamedTuple):
             self.slots[stays],
             self.counts[stays],
             self.ids[lines],
-            self.ids[lines].tolist(),
             list(compress(self.logprobs, lines)),
+            None if self.columns is None else self.columns.take(lines),
             None if self.here is None else self.here[stays],
             [],
         )
@@ -89,12 +90,14 @@ def accepted(step: Step, result: StepResult, here: np.ndarray | None) -> Accepte
     """
     if here is None:
         ids = result.tokens
-        return Accepted(step.requests, step.slots, result.counts, ids, ids.tolist(), result.logprobs, None, [])
+        return Accepted(step.requests, step.slots, result.counts, ids, result.logprobs, result.columns, None, [])
     rows = np.flatnonzero(result.counts)
     requests = step.requests if rows.size == result.counts.size else [step.requests[i] for i in rows.tolist()]
     here = here[rows]
     ids = result.tokens
-    found = Accepted(requests, step.slots[rows], result.counts[rows], ids, ids.tolist(), result.logprobs, here, [])
+    found = Accepted(
+        requests, step.slots[rows], result.counts[rows], ids, result.logprobs, result.columns, here, []
+    )  # fmt: skip
     if here.all():
         return found
     stays = here.copy()

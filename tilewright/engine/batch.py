@@ -68,9 +68,12 @@ class Packer:
         self._top_p[:], self._alternatives[:] = 1, -1
         # What the device has of them: lines, and the first so many pages of each table.
         self._unsent, self._sent = np.zeros(max_seqs, bool), np.zeros(max_seqs, np.int64)
-        self._news: list[tuple[np.ndarray, np.ndarray]] | None = None
-        """Slots that have got a page each since the device was told, and where in their tables; None: more has happened."""
+        self._news: list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        """Slots that have got a page each since the device was told, where in their tables, and the pages [kinds, slots]; None:
+        more has happened."""
+        self._no_cells = np.zeros((1 + kinds, 0), np.int32)
         self._any_unsent = self._any_explained = False
+        self._row_starts: np.ndarray | None = None  # of the step before; and so on
         self._row_slots, self._moves = _NONE, np.zeros(max_seqs + 1, np.int64)  # of the step before: 1 where a slot had a row
         self._explains = np.zeros(max_seqs, bool)
         self._adapter = np.zeros(max_seqs + 1, np.int32)
@@ -82,7 +85,8 @@ class Packer:
             RowFault: those of one request cannot be written.
         """
         same = step.leases is self._seen  # nobody has come or gone
-        if same and step.pages is self._seen_pages:
+        if same and (step.pages is self._seen_pages or self._grow_as_told(step)):
+            self._seen_pages = step.pages
             return
         held = self._held.take(step.slots)
         others = step.pages != held
@@ -103,20 +107,36 @@ class Packer:
                 self._refresh(step, rows, held[rows], new)
         self._seen, self._seen_pages = step.leases, step.pages
 
+    def _grow_as_told(self, step: Step) -> bool:
+        """Whether a step itself says which pages are new, and these could be written."""
+        grown = step.grown
+        if grown is None or grown.before is not self._seen_pages or grown.pages.shape[0] != self.kinds:
+            return False
+        return self._write_pages(step.slots[grown.rows], grown.pages)
+
     def _grow(self, step: Step, rows: np.ndarray) -> bool:
         """These requests have got a page more each: all that happens to most that decode. Whether it could be written."""
         if not rows.size:
             return True
-        slots = step.slots[rows]
+        requests = [step.requests[i] for i in rows.tolist()]
         try:
-            self.tables[0, slots, self._held[slots]] = [step.requests[i].pages[-1] for i in rows.tolist()]
+            pages = [[request.pages[-1] for request in requests]]
             if self.kinds > 1:
-                self.tables[1, slots, self._held[slots]] = [step.requests[i].window_pages[-1] for i in rows.tolist()]
+                pages.append([request.window_pages[-1] for request in requests])
+            numbers = np.array(pages, np.int32)
         except HOST_ERRORS:
             return False  # one by one, to find out whose it is
+        return self._write_pages(step.slots[rows], numbers)
+
+    def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> bool:
+        place = self._held[slots]
+        try:
+            self.tables[:, slots, place] = pages
+        except HOST_ERRORS:
+            return False  # as above
         if self._news is not None:
-            self._news.append((slots, self._held[slots]))
-        self._held[slots] += 1
+            self._news.append((slots, place, pages))
+        self._held[slots] = place + 1
         return True
 
     def _refresh(self, step: Step, rows: np.ndarray, held: np.ndarray, moved: np.ndarray) -> None:
@@ -156,16 +176,20 @@ class Packer:
         Raises:
             RowFault: the newest token of a request is none.
         """
-        slots, unfed = step.slots, (_NONE if step.fed.all() else (~step.fed).nonzero()[0])
+        slots = step.slots
+        unfed = _NONE if np.count_nonzero(step.fed) == slots.size else (~step.fed).nonzero()[0]
         fed = self._newest(step, unfed) if unfed.size else _NONE
-        wrong = self._computed.take(slots) != step.starts
-        if self._any_unsent:
-            wrong |= self._unsent.take(slots)
-        at = slots[wrong] if wrong.any() else _NONE
-        if at.size:
-            self._computed[at], self._unsent[at] = step.starts[wrong], False
-            self._any_unsent = bool(self._unsent.any())
-        lines, cells = self.lines[at] if at.size else _NONE, self._cells()
+        at, lines, cells = _NONE, _NONE, self._cells()
+        if self._any_unsent or step.after is None or step.after is not self._row_starts:
+            wrong = self._computed.take(slots) != step.starts
+            if self._any_unsent:
+                wrong |= self._unsent.take(slots)
+            if np.count_nonzero(wrong):
+                at = slots[wrong]
+                self._computed[at], self._unsent[at] = step.starts[wrong], False
+                self._any_unsent = bool(self._unsent.any())
+                lines = self.lines[at]
+        self._row_starts = step.starts
         if slots is not self._row_slots:
             self._row_slots, self._moves = slots, np.zeros(self.lines.shape[0], np.int64)
             self._moves[slots] = 1
@@ -176,17 +200,19 @@ class Packer:
         """The pages of all slots that the device does not have yet."""
         news, self._news = self._news, []
         if news is not None and not news:
-            return np.zeros((1 + self.kinds, 0), np.int32)
+            return self._no_cells
         if news is not None and len(news) == 1:  # as in most steps: a page more each
-            ((owner, place),) = news
-            slots, more = owner, 1
-        else:
-            slots = (self._held > self._sent).nonzero()[0]
-            place, more = self._sent[slots], self._held[slots] - self._sent[slots]
-            owner = slots
-            if slots.size and more.max() > 1:
-                owner = np.repeat(slots, more)
-                place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
+            ((slots, place, pages),) = news
+            self._sent[slots] = place + 1
+            cells = np.empty((1 + self.kinds, slots.size), np.int32)
+            cells[0], cells[1:] = slots * self.tables.shape[2] + place, pages
+            return cells
+        slots = (self._held > self._sent).nonzero()[0]
+        place, more = self._sent[slots], self._held[slots] - self._sent[slots]
+        owner = slots
+        if slots.size and more.max() > 1:
+            owner = np.repeat(slots, more)
+            place = np.repeat(place - np.cumsum(more) + more, more) + np.arange(owner.size)
         cells = np.empty((1 + self.kinds, owner.size), np.int32)
         cells[0], cells[1:] = owner * self.tables.shape[2] + place, self.tables[:, owner, place]
         self._sent[slots] += more

@@ -12,6 +12,7 @@ digests mean equal tokens from the first on. (A short hash would do for speed, b
 another.) What a page may be used for is the scheduler's to know; nothing here refuses a write to a shared page.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -28,11 +29,13 @@ def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
 
 
-@cache
-def page_digests(size: int) -> Callable[[bytes, Sequence[int]], bytes]:
-    """`page_digest` for pages of so many tokens. In a step of 512 requests some 32 pages become full."""
-    pack = _packer(size)
-    return lambda parent, token_ids: sha256(parent + pack(*token_ids)).digest()
+def page_digests(parent: bytes, token_ids: Sequence[int], size: int) -> list[bytes]:
+    """The chain hashes of pages of `size` tokens that follow each other; what is left over at the end is no page."""
+    data, width = array("q", token_ids).tobytes(), 8 * size
+    chain = [parent]
+    for begin in range(0, len(data) - width + 1, width):
+        chain.append(sha256(chain[-1] + data[begin : begin + width]).digest())
+    return chain[1:]
 
 
 @cache
@@ -153,9 +156,11 @@ class BlockPool:
         if not self.prefix_cache:
             return
         known, named, listener = self._page, self._digest, self.listener
+        count = len(known)
         for page, digest in zip(pages, digests):
-            if digest not in known:
-                known[digest], named[page] = page, digest
+            known.setdefault(digest, page)
+            if len(known) > count:
+                count, named[page] = count + 1, digest
                 if listener is not None:
                     listener(digest, True)
 

@@ -341,7 +341,7 @@ class Engine:
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(step, result)
         found, wrong = self.scheduler.complete(step, result), list[Request]()
-        if found.logprobs:
+        if found.logprobs or found.columns is not None:
             found, wrong = found.without_nan()
         if found.requests:
             self._publish(found)
@@ -353,8 +353,10 @@ class Engine:
     def _publish(self, found: Accepted) -> None:
         """Hand out what counts of a step. Nobody looks at a request that has got one more token and nothing else."""
         streams = self._stream_of.take(found.slots)
-        first = self._rows.extend(streams, found.counts, found.ids)
+        first = self._rows.extend(streams, found.counts, found.ids, found.columns)
         explained = found.explained()
+        if not (explained or found.looks):
+            return
         for i in sorted({*found.looks, *explained}):
             request = found.requests[i]
             output = self._outputs[request]

@@ -1,26 +1,29 @@
 """Requests that decode, a token each in every step, as arrays by slot: a step of 512 of them is a few calls of numpy.
 
-While a request is here its `computed` and `pending` live in these arrays, and it reads through to them. Python looks at a
-single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the prefix
-cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same objects
-in every step, by which a runner sees that nothing but the positions has changed.
+While a request is here its `computed`, `pending` and newest tokens live in these arrays, and it reads through to them. Python
+looks at a single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the
+prefix cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same
+objects in every step, by which a runner sees that nothing but the positions has changed.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import compress, takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from tilewright.engine.accepting import Accepted
 from tilewright.engine.request import Request
-from tilewright.engine.step import Step
+from tilewright.engine.step import Grown, Step, StepResult
+from tilewright.engine.tails import Tails
 
-__all__ = ["Decoders", "Turn"]
+__all__ = ["Crossing", "Decoders", "Turn"]
 
 _STOPS = 8
 """Stop tokens of a request that are compared in numpy; one with more is looked at in each step."""
 _NEVER = 1 << 62
+_order = attrgetter("order")
 
 
 class Turn(NamedTuple):
@@ -31,6 +34,14 @@ class Turn(NamedTuple):
     starts: np.ndarray
     fed: np.ndarray
     drafts: dict[int, tuple[int, ...]]
+
+
+class Crossing(NamedTuple):
+    """Rows of a turn that need one more page of each kind."""
+
+    rows: np.ndarray
+    slots: np.ndarray
+    requests: list[Request]
 
 
 class Decoders:
@@ -59,12 +70,14 @@ class Decoders:
         self.stops = np.full((_STOPS, max_seqs), -1, np.int64)
         self._most_stops = 0
         self.many, self.held, self.fresh = np.zeros((3, max_seqs), bool)
+        self.tails = Tails(self.known, page_size)
         self.together = False
         """Those that are held wait in the next step, for the samples that some of them have in flight."""
         self._requests: list[Request] = []
         self._joining: list[Request] = []
         self._stale = False
         self._any_fresh = False
+        self._phase = 0
         self._settle(np.zeros(0, np.int64))
 
     # Who is here -----------------------------------------------------------------------------------------------------
@@ -84,41 +97,53 @@ class Decoders:
         self.stops[: len(stops), slot] = stops[:_STOPS]
         self.grown(request)
         self.registered(request)
+        self.tails.begin(slot, request)
         request.decoders = self
         self._joining.append(request)
 
     def leave(self, request: Request) -> None:
         """A request gives up its slot; it may not be here."""
+        assert request.slot is not None
         self.lease[request.slot] = -1
         if request.decoders is not None:
             computed, pending = request.computed, request.pending
+            self.tails.end(request.slot)
             request.decoders = None
             request.computed, request.pending = computed, pending
             self._stale = True
 
+    def tell(self, request: Request) -> None:
+        """Give a request its newest tokens."""
+        assert request.slot is not None
+        self.tails.tell(request.slot, request)
+
     def grown(self, request: Request) -> None:
         """A request has more pages than before."""
+        self._quiet = False
         self.cells[request.slot] = len(request.pages) * self._size
-        self._cells = self._pages = None
+        self._cells = self._pages = self._grown = self._crossings = None
 
     def registered(self, request: Request) -> None:
         """The prefix cache knows of more pages of a request than before."""
         self.due[request.slot] = (request.registered + 1) * self._size if self._registers else _NEVER
 
     def _tidy(self) -> None:
+        requests, slots = self._requests, self._slots
         if self._stale:
-            stays = self.lease[self._slots] == self._leases
-            self._requests = list(compress(self._requests, stays.tolist()))
-            self._settle(self._slots[stays])
-            self._stale = False
-        if self._joining:
-            new = [
-                request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease
-            ]
-            # Never in place: a step may hold the list. Seldom out of order: a short prompt may overtake a long one.
-            self._requests = sorted(self._requests + new, key=lambda request: request.order)
-            self._settle(np.array([request.slot for request in self._requests], np.int64))
-            self._joining = []
+            stays = self.lease[slots] == self._leases
+            requests, slots = list(compress(requests, stays.tolist())), slots[stays]
+        new = [request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease]
+        if new:
+            new.sort(key=_order)
+            later = not requests or requests[-1].order < new[0].order
+            requests = requests + new  # never in place: a step may hold the list
+            if later:
+                slots = np.concatenate((slots, np.array([request.slot for request in new], np.int64)))
+            else:  # seldom: a short prompt may overtake a long one
+                requests.sort(key=_order)
+                slots = np.array([request.slot for request in requests], np.int64)
+        self._requests, self._stale, self._joining = requests, False, []
+        self._settle(slots)
 
     def _settle(self, slots: np.ndarray) -> None:
         """Who decodes from now on, in the order of `_requests`, and what follows from it alone."""
@@ -135,8 +160,14 @@ class Decoders:
     def _unknown(self) -> None:
         """The arrays have changed otherwise than by steps in which all of them have a row."""
         self._starts: np.ndarray | None = None  # by row, of the next step; and so on
+        self._told: np.ndarray | None = None  # `starts` of the step before
+        self._places: np.ndarray | None = None  # of the next tokens, in `tails`
         self._cells: np.ndarray | None = None
         self._pages: np.ndarray | None = None
+        self._grown: Grown | None = None
+        self._crossings: list[Crossing] | None = None  # of the next steps, from `_phase` on, over and over
+        self._quiet = False  # the last step was one of these
+        self._unseen = False  # nobody has looked for full pages since
         self._ahead = 0  # samples that each of them has pending at least
 
     # A step ----------------------------------------------------------------------------------------------------------
@@ -147,8 +178,8 @@ class Decoders:
             self._tidy()
         return self._requests, self._slots
 
-    def turn(self) -> tuple[Turn, np.ndarray]:
-        """Who decodes in the next step, and which of the rows, by their indices, need one more page."""
+    def turn(self) -> tuple[Turn, Crossing]:
+        """Who decodes in the next step, and which of them need one more page."""
         requests, slots = self.members()
         if self.together or self._sure <= 0:
             left = self.left.take(slots)
@@ -160,28 +191,37 @@ class Decoders:
             elif not self.together and slots.size:
                 self._sure = int(left.min())
         if slots is not self._slots:
-            starts, cells = self.computed.take(slots), self.cells.take(slots)
-        else:
-            if self._starts is None or self._cells is None:
-                self._starts, self._cells = self.computed.take(slots), self.cells.take(slots)
-            starts, cells = self._starts, self._cells
-        if slots is not self._slots or not self._ahead:
-            pending = self.pending.take(slots)
-            fed = pending > 0
-            self._ahead = int(pending.min(initial=0)) if slots is self._slots else 0
-        else:
+            starts, fed = self.computed.take(slots), self.pending.take(slots) > 0
+            return Turn(requests, slots, starts, fed, {}), self._crossing(requests, slots, starts, self.cells.take(slots))
+        if self._starts is None:
+            self._starts = self.computed.take(slots)
+        if self._ahead:
             fed = self._all_fed
-        return Turn(requests, slots, starts, fed, {}), (starts >= cells).nonzero()[0]
+        else:
+            pending = self.pending.take(slots)
+            fed, self._ahead = pending > 0, int(pending.min(initial=0))
+        turn = Turn(requests, slots, self._starts, fed, {})
+        if self._crossings is not None:
+            return turn, self._crossings[self._phase]
+        if self._cells is None:
+            self._cells = self.cells.take(slots)
+        return turn, self._crossing(requests, slots, self._starts, self._cells)
 
-    def crossed(self, turn: Turn, rows: np.ndarray) -> None:
-        """These rows of a turn have a page more."""
-        self.cells[turn.slots[rows]] += self._size
+    def _crossing(self, requests: list[Request], slots: np.ndarray, starts: np.ndarray, cells: np.ndarray) -> Crossing:
+        rows = (starts >= cells).nonzero()[0]
+        return Crossing(rows, slots[rows], [requests[i] for i in rows.tolist()])
+
+    def crossed(self, turn: Turn, crossing: Crossing, pages: Sequence[Sequence[int]]) -> None:
+        """They have a page more, of each kind."""
+        rows = crossing.rows
+        self.cells[crossing.slots] += self._size
         if turn.slots is self._slots:
             if self._cells is not None:
                 self._cells[rows] += self._size
             if self._pages is not None:
-                self._pages = self._pages.copy()  # a step has the old one
+                before, self._pages = self._pages, self._pages.copy()  # a step has the old one
                 self._pages[rows] += 1
+                self._grown = Grown(before, rows, np.array(pages, np.int32))
 
     def book(self, turn: Turn) -> None:
         """The rows of a turn are launched."""
@@ -192,12 +232,30 @@ class Decoders:
             self._sure -= 1
             self._ahead += 1
             self._starts = turn.starts + 1 if turn.starts is self._starts else None
+            if self._crossings is not None:
+                self._phase = (self._phase + 1) % self._size
+            elif self._quiet and self._starts is not None:
+                self._foresee(self._starts)
+            self._quiet = self._unseen = True
         else:
             self.computed[turn.slots] += 1
             self.pending[turn.slots] += 1
             self.left[turn.slots] -= 1
             self._sure = 0
             self._unknown()
+
+    def _foresee(self, starts: np.ndarray) -> None:
+        """As long as nobody comes or goes each row crosses into a page every `page_size` steps: when, is found out once. What
+        crosses in the next step has then filled a page, too, that the prefix cache wants to know."""
+        cells = self.cells.take(self._slots)
+        room = cells - starts
+        if not room.size or room.max() >= self._size or (self._registers and (self.due.take(self._slots) != cells).any()):
+            return
+        order = room.argsort(kind="stable")
+        bounds = np.searchsorted(room[order], np.arange(self._size + 1))
+        parts = [order[begin:end] for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist())]
+        self._crossings = [Crossing(rows, self._slots[rows], [self._requests[i] for i in rows.tolist()]) for rows in parts]
+        self._phase, self._cells = 0, None
 
     def booked(self, requests: list[Request]) -> Turn:
         """The turn of these requests, launched."""
@@ -226,8 +284,12 @@ class Decoders:
         slots = turn.slots
         if slots is self._slots and not turn.drafts:
             if self._pages is None:
-                self._pages = self.cells.take(slots) // self._size
-            return Step(turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, self._pages)
+                self._pages, self._grown = self.cells.take(slots) // self._size, None
+            after, self._told = self._told, turn.starts
+            return Step(
+                turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, self._pages,
+                after=after, grown=self._grown,
+            )  # fmt: skip
         self._unknown()
         pages = self.cells.take(slots) // self._size
         counts = np.ones(slots.size, np.int64)
@@ -239,44 +301,78 @@ class Decoders:
         """Whether a request has a row in the next step, as far as it is up to it."""
         return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.together))
 
-    def take(self, step: Step, counts: np.ndarray) -> np.ndarray | None:
-        """Which rows of a step brought samples to a request that is still here; None: all. These are pending no more."""
+    def take(self, step: Step, result: StepResult) -> np.ndarray | None:
+        """Take a step's samples; they are pending no more. Returns which rows brought some to a request that is still here;
+        None: all."""
+        counts, tokens = result.counts, result.tokens
+        if self.tails.make_room(int(counts.max(initial=1)) if step.drafts else 1):
+            self._places = None
         if step.slots is self._slots and not step.drafts and not self._stale:
+            if self._places is None:
+                self._places = self.tails.places(self._slots)
+            self.tails.put(self._places, tokens)
+            self._places += 1
             self.pending -= self._turns
             self.known += self._turns
             self._ahead = max(0, self._ahead - 1)
             return None
         self._unknown()
         here = (self.lease[step.slots] == step.leases) & (step.samples > 0)
-        slots, more = (step.slots, counts - 1) if here.all() else (step.slots[here], counts[here] - 1)
-        self.pending[slots] -= 1
-        self.known[slots] += more + 1
+        slots, came = (step.slots, counts) if here.all() else (step.slots[here], counts[here])
+        places = self.tails.places(slots)
         if step.drafts:
-            self.computed[slots] += more
-            self.left[slots] -= more
+            places = np.repeat(places - np.cumsum(came) + came, came) + np.arange(came.sum())
+            self.computed[slots] += came - 1
+            self.left[slots] -= came - 1
             self._sure = 0
+        self.tails.put(places, tokens if slots is step.slots else tokens[np.repeat(here, counts)])
+        self.pending[slots] -= 1
+        self.known[slots] += came
         return here
 
-    def eventful(self, accepted: Accepted) -> tuple[list[int], list[int]]:
-        """Indices of the requests at which somebody has to look, and of those that have filled a page and nothing else."""
+    def eventful(self, accepted: Accepted) -> tuple[list[int], Crossing | None]:
+        """Indices of the requests at which somebody has to look, and those that have filled a page and nothing else."""
         slots, ids = accepted.slots, accepted.ids
         same = slots is self._slots and accepted.here is None
-        single = ids.size == slots.size
-        last = ids if single else ids[np.cumsum(accepted.counts) - 1]
-        found = np.zeros(slots.size, bool) if single else accepted.counts > 1
-        for stops in self._ends if same else self.stops[: self._most_stops, slots]:
-            found |= stops == last
+        found: np.ndarray | None = None
+        last = ids
+        if ids.size != slots.size:
+            last, found = ids[np.cumsum(accepted.counts) - 1], accepted.counts > 1
+        asked = [stops == last for stops in (self._ends if same else self.stops[: self._most_stops, slots])]
         if self._any_fresh:
-            found |= self.fresh.take(slots)
+            asked.append(self.fresh.take(slots))
             self.fresh[slots if accepted.here is None else slots[accepted.here]] = False
-            self._any_fresh = bool(self.fresh.any())
+            self._any_fresh = bool(np.count_nonzero(self.fresh))
         if self._many or not same:
-            found |= self.many.take(slots)
+            asked.append(self.many.take(slots))
         if self._sure <= 0 or not same:
-            found |= (self.left.take(slots) <= 0) & (self.pending.take(slots) == 0)
+            asked.append((self.left.take(slots) <= 0) & (self.pending.take(slots) == 0))
         if accepted.here is not None:
-            found |= ~accepted.here  # their slots are others' now
-        full = self.computed.take(slots) >= self.due.take(slots)
-        if found.any():
-            full &= ~found
-        return found.nonzero()[0].tolist(), full.nonzero()[0].tolist()
+            asked.append(~accepted.here)  # their slots are others' now
+        for mask in asked:
+            if np.count_nonzero(mask):
+                found = mask if found is None else found | mask
+        if same and self._crossings is not None and self._unseen:
+            full = self._crossings[self._phase] if self._registers else None
+        else:
+            mask = self.computed.take(slots) >= self.due.take(slots)
+            full = self._only(accepted, mask) if np.count_nonzero(mask) else None
+        self._unseen = False
+        if found is None:
+            return [], full
+        if full is not None and np.count_nonzero(found[full.rows]):
+            mask = np.zeros(slots.size, bool)
+            mask[full.rows] = True
+            full = self._only(accepted, mask & ~found)
+        return found.nonzero()[0].tolist(), full
+
+    def _only(self, accepted: Accepted, mask: np.ndarray) -> Crossing:
+        rows = mask.nonzero()[0]
+        return Crossing(rows, accepted.slots[rows], [accepted.requests[i] for i in rows.tolist()])
+
+    def filled(self, slots: np.ndarray) -> bytes | None:
+        """The tokens of the page that has become full in each of these slots, as int64 of the machine, and the prefix cache
+        knows of it from now on. None: somebody else has to find out which tokens these are."""
+        due = self.due.take(slots)
+        self.due[slots] = due + self._size
+        return self.tails.pages(slots, due - self._size)

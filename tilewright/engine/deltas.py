@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.request import Request, TokenLogprobs
 
 __all__ = ["Note", "OutputState", "StepDeltas", "StepRows"]
@@ -43,6 +44,8 @@ class StepDeltas:
     tokens: np.ndarray
     """int32 [sum of counts]."""
     notes: tuple[Note, ...] = ()
+    columns: LogprobColumns | None = None
+    """Log-probabilities, an entry a token, where the runner gives them so (`ModelRunner`); notes have none then."""
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -53,7 +56,9 @@ class StepDeltas:
         keep[rows] = True
         new = np.cumsum(keep) - 1
         notes = tuple(note._replace(row=int(new[note.row])) for note in self.notes if keep[note.row])
-        return StepDeltas(self.streams[rows], self.counts[rows], self.tokens[np.repeat(keep, self.counts)], notes)
+        stays = np.repeat(keep, self.counts)
+        columns = None if self.columns is None else self.columns.take(stays)
+        return StepDeltas(self.streams[rows], self.counts[rows], self.tokens[stays], notes, columns)
 
 
 class StepRows:
@@ -63,6 +68,7 @@ class StepRows:
         self._rows = 0
         self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._notes: list[Note] = []
+        self._columns: list[LogprobColumns] = []
 
     def __len__(self) -> int:
         return self._rows
@@ -71,9 +77,11 @@ class StepRows:
         """A row; returns its index, for a note."""
         return self.extend(np.array([stream], np.int64), np.array([len(tokens)], np.int64), np.array(tokens, np.int64))
 
-    def extend(self, streams: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> int:
+    def extend(self, streams: np.ndarray, counts: np.ndarray, tokens: np.ndarray, columns: LogprobColumns | None = None) -> int:
         """Rows, as in `StepDeltas`; the arrays stay the caller's until `take`. Returns the index of the first."""
         first, self._rows = self._rows, self._rows + streams.size
+        if columns is not None:
+            self._columns.append(columns)
         self._blocks.append((streams, counts, tokens))
         return first
 
@@ -84,7 +92,7 @@ class StepRows:
     def clear(self) -> None:
         """Forget all rows."""
         self._rows = 0
-        self._blocks, self._notes = [], []
+        self._blocks, self._notes, self._columns = [], [], []
 
     def take(self) -> StepDeltas:
         """All rows so far, which are then forgotten."""
@@ -92,7 +100,8 @@ class StepRows:
             return _NOTHING
         blocks = self._blocks
         streams, counts, tokens = blocks[0] if len(blocks) == 1 else map(np.concatenate, zip(*blocks))
-        made = StepDeltas(streams, counts.astype(np.int32), tokens.astype(np.int32), tuple(self._notes))
+        columns = LogprobColumns.joined(self._columns) if self._columns else None
+        made = StepDeltas(streams, counts.astype(np.int32), tokens.astype(np.int32), tuple(self._notes), columns)
         self.clear()
         return made
 

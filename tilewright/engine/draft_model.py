@@ -39,13 +39,13 @@ class _Guest:
     def __init__(self, request: Request):
         self.seen = self.kind("draft", request.prompt_ids, SamplingParams())
         self.seen.seed, self.seen.settings = request.seed, request.settings
-        self.seen.output_ids = request.output_ids
         self.computed = 0
         self.known = 0
         self.guessed: Sequence[int] = ()
 
     def meet(self, request: Request) -> Request:
         """Bring it up to date: which of the guesses came true, and where the request is now."""
+        self.seen.output_ids = request.output_ids
         self.computed = min(self._stands(request), len(self.seen) - 1)
         self.seen.slot, self.seen.lease, self.seen.pages = request.slot, request.lease, request.pages
         self.known = len(self.seen)

@@ -201,12 +201,13 @@ def runner_of(
     host_pages: int = 0,
     window_pages: int = 0,
     explains_draws: bool = False,
+    columns: bool = False,
     team: Team | None = None,
 ) -> ModelRunner:
     """A runner of a model, by the engine's options.
 
-    guesses: of a draft model, whose rows have no drafts. window_pages, explains_draws: see `ModelRunner`. team: the other ranks
-    that have shares of the model.
+    guesses: of a draft model, whose rows have no drafts. window_pages, explains_draws, columns: see `ModelRunner`. team: the
+    other ranks that have shares of the model.
     """
     return ModelRunner(
         model,
@@ -223,6 +224,7 @@ def runner_of(
         window_pages=window_pages,
         prompt_graphs=options.prompt_graphs,
         explains_draws=explains_draws,
+        columns=columns,
         team=team,
     )
 

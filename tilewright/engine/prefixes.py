@@ -4,6 +4,7 @@ Pure Python. `StepPlan` is the step that the scheduler is making: pages that it 
 """
 
 from collections.abc import Sequence
+from hashlib import sha256
 
 from tilewright.engine.blocks import BlockPool, page_digest, page_digests
 from tilewright.engine.request import Request
@@ -116,18 +117,24 @@ class Prefixes:
             digests.append(page_digest(digests[-1] if digests else request.salt, request.tokens(start, start + size)))
         return digests[index]
 
-    def register_next(self, requests: Sequence[Request]) -> None:
-        """Make known the first page of each decoding request that is not known yet, and is full."""
-        size, pages, known = self.blocks.page_size, list[int](), list[bytes]()
-        digest_of = page_digests(size)
+    def register_next(self, requests: Sequence[Request], tokens: bytes | None) -> None:
+        """Make known the first page of each decoding request that is not known yet, and is full.
+
+        tokens: those of all these pages as int64 of the machine, of which `page_digest` makes the digests; None: they are the
+            requests' to tell.
+        """
+        pages, known, end, size = list[int](), list[bytes](), 0, 8 * self.blocks.page_size
         for request in requests:  # one of sixteen that decode, in every step: one loop
-            index, digests = request.registered, request.digests
-            if len(digests) == index:
-                first = index * size
-                start = first - len(request.prompt_ids)
-                tokens = request.output_ids[start : start + size] if start >= 0 else request.tokens(first, first + size)
-                digests.append(digest_of(digests[-1] if index else request.salt, tokens))
-            known.append(digests[index])
+            index, digests, begin = request.registered, request.digests, end
+            end += size
+            if tokens is None:
+                known.append(self._digest(request, index))
+            elif len(digests) > index:
+                known.append(digests[index])
+            else:
+                digest = sha256((digests[-1] if index else request.salt) + tokens[begin:end]).digest()
+                digests.append(digest)
+                known.append(digest)
             pages.append(request.pages[index])
             request.registered = index + 1
         self.blocks.register_many(pages, known)
@@ -138,13 +145,15 @@ class Prefixes:
     def register(self, request: Request) -> list[int]:
         """Make known to the prefix cache the pages that are full and whose tokens are known; returns them, windowed
         ones as ~page."""
-        if not self.blocks.prefix_cache:
-            return []
         full = request.computed // self.blocks.page_size  # no token before `computed` is pending here
-        pages = request.pages[request.registered : full]
-        for index, page in enumerate(pages, start=request.registered):
-            self.blocks.register(page, self._digest(request, index))
+        if full <= request.registered or not self.blocks.prefix_cache:
+            return []
+        pages, digests = request.pages[request.registered : full], request.digests
+        if len(digests) < full:
+            tokens = request.tokens(len(digests) * self.blocks.page_size, full * self.blocks.page_size)
+            digests += page_digests(digests[-1] if digests else request.salt, tokens, self.blocks.page_size)
+        self.blocks.register_many(pages, digests[request.registered : full])
         if self.windows is not None:
             pages = [*pages, *self.windows.register(request, range(request.registered, full))]
-        request.registered = max(request.registered, full)
+        request.registered = full
         return pages

@@ -5,9 +5,8 @@ Parameters are checked, and brought to the widths that a device has, when a requ
 Not supported: beam search.
 """
 
-import reprlib
-import secrets
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.logit_edits import MAX_LOGIT_ENTRIES, LogitEdits, Settings
+from tilewright.engine.values import integer, real, sample_seed, shown
 
 __all__ = [
     "RANGES", "Delta", "QueueFull", "Request", "RequestTooLong", "SamplingParams", "State", "TokenLogprobs", "sample_seed",
@@ -105,12 +105,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "min_tokens", "top_k", "n", "priority"):
-            _integer(name, getattr(self, name), *RANGES[name])
+            integer(name, getattr(self, name), *RANGES[name])
         for name in ("logprobs", "prompt_logprobs", "seed"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), *RANGES[name])
+                integer(name, getattr(self, name), *RANGES[name])
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            _real(name, getattr(self, name), *RANGES[name])
+            real(name, getattr(self, name), *RANGES[name])
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, wanted 0 to {self.max_tokens}, which is max_tokens")
         if self.top_p == 0:
@@ -122,8 +122,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is {shown(self.logit_bias)}, wanted a mapping of token id to bias")
         for token, bias in self.logit_bias.items():
-            _integer("logit_bias key", token, 0, 2**31 - 1)
-            _real(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+            integer("logit_bias key", token, 0, 2**31 - 1)
+            real(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
         banned = len(self.stop_token_ids) if self.min_tokens else 0
         if len(self.logit_bias) + banned > MAX_LOGIT_ENTRIES:
             got = f"logit_bias has {len(self.logit_bias)} entries, and min_tokens bans {banned} stop tokens"
@@ -154,38 +154,7 @@ class SamplingParams:
             raise ValueError("allowed_token_ids is empty, wanted at least one token id, or None for all of them")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                _integer(name, token, 0, 2**31 - 1)
-
-
-def _integer(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}, wanted an integer")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {shown(value)}, wanted {low} to {high}")
-
-
-def _real(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ValueError(f"{name} is {shown(value)}, wanted a number")
-    if not low <= value <= high:  # NaN is in no range
-        raise ValueError(f"{name} is {shown(value)}, wanted {low:g} to {high:g}")
-
-
-def shown(value: Any, most: int = 200) -> str:
-    """A value in an error message, in `most` characters. Python writes no integer of more than 4300 digits."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"{'-' if value < 0 else ''}an integer of some {int(value.bit_length() * 0.30103)} digits"
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = most
-    words = short.repr(value)
-    return words if len(words) <= most else words[: most - 3] + "..."
-
-
-def sample_seed(seed: int | None, index: int) -> int:
-    """The int64 seed of sample `index`: given seeds count up and wrap, None is drawn from the system's entropy."""
-    if seed is None:
-        return secrets.randbits(63)
-    return (seed + index + 2**63) % 2**64 - 2**63
+                integer(name, token, 0, 2**31 - 1)
 
 
 class Decoders(Protocol):
@@ -193,6 +162,11 @@ class Decoders(Protocol):
 
     computed: Any
     pending: Any
+    known: Any
+
+    def tell(self, request: "Request") -> None:
+        """Give a request its newest tokens."""
+        ...
 
 
 class State(Enum):
@@ -223,14 +197,17 @@ class Request:
         cached                   prompt tokens that the prefix cache had, when first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
         lease                    number of its stay in that slot: no other stay of any request has it
-        decoders                 what holds `computed` and `pending` while one token at a time is computed, else None
+        decoders                 what holds `computed`, `pending` and the newest tokens while one token at a time is computed,
+                                 else None
         digests, registered      chain hashes of its first full pages; how many pages the prefix cache knows about
         arrival_s ...            by the scheduler's clock
     """
 
     __slots__ = (
         "_computed",
+        "_output_ids",
         "_pending",
+        "_untold",
         "accepted",
         "adapter",
         "arrival_s",
@@ -250,7 +227,6 @@ class Request:
         "max_tokens",
         "max_wait_s",
         "order",
-        "output_ids",
         "pages",
         "params",
         "preemptions",
@@ -294,7 +270,7 @@ class Request:
         )  # fmt: skip
         self.order: tuple[int, int] = (params.priority, 0)
         self.max_wait_s = max_wait_s
-        self.output_ids: list[int] = []
+        self._output_ids, self._untold = list[int](), array("q")
         self.pages: list[int] = []
         self.window_pages, self.behind = list[int](), 0
         self.decoders: Decoders | None = None
@@ -316,10 +292,35 @@ class Request:
         self.finished_s: float | None = None
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        if self.decoders is not None:
+            return int(self.decoders.known[self.slot])
+        return len(self.prompt_ids) + len(self._output_ids) + len(self._untold)
 
     def __repr__(self) -> str:
-        return f"<Request {self.id}/{self.index} {self.state.value} {len(self.prompt_ids)}+{len(self.output_ids)} tokens>"
+        return f"<Request {self.id}/{self.index} {self.state.value} {len(self.prompt_ids)}+{self.generated} tokens>"
+
+    @property
+    def generated(self) -> int:
+        """How many tokens have been generated; costs less than `len(output_ids)`."""
+        return len(self) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens generated so far, always in the same list. Numbers become Python's only when somebody asks for them."""
+        if self.decoders is not None:
+            self.decoders.tell(self)
+        if self._untold:
+            self._output_ids.extend(self._untold)
+            del self._untold[:]
+        return self._output_ids
+
+    @output_ids.setter
+    def output_ids(self, token_ids: list[int]) -> None:
+        self._output_ids = token_ids
+
+    def told(self, tokens: bytes) -> None:
+        """Has these tokens more, int64; for `Decoders.tell`."""
+        self._untold.frombytes(tokens)
 
     @property
     def computed(self) -> int:
@@ -348,7 +349,7 @@ class Request:
     @property
     def total(self) -> int:
         """Tokens known and pending."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.pending
+        return len(self) + self.pending
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """The known tokens at positions [start, stop); fewer where `stop` is beyond them."""
@@ -375,7 +376,7 @@ class TokenLogprobs:
     kept: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would cost three times as much a token
 class Delta:
     """What one step added to one sample. The deltas of a sample, concatenated, are its output; the last has a reason."""
 

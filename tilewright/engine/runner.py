@@ -87,18 +87,19 @@ class ModelRunner:
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
         max_samples: int | None = None, row_tokens: int = 1, batch_invariant: bool = False,
         cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
-        window_pages: int = 0, prompt_graphs: bool = False,
+        window_pages: int = 0, prompt_graphs: bool = False, columns: bool = False,
     ):  # fmt: skip
         """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
         `host_pages`: of host memory, for what the prefix cache gives up. `explains_draws`: log-probabilities come with
         `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares.
-        `window_pages`: of layers with a window, which then have pages of their own. `prompt_graphs`: see mixed_graphs.py."""
+        `window_pages`: of layers with a window, which then have pages of their own. `prompt_graphs`: see mixed_graphs.py.
+        `columns`: log-probabilities of samples come as `StepResult.columns`; all requests have to ask for theirs then."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
         self.max_samples, self._row_tokens = max(max_seqs, max_samples or 0), row_tokens
         self.max_tokens_per_step = max_tokens_per_step
-        self._scope, self._team = scope_of(batch_invariant), team
+        self._scope, self._team, self._columns = scope_of(batch_invariant), team, columns
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
         """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
@@ -301,15 +302,16 @@ class ModelRunner:
             with on_device(self.device), self._told_apart():  # else CUDA may open a context on device 0 in order to wait
                 ticket.done.synchronize()
         step = ticket.step
-        lines, samples = step.samples, np.zeros(0, np.int64) if ticket.tokens is None else ticket.tokens.numpy()
-        counts, logprobs = lines, []
-        if ticket.logprobs is not None:
-            wanted = [r.params.logprobs for r, n in zip(step.requests, lines.tolist()) for _ in range(n)]
-            logprobs = ticket.logprobs.read(wanted)
+        rows, samples = step.samples, np.zeros(0, np.int64) if ticket.tokens is None else ticket.tokens.numpy()
+        counts, logprobs, columns = rows, [], None
+        if ticket.logprobs is not None and self._columns:
+            columns = ticket.logprobs.columns(samples.size)
+        elif ticket.logprobs is not None:
+            logprobs = ticket.logprobs.read([r.params.logprobs for r, n in zip(step.requests, rows.tolist()) for _ in range(n)])
         if step.drafts:
             counts, stays = agreed_rows(step, samples)
-            samples, logprobs = samples[stays], list(compress(logprobs, stays))
-        return StepResult(samples.copy(), counts, logprobs, read_prompt_logprobs(ticket.step, ticket.prompt_logprobs))
+            samples, logprobs, columns = samples[stays], list(compress(logprobs, stays)), columns and columns.take(stays)
+        return StepResult(samples.copy(), counts, logprobs, columns, read_prompt_logprobs(step, ticket.prompt_logprobs))
 
     def _to_device(self, step: Step, layout: Layout, width: int) -> tuple[Tensor, Tensor]:
         """One copy to the device: (the packed arrays, the block tables [kinds, B, width])."""

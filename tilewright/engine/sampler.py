@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright import ops
+from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.logit_edits import MAX_LOGIT_ENTRIES
 from tilewright.engine.request import RANGES, Request, TokenLogprobs
 from tilewright.engine.step import FillMasks
@@ -205,6 +206,12 @@ class LogprobTensors(NamedTuple):
         both = zip(room, self)
         sent = (None if host is None or t is None else host[:rows].copy_(t[:rows], non_blocking=True) for host, t in both)
         return LogprobTensors(*sent)  # pyright: ignore[reportArgumentType]
+
+    def columns(self, rows: int) -> LogprobColumns:
+        """The first `rows` of them, without the likeliest beside them, copied. The tensors must have arrived."""
+        numbers = np.ascontiguousarray(self.words[:rows, 4 + 2 * MOST_ALTERNATIVES].numpy()).view(np.float32)
+        drawn, kept = (None if t is None else t[:rows].numpy().copy() for t in (self.drawn, self.kept))
+        return LogprobColumns(numbers, drawn, kept)
 
     def read(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
         """As values; `wanted[i]` alternatives for token i, None: not asked. The tensors must have arrived."""

@@ -26,10 +26,8 @@ pages and slot are free at once, because the device runs steps in order.
 import itertools
 from dataclasses import replace
 
-import numpy as np
-
 from tilewright.engine.accepting import Accepted, accepted
-from tilewright.engine.decoding import Turn
+from tilewright.engine.decoding import Crossing, Turn
 from tilewright.engine.prefixes import StepPlan
 from tilewright.engine.request import Request, State
 from tilewright.engine.step import Row, Step, StepResult
@@ -47,9 +45,9 @@ class Scheduler(Tenants):
         preemptions = self.preemptions
         turn, crossing = self.decoders.turn()
         if self.windows is not None:
-            for i in crossing.tolist():
-                self._leave_behind(turn.requests[i])
-        if self._roomy(crossing.size):
+            for request in crossing.requests:
+                self._leave_behind(request)
+        if self._roomy(len(crossing.requests)):
             self._decode(turn, crossing, plan)
         else:
             turn = self._one_by_one(plan)
@@ -77,14 +75,17 @@ class Scheduler(Tenants):
     def _windows_have(self, pages: int) -> bool:
         return self.windows is None or pages <= self.windows.pool.available
 
-    def _decode(self, turn: Turn, crossing: np.ndarray, plan: StepPlan) -> None:
-        if crossing.size:
-            for i, page in zip(crossing.tolist(), self.blocks.allocate_many(crossing.size)):
-                turn.requests[i].pages.append(page)
+    def _decode(self, turn: Turn, crossing: Crossing, plan: StepPlan) -> None:
+        requests = crossing.requests
+        if requests:
+            pages = [self.blocks.allocate_many(len(requests))]
+            for request, page in zip(requests, pages[0]):
+                request.pages.append(page)
             if self.windows is not None:
-                for i, page in zip(crossing.tolist(), self.windows.pool.allocate_many(crossing.size)):
-                    turn.requests[i].window_pages.append(page)
-            self.decoders.crossed(turn, crossing)
+                pages.append(self.windows.pool.allocate_many(len(requests)))
+                for request, page in zip(requests, pages[1]):
+                    request.window_pages.append(page)
+            self.decoders.crossed(turn, crossing, pages)
         self.decoders.book(turn)
         plan.budget -= len(turn.requests)
         if self.drafts:
@@ -130,16 +131,15 @@ class Scheduler(Tenants):
             self.drafted_tokens += len(drafts)
             self.accepted_tokens += right
             self.forced_tokens += right if request in self.forced else 0
-        found = accepted(step, result, self.decoders.take(step, result.counts))
+        found = accepted(step, result, self.decoders.take(step, result))
         found.append()
         looks, full = self.decoders.eventful(found)
-        if full:
-            self.prefixes.register_next([found.requests[i] for i in full])
-            self.decoders.due[found.slots[full]] += self.blocks.page_size
+        if full is not None and full.requests:
+            self.prefixes.register_next(full.requests, self.decoders.filled(full.slots))
         for i in looks:
             self._look(found.requests[i])
         found.looks.extend(looks)
-        self.generated_tokens += len(found.tokens)
+        self.generated_tokens += found.ids.size
         return found
 
     def _look(self, request: Request) -> None:
@@ -174,7 +174,7 @@ class Scheduler(Tenants):
 
     def _asked_by_others(self, first: Request, most: int) -> int:
         """Prompt tokens that others than `first` would like to have in this step, but no more than `most`."""
-        running = (request.total - request.computed for request in self.running if request is not first)
+        running = (request.total - request.computed for request in self._prompts if request is not first)
         waiting = (len(request) for request in itertools.islice(self.waiting, len(self._slots)))
         asked = 0
         for left in itertools.chain((left for left in running if left > 1), waiting):

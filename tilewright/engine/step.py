@@ -11,10 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.host_pages import Moves
 from tilewright.engine.request import Request, TokenLogprobs
 
-__all__ = ["HOST_ERRORS", "DeviceLost", "FillMasks", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed", "agreed_rows"]
+__all__ = [
+    "HOST_ERRORS", "DeviceLost", "FillMasks", "Grown", "Row", "RowFault", "Runner", "Step", "StepResult", "agreed",
+    "agreed_rows",
+]  # fmt: skip
 
 FillMasks = Callable[[Any], None]
 """Writes the masks of a step's masked rows into a numpy array [lines, words] int32: a bit a token, the lowest first."""
@@ -46,6 +50,17 @@ class Row(NamedTuple):
     drafts: tuple[int, ...] = ()
     """The row's last tokens, guessed and not yet the request's. The logits of the token before them and of each of them are
     sampled, and the row brings the samples up to the first that differs from the draft at its position."""
+
+
+class Grown(NamedTuple):
+    """Rows of a step that have a page more than in another one, which had the same rows."""
+
+    before: np.ndarray
+    """`Step.pages` of that one, which is known by this very array."""
+    rows: np.ndarray
+    """Their indices."""
+    pages: np.ndarray
+    """int32 [kinds, rows]: the pages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +97,10 @@ class Step:
     that it writes."""
     fills: frozenset[int] = frozenset()
     """Pages that the prefix cache counts on: full once the step has run."""
+    after: np.ndarray | None = None
+    """`starts` of another step, known by this very array: this one has the same rows, each a token further."""
+    grown: Grown | None = None
+    """What alone is new in the block tables, where it is known."""
     masked: tuple[int, ...] = ()
     """Rows, by their indices, whose samples a mask restricts: each of a row's samples has its own, in their order. They depend
     on the tokens of the step before, so none of the step's rows is sampled before `Runner.sample`; what stands before the
@@ -159,6 +178,8 @@ class StepResult:
     """[rows] int64, N together: 0 for a row that does not sample, else 1, or as many as `agreed` says of its drafts."""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """[] where no row asks for them; else an entry a token, None of the rows that do not."""
+    columns: LogprobColumns | None = None
+    """Instead of `logprobs`, an entry a token, where the runner was made to give them so."""
     prompt_logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     """[] where no row asks for them; else an entry a row, None of those that do not. Of a row that asks: the prompt's tokens at
     positions start + 1 ... start + count, as far as there are any."""

@@ -159,7 +159,8 @@ class Tenants:
         """Abort all requests and free all pages and slots, whatever half-done state an interrupt left; returns them."""
         requests = [request for siblings in self._by_id.values() for request in siblings]
         for request in requests:
-            request.decoders = None
+            if request.decoders is not None:
+                self.decoders.leave(request)
             request.state, request.finish_reason, request.slot = State.FINISHED, "abort", None
             request.pages.clear()
             request.window_pages, request.behind = [], 0
@@ -288,8 +289,8 @@ class Tenants:
     def _allocate(self, request: Request, count: int) -> None:
         pages, blocks = request.pages, self.blocks
         more = blocks.pages_for(request.computed + count) - len(pages)
-        for _ in range(more):
-            pages.append(blocks.allocate())
+        if more > 0:
+            pages += blocks.allocate_many(more)
         if self.windows is not None:
             request.window_pages += self.windows.pool.allocate_many(more)
         if request.decoders is not None:

@@ -45,6 +45,8 @@ class Anchor:
     """Attention: keys and values."""
     inside: tuple[Node, ...] = ()
     """Nodes between x and node that the anchor stands for: of attention that is written out."""
+    without: "Anchor | None" = None
+    """The same call without what is computed in front of it, for where another group has that in its epilogue."""
     options: dict[str, Any] = field(default_factory=dict)
     """conv: stride, padding (numbers or "same"), dilation, groups. linear: kn (the weight is [K, N]). attention: causal, scale.
     layer_norm: eps. max_pool: kernel_size, stride, padding, dilation, ceil_mode."""

@@ -183,6 +183,8 @@ def _leads_alone(one: Any, two: Any) -> bool:
 
 def _factor(node: Node) -> tuple[Any, float] | None:
     """(what is multiplied, the number) of a product or quotient with a number."""
+    if node.op != "call_function" or len(node.args) < 2:
+        return None
     target, (left, right) = node.target, node.args[:2]
     if target in (aten.mul.Tensor, aten.mul.Scalar):
         left, right = (right, left) if isinstance(left, int | float) else (left, right)
@@ -310,4 +312,12 @@ def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: 
     options = {
         "scale": found.scale, "fill": fill, "empty_nan": empty_nan, "lead": lead, "turned": True, "masks": tuple(masks)
     }  # fmt: skip
-    return _anchor(node, (q, turned, v), tuple(mask for _, mask, _ in found.masks), tuple(found.inside), options)
+    operands, inside = tuple(mask for _, mask, _ in found.masks), tuple(found.inside)
+    plain = _anchor(node, (q, turned, v), operands, inside, options)
+    factor = _factor(q) if isinstance(q, Node) and len(q.users) == 1 else None
+    if factor is None or isinstance(plain, str):
+        return plain
+    before, number = factor  # all masks follow the product
+    options = options | {"scale": found.scale * number}
+    scaled = _anchor(node, (before, turned, v), operands, (*inside, q), options)  # pyright: ignore[reportArgumentType]
+    return plain if isinstance(scaled, str) else replace(scaled, without=plain)

@@ -9,13 +9,14 @@ RMS norm is read in torch's call and as models write it out,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from tilewright.fuse import anchors
-from tilewright.fuse.anchors import Anchor, fit, tensor_of
+from tilewright.fuse.anchors import Anchor, fit, same_sizes, tensor_of
 from tilewright.fuse.anchors_attention import read_product, read_sdpa
 from tilewright.fuse.anchors_rms import read_rms_written
 from tilewright.fuse.view_calls import is_view, plain_source
@@ -58,7 +59,24 @@ def _group_norm(node: Node) -> Anchor | str:
     if _dims(a["input"]) < 3:
         return "a group norm of what is not [N, C, *places]"
     options = {"groups": a.get("num_groups", a["groups"]), "eps": a["eps"]}
-    return fit(Anchor(kind="group_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options=options))
+    anchor = Anchor(kind="group_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options=options)
+    plain, found = fit(anchor), fit(_behind_sum(anchor))
+    return replace(found, without=plain) if isinstance(found, Anchor) and isinstance(plain, Anchor) else plain
+
+
+def _behind_sum(norm: Anchor) -> Anchor:
+    """A group norm that adds one number for each channel of each image itself, where only the norm reads that sum."""
+    node = norm.x
+    if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.users) != 1:
+        return norm
+    whole = tensor_of(node)
+    for x, other in (node.args[:2], node.args[1::-1]):
+        image, added = tensor_of(x), tensor_of(other)
+        if whole is None or image is None or added is None or not same_sizes(image.shape, whole.shape):
+            continue
+        if same_sizes(added.shape, (*whole.shape[:2], *(1,) * (whole.dim() - 2))) and whole.shape[2:].numel() > 1:
+            return replace(norm, x=x, others=(other,), inside=(node,))
+    return norm
 
 
 def _instance_norm(node: Node) -> Anchor | str:

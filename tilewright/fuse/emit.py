@@ -28,6 +28,7 @@ def _what(group: Group, shape: Any) -> str:
     parts = ["bias"] * (group.anchor.bias is not None and not group.moved)
     parts += [fold.kind for fold in group.folds] + [group.activation] * (group.activation != "none")
     parts += ["residual"] * (group.residual is not None)
+    parts += ["a sum before it"] * (group.anchor.kind == "group_norm" and bool(group.anchor.others))
     return f"{list(shape)}" + (" + " + ", ".join(parts) if parts else "")
 
 

@@ -18,7 +18,7 @@ __all__ = ["EMIT", "IMAGES"]
 
 
 def _vector(b: Buffers, node: Node | None) -> Node | None:
-    """A weight or bias [C] without gaps."""
+    """A weight or bias [C], or what is added to channels, without gaps."""
     return None if node is None else b.tensor(b.arranged(b.values[node], False))
 
 
@@ -37,9 +37,11 @@ def _image(b: Buffers, group: Group, target: Callable[..., Any], *args: Any) -> 
 
 def _channel_norm(b: Buffers, group: Group) -> Value:
     a = group.anchor
-    first = (a.options["groups"],) if a.kind == "group_norm" else ()
-    target = op_calls.group_norm if a.kind == "group_norm" else op_calls.instance_norm
-    return _image(b, group, target, *first, _vector(b, a.weight), _vector(b, a.bias), a.options["eps"])
+    vectors = _vector(b, a.weight), _vector(b, a.bias), a.options["eps"]
+    if a.kind == "instance_norm":
+        return _image(b, group, op_calls.instance_norm, *vectors)
+    added = _vector(b, a.others[0]) if a.others else None
+    return _image(b, group, op_calls.group_norm, a.options["groups"], *vectors, added, group.activation)
 
 
 def _by_options(target: Callable[..., Any], *names: str) -> Callable[[Buffers, Group], Value]:

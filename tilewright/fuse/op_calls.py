@@ -65,12 +65,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shape: Sequence[int], librar
 
 
 def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, library: bool = False
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, added: Tensor | None, activation: str,
+    library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.group_norm of [N, C, *S] with channels last."""
+    """ops.group_norm of [N, C, *S] with channels last, behind a sum with `added` [N, C, 1, ...], with its activation."""
     if _by_torch(x, library):
-        return as_dense(F.group_norm(x, groups, weight, bias, eps), True)
-    return as_dense(ops.group_norm(x, groups, weight, bias, eps), True)
+        y = F.group_norm(x if added is None else x + added, groups, weight, bias, eps)
+        return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), True)
+    added = None if added is None else added.reshape(x.shape[:2])
+    return as_dense(ops.group_norm(x, groups, weight, bias, eps, added=added, activation=activation), True)
 
 
 def instance_norm(

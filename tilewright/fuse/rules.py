@@ -3,6 +3,7 @@
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
     conv_transpose    folds, of one group of channels  ->  activation
+    group_norm        activation
 
 A step that is read behind an anchor (normal.py) goes into the first slot that has it and is not behind the group already. Each
 slot answers with the reason where it does not take a step. A graph whose weights are inputs (Inductor's) has no folds but a
@@ -157,6 +158,7 @@ _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 EPILOGUES: dict[str, tuple[Slot, ...]] = {
     "conv": (_FOLD, _RESIDUAL, _ACTIVATION),
     "conv_transpose": (_FOLD, _ACTIVATION),
+    "group_norm": (_ACTIVATION,),
     "linear": (_FOLD, _ACTIVATION, _RESIDUAL),
 }
 """Kind of anchor -> the slots of its epilogue, in the operator's order."""

@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.naming import source_line
+from tilewright.fuse.one_type import one_type
+from tilewright.fuse.simplify import simplify
 from tilewright.fuse.structure import Structure, flatten, opened, rebuild
 
 __all__ = ["Known", "Traced", "Untraceable", "line_of", "quietly", "trace", "without_fast_path"]
@@ -176,6 +178,8 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     whole = exported.module()
     assert isinstance(whole, fx.GraphModule), "that is what torch.export gives"
     _with_users_names(whole)
+    simplify(whole.graph)
+    one_type(whole.graph)
     _reshaped(whole)
     state = {str(n.target): _attribute(whole, str(n.target)) for n in whole.graph.nodes if n.op == "get_attr"}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -78,6 +78,8 @@ class _Walk:
         found = self.dialect.read(node)
         if isinstance(found, Anchor):
             found = self.refused.get(node.name) or self.refused.get(layer_name(node)) or found
+        if isinstance(found, Anchor) and found.without and any(map(self._taken, {*found.inside} - {*found.without.inside})):
+            found = found.without
         if found is not None:
             return self._open(found) if isinstance(found, Anchor) else self._decide(node, FUSED, False, found)
         if self.dialect.parameters and node.name not in self.refused:
@@ -89,6 +91,10 @@ class _Walk:
     def parameter(self, node: Any) -> bool:
         """Whether a value is known before the call: a parameter, or what depends on those alone."""
         return self.dialect.parameters and isinstance(node, Node) and tensor_of(node) is not None and self.plan.constant(node)
+
+    def _taken(self, node: Node) -> bool:
+        """Whether a group has a call in its epilogue."""
+        return node in self.plan.decisions and self.plan.decisions[node].taken
 
     def _constant(self, node: Node) -> bool:
         value = tensor_of(node)

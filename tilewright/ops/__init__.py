@@ -50,6 +50,7 @@ from tilewright.kernels.norm.backward import layer_norm_backward_op, rms_norm_ba
 from tilewright.kernels.norm.channel.batch_norm_apply import normalize_channels_op
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
+from tilewright.kernels.norm.channel.group_norm import group_norm_op
 from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, channel_sums_op
 from tilewright.kernels.norm.layer_norm import layer_norm_op, layer_norm_stats_op
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op

@@ -31,33 +31,13 @@ from tilewright.kernels.norm.channel import batch_statistics
 from tilewright.kernels.norm.channel.batch_norm_apply import launched, normalize_channels_op
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op
+from tilewright.kernels.norm.channel.group_norm import group_norm_op
 from tilewright.kernels.norm.channel.sums_and_affine import channel_affine_op, channel_sums_op
 from tilewright.ops.batch_norm_again import BatchNormAgain, wanted
-from tilewright.ops.permute import permute
+from tilewright.ops.channel_layout import channels_last, check_channels, followed, image_of, places_of
 from tilewright.ops.pointwise import activation as activate
 
 __all__ = ["batch_norm", "group_norm", "instance_norm"]
-
-# ---- layouts
-
-
-def _channels_last(x: Tensor) -> bool:
-    return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x.movedim(1, -1)).is_contiguous()
-
-
-def _places(x: Tensor, last: bool) -> Tensor:
-    """[N, C, ...] as [N, S, C], dense along C if `last`, else along S; a copy where it is not that already."""
-    n, c = x.shape[:2]
-    if last:
-        moved = x.movedim(1, -1)
-        return (moved if moved.is_contiguous() else permute(x, (0, *range(2, x.dim()), 1))).view(n, -1, c)
-    return x.contiguous().view(n, c, -1).mT
-
-
-def _image(y: Tensor, shape: torch.Size, last: bool) -> Tensor:
-    """The inverse of `_places`."""
-    return y.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else y.mT.view(shape)
-
 
 # ---- the norm
 
@@ -208,25 +188,10 @@ def _fixed(
     wide = torch.promote_types(x.dtype, torch.float32)
     mean, scale = dense(mean).to(wide)[None], (variance.to(wide) + eps).rsqrt()[None]
     y: Any = _Fixed.apply(x, weight, bias, mean, scale)
-    return _followed(y, residual, activation)
-
-
-def _followed(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
-    """What may follow a norm, as launches of their own."""
-    y = y if residual is None else y + residual
-    return y if activation == "none" else activate(y, activation)
+    return followed(y, residual, activation)
 
 
 # ---- public functions
-
-
-def _check(op: str, x: Tensor, least: int, **vectors: Tensor | None) -> None:
-    if x.dim() < least or not x.is_floating_point():
-        wanted = "[N, C, ...]" if least == 2 else "[N, C, ...] with places"
-        raise ValueError(f"{op}: x must hold floats {wanted}, got {list(x.shape)} {x.dtype}")
-    for name, vector in vectors.items():
-        if vector is not None and vector.shape != x.shape[1:2]:
-            raise ValueError(f"{op}: {name} must be [{x.shape[1]}], one number a channel; got {list(vector.shape)}")
 
 
 def _move(running: Tensor | None, now: Tensor, momentum: float) -> None:
@@ -234,10 +199,15 @@ def _move(running: Tensor | None, now: Tensor, momentum: float) -> None:
         running.mul_(1 - momentum).add_(now.detach().to(running.dtype), alpha=momentum)
 
 
+_ONE_PROGRAM = 1 << 17
+"""Elements of a group that one program of a GPU normalises; a larger one is left to many, by channel sums and a map."""
+
+
 def group_norm(
-    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    """Group norm.
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    added: Tensor | None = None, activation: str = "none",
+) -> Tensor:  # fmt: skip
+    """Group norm, with a sum before and an activation behind it: one launch without gradients.
 
     Args:
         x: [N, C, ...], bf16, fp16 or fp32, any memory format.
@@ -245,20 +215,31 @@ def group_norm(
         weight: [C] or None.
         bias: [C] or None.
         eps: added to the variance.
+        added: [N, C] or None: one number for each channel of each image, added to x before the norm.
+        activation: none, relu, gelu, gelu_tanh or silu, behind the norm.
 
     Returns:
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: C is no multiple of the groups, or weight or bias are not [C].
+        ValueError: C is no multiple of the groups, weight or bias are not [C], `added` is not [N, C], or the activation is
+            none of these.
     """
-    _check("group_norm", x, 2, weight=weight, bias=bias)
+    check_channels("group_norm", x, 2, weight=weight, bias=bias)
+    if added is not None and added.shape != x.shape[:2]:
+        raise ValueError(f"group_norm: added must be {list(x.shape[:2])}, as x's images and channels; got {list(added.shape)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"group_norm: activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
     if num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"group_norm: the {x.shape[1]} channels of x must be a multiple of num_groups, got {num_groups}")
     if not x.numel():
         return x.clone()
-    last = _channels_last(x)
-    return _image(_normalised(_places(x, last), weight, bias, num_groups, eps)[0], x.shape, last)
+    last = channels_last(x)
+    flat = places_of(x, last)
+    if not wants_gradient(x, weight, bias, added) and flat.shape[1] * flat.shape[2] // num_groups <= _ONE_PROGRAM:
+        return image_of(group_norm_op(flat, added, weight, bias, num_groups, eps, activation), x.shape, last)
+    flat = flat if added is None else flat + added[:, None]
+    return image_of(followed(_normalised(flat, weight, bias, num_groups, eps)[0], None, activation), x.shape, last)
 
 
 def instance_norm(
@@ -283,28 +264,28 @@ def instance_norm(
     Raises:
         ValueError: a vector is not [C]; one place alone, which has no variance; or there are no statistics to use.
     """
-    _check("instance_norm", x, 3, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    check_channels("instance_norm", x, 3, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not use_input_stats and (running_mean is None or running_var is None):
         raise ValueError("instance_norm: without input statistics it wants running_mean and running_var")
     if not x.numel():
         return x.clone()
-    places, last = x.shape[2:].numel(), _channels_last(x)
+    places, last = x.shape[2:].numel(), channels_last(x)
     if use_input_stats and places == 1:
         raise ValueError(f"instance_norm: wanted more than one place in an image, got {list(x.shape)}")
-    flat = _places(x, last)
+    flat = places_of(x, last)
     if running_mean is not None and running_var is not None and not use_input_stats:
-        return _image(_fixed(flat, weight, bias, running_mean, running_var, eps), x.shape, last)
+        return image_of(_fixed(flat, weight, bias, running_mean, running_var, eps), x.shape, last)
     y, mean, variance = _normalised(flat, weight, bias, x.shape[1], eps)
     _move(running_mean, mean.mean(0), momentum)
     _move(running_var, variance.mean(0) * (places / (places - 1)), momentum)
-    return _image(y, x.shape, last)
+    return image_of(y, x.shape, last)
 
 
 def _check_batch(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str, residual: Tensor | None,
 ) -> None:  # fmt: skip
-    _check("batch_norm", x, 2, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    check_channels("batch_norm", x, 2, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not training and (running_mean is None or running_var is None):
         raise ValueError("batch_norm: outside of training it wants running_mean and running_var")
     if (running_mean is None) != (running_var is None):
@@ -364,7 +345,7 @@ def batch_norm(
     _check_batch(x, running_mean, running_var, weight, bias, training, activation, residual)
     if not x.numel():
         return x.clone()
-    last = _channels_last(x)
+    last = channels_last(x)
     flat, rest = (None if t is None else _batch_places(t, last) for t in (x, residual))
     assert flat is not None, "x is a tensor"
     vectors = (running_mean, running_var, weight, bias)
@@ -373,11 +354,11 @@ def batch_norm(
         y = _fixed(flat, weight, bias, running_mean, running_var, eps, rest, activation)
         if keep:
             _AGAIN.keep(key, launched(flat, running_mean, running_var, weight, bias, rest, eps, activation))
-        return _image(y, x.shape, last)
+        return image_of(y, x.shape, last)
     y = _by_batch(flat, weight, bias, running_mean, running_var, momentum, eps, rest, activation)
     if keep and activation in _FUSED:
         _AGAIN.keep(key, _trained(flat, weight, bias, running_mean, running_var, momentum, eps, rest, activation, last))
-    return _image(y, x.shape, last)
+    return image_of(y, x.shape, last)
 
 
 def _trained(
@@ -396,5 +377,5 @@ def _trained(
 
 def _batch_places(x: Tensor, last: bool) -> Tensor:
     """`_places`, with all places of a batch as one image's where channels are last."""
-    flat = _places(x, last)
+    flat = places_of(x, last)
     return flat.view(1, -1, x.shape[1]) if last else flat

@@ -13,7 +13,6 @@ import torch
 from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.loading import runner_of
-from tilewright.engine.outputs import CompletionOutput, Transcript
 from tilewright.engine.plan import plan_memory
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.runner import ModelRunner
@@ -22,6 +21,7 @@ from tilewright.engine.windows import page_pools
 from tilewright.hw.revocable import Revocable
 from tilewright.models import Model
 from tilewright.nn import KVCache
+from tilewright.rl.told import Output, Told
 
 __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
 
@@ -105,7 +105,7 @@ class Sampler:
         plan = plan_memory(model, options, device=device, dtype=dtype)
         runner = runner_of(
             model, plan.num_pages, plan.max_model_len, options, window_pages=plan.window_pages,
-            explains_draws=not drawing.plain,
+            explains_draws=not drawing.plain, columns=True,
         )  # fmt: skip
         self._memory: Revocable | None = None
         self.taking_s = 0.0
@@ -135,24 +135,22 @@ class Sampler:
             ValueError: a prompt and `max_tokens` do not fit.
             RuntimeError: the engine failed on a request.
         """
-        drawing, transcripts = self.drawing, dict[str, Transcript]()
+        drawing, told = self.drawing, Told()
         if self._memory is not None:
             self.taking_s = self._memory.take()
         self._engine.reset()  # of what other weights have left
         with torch.no_grad():
             for index, prompt in enumerate(prompts):
-                place = index * answers if places is None else places[index]
+                first = index * answers
                 params = SamplingParams(
-                    max_tokens=max_tokens, logprobs=0, n=answers, seed=(seed << 24) + place, temperature=drawing.temperature,
-                    top_k=drawing.top_k, top_p=drawing.top_p,
+                    max_tokens=max_tokens, logprobs=0, n=answers, temperature=drawing.temperature, top_k=drawing.top_k,
+                    top_p=drawing.top_p, seed=(seed << 24) + (first if places is None else places[index]),
                 )  # fmt: skip
-                name = self._engine.submit(list(prompt), params, f"{seed}-{index}")
-                transcripts[name] = Transcript(list(prompt), answers)
+                self._engine.submit(list(prompt), params, f"{seed}-{index}", streams=range(first, first + answers))
             while self._engine.has_work:
-                for delta in self._engine.step():
-                    transcripts[delta.request_id].add(delta)
-        wholes = (transcript.completion() for transcript in transcripts.values())
-        return [[_answer(output, drawing, self.version) for output in whole.outputs] for whole in wholes]
+                told.add(self._engine.advance())
+        found = [_answer(output, drawing, self.version) for output in told.outputs(len(prompts) * answers)]
+        return [found[first : first + answers] for first in range(0, len(found), answers)]
 
     def give_back(self) -> tuple[int, float]:
         """Give the cache's memory back until the next call, where it is shared. Returns its bytes and the seconds it took."""
@@ -183,16 +181,14 @@ def _made_revocable(runner: ModelRunner) -> Revocable:
     return memory
 
 
-def _answer(output: CompletionOutput, drawing: Drawing, version: int) -> Answer:
-    if output.finish_reason not in ("stop", "length") or output.logprobs is None:
+def _answer(output: Output, drawing: Drawing, version: int) -> Answer:
+    if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"the engine ended an answer with {output.finish_reason}: {output.error}")
-    whole = [entry.logprob for entry in output.logprobs]
-    drawn = [entry.drawn for entry in output.logprobs if entry.drawn is not None]
     return Answer(
-        tokens=output.token_ids,
-        logprobs=whole if drawing.plain else drawn,
-        kept=[entry.kept if drawing.filters else 0 for entry in output.logprobs],
-        whole=whole,
+        tokens=output.tokens,
+        logprobs=output.logprobs if drawing.plain else output.drawn,
+        kept=output.kept if drawing.filters else [0] * len(output.tokens),
+        whole=output.logprobs,
         truncated=output.finish_reason == "length",
         version=version,
     )

@@ -81,7 +81,7 @@ def _listed(request: Request) -> dict[str, Any]:
         "slot": request.slot,
         "prompt": len(request.prompt_ids),
         "cached": request.cached,
-        "output": len(request.output_ids),
+        "output": request.generated,
         "max": request.max_tokens,
         "pages": len(request.pages),
     }

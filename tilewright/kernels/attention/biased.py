@@ -38,9 +38,10 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.checks import check_operands
 from tilewright.kernels.attention.inputs import biased_attention_arguments
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM
+from tilewright.kernels.attention.tile import widths
 from tilewright.kernels.attention.tile_masks import load_rows, strides_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -67,10 +68,6 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill
     if not empty_nan:
         weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
     return (weights @ values).transpose(1, 2).to(q.dtype).contiguous()
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Tensor:
-    return _empty(q, v)
 
 
 def _cost(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool) -> Cost:
@@ -112,15 +109,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: 
     )  # fmt: skip
 
 
-def _widths(problem: Problem) -> tuple[int, int]:
-    """Columns of a tile of queries or keys, and of a tile of values."""
-    return max(16, next_pow2(problem.head_dim)), max(16, next_pow2(problem.value_dim))
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # Compiled, not measured: tiles that do not spill on sm_90 and sm_100; on sm_80 up to 416 bytes at head dim 128. 64 rows:
     # the windows of an image have 49, a padded text 128.
-    width, shared = max(_widths(problem)), device.multiplies_by_warpgroup
+    width, shared = max(widths(problem)), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if width > 128:
@@ -129,7 +121,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
-    width, of_values = _widths(problem)
+    width, of_values = widths(problem)
     tiles = c["BLOCK_M"] * width + c["num_stages"] * c["BLOCK_N"] * (width + of_values)
     if tiles * problem.dtype.itemsize > device.smem_bytes:
         return "more shared memory than the device has"
@@ -284,7 +276,7 @@ def _launch(
         return out
     batch, queries, heads, d = q.shape
     keys, dv = k.shape[1], v.shape[-1]
-    tiles = triton.cdiv(queries, config["BLOCK_M"])
+    tiles = ceil_div(queries, config["BLOCK_M"])
     of_bias = [stride if size > 1 else 0 for size, stride in zip(bias.shape, bias.stride(), strict=True)]
     coded = bias.dtype == torch.bool
     _biased_kernel[(tiles * batch * heads,)](
@@ -331,7 +323,7 @@ biased_attention_op = Op(
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True),
         Impl(name="vendor", library=True, launch=_vendor, refuse=_vendor_refuse),
     ),
-    fake=_fake,
+    fake=lambda q, k, v, *_: _empty(q, v),
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
 )

@@ -1,15 +1,12 @@
 """Example arguments of `attention` and `biased_attention` from dimensions: the `Op.make` of each."""
 
 import math
-from typing import Any
 
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["biased_attention_arguments", "dense_attention_arguments"]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 
@@ -17,7 +14,7 @@ _BF16 = torch.bfloat16
 def biased_attention_arguments(
     inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 12, G: int | None = None, D: int = 64,
     V: int | None = None, bias: str = "keys", mask: bool = False, dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Args:  # fmt: skip
     """B sequences of KV keys and Q queries (KV of them unless given), H query heads on G key/value heads (H unless given).
 
     bias: "keys" of each sequence for all of its queries (padding), "heads" for all sequences (relative positions), or "each"

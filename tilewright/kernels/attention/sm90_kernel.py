@@ -36,7 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention.sm90_schedule import PLACE, ROWS, SLOT, deal_tiles, load_tiles
-from tilewright.kernels.hopper.primitives import block_barrier, clear_end, release, store_box, take, viewed
+from tilewright.kernels.hopper.primitives import (
+    block_barrier,
+    clear_end,
+    release,
+    row_parts,
+    scaled_rows,
+    store_box,
+    take,
+    viewed,
+)
 from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["attend", "attention_sm90_kernel", "barriers"]
@@ -65,14 +74,6 @@ def _masked(s, n, row, offset, k_len, window, RIGHT: gl.constexpr, LEFT: gl.cons
 
 
 @gluon.jit
-def _row_parts(p):
-    """Sums along the rows of what each thread has: [rows, 4], one column for each of the threads that share a row."""
-    # What wgmma deals out: a thread has pairs of columns, 8 apart.
-    apart = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(apart, 3), 1)
-
-
-@gluon.jit
 def _exponentials(s, m, scale, CHECK: gl.constexpr):
     """(p, m', 2^(m - m')) of a block's scores. CHECK: a row may have seen no key yet; its m is -inf."""
     high = gl.maximum(m, gl.max(s, 1))
@@ -83,13 +84,6 @@ def _exponentials(s, m, scale, CHECK: gl.constexpr):
     # The difference first: where nothing higher came this is 1, whatever the products round to, and a block that a row does not
     # see leaves the row as it was.
     return p, high, gl.exp2((m - base) * scale)
-
-
-@gluon.jit
-def _scaled_rows(x, alpha):
-    """x [rows, any] times alpha [rows]. Each thread has the alphas of its rows."""
-    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return x * gl.expand_dims(gl.convert_layout(alpha, layout, assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -153,7 +147,7 @@ def _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT: gl.constexpr, LEFT:
     if k_len - last * N < N:
         mbarrier.wait(v_full.index(it % STAGES), it // STAGES & 1)
         clear_end(v_bufs.index(it % STAGES), k_len - last * N, 8)
-    return e, m, _row_parts(e)
+    return e, m, row_parts(e)
 
 
 @gluon.jit
@@ -184,14 +178,14 @@ def _step(
         if n < cut:
             s = _masked(s, n, row, offset, k_len, window, False, LEFT, PACK)
     e, m, alpha = _exponentials(s, m, scale, RIGHT or LEFT)
-    l = _scaled_rows(l, alpha) + _row_parts(e)
+    l = scaled_rows(l, alpha) + row_parts(e)
     if OVERLAP:
         # The assembler would wait for P V before the exponentials, but moves nothing across a loop. This one ends at once.
         mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
         o, p, e = warpgroup_mma_wait(0, deps=(o, p, e))
         release(v_empty.index(before % STAGES))
     p = _as_operand(e, o, v_bufs.dtype)
-    return _scaled_rows(o, alpha), p, m, l
+    return scaled_rows(o, alpha), p, m, l
 
 
 @gluon.jit

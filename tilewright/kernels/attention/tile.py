@@ -12,6 +12,8 @@ exponent is written as one multiply-add, which the compiler would else form in o
 multiplied in IEEE precision, which on NVIDIA cards means without tensor cores. Refuses: float64, head dims above 256.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,11 +22,11 @@ from tilewright.hw.device import Device
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM, LOG2_E, Problem, empty_outputs
 from tilewright.kernels.attention.tile_masks import capped, load_rows, seen_by, sequence, strides_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
-__all__ = ["TRITON"]
+__all__ = ["TRITON", "widths"]
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,14 +43,14 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 # ---- space
 
 
-def _widths(problem: Problem) -> tuple[int, int]:
+def widths(problem: Any) -> tuple[int, int]:
     """Columns of a tile of queries or keys, and of a tile of values."""
     return max(16, next_pow2(problem.head_dim)), max(16, next_pow2(problem.value_dim))
 
 
 def _default(device: Device, problem: Problem) -> Config:
     # Compiled, not measured: the largest tiles that do not spill (a few registers at head dim 256 on sm_90 and 100).
-    width, shared = max(_widths(problem)), device.multiplies_by_warpgroup
+    width, shared = max(widths(problem)), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if width > 128:
@@ -62,12 +64,12 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _smem_bytes(problem: Problem, c: Config) -> int:
-    width, of_values = _widths(problem)
+    width, of_values = widths(problem)
     return (c["BLOCK_M"] * width + c["num_stages"] * c["BLOCK_N"] * (width + of_values)) * problem.dtype.itemsize
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
-    width, of_values = _widths(problem)
+    width, of_values = widths(problem)
     if _smem_bytes(problem, c) > device.smem_bytes:
         return "more shared memory than the device has"
     if c["BLOCK_M"] // c["num_warps"] < 16 and width <= 128 and problem.dtype.itemsize == 2:
@@ -205,7 +207,7 @@ def _launch(
     heads, d = q.shape[-2:]
     dv = v.shape[-1]
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    tiles = triton.cdiv(max_q, config["BLOCK_M"])
+    tiles = ceil_div(max_q, config["BLOCK_M"])
     behind = 0 if causal else right
     # Under a cap a score is tanh(scale q . k / cap) in [-1, 1], and its scale the cap.
     factor, pre = (scale, 0.0) if softcap is None else (softcap, 2 * scale / softcap * LOG2_E)

@@ -61,10 +61,7 @@ def _cost(
 # ---- examples
 
 
-def _example(label: str, n: int, c: int, h: int, o: int, k: int = 3, **more: object) -> Example:
-    return Example(label, lambda inputs: conv_arguments(inputs, N=n, C=c, H=h, O=o, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(conv_arguments)
 EXAMPLES = (
     _example("3x3", 2, 64, 8, 64),
     _example("fused", 1, 32, 6, 40, bias=True, residual=True, activation="relu", dtype=torch.bfloat16),

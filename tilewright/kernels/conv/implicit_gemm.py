@@ -267,23 +267,30 @@ def _finish(
 
 
 @triton.jit
-def _join(
-    acc, parts_ptr, tickets_ptr, y_ptr, bias_ptr, residual_ptr, image, pixels, channels, row_mask, mask, O: tl.constexpr,
-    ACTIVATION: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _finish_or_join(
+    acc, parts_ptr, tickets_ptr, y_ptr, bias_ptr, residual_ptr, x_scales_ptr, w_scales_ptr, image, pixels, channels,
+    row_mask, mask, O: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Leave a part of a tile; the last program to come adds them all and finishes."""
-    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    part_ptrs = parts_ptr + tl.program_id(0).to(tl.int64) * (SPLIT_K * SIZE) + inside
-    tl.store(part_ptrs + tl.program_id(1) * SIZE, acc)
-    # One thread draws the ticket for all: every thread's part must be out before.
-    tl.debug_barrier()
-    if tl.atomic_add(tickets_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
-        tl.store(tickets_ptr + tl.program_id(0), 0)
-        total = tl.load(part_ptrs, cache_modifier=".cg")
-        for part in tl.static_range(1, SPLIT_K):
-            total += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
-        _finish(total, y_ptr, bias_ptr, residual_ptr, None, None, image, pixels, channels, row_mask, mask, O, ACTIVATION)
+    """A whole tile is finished. Of a shared one a part is left, and the last program to come adds them all."""
+    if SPLIT_K > 1:
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        part_ptrs = parts_ptr + tl.program_id(0).to(tl.int64) * (SPLIT_K * SIZE) + inside
+        tl.store(part_ptrs + tl.program_id(1) * SIZE, acc)
+        # One thread draws the ticket for all: every thread's part must be out before.
+        tl.debug_barrier()
+        if tl.atomic_add(tickets_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
+            tl.store(tickets_ptr + tl.program_id(0), 0)
+            total = tl.load(part_ptrs, cache_modifier=".cg")
+            for part in tl.static_range(1, SPLIT_K):
+                total += tl.load(part_ptrs + part * SIZE, cache_modifier=".cg")
+            _finish(total, y_ptr, bias_ptr, residual_ptr, None, None, image, pixels, channels, row_mask, mask, O, ACTIVATION)
+    else:
+        _finish(
+            acc, y_ptr, bias_ptr, residual_ptr, x_scales_ptr, w_scales_ptr, image, pixels, channels, row_mask, mask, O,
+            ACTIVATION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N", "XD", "XH", "XW", "YD", "YH", "YW", "PAD_D", "PAD_H", "PAD_W"])
@@ -324,27 +331,10 @@ def _conv_kernel(
     )  # fmt: skip
     mask = row_mask & (cols < limit)[None, :]
     channels = (first + cols)[None, :]
-    if SPLIT_K == 1:
-        _finish(
-            acc,
-            y_ptr,
-            bias_ptr,
-            residual_ptr,
-            x_scales_ptr,
-            w_scales_ptr,
-            image,
-            pixels,
-            channels,
-            row_mask,
-            mask,
-            O,
-            ACTIVATION,
-        )
-    else:
-        _join(
-            acc, parts_ptr, tickets_ptr, y_ptr, bias_ptr, residual_ptr, image, pixels, channels, row_mask, mask, O, ACTIVATION,
-            SPLIT_K, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+    _finish_or_join(
+        acc, parts_ptr, tickets_ptr, y_ptr, bias_ptr, residual_ptr, x_scales_ptr, w_scales_ptr, image, pixels, channels,
+        row_mask, mask, O, ACTIVATION, SPLIT_K, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 def _first_launch(

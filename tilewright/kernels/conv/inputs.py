@@ -3,13 +3,12 @@
 # N images, C channels, O output channels, H = height and width (depth, length) of x, K of the filter, S stride, P padding
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.kernels.conv.problem import output_size
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["conv_arguments", "conv_codes_arguments", "conv_transpose_arguments", "conv_weight_gradient_arguments"]
 
@@ -22,7 +21,7 @@ def conv_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 3, S: int = 1, P: int | None = None, dilation: int = 1,
     groups: int = 1, dims: int = 2, bias: bool = False, residual: bool = False, activation: str = "none",
     dtype: torch.dtype = torch.float16,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Args:  # fmt: skip
     """x [N, H, H, C] and weight [O, K, K, C / groups]; `dims` 1 or 3: as many H and K. P: K // 2 unless given.
 
     Scaled such that the result is about 1. int8 comes with scales and makes bf16.
@@ -60,7 +59,7 @@ def conv_arguments(
 def conv_transpose_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 2, S: int = 1, P: int = 0, dilation: int = 1, groups: int = 1,
     dims: int = 2, bias: bool = False, activation: str = "none", dtype: torch.dtype = torch.float16,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Args:  # fmt: skip
     """x [N, H, H, C] and weight [C, K, K, O / groups]; `dims` 1 or 3: as many H and K. P: of the convolution transposed.
 
     Raises:
@@ -87,7 +86,7 @@ def conv_transpose_arguments(
 def conv_weight_gradient_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 3, S: int = 1, P: int | None = None, dilation: int = 1,
     groups: int = 1, dims: int = 2, dtype: torch.dtype = torch.float16,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Args:  # fmt: skip
     """dy and x of the `conv` of these dimensions, scaled such that the result is about 1. Raises ValueError as that does."""
     meta = conv_arguments(
         Inputs("meta"), N=N, C=C, H=H, O=O, K=K, S=S, P=P, dilation=dilation, groups=groups, dims=dims, dtype=dtype
@@ -100,7 +99,7 @@ def conv_weight_gradient_arguments(
 def conv_codes_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 3, S: int = 1, P: int | None = None, groups: int = 1,
     dims: int = 2, bias: bool = False, residual: bool = False, activation: str = "none", dtype: torch.dtype = torch.int8,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> Args:  # fmt: skip
     """x [N, H, H, C] and weight [O, K, K, C / groups] of codes, scaled such that the result is some 30 of 127 codes.
 
     Raises:

@@ -21,17 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.hw.device import Device
-from tilewright.hw.roofline import Cost
 from tilewright.kernels.conv.checks import Int, Padding, window_of
+from tilewright.kernels.conv.conv import conv_op
 from tilewright.kernels.conv.implicit_gemm import TRITON
 from tilewright.kernels.conv.inputs import conv_codes_arguments
-from tilewright.kernels.conv.problem import ACTIVATIONS, Problem, problem_of, sizes_of
+from tilewright.kernels.conv.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.conv.reference import convolved
 from tilewright.kernels.conv.sm90 import SM90
 from tilewright.kernels.device.activations import activated
 from tilewright.op import Example, Impl, Op
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Space
 
 __all__ = ["conv_codes", "conv_codes_op", "folded_scales"]
 
@@ -51,16 +50,7 @@ def _reference(
     return y.clamp(-127.0, 127.0).nan_to_num(0.0).round().to(torch.int8).contiguous()
 
 
-# ---- cost, problem, examples
-
-
-def _cost(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], w_scales: Tensor, factors: Tensor,
-) -> Cost:  # fmt: skip
-    s = sizes_of(x, weight, stride, padding, dilation, groups, size)
-    moved = x.nbytes + s.pixels * s.o + sum(t.nbytes for t in (weight, bias, residual, w_scales, factors) if t is not None)
-    return Cost(flops=2 * s.pixels * s.o * s.taps * (s.c // groups), bytes=moved)
+# ---- problem, cost, examples
 
 
 def _problem(
@@ -72,10 +62,12 @@ def _problem(
     )  # fmt: skip
 
 
-def _example(label: str, n: int, c: int, h: int, o: int, k: int = 3, **more: object) -> Example:
-    return Example(label, lambda inputs: conv_codes_arguments(inputs, N=n, C=c, H=h, O=o, K=k, **more))  # pyright: ignore[reportArgumentType]
+def _as_conv(*args: Any) -> tuple[Any, ...]:
+    """The arguments of `conv` that such a call hands on."""
+    return *args[:-2], args[-1], args[-2], torch.int8
 
 
+_example = Example.sized(conv_codes_arguments)
 EXAMPLES = (
     _example("3x3", 2, 32, 5, 32, bias=True, activation="relu"),
     _example("residual", 1, 64, 4, 80, 1, bias=True, residual=True, activation="relu"),
@@ -87,11 +79,11 @@ EXAMPLES = (
 # ---- implementations
 
 
-def _default_sm90(device: Device, problem: Problem) -> Config:
-    return {**SM90.space.default(device, problem), "SPLIT_K": 1}
-
-
-SM90_SPACE = Space(default=_default_sm90, axes={**SM90.space.axes, "SPLIT_K": (1,)}, refusal=SM90.space.refusal)
+SM90_SPACE = Space(
+    default=lambda device, problem: {**SM90.space.default(device, problem), "SPLIT_K": 1},
+    axes={**SM90.space.axes, "SPLIT_K": (1,)},
+    refusal=SM90.space.refusal,
+)
 
 
 TRITON_SPACE = Space(
@@ -101,45 +93,26 @@ TRITON_SPACE = Space(
 )
 
 
-def _launch(impl: Impl, config: Config, args: tuple[Any, ...]) -> Tensor:
-    *plain, w_scales, factors = args
-    return impl.launch(config, *plain, factors, w_scales, torch.int8)
-
-
-def _launch_sm90(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
-    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], w_scales: Tensor,
-    factors: Tensor,
-) -> Tensor:  # fmt: skip
-    return _launch(
-        SM90, config, (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, w_scales, factors)
-    )
-
-
-def _launch_triton(
-    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
-    stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], w_scales: Tensor,
-    factors: Tensor,
-) -> Tensor:  # fmt: skip
-    return _launch(
-        TRITON, config, (x, weight, bias, residual, activation, stride, padding, dilation, groups, size, w_scales, factors)
-    )
-
-
 conv_codes_op = Op(
     name="conv_codes",
     reference=_reference,
     problem=_problem,
-    cost=_cost,
+    cost=lambda *args: conv_op.cost(*_as_conv(*args)),
     examples=EXAMPLES,
     make=conv_codes_arguments,
     rows_in_problem=True,
     codes_may_move=True,
     impls=(
-        Impl(name="sm90", launch=_launch_sm90, space=SM90_SPACE, written_for=90, refuse=SM90.refuse),
-        Impl(name="triton", launch=_launch_triton, space=TRITON_SPACE, refuse=TRITON.refuse),
+        Impl(
+            name="sm90", launch=lambda config, *args: SM90.launch(config, *_as_conv(*args)), space=SM90_SPACE, written_for=90,
+            refuse=SM90.refuse,
+        ),
+        Impl(
+            name="triton", launch=lambda config, *args: TRITON.launch(config, *_as_conv(*args)), space=TRITON_SPACE,
+            refuse=TRITON.refuse,
+        ),
     ),
-)
+)  # fmt: skip
 
 # ---- public function
 

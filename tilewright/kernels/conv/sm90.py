@@ -34,8 +34,6 @@ __all__ = ["SM90", "planned"]
 def _refuse(device: Device, problem: Problem) -> str | None:
     if (reason := refuse_boxes(device, problem, (torch.float16, torch.bfloat16, torch.int8))) is not None:
         return reason
-    if problem.groups != 1:
-        return "does not take groups"
     if not problem.aligned or problem.o * problem.out.itemsize % 16:
         return "needs tensors that start at multiples of 16 bytes, and output channels that are a multiple of them"
     if problem.kernel[2] > 1 and problem.dilation[2] > 1 and problem.c * problem.dtype.itemsize % 16:

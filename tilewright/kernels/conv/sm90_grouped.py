@@ -41,7 +41,7 @@ from tilewright.hw.device import Device
 from tilewright.kernels.conv.plan import launcher, plan_of
 from tilewright.kernels.conv.problem import Problem, Three, sizes_of
 from tilewright.kernels.conv.sm90_im2col import fetched_box, refuse_boxes
-from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
+from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON, corner
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.epilogue import activate
 from tilewright.kernels.hopper.primitives import load_box, release, store_box, viewed
@@ -59,7 +59,7 @@ _SIDE = 64
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    if (reason := refuse_boxes(device, problem)) is not None:
+    if (reason := refuse_boxes(device, problem, groups=True)) is not None:
         return reason
     own = problem.c // problem.groups
     if own not in (4, 8, 16, 32, 64) or problem.o != problem.c:
@@ -103,13 +103,6 @@ SPACE = Space(default=_default, axes={"BLOCK_M": (64, 128)}, refusal=lambda devi
 
 
 @gluon.jit
-def _corner(box, boxes_h, boxes_w, shape: gl.constexpr):
-    """(row, image, column) of the first pixel of a box."""
-    row = box // boxes_w
-    return row % boxes_h * shape[0], row // boxes_h * shape[1], box % boxes_w * shape[2]
-
-
-@gluon.jit
 def _load_column(
     x_desc, below_desc, units, at, unit, p, n, q, c, C,
     s: gl.constexpr, rows: gl.constexpr, KH: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
@@ -144,7 +137,7 @@ def _load_boxes(
     c = gl.program_id(0) % tiles_n * 64
     at = ring.to_fill()
     for box in range(gl.program_id(0) // tiles_n, boxes, gl.num_programs(0) // tiles_n):
-        p, n, q = _corner(box, boxes_h, boxes_w, shape)
+        p, n, q = corner(box, boxes_h, boxes_w, shape)
         for s in gl.static_range(KW):
             for rows in gl.static_range(STRIDE):
                 if (rows + PAD_H) % STRIDE < KH:
@@ -232,7 +225,7 @@ def _multiply_boxes(
     at = ring.after(gl.to_tensor(STEPS * wg))
     for box in range(gl.program_id(0) // tiles_n + wg * walkers, boxes, 2 * walkers):
         mine = box // walkers // 2  # tiles of this consumer so far
-        p, n, q = _corner(box, boxes_h, boxes_w, shape)
+        p, n, q = corner(box, boxes_h, boxes_w, shape)
         if residual_desc is not None:
             tma.store_wait(pendings=0)
             mbarrier.expect(arrived.index(wg), ROWS * 128)

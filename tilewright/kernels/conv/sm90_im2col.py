@@ -1,5 +1,6 @@
 """What the launchers of sm90_kernel.py share: which box of pixels, which tile, the descriptors, the launch."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -41,7 +42,7 @@ Three = tuple[int, int, int]
 
 
 def refuse_boxes(
-    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16), *, groups: bool = False
 ) -> str | None:
     """What no form that reads boxes of pixels on sm_90 takes."""
     if problem.dtype not in dtypes:
@@ -50,7 +51,7 @@ def refuse_boxes(
         return "the copy engine has no empty tensors"
     if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
         return "does not take three spatial dims"
-    return None
+    return "does not take groups" if problem.groups != 1 and not groups else None
 
 
 _FETCH_CYCLES = 4.6
@@ -61,40 +62,43 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-@lru_cache(maxsize=1024)
-def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Three:
-    """(height, images, width) of a box of `rows` pixels, each a power of two, with little waste at the edges.
+def _cheapest(rows: int, images: int, height: int, width: int, column: bool, cost: Callable[[int, int], float]) -> Three:
+    """The (height, images, width) of `rows` pixels whose boxes cost least, each `cost(height, width)`.
 
-    column: a box is loaded with some rows more, so a high one is better, and its rows have eight pixels at least. Of equals the
-    one whose surroundings overlap the most: filters of 3 x 3 fetch less from beyond L2.
+    column: a box is loaded with some rows more, so its rows have eight pixels at least.
     """
     best, least = (1, rows, 1), float("inf")
     for h in (1 << i for i in range((rows // 8 if column else rows).bit_length())):
         for w in (1 << i for i in range((rows // h).bit_length())):
             n = rows // (w * h)
-            boxes = _blocks(images, n) * _blocks(height, h) * _blocks(width, w)
-            cost = boxes * (1 + (0.1 / h if column else 0) + 0.02 * (h + 2) * (w + 2) / (h * w))
-            if cost < least:
-                best, least = (h, n, w), cost
+            total = _blocks(images, n) * _blocks(height, h) * _blocks(width, w) * cost(h, w)
+            if total < least:
+                best, least = (h, n, w), total
     return best
 
 
 @lru_cache(maxsize=1024)
-def fetched_box(rows: int, images: int, height: int, width: int, once: float, below: float, product: float) -> Three:
-    """As `box_of`, by the cycles a pixel costs: its products, or to fetch it `once` times, and `below` for each row of a box.
+def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Three:
+    """(height, images, width) of a box of `rows` pixels, each a power of two, with little waste at the edges.
 
-    With `below` the rows of a box have eight pixels at least.
+    column: with some rows more a high box is better. Of equals the one whose surroundings overlap the most: filters of 3 x 3
+    fetch less from beyond L2.
     """
-    best, least = (1, rows, 1), float("inf")
-    for h in (1 << i for i in range((rows // 8 if below else rows).bit_length())):
-        for w in (1 << i for i in range((rows // h).bit_length())):
-            n = rows // (w * h)
-            boxes = _blocks(images, n) * _blocks(height, h) * _blocks(width, w)
-            around = 1 + 0.002 * (h + 2) * (w + 2) / (h * w)
-            cost = boxes * max(product, _FETCH_CYCLES * (once + below / h)) * around
-            if cost < least:
-                best, least = (h, n, w), cost
-    return best
+
+    def cost(h: int, w: int) -> float:
+        return 1 + (0.1 / h if column else 0) + 0.02 * (h + 2) * (w + 2) / (h * w)
+
+    return _cheapest(rows, images, height, width, column, cost)
+
+
+@lru_cache(maxsize=1024)
+def fetched_box(rows: int, images: int, height: int, width: int, once: float, below: float, product: float) -> Three:
+    """As `box_of`, by a pixel's cycles: its products, or to fetch it `once` times, and `below` for each row of a box."""
+
+    def cost(h: int, w: int) -> float:
+        return max(product, _FETCH_CYCLES * (once + below / h)) * (1 + 0.002 * (h + 2) * (w + 2) / (h * w))
+
+    return _cheapest(rows, images, height, width, below > 0, cost)
 
 
 def _box_count(box: Three, images: int, height: int, width: int) -> Three:

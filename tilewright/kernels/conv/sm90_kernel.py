@@ -41,7 +41,7 @@ from tilewright.kernels.hopper.epilogue import activate, column_blocks, rounded
 from tilewright.kernels.hopper.primitives import TRITON, load_box, release, store_box, viewed
 from tilewright.kernels.hopper.ring import barriers, new_ring
 
-__all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel"]
+__all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel", "corner"]
 
 VIEWS_REACH_ON = TRITON < (3, 8)
 """Whether a view of shared memory may reach beyond the part it is taken of, as a column of the filter needs it."""
@@ -74,7 +74,7 @@ def _matrix_at(units, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.co
 
 
 @gluon.jit
-def _corner(box, boxes_h, boxes_w, shape: gl.constexpr):
+def corner(box, boxes_h, boxes_w, shape: gl.constexpr):
     """(row, image, column) of the first pixel of a box; an image that does not exist for boxes beyond the last one."""
     row = box // boxes_w
     return row % boxes_h * shape[0], row // boxes_h * shape[1], box % boxes_w * shape[2]
@@ -167,7 +167,7 @@ def _load_boxes(
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
         corners = ()
         for b in gl.static_range(M_BOXES):
-            corners += (_corner(row * M_BOXES + b, boxes_h, boxes_w, shape),)
+            corners += (corner(row * M_BOXES + b, boxes_h, boxes_w, shape),)
         chunk = first // (filter_h * filter_w)
         r = first // filter_w - chunk * filter_h
         s = first % filter_w
@@ -273,7 +273,7 @@ def _finish(
     # A residual's boxes are as wide as y's.
     SWIZZLE: gl.constexpr = y_desc.layout.swizzle_byte_width
     tile_bufs = _as_matrices(tile_boxes)
-    p, n, q = _corner(box, boxes_h, boxes_w, box_shape)
+    p, n, q = corner(box, boxes_h, boxes_w, box_shape)
     for j in gl.static_range(COUNT):
         y = blocks[j]
         if x_scale_ptr is not None:

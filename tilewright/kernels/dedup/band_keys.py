@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -63,15 +62,9 @@ class Problem(NamedTuple):
     bands: int
 
 
-def _problem(signature: Tensor, bands: int) -> Problem:
-    return Problem(signature.shape[1], bands)
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK": 256, "num_warps": 4}
-
-
-SPACE = Space(default=_default, axes={"BLOCK": (128, 256, 512), "num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"BLOCK": 256, "num_warps": 4}, axes={"BLOCK": (128, 256, 512), "num_warps": (4, 8)}
+)
 
 
 def _arguments(inputs: Inputs, *, D: int, P: int = 112, bands: int = 14) -> tuple[Tensor, int]:
@@ -127,7 +120,7 @@ def _launch(config: Config, signature: Tensor, bands: int) -> Tensor:
 band_keys_op = Op(
     name="band_keys",
     reference=_reference,
-    problem=_problem,
+    problem=lambda signature, bands: Problem(signature.shape[1], bands),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

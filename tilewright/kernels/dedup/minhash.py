@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -42,10 +41,6 @@ def _reference(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return out.to(torch.int32)
 
 
-def _fake(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.empty(len(ends), len(a), dtype=torch.int32, device=shingles.device)
-
-
 def _cost(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Cost:
     hashes = len(shingles) * len(a)
     return Cost(flops=5 * hashes, bytes=shingles.nbytes + ends.nbytes + 4 * len(ends) * len(a))
@@ -60,16 +55,8 @@ class Problem(NamedTuple):
     places: int
 
 
-def _problem(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Problem:
-    return Problem(len(a))
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK_S": 16, "BLOCK_P": 128 if problem.places > 64 else 64, "num_warps": 4}
-
-
 SPACE = Space(
-    default=_default,
+    default=lambda device, problem: {"BLOCK_S": 16, "BLOCK_P": 128 if problem.places > 64 else 64, "num_warps": 4},
     axes={"BLOCK_S": (8, 16, 32), "BLOCK_P": (64, 128), "num_warps": (2, 4, 8)},
     refusal=lambda device, problem, c: (
         "over 32 minima a thread" if c["BLOCK_S"] * c["BLOCK_P"] > 1024 * c["num_warps"] else None
@@ -143,11 +130,11 @@ def _launch(config: Config, shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor
 minhash_op = Op(
     name="minhash",
     reference=_reference,
-    problem=_problem,
+    problem=lambda shingles, ends, a, b: Problem(len(a)),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,
-    fake=_fake,
+    fake=lambda shingles, ends, a, b: torch.empty(len(ends), len(a), dtype=torch.int32, device=shingles.device),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

@@ -64,10 +64,6 @@ class FlatProblem(NamedTuple):
     kind: str
 
 
-def _problem(x: Tensor, kind: str, alpha: float) -> FlatProblem:
-    return FlatProblem(x.dtype, kind)
-
-
 FLAT_SPACE = Space(
     # 32 bytes of each operand a thread: two loads of 16.
     default=lambda device, problem: {"BLOCK": 4096 // problem.dtype.itemsize, "num_warps": 4},
@@ -164,7 +160,7 @@ def _launch(config: Config, x: Tensor, kind: str, alpha: float) -> Tensor:
 activation_op = Op(
     name="activation",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, kind, alpha: FlatProblem(x.dtype, kind),
     cost=_cost,
     examples=EXAMPLES,
     make=activation_arguments,

@@ -14,19 +14,18 @@ Limited by bytes: one element in, one out; a quarter of ten Philox rounds an ele
 Not supported: whole channels at once (torch's Dropout2d), alpha dropout.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.contiguous import dense, load_flat, store_flat
 from tilewright.kernels.device.philox import LANES, philox4x32_reference
 from tilewright.kernels.elementwise.activation import float32_at_most
 from tilewright.kernels.elementwise.inputs import dropout_arguments
+from tilewright.kernels.launch.row_space import flat_problem
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -65,10 +64,6 @@ def _reference(x: Tensor, state: Tensor, p: float) -> Tensor:
     return y
 
 
-def _fake(x: Tensor, state: Tensor, p: float) -> Tensor:
-    return torch.empty_like(x)
-
-
 def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
     return Cost(flops=2 * x.numel(), bytes=2 * x.nbytes + state.nbytes)
 
@@ -76,21 +71,9 @@ def _cost(x: Tensor, state: Tensor, p: float) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """A walk over memory has no sizes to choose by."""
-
-    dtype: torch.dtype
-
-
-def _problem(x: Tensor, state: Tensor, p: float) -> Problem:
-    return Problem(x.dtype)
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}
-
-
-SPACE = Space(default=_default, axes={"num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"num_warps": 4 if problem.dtype.itemsize == 2 else 8}, axes={"num_warps": (4, 8)}
+)
 
 
 @Example.of
@@ -147,7 +130,7 @@ def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
         # As a signed number the threshold is an int32 whatever p is, and one kernel serves all.
-        _dropout_kernel[(triton.cdiv(x.numel(), 4 * LANES),)](
+        _dropout_kernel[(ceil_div(x.numel(), 4 * LANES),)](
             x, state, y, x.numel(), _threshold(p) - 2**31, 1 / (1 - p), LANES=LANES, **config
         )
     return y
@@ -156,11 +139,11 @@ def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
 dropout_op = Op(
     name="dropout",
     reference=_reference,
-    problem=_problem,
+    problem=flat_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=dropout_arguments,
-    fake=_fake,
+    fake=lambda x, *_: torch.empty_like(x),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, refuse=float32_at_most),),
 )
 

@@ -29,7 +29,7 @@ from tilewright.kernels.device.activations import gelu, gelu_tanh, silu
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import gated_arguments, gated_mul_arguments, gelu_arguments
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -146,7 +146,7 @@ def _gated(config: Config, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     cols = gate.shape[-1]
     rows, gate_row_stride = rows_of(gate)
     if rows:
-        grid = (triton.cdiv(rows, config["BLOCK_T"]) * triton.cdiv(cols, config["BLOCK_F"]),)
+        grid = (ceil_div(rows, config["BLOCK_T"]) * ceil_div(cols, config["BLOCK_F"]),)
         _gated_kernel[grid](gate, up, y, rows, gate_row_stride, rows_of(up)[1], F=cols, ACTIVATION=activation, **config)
     return y
 

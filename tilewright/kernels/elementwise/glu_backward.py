@@ -23,7 +23,7 @@ from tilewright.kernels.elementwise.activation_backward import gelu_slope, gelu_
 from tilewright.kernels.elementwise.glu import SPACE
 from tilewright.kernels.elementwise.inputs import gated_backward_arguments
 from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import next_pow2, rows_of
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -126,7 +126,7 @@ def _launch(config: Config, dy: Tensor, gate: Tensor, up: Tensor, kind: str, gat
     d = torch.empty((*gate.shape[:-1], 2 * cols), dtype=gate.dtype, device=gate.device)
     rows, dy_row_stride = rows_of(dy)
     if rows:
-        grid = (triton.cdiv(rows, config["BLOCK_T"]) * triton.cdiv(cols, config["BLOCK_F"]),)
+        grid = (ceil_div(rows, config["BLOCK_T"]) * ceil_div(cols, config["BLOCK_F"]),)
         _gated_backward_kernel[grid](
             dy, gate, up, d, rows, dy_row_stride, rows_of(gate)[1], rows_of(up)[1],
             F=cols, ACTIVATION=kind, GATE_FIRST=gate_first, **config,

@@ -3,11 +3,9 @@
 # M rows, N columns
 """
 
-from typing import Any
-
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "activation_arguments",
@@ -22,7 +20,6 @@ __all__ = [
 ]
 
 _BF16 = torch.bfloat16
-Args = tuple[Any, ...]
 
 
 def activation_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, kind: str = "gelu") -> Args:

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import rope_arguments
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -179,25 +180,14 @@ _SCALINGS = {
 # ---- reference
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    half = cos.shape[-1]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    turned, rest = wide[..., : 2 * half], x[..., 2 * half :]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        y = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = turned[..., :half], turned[..., half:]
-        y = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((y.to(x.dtype), rest), dim=-1)
-
-
 def _reference(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin[positions].unsqueeze(2).unbind(1)
     sin = -sin if inverse else sin
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q_turned, k_turned = (rotated(t.to(wide), cos, sin, interleaved).to(t.dtype) for t in (q, k))
+    return q_turned, k_turned
 
 
 def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Cost:
@@ -216,10 +206,6 @@ class Problem(NamedTuple):
     kv_heads: int
     head_dim: int
     rotated: int
-
-
-def _problem(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, inverse: bool = False) -> Problem:
-    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2])
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -352,9 +338,9 @@ def _launch(
     kv_heads, half, block_h = k.shape[1], cos_sin.shape[2], config["BLOCK_H"]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    tiles = triton.cdiv(heads, block_h) + triton.cdiv(kv_heads, block_h)
+    tiles = ceil_div(heads, block_h) + ceil_div(kv_heads, block_h)
     if tokens:
-        _rope_kernel[(triton.cdiv(tokens, config["BLOCK_T"]) * tiles,)](
+        _rope_kernel[(ceil_div(tokens, config["BLOCK_T"]) * tiles,)](
             q, k, positions, cos_sin, q_out, k_out, tokens, token_stride(q), token_stride(k),
             H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved, INVERSE=inverse,
             BLOCK_HALF=next_pow2(half), BLOCK_REST=next_pow2(head_dim - 2 * half), **config,
@@ -365,7 +351,7 @@ def _launch(
 rope_op = Op(
     name="rope",
     reference=_reference,
-    problem=_problem,
+    problem=lambda q, k, positions, cos_sin, *_: Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], 2 * cos_sin.shape[2]),
     cost=_cost,
     examples=EXAMPLES,
     make=rope_arguments,

@@ -8,16 +8,14 @@ element in and out.
 Not supported: strides, a factor for each row.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.elementwise.inputs import scale_in_place_arguments
+from tilewright.kernels.launch.row_space import flat_problem
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -36,21 +34,10 @@ def _cost(x: Tensor, factor: Tensor) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on."""
-
-    dtype: torch.dtype
-
-
-def _problem(x: Tensor, factor: Tensor) -> Problem:
-    return Problem(x.dtype)
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK": 16384 // problem.dtype.itemsize, "num_warps": 8}
-
-
-SPACE = Space(default=_default, axes={"BLOCK": (4096, 8192), "num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"BLOCK": 16384 // problem.dtype.itemsize, "num_warps": 8},
+    axes={"BLOCK": (4096, 8192), "num_warps": (4, 8)},
+)
 
 
 @Example.of
@@ -95,7 +82,7 @@ def _launch(config: Config, x: Tensor, factor: Tensor) -> None:
 scale_in_place_op = Op(
     name="scale_in_place",
     reference=_reference,
-    problem=_problem,
+    problem=flat_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=scale_in_place_arguments,

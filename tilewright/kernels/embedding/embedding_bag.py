@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.embedding.inputs import embedding_bag_arguments
-from tilewright.kernels.launch.row_space import Rows, row_problem
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.row_space import row_problem
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -80,12 +79,11 @@ def _cost(weight: Tensor, ids: Tensor, offsets: Tensor, scales: Tensor | None, m
 # ---- space and examples
 
 
-def _default(device: Device, problem: Rows) -> Config:
-    return {"BLOCK_D": max(32, min(512, next_pow2(problem.cols))), "num_warps": 4 if problem.cols > 128 else 1}
-
-
 SPACE = Space(
-    default=_default,
+    default=lambda device, problem: {
+        "BLOCK_D": max(32, min(512, next_pow2(problem.cols))),
+        "num_warps": 4 if problem.cols > 128 else 1,
+    },
     axes={"BLOCK_D": (32, 128, 512), "num_warps": (1, 4)},
     refusal=lambda device, problem, c: (
         "BLOCK_D wider than the row needs" if c["BLOCK_D"] >= 2 * problem.cols and c["BLOCK_D"] > 32 else None
@@ -168,7 +166,7 @@ def _launch(
     (bags, cols), rows = y.shape, weight.shape[0]
     if y.numel():
         # No id is -1, so that leaves none out.
-        _bag_kernel[(bags * triton.cdiv(cols, config["BLOCK_D"]),)](
+        _bag_kernel[(bags * ceil_div(cols, config["BLOCK_D"]),)](
             weight, ids, offsets, scales, y, chosen, ids.shape[0], bags, rows, -1 if padding is None else padding,
             D=cols, MODE=mode, **config,
         )  # fmt: skip

@@ -3,16 +3,13 @@
 # M ids, N columns of the table, B bags, V rows of the table
 """
 
-from typing import Any
-
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["embedding_backward_arguments", "embedding_bag_arguments"]
 
 _BF16 = torch.bfloat16
-Args = tuple[Any, ...]
 
 
 def embedding_bag_arguments(

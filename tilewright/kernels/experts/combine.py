@@ -65,8 +65,7 @@ def _gradient_problem(dy: Tensor, rows: Tensor, places: Tensor) -> RowProblem:
     return RowProblem(rows.dtype, rows.shape[1])
 
 
-def _example(label: str, tokens: int, cols: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: combine_arguments(inputs, T=tokens, N=cols, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
+_example = Example.sized(combine_arguments)
 
 
 def _gradient_arguments(
@@ -76,10 +75,7 @@ def _gradient_arguments(
     return inputs.randn(T, N, dtype=dtype), rows, places
 
 
-def _gradient_example(label: str, tokens: int, cols: int, chosen: int, dtype: torch.dtype = torch.bfloat16) -> Example:
-    return Example(label, lambda inputs: _gradient_arguments(inputs, T=tokens, N=cols, chosen=chosen, dtype=dtype))
-
-
+_gradient_example = Example.sized(_gradient_arguments)
 EXAMPLES = (
     _example("weighted", 5, 64, 2),
     _example("ragged", 3, 75, 3, dtype=torch.float16),

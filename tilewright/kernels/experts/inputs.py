@@ -2,16 +2,12 @@
 
 # T tokens, X experts, `chosen` of them by each token, N columns
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["combine_arguments", "permute_arguments", "route_arguments", "sort_arguments"]
-
-Args = tuple[Any, ...]
 
 
 def route_arguments(

@@ -78,10 +78,7 @@ ROW_SPACE = Space(
 )
 
 
-def _example(label: str, tokens: int, cols: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: permute_arguments(inputs, T=tokens, N=cols, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(permute_arguments)
 EXAMPLES = (
     _example("rows", 5, 64, 2),
     _example("ragged", 3, 75, 3, dtype=torch.float16),

@@ -100,8 +100,7 @@ SPACE = Space(
 )
 
 
-def _example(label: str, tokens: int, experts: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: route_arguments(inputs, T=tokens, X=experts, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
+_example = Example.sized(route_arguments)
 
 
 def _equal(inputs: Inputs) -> tuple[object, ...]:

@@ -68,8 +68,7 @@ def _problem(experts: Tensor, count: int) -> Problem:
     return Problem(experts.numel() <= _FEW, count)
 
 
-def _example(label: str, tokens: int, experts: int, chosen: int, **more: object) -> Example:
-    return Example(label, lambda inputs: sort_arguments(inputs, T=tokens, X=experts, chosen=chosen, **more))  # pyright: ignore[reportArgumentType]
+_example = Example.sized(sort_arguments)
 
 
 def _outside(inputs: Inputs) -> tuple[Tensor, int]:

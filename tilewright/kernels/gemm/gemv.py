@@ -25,7 +25,7 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, 
 from tilewright.kernels.gemm.unaligned_skinny import first_whole
 from tilewright.kernels.gemm.work import gemv_work
 from tilewright.kernels.launch.pdl import launch_options, release
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -171,12 +171,12 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         # A K that Triton does not know as a multiple of 16 breaks up the plain kernel's masked loads (2049^2: 10.1 and 5.5 us).
         if x.element_size() == 2 and not gated and (k % 16 or not is_aligned(weight)):
             classes, (base, lead) = class_count(weight), aligned_base(weight)
-            _uneven_gemv_kernel[(classes * triton.cdiv(triton.cdiv(n, classes), config["BLOCK_N"]),)](
+            _uneven_gemv_kernel[(classes * ceil_div(ceil_div(n, classes), config["BLOCK_N"]),)](
                 x, base, bias, residual, y, n, k, lead, weight.stride(0), ACTIVATION=function, CLASSES=classes,
                 BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], num_warps=config["num_warps"],
             )  # fmt: skip
             return y
-        _gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
+        _gemv_kernel[(ceil_div(n, config["BLOCK_N"]),)](
             x, weight, bias, residual, y, n, k, weight.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"] <= 2048,
             VECTOR=16 // x.element_size(),

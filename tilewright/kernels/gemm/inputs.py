@@ -1,16 +1,13 @@
 """Example arguments of `linear` from dimensions: the `Op.make` of each."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["linear_arguments"]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 

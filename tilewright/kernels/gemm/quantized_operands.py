@@ -51,12 +51,12 @@ def float8_span(dtype: torch.dtype, k: int) -> int:
 
 def product_cost(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
+    residual: Tensor | None, dtype: torch.dtype, *_: object,
 ) -> Cost:  # fmt: skip
-    """Codes are a byte each."""
+    """Of a product and what may follow it in one launch."""
     (m, k), n = x.shape, weight.shape[0]
     out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
-    moved = m * k + n * k + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
+    moved = (m + n) * k * x.element_size() + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
     return Cost(flops=2 * m * n * k, bytes=moved + out)
 
 

@@ -23,6 +23,7 @@ from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.gemm.work import skinny_work
 from tilewright.kernels.launch.pdl import launch_options, release
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -147,7 +148,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     if y.numel():
         m, k = x.shape
         n = weight.shape[0]
-        _skinny_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
+        _skinny_kernel[(ceil_div(n, config["BLOCK_N"]),)](
             x, weight, bias, residual, y, m, n, k,
             x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % (config["SLICES"] * config["BLOCK_K"]) == 0,

@@ -15,7 +15,6 @@ Refuses: float32, batches, and operands that are dense along neither dimension.
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -39,6 +38,7 @@ from tilewright.kernels.gemm.work import sm90_work
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
@@ -142,11 +142,11 @@ def _operands(
     w_desc, block_m = descriptor(w_matrix, w_box), config["BLOCK_M"]
     if not by_class:
         x_desc = descriptor(x_matrix, x_box)
-        tiles_m, steps = triton.cdiv(m, block_m), triton.cdiv(k, block_k)
+        tiles_m, steps = ceil_div(m, block_m), ceil_div(k, block_k)
         return _Operands(x_desc, None, w_desc, x_major, w_major, 0, 0, m, width, tiles_m, steps, copy_x or copy_w)
     classes, lead, x_desc, x_low_desc = _classes(x_matrix[:m], x_box)
-    tiles_m = sum(triton.cdiv((m - j + classes - 1) // classes, block_m) for j in range(classes))
-    steps = triton.cdiv(k + 7, block_k)
+    tiles_m = sum(ceil_div((m - j + classes - 1) // classes, block_m) for j in range(classes))
+    steps = ceil_div(k + 7, block_k)
     return _Operands(x_desc, x_low_desc, w_desc, x_major, w_major, classes, lead, m, width, tiles_m, steps, copy_w)
 
 
@@ -216,7 +216,7 @@ def launch_sm90(
     ready = _operands(config, y, x, weight, bias, activation, residual, rows, cols // (3 if cols % 3 == 0 else 1))
     y_box, y_stride = [rows, epilogue_n(cols, y.element_size())], y.stride(0)
     y_desc = descriptor(y, y_box) if y_stride * y.element_size() % 16 == 0 and not ready.classes else None
-    tiles = ready.tiles_m * triton.cdiv(ready.width * halves, block_n)
+    tiles = ready.tiles_m * ceil_div(ready.width * halves, block_n)
     work = pieces(config, device, y, tiles, ready.steps, x.element_size() == 1)
     residual_stride = 0 if residual is None else residual.stride(0)
     sm90_kernel[(work.programs,)](

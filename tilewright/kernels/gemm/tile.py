@@ -26,6 +26,7 @@ from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.gemm.work import tile_work
 from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
@@ -259,7 +260,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     x_m, x_k = x.stride()[-2:]
     w_n, w_k = weight.stride()[-2:]
     split = config["SPLIT_K"]
-    tiles = batch * triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
+    tiles = batch * ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"])
     parts = counters = None
     if split > 1:
         parts = torch.empty(tiles * split * config["BLOCK_M"] * config["BLOCK_N"], dtype=torch.float32, device=x.device)

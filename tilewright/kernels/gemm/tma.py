@@ -21,6 +21,7 @@ from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish
 from tilewright.kernels.gemm.tile import best_tile, grouped
 from tilewright.kernels.gemm.work import tma_work
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -140,7 +141,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         w_desc = TensorDescriptor(weight, [n // 2, 2, k], [w_stride, n // 2 * w_stride, 1], [block_n // 2, 2, block_k])
     else:
         w_desc = TensorDescriptor(weight, [n, k], [w_stride, 1], [block_n, block_k])
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+    tiles = ceil_div(m, block_m) * ceil_div(n, block_n)
     _tma_kernel[(min(tiles, device_of(x.get_device()).sms),)](
         x_desc, w_desc, bias, residual, y, m, n, k, 0 if residual is None else residual.stride(0),
         ACTIVATION=function, GATED=gated, **config,

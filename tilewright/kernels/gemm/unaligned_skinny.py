@@ -47,10 +47,6 @@ def refuse_uneven(problem: Problem, most_rows: int) -> str | None:
     return None
 
 
-def _refuse(device: Device, problem: Problem) -> str | None:
-    return refuse_uneven(problem, MOST_ROWS)
-
-
 # ---- space
 
 
@@ -165,4 +161,4 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-UNEVEN = Impl(name="uneven", launch=_launch, space=SPACE, refuse=_refuse)
+UNEVEN = Impl(name="uneven", launch=_launch, space=SPACE, refuse=lambda device, problem: refuse_uneven(problem, MOST_ROWS))

@@ -18,6 +18,8 @@ __all__ = [
     "load_box",
     "next_tile",
     "release",
+    "row_parts",
+    "scaled_rows",
     "store_box",
     "take",
     "viewed",
@@ -53,6 +55,21 @@ def viewed(bufs, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr)
         return bufs.reinterpret(dtype, shape, layout)
     else:
         return bufs._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def row_parts(p):
+    """Sums along the rows of what each thread has: [rows, 4], one column for each of the threads that share a row."""
+    # What wgmma deals out: a thread has pairs of columns, 8 apart.
+    apart = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(apart, 3), 1)
+
+
+@gluon.jit
+def scaled_rows(x, alpha):
+    """x [rows, any] times alpha [rows]. Each thread has the alphas of its rows."""
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return x * gl.expand_dims(gl.convert_layout(alpha, layout, assert_trivial=True), 1)
 
 
 @gluon.jit

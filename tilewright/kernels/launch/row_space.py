@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.tune.space import Config, Space
 
-__all__ = ["Rows", "row_problem", "row_space"]
+__all__ = ["Flat", "Rows", "flat_problem", "row_problem", "row_space"]
 
 
 class Rows(NamedTuple):
@@ -26,6 +26,17 @@ class Rows(NamedTuple):
 def row_problem(x: Tensor, *_: Any) -> Rows:
     """The problem of an op whose first argument is its rows."""
     return Rows(x.dtype, x.shape[-1])
+
+
+class Flat(NamedTuple):
+    """All that a config of a walk over memory may depend on: it has no sizes to choose by."""
+
+    dtype: torch.dtype
+
+
+def flat_problem(x: Tensor, *_: Any) -> Flat:
+    """The problem of an op that walks over its first argument's memory."""
+    return Flat(x.dtype)
 
 
 def row_space(default: Callable[[Device, Any], Config], **axes: tuple[Any, ...]) -> Space:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 __all__ = [
     "ceil_div",
+    "check_alike",
     "check_last_dim",
     "check_tensor",
     "next_pow2",
@@ -90,15 +91,21 @@ def tokens_ready(x: Tensor) -> Tensor:
     return x if x.shape[0] < 2 or x.stride(0) % row_unit(x.shape[2]) == 0 else x.contiguous()
 
 
-def check_last_dim(op: str, x: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each named vector is [D], D the last dimension of x."""
+def check_last_dim(op: str, x: Tensor, **vectors: Tensor | None) -> None:
+    """Raise ValueError unless each named vector that there is is [D], D the last dimension of x."""
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
     for name, vector in vectors.items():
-        if vector.shape != x.shape[-1:]:
+        if vector is not None and vector.shape != x.shape[-1:]:
             raise ValueError(
                 f"{op}: {name} must be [{x.shape[-1]}], the last dimension of x {tuple(x.shape)}; got {tuple(vector.shape)}"
             )
+
+
+def check_alike(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
+    """Raise ValueError unless t has the shape and dtype of x, which the caller knows as `like`."""
+    if t.shape != x.shape or t.dtype != x.dtype:
+        raise ValueError(f"{op}: {name} must be like {like}, {tuple(x.shape)} {x.dtype}; got {tuple(t.shape)} {t.dtype}")
 
 
 def check_tensor(

@@ -103,14 +103,6 @@ class Problem(NamedTuple):
     """Whether the rows' statistics are given."""
 
 
-def _layer_problem(dy: Tensor, x: Tensor, weight: Tensor, eps: float, stats: Tensor | None = None) -> Problem:
-    return Problem(x.dtype, x.shape[-1], True, stats is not None)
-
-
-def _rms_problem(dy: Tensor, x: Tensor, *rest: object) -> Problem:
-    return Problem(x.dtype, x.shape[-1], False)
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # Two sums of 16384 columns spill: H100, 8192 x 16384 bf16: 727 us, as a wide row 517; the one of rms_norm 392.
     if problem.cols > (8192 if problem.centered else 16384):
@@ -299,7 +291,7 @@ def _split(centered: bool) -> Impl:
 layer_norm_backward_op = Op(
     name="layer_norm_backward",
     reference=_layer_reference,
-    problem=_layer_problem,
+    problem=lambda dy, x, weight, eps, stats=None: Problem(x.dtype, x.shape[-1], True, stats is not None),
     cost=_layer_cost,
     examples=LAYER_EXAMPLES,
     make=layer_norm_backward_arguments,
@@ -316,7 +308,7 @@ layer_norm_backward_op = Op(
 rms_norm_backward_op = Op(
     name="rms_norm_backward",
     reference=_rms_reference,
-    problem=_rms_problem,
+    problem=lambda dy, x, *_: Problem(x.dtype, x.shape[-1], False),
     cost=_rms_cost,
     examples=RMS_EXAMPLES,
     make=rms_norm_backward_arguments,

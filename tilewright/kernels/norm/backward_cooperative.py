@@ -15,7 +15,6 @@ Refused: rows of which not all start at 16 bytes.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +24,7 @@ from tilewright.hw.device import Device, device_of
 from tilewright.kernels.device.partial_sums import column_sums
 from tilewright.kernels.hopper.primitives import block_barrier
 from tilewright.kernels.launch.row_space import row_space
-from tilewright.kernels.launch.shapes import next_pow2, rows_of
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
 from tilewright.tune.space import Config
 
 __all__ = [
@@ -270,13 +269,13 @@ def aligned_rows(x: Tensor) -> Tensor:
 def memory_of(config: Config, x: Tensor, vectors: int, sums: int) -> tuple[list[Tensor], Tensor, Tensor, dict[str, int]]:
     """(`vectors` sums over rows, a row for each group of programs; `sums` for each part of a row; counters; constants)."""
     (rows, _), cols, block_t, warps = rows_of(x), x.shape[-1], config["BLOCK_T"], config["num_warps"]
-    parts, blocks = triton.cdiv(cols, config["BLOCK_D"]), triton.cdiv(rows, block_t)
+    parts, blocks = ceil_div(cols, config["BLOCK_D"]), ceil_div(rows, block_t)
     groups = max(1, min(blocks, config["PER_SM"] * device_of(x.get_device()).sms // parts))
     of_columns = [torch.empty(groups, cols, dtype=torch.float32, device=x.device) for _ in range(vectors)]
     of_parts = torch.empty(sums, rows, parts, dtype=torch.float32, device=x.device)
     counters = torch.zeros(1 + blocks + groups, dtype=torch.int32, device=x.device)
     constants = {
-        "D": cols, "PARTS": parts, "PARTS_2": next_pow2(parts), "WIDTH": triton.cdiv(cols, 8 * parts) * 8, "BLOCK_T": block_t,
+        "D": cols, "PARTS": parts, "PARTS_2": next_pow2(parts), "WIDTH": ceil_div(cols, 8 * parts) * 8, "BLOCK_T": block_t,
         "BLOCK_D": config["BLOCK_D"], "num_warps": warps,
         "maxnreg": 65536 // (32 * warps * config["PER_SM"]) // 8 * 8,  # given out by eights
     }  # fmt: skip

@@ -16,7 +16,7 @@ from tilewright.kernels.device.dot import two_sums
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block
 from tilewright.kernels.device.partial_sums import column_sums
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.launch.shapes import ceil_div, rows_of
 from tilewright.kernels.norm.layer_norm import join_lanes, moments
 from tilewright.tune.space import Config
 
@@ -161,9 +161,9 @@ def wide_gradients(
         D=cols, CENTERED=centered, HAS_MORE=more is not None, KEPT=kept is not None, BLOCK_D=config["BLOCK_D"],
         HELD=config["HELD"], num_warps=config["num_warps"],
     )  # fmt: skip
-    groups = triton.cdiv(cols, _WEIGHT_COLS)
+    groups = ceil_div(cols, _WEIGHT_COLS)
     # Eight programs an SM fill a card; more would only write more parts.
-    splits = min(triton.cdiv(rows, _WEIGHT_ROWS), triton.cdiv(8 * device_of(x.get_device()).sms, groups))
+    splits = min(ceil_div(rows, _WEIGHT_ROWS), ceil_div(8 * device_of(x.get_device()).sms, groups))
     parts = [torch.empty(splits, cols, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
     _weights_kernel[(groups, splits)](
         dy, x, stats, parts[0], parts[-1], rows, dy_row_stride, x_row_stride,

@@ -174,10 +174,10 @@ def _rms_kernel(
 def _plan(config: Config, x: Tensor, sums: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
     """(memory for the parts' sums, the counters), and what both kernels are told of their work."""
     rows, cols, together = rows_of(x)[0], x.shape[-1], config.get("ROWS", 1)
-    parts = triton.cdiv(together * cols * x.element_size(), PART_BYTES)
+    parts = ceil_div(together * cols * x.element_size(), PART_BYTES)
     memory = torch.empty(sums, rows, parts, dtype=torch.float32, device=x.device)
     counters = torch.zeros(1 + ceil_div(rows, together), dtype=torch.int32, device=x.device)
-    width = triton.cdiv(cols, 8 * parts) * 8
+    width = ceil_div(cols, 8 * parts) * 8
     constants = {"D": cols, "PARTS": parts, "WIDTH": width, "maxnreg": 1024 // config["num_warps"], **config}
     return (memory, counters), constants
 

@@ -1,11 +1,9 @@
 """Example arguments of the norms and their gradients from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "add_layer_norm_arguments",
@@ -17,14 +15,12 @@ __all__ = [
     "row_statistics",
 ]
 
-Args = tuple[Any, ...]
-
 _BF16 = torch.bfloat16
 
 
 def add_layer_norm_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, want_sum: bool = True
-) -> tuple[Any, ...]:
+) -> Args:
     """x and residual [M, N], weight and bias [N]; whether the sum is wanted."""
     return inputs.randn(M, N, dtype=dtype), *layer_norm_arguments(inputs, M=M, N=N, dtype=dtype, bias=bias), want_sum
 

@@ -38,14 +38,11 @@ from tilewright.kernels.norm.work import layer_norm_work
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
-__all__ = ["join_lanes", "layer_norm", "layer_norm_op", "layer_norm_stats", "layer_norm_stats_op", "moments"]
+__all__ = ["LAYER_EXAMPLES", "join_lanes", "layer_norm", "layer_norm_op", "layer_norm_stats", "layer_norm_stats_op", "moments"]
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    centered = wide - wide.mean(-1, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
+    return _stats_reference(x, weight, bias, eps)[0]
 
 
 def _stats_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -102,7 +99,7 @@ def _example(
     return x + mean if mean else x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5
 
 
-EXAMPLES = (
+LAYER_EXAMPLES = (
     _example("rows", 4, 256),
     _example("ragged", 3, 5, 100, bias=False),
     _example("strided", 5, 128, row_stride=192, dtype=torch.float16),
@@ -248,7 +245,7 @@ layer_norm_op = Op(
     reference=_reference,
     problem=row_problem,
     cost=_cost,
-    examples=EXAMPLES,
+    examples=LAYER_EXAMPLES,
     make=layer_norm_arguments,
     first=split_first,
     impls=(
@@ -262,7 +259,7 @@ layer_norm_stats_op = Op(
     reference=_stats_reference,
     problem=row_problem,
     cost=_stats_cost,
-    examples=(*EXAMPLES, Example("no rows", _no_rows)),
+    examples=(*LAYER_EXAMPLES, Example("no rows", _no_rows)),
     make=layer_norm_arguments,
     first=split_first,
     impls=(
@@ -277,12 +274,11 @@ layer_norm_stats_op = Op(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Without gradients; `ops.layer_norm` says what it takes."""
-    check_last_dim("layer_norm", x, **({"weight": weight} if bias is None else {"weight": weight, "bias": bias}))
+    check_last_dim("layer_norm", x, weight=weight, bias=bias)
     return layer_norm_op(rows_ready(x), weight, bias, eps)
 
 
 def layer_norm_stats(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """(layer_norm, stats) without gradients; `ops.layer_norm` says what it takes."""
-    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    check_last_dim("layer_norm", x, **vectors)
+    check_last_dim("layer_norm", x, weight=weight, bias=bias)
     return layer_norm_stats_op(rows_ready(x), weight, bias, eps)

@@ -24,7 +24,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import check_last_dim, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
 from tilewright.kernels.norm.work import add_norm_work, norm_work
@@ -61,14 +61,6 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     cols: int
     residual: bool
-
-
-def _problem(x: Tensor, weight: Tensor, eps: float) -> Problem:
-    return Problem(x.dtype, x.shape[-1], False)
-
-
-def _add_problem(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Problem:
-    return Problem(x.dtype, x.shape[-1], True)
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -214,7 +206,7 @@ def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tens
     rows, row_stride = rows_of(x)
     other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows:
-        _rms_norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _rms_norm_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, other, weight, y, total, rows, row_stride, other_stride, eps,
             D=x.shape[-1], HAS_RESIDUAL=residual is not None, **config,
         )  # fmt: skip
@@ -227,7 +219,7 @@ _TOLERANCE = {torch.bfloat16: (8e-3, 4e-3), torch.float16: (1e-3, 5e-4)}
 rms_norm_op = Op(
     name="rms_norm",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, *_: Problem(x.dtype, x.shape[-1], False),
     cost=_cost,
     examples=EXAMPLES,
     make=norm_arguments,
@@ -239,7 +231,7 @@ rms_norm_op = Op(
 add_rms_norm_op = Op(
     name="add_rms_norm",
     reference=_add_reference,
-    problem=_add_problem,
+    problem=lambda x, *_: Problem(x.dtype, x.shape[-1], True),
     cost=_add_cost,
     examples=tuple(example.then(_with_residual) for example in EXAMPLES),
     make=add_norm_arguments,
@@ -260,8 +252,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Without gradients; `ops.add_rms_norm` says what it takes."""
     check_last_dim("add_rms_norm", x, weight=weight)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"add_rms_norm: residual must be like x, {tuple(x.shape)} {x.dtype}; got {tuple(residual.shape)} {residual.dtype}"
-        )
+    check_alike("add_rms_norm", "residual", residual, "x", x)
     return add_rms_norm_op(rows_ready(x), rows_ready(residual), weight, eps)

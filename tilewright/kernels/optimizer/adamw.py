@@ -25,12 +25,13 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.optimizer.multi_tensor import (
     BLOCKS,
     CHUNK,
-    Problem,
     Slot,
-    applied,
     flat_arguments,
     gathered,
     load_gradient,
+    moved_bytes,
+    problem_of,
+    put,
     spread,
     tables,
 )
@@ -62,51 +63,32 @@ def _reference(
     rate, decay = (spread(rates[:, i], grads, master) for i in (0, 1))
     grad = gathered(grads, master)
     new = adamw_update(master, exp_avg, exp_avg_sq, grad, rate, decay, control, lr, eps)
-    for old, now in zip((master, exp_avg, exp_avg_sq), new):
-        old.copy_(torch.where(applied(control), now, old))
-    if weights is not None:
-        weights.copy_(torch.where(applied(control), master.to(weights.dtype), weights))
+    put((master, exp_avg, exp_avg_sq), new, weights, control)
 
 
 def _cost(master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
-    states = 2 * (master.nbytes + exp_avg.nbytes + exp_avg_sq.nbytes)
-    return Cost(
-        flops=16 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
-    )
+    return Cost(flops=16 * master.numel(), bytes=moved_bytes((master, exp_avg, exp_avg_sq), weights, grads))
 
 
 # ---- examples
 
 
-def _problem(
-    master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any
-) -> Problem:
-    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
-
-
 def _arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
-    norm: float | None = None,
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.bfloat16,
+    weights: torch.dtype | None = torch.bfloat16, norm: float | None = None,
 ) -> tuple:  # fmt: skip
-    (master, m, v), grads, control = flat_arguments(inputs, shapes, dtype, 3, norm)
-    rates = inputs.tensor([[1.0, 0.1 * (len(shape) > 1)] for shape in shapes], torch.float32)
+    (master, m, v), grads, rates, control = flat_arguments(inputs, shapes, dtype, 3, norm)
     return master, m.mul_(0.1), v.square_(), master.to(weights) if weights else None, grads, rates, control, 1e-2, 1e-8
 
 
-def _example(
-    label: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, weights: torch.dtype | None = torch.bfloat16,
-    norm: float | None = None,
-) -> Example:  # fmt: skip
-    return Example(label, lambda inputs: _arguments(inputs, shapes, dtype, weights, norm))
-
-
+_example = Example.of(_arguments)
 EXAMPLES = (
-    _example("several", (3, 50), (1,), (4097,), (64, 64)),
-    _example("fp16", (33,), (2, 100), dtype=torch.float16, weights=torch.float16),
-    _example("fp32", (5, 1000), (7,), dtype=torch.float32, weights=None),
-    _example("fp32 gradients", (17, 63), dtype=torch.float32),
-    _example("empty among them", (0,), (100,), (0, 3)),
-    _example("not finite", (3, 50), (9,), norm=float("nan")),
+    _example("several", ((3, 50), (1,), (4097,), (64, 64))),
+    _example("fp16", ((33,), (2, 100)), torch.float16, torch.float16),
+    _example("fp32", ((5, 1000), (7,)), torch.float32, None),
+    _example("fp32 gradients", ((17, 63),), torch.float32),
+    _example("empty among them", ((0,), (100,), (0, 3))),
+    _example("not finite", ((3, 50), (9,)), norm=float("nan")),
 )
 
 
@@ -167,7 +149,7 @@ def _launch(
 adamw_op = Op(
     name="adamw",
     reference=_reference,
-    problem=_problem,
+    problem=lambda master, exp_avg, exp_avg_sq, weights, grads, *_: problem_of(weights, grads),
     cost=_cost,
     examples=EXAMPLES,
     make=_make,

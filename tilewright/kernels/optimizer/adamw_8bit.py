@@ -31,10 +31,12 @@ from tilewright.kernels.optimizer.adamw import adamw_step, adamw_update
 from tilewright.kernels.optimizer.multi_tensor import (
     CHUNK,
     Problem,
-    applied,
     flat_arguments,
     gathered,
     load_gradient,
+    moved_bytes,
+    problem_of,
+    put,
     spread,
     tables,
 )
@@ -95,30 +97,18 @@ def _reference(
     v = decode(Coded(v_codes, v_scales), False, master.dtype)
     new, m, v = adamw_update(master, m, v, gathered(grads, master), rate, decay, control, lr, eps)
     results = (new, *encode(m, True), *encode(v, False))
-    for old, now in zip((master, m_codes, m_scales, v_codes, v_scales), results):
-        old.copy_(torch.where(applied(control), now.to(old.dtype), old))
-    if weights is not None:
-        weights.copy_(torch.where(applied(control), master.to(weights.dtype), weights))
+    put((master, m_codes, m_scales, v_codes, v_scales), results, weights, control)
 
 
 def _cost(
     master: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, weights: Tensor | None,
     grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
 ) -> Cost:  # fmt: skip
-    states = 2 * sum(t.nbytes for t in (master, m_codes, m_scales, v_codes, v_scales))
-    return Cost(
-        flops=60 * master.numel(), bytes=states + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
-    )
+    states = (master, m_codes, m_scales, v_codes, v_scales)
+    return Cost(flops=60 * master.numel(), bytes=moved_bytes(states, weights, grads))
 
 
 # ---- space and examples
-
-
-def _problem(
-    master: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, weights: Tensor | None,
-    grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
-) -> Problem:  # fmt: skip
-    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -130,31 +120,24 @@ SPACE = Space(default=_default, axes={"BLOCK": (1024, 2048, 4096), "num_warps": 
 
 
 def _arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
-    norm: float | None = None,
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.bfloat16,
+    weights: torch.dtype | None = torch.bfloat16, norm: float | None = None,
 ) -> tuple:  # fmt: skip
-    (master,), grads, control = flat_arguments(inputs, shapes, dtype, 1, norm)
+    (master,), grads, rates, control = flat_arguments(inputs, shapes, dtype, 1, norm)
     count = master.numel()
     m_codes = inputs.randint(1, 256, count, dtype=torch.uint8)
     v_codes = inputs.randint(100, 256, count, dtype=torch.uint8)
     m_scales, v_scales = inputs.randn(count // GROUP).square() + 0.1, inputs.randn(count // GROUP).square() + 0.1
-    rates = inputs.tensor([[1.0, 0.1 * (len(shape) > 1)] for shape in shapes], torch.float32)
     compute = master.to(weights) if weights else None
     return master, m_codes, m_scales, v_codes, v_scales, compute, grads, rates, control, 1e-2, 1e-8
 
 
-def _example(
-    label: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, weights: torch.dtype | None = torch.bfloat16,
-    norm: float | None = None,
-) -> Example:  # fmt: skip
-    return Example(label, lambda inputs: _arguments(inputs, shapes, dtype, weights, norm))
-
-
+_example = Example.of(_arguments)
 EXAMPLES = (
-    _example("several", (3, 50), (1,), (4097,), (64, 64)),
-    _example("fp32", (5, 1000), (7,), dtype=torch.float32, weights=None),
-    _example("empty among them", (0,), (100,)),
-    _example("not finite", (3, 50), (9,), norm=float("nan")),
+    _example("several", ((3, 50), (1,), (4097,), (64, 64))),
+    _example("fp32", ((5, 1000), (7,)), torch.float32, None),
+    _example("empty among them", ((0,), (100,))),
+    _example("not finite", ((3, 50), (9,)), norm=float("nan")),
 )
 
 
@@ -258,7 +241,7 @@ def _launch(
 adamw_8bit_op = Op(
     name="adamw_8bit",
     reference=_reference,
-    problem=_problem,
+    problem=lambda master, m_codes, m_scales, v_codes, v_scales, weights, grads, *_: problem_of(weights, grads),
     cost=_cost,
     examples=EXAMPLES,
     make=_make,

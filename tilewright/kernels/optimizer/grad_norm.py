@@ -14,15 +14,13 @@ A sum of squares beyond float32 counts as not finite: the step is left out. `gra
 the latency of one SM, 10 microseconds for 0.6 billion parameters.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.launch.row_space import flat_problem
 from tilewright.kernels.optimizer.multi_tensor import CHUNK, Slot, control_values, flat_size, gathered, load_gradient, tables
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import NO_CHOICES, Config, Space
@@ -63,36 +61,17 @@ def _clip_cost(squares: Tensor, control: Tensor) -> Cost:
 # ---- examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on."""
-
-    gradients: torch.dtype
-
-
-def _squares_problem(squares: Tensor, grads: list[Tensor]) -> Problem:
-    return Problem(grads[0].dtype)
-
-
-def _clip_problem(squares: Tensor, control: Tensor) -> Problem:
-    return Problem(squares.dtype)
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"num_warps": 8}
-
-
-SPACE = Space(default=_default, axes={"num_warps": (4, 8, 16)})
+SPACE = Space(default=lambda device, problem: {"num_warps": 8}, axes={"num_warps": (4, 8, 16)})
 
 
 def _squares_arguments(
-    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
+    inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     grads = [inputs.randn(*shape, dtype=dtype) for shape in shapes]
     return inputs.randn(flat_size([g.numel() for g in grads]) // CHUNK), grads
 
 
-def _squares_example(label: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Example:
-    return Example(label, lambda inputs: _squares_arguments(inputs, shapes, dtype))
+_squares_example = Example.of(_squares_arguments)
 
 
 @Example.of
@@ -101,10 +80,10 @@ def _clip_example(inputs: Inputs, chunks: int, max_norm: float, scale: float = 1
 
 
 SQUARES_EXAMPLES = (
-    _squares_example("several", (3, 50), (1,), (4097,), (64, 64)),
-    _squares_example("fp16", (33,), (2, 100), dtype=torch.float16),
-    _squares_example("fp32", (5, 1000), (7,), dtype=torch.float32),
-    _squares_example("empty among them", (0,), (100,)),
+    _squares_example("several", ((3, 50), (1,), (4097,), (64, 64))),
+    _squares_example("fp16", ((33,), (2, 100)), torch.float16),
+    _squares_example("fp32", ((5, 1000), (7,)), torch.float32),
+    _squares_example("empty among them", ((0,), (100,))),
 )
 CLIP_EXAMPLES = (
     _clip_example("clipped", 5, 0.3),
@@ -171,7 +150,7 @@ def _clip_launch(config: Config, squares: Tensor, control: Tensor) -> None:
 grad_squares_op = Op(
     name="grad_squares",
     reference=_squares_reference,
-    problem=_squares_problem,
+    problem=lambda squares, grads: flat_problem(grads[0]),
     cost=_squares_cost,
     examples=SQUARES_EXAMPLES,
     make=_make_squares,
@@ -182,7 +161,7 @@ grad_squares_op = Op(
 clip_scale_op = Op(
     name="clip_scale",
     reference=_clip_reference,
-    problem=_clip_problem,
+    problem=flat_problem,
     cost=_clip_cost,
     examples=CLIP_EXAMPLES,
     make=_make_clip,

@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.op import Inputs
-from tilewright.tune.space import Config, Space
+from tilewright.tune.space import Space
 
 __all__ = [
     "BLOCKS",
@@ -39,6 +38,9 @@ __all__ = [
     "flat_size",
     "gathered",
     "load_gradient",
+    "moved_bytes",
+    "problem_of",
+    "put",
     "spread",
     "starts_of",
     "tables",
@@ -114,6 +116,19 @@ def spread(values: Tensor, grads: Sequence[Tensor], flat: Tensor) -> Tensor:
 def applied(control: Tensor) -> Tensor:
     """Whether this step is applied: a boolean on the device."""
     return control[Slot.APPLIED] != 0
+
+
+def put(states: Sequence[Tensor], new: Sequence[Tensor], weights: Tensor | None, control: Tensor) -> None:
+    """In definitions: write new states, and the first of them rounded as weights, where `control` says so."""
+    for old, now in zip(states, new, strict=True):
+        old.copy_(torch.where(applied(control), now.to(old.dtype), old))
+    if weights is not None:
+        weights.copy_(torch.where(applied(control), states[0].to(weights.dtype), weights))
+
+
+def moved_bytes(states: Sequence[Tensor], weights: Tensor | None, grads: Sequence[Tensor]) -> int:
+    """What an update moves at least: states are read and written, weights written, gradients read."""
+    return 2 * sum(t.nbytes for t in states) + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
 
 
 # ---- tables
@@ -195,18 +210,24 @@ class Problem(NamedTuple):
     weights: torch.dtype | None
 
 
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK": 1024, "num_warps": 8}
+def problem_of(weights: Tensor | None, grads: Sequence[Tensor]) -> Problem:
+    """The problem of an update of such weights by such gradients."""
+    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
-BLOCKS = Space(default=_default, axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)})
+BLOCKS = Space(
+    default=lambda device, problem: {"BLOCK": 1024, "num_warps": 8}, axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}
+)
 """Eight warps with four elements a thread have 56 bytes a thread in flight for AdamW: 114 KB an SM."""
 
 
 def flat_arguments(
     inputs: Inputs, sizes: Sequence[Sequence[int]], dtype: torch.dtype, count: int, norm: float | None = None
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """(`count` flat fp32 tensors of random numbers, gradients of these shapes, a control after seven steps)."""
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """(`count` flat fp32 tensors of random numbers, gradients of these shapes, rates, a control after seven steps).
+
+    Matrices decay, vectors do not.
+    """
     numbers = [torch.Size(size).numel() for size in sizes]
     flats = [inputs.randn(flat_size(numbers)) for _ in range(count)]
     grads = [inputs.randn(*size, dtype=dtype) for size in sizes]
@@ -216,7 +237,8 @@ def flat_arguments(
     values[Slot.NORM], values[Slot.SCALE] = norm or 2.0, 0.5
     if norm is not None:
         values[Slot.APPLIED] = 0.0
-    return flats, grads, inputs.tensor(values, torch.float64)
+    rates = inputs.tensor([[1.0, 0.1 * (len(size) > 1)] for size in sizes], torch.float32)
+    return flats, grads, rates, inputs.tensor(values, torch.float64)
 
 
 # ---- device

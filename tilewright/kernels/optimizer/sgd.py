@@ -26,12 +26,13 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.optimizer.multi_tensor import (
     BLOCKS,
     CHUNK,
-    Problem,
     Slot,
-    applied,
     flat_arguments,
     gathered,
     load_gradient,
+    moved_bytes,
+    problem_of,
+    put,
     spread,
     tables,
 )
@@ -47,17 +48,11 @@ def _gradient(master: Tensor, grads: list[Tensor], rates: Tensor, control: Tenso
     return gathered(grads, master) * control[Slot.SCALE].to(master.dtype) + spread(rates[:, 1], grads, master) * master
 
 
-def _write(master: Tensor, new: Tensor, weights: Tensor | None, control: Tensor) -> None:
-    master.copy_(torch.where(applied(control), new, master))
-    if weights is not None:
-        weights.copy_(torch.where(applied(control), master.to(weights.dtype), weights))
-
-
 def _sgd_reference(
     master: Tensor, weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float
 ) -> None:  # fmt: skip
     move = _gradient(master, grads, rates, control)
-    _write(master, master - lr * spread(rates[:, 0], grads, master) * move, weights, control)
+    put((master,), (master - lr * spread(rates[:, 0], grads, master) * move,), weights, control)
 
 
 def _momentum_reference(
@@ -68,38 +63,29 @@ def _momentum_reference(
     grad = _gradient(master, grads, rates, control)
     new = buffer - missing * buffer + grad
     move = grad + new - missing * new if nesterov else new
-    buffer.copy_(torch.where(applied(control), new, buffer))
-    _write(master, master - lr * spread(rates[:, 0], grads, master) * move, weights, control)
+    moved = master - lr * spread(rates[:, 0], grads, master) * move
+    put((master, buffer), (moved, new), weights, control)
 
 
 # ---- cost
 
 
-def _bytes(flats: tuple[Tensor, ...], weights: Tensor | None, grads: list[Tensor]) -> int:
-    return 2 * sum(t.nbytes for t in flats) + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
-
-
 def _sgd_cost(master: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
-    return Cost(flops=5 * master.numel(), bytes=_bytes((master,), weights, grads))
+    return Cost(flops=5 * master.numel(), bytes=moved_bytes((master,), weights, grads))
 
 
 def _momentum_cost(master: Tensor, buffer: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Cost:
-    return Cost(flops=8 * master.numel(), bytes=_bytes((master, buffer), weights, grads))
+    return Cost(flops=8 * master.numel(), bytes=moved_bytes((master, buffer), weights, grads))
 
 
 # ---- examples
-
-
-def _sgd_problem(master: Tensor, weights: Tensor | None, grads: list[Tensor], *_: Any) -> Problem:
-    return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
 def _sgd_arguments(
     inputs: Inputs, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, weights: torch.dtype | None,
     norm: float | None = None,
 ) -> tuple:  # fmt: skip
-    (master,), grads, control = flat_arguments(inputs, shapes, dtype, 1, norm)
-    rates = inputs.tensor([[1.0, 0.1 * (len(shape) > 1)] for shape in shapes], torch.float32)
+    (master,), grads, rates, control = flat_arguments(inputs, shapes, dtype, 1, norm)
     return master, master.to(weights) if weights else None, grads, rates, control, 1e-2
 
 
@@ -118,15 +104,12 @@ _CASES = (
     ("empty among them", ((0,), (100,), (0, 3)), torch.bfloat16, torch.bfloat16, None),
     ("not finite", ((3, 50), (9,)), torch.bfloat16, torch.bfloat16, float("inf")),
 )
-_SGD_EXAMPLES = tuple(
-    Example(label, lambda inputs, case=case: _sgd_arguments(inputs, *case)) for label, *case in _CASES
-)  # fmt: skip
+_SGD_EXAMPLES = tuple(Example.of(_sgd_arguments)(*case) for case in _CASES)
 _MOMENTUM_EXAMPLES = tuple(
-    Example(f"{label}{', Nesterov' * nesterov}", lambda inputs, case=case, nesterov=nesterov: _momentum_arguments(
-        inputs, *case[:3], nesterov, case[3])
-    )
-    for label, *case in _CASES for nesterov in (False, True)
-)  # fmt: skip
+    Example.of(_momentum_arguments)(f"{label}{', Nesterov' * nesterov}", *case, nesterov, norm)
+    for label, *case, norm in _CASES
+    for nesterov in (False, True)
+)
 
 
 def _make_sgd(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16) -> tuple:
@@ -197,7 +180,7 @@ def _sgd_launch(config: Config, master: Tensor, *args: Any) -> None:
 sgd_op = Op(
     name="sgd",
     reference=_sgd_reference,
-    problem=_sgd_problem,
+    problem=lambda master, weights, grads, *_: problem_of(weights, grads),
     cost=_sgd_cost,
     examples=_SGD_EXAMPLES,
     make=_make_sgd,
@@ -208,7 +191,7 @@ sgd_op = Op(
 momentum_op = Op(
     name="momentum",
     reference=_momentum_reference,
-    problem=lambda master, buffer, *args: _sgd_problem(master, *args),
+    problem=lambda master, buffer, weights, grads, *_: problem_of(weights, grads),
     cost=_momentum_cost,
     examples=_MOMENTUM_EXAMPLES,
     make=_make_momentum,

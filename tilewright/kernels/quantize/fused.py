@@ -14,7 +14,7 @@ Limited by bytes: D elements in (silu_mul_quantize: two), D bytes out.
 Not supported: backward, a last dimension with a stride other than 1 (the public functions copy it first), fp8 before sm_89.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,10 +30,16 @@ from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.glu import silu_mul_op
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, next_pow2, rows_of, rows_ready
 from tilewright.kernels.norm.rms_norm import add_rms_norm_op, rms_norm_op
 from tilewright.kernels.quantize.inputs import add_norm_quantize_arguments, gated_quantize_arguments, norm_quantize_arguments
-from tilewright.kernels.quantize.per_row import ROW_FORMATS, check_format, quantize_rows_op, refuse_format
+from tilewright.kernels.quantize.per_row import (
+    ROW_FORMATS,
+    Problem,
+    check_format,
+    quantize_rows_op,
+    refuse_format,
+)
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -85,25 +91,8 @@ def _silu_cost(gate: Tensor, up: Tensor, format: str) -> Cost:
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
-
-    dtype: torch.dtype
-    cols: int
-    format: str
-    residual: bool = False
-
-
-def _norm_problem(x: Tensor, weight: Tensor, eps: float, format: str) -> Problem:
-    return Problem(x.dtype, x.shape[-1], format)
-
-
-def _add_norm_problem(x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: str) -> Problem:
-    return Problem(x.dtype, x.shape[-1], format, True)
-
-
-def _silu_problem(gate: Tensor, up: Tensor, format: str) -> Problem:
-    return Problem(gate.dtype, gate.shape[-1], format)
+def _problem(x: Tensor, *rest: Any) -> Problem:
+    return Problem(x.dtype, x.shape[-1], rest[-1])
 
 
 def _too_wide(problem: Problem, row_bytes: int) -> str | None:
@@ -285,7 +274,7 @@ def _add_norm_launch(config: Config, x: Tensor, residual: Tensor | None, weight:
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows := scale.numel():
-        _norm_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _norm_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, other, weight, q, scale, total, rows, rows_of(x)[1], other_stride, eps,
             HAS_RESIDUAL=residual is not None, **_constants(x, format), **config,
         )  # fmt: skip
@@ -295,7 +284,7 @@ def _add_norm_launch(config: Config, x: Tensor, residual: Tensor | None, weight:
 def _silu_launch(config: Config, gate: Tensor, up: Tensor, format: str) -> Coded:
     q, scale = _coded(gate, format)
     if rows := scale.numel():
-        _silu_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _silu_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             gate, up, q, scale, rows, rows_of(gate)[1], rows_of(up)[1], **_constants(gate, format), **config
         )
     return q[..., : gate.shape[-1]], scale
@@ -324,7 +313,7 @@ def _impls(launch: Any, space: Space, refuse: Any, separate: Any) -> tuple[Impl,
 rms_norm_quantize_op = Op(
     name="rms_norm_quantize",
     reference=_norm_reference,
-    problem=_norm_problem,
+    problem=_problem,
     cost=_norm_cost,
     examples=_examples(True, 1),
     make=norm_quantize_arguments,
@@ -335,7 +324,7 @@ rms_norm_quantize_op = Op(
 add_rms_norm_quantize_op = Op(
     name="add_rms_norm_quantize",
     reference=_add_norm_reference,
-    problem=_add_norm_problem,
+    problem=_problem,
     cost=_add_norm_cost,
     examples=_examples(True, 2),
     make=add_norm_quantize_arguments,
@@ -346,7 +335,7 @@ add_rms_norm_quantize_op = Op(
 silu_mul_quantize_op = Op(
     name="silu_mul_quantize",
     reference=_silu_reference,
-    problem=_silu_problem,
+    problem=_problem,
     cost=_silu_cost,
     examples=_examples(False, 2),
     make=gated_quantize_arguments,
@@ -391,7 +380,7 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
     """
     check_format("add_rms_norm_quantize", x, format, ROW_FORMATS)
     check_last_dim("add_rms_norm_quantize", x, weight=weight)
-    _check_alike("add_rms_norm_quantize", "residual", residual, "x", x)
+    check_alike("add_rms_norm_quantize", "residual", residual, "x", x)
     return add_rms_norm_quantize_op(rows_ready(x), rows_ready(residual), dense(weight), eps, format)
 
 
@@ -407,10 +396,5 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, format: str = "int8") -> Coded:
         (codes, scale) as `quantize_rows`; it raises what `rms_norm_quantize` does.
     """
     check_format("silu_mul_quantize", gate, format, ROW_FORMATS)
-    _check_alike("silu_mul_quantize", "up", up, "gate", gate)
+    check_alike("silu_mul_quantize", "up", up, "gate", gate)
     return silu_mul_quantize_op(rows_ready(gate), rows_ready(up), format)
-
-
-def _check_alike(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
-    if t.shape != x.shape or t.dtype != x.dtype:
-        raise ValueError(f"{op}: {name} must be like {like}, {tuple(x.shape)} {x.dtype}; got {tuple(t.shape)} {t.dtype}")

@@ -1,12 +1,10 @@
 """Example arguments of the quantisers from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 
 from tilewright.kernels.elementwise.inputs import gated_arguments
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "add_norm_quantize_arguments",
@@ -18,8 +16,6 @@ __all__ = [
     "quantize_rows_arguments",
     "quantize_static_arguments",
 ]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 
@@ -61,6 +57,6 @@ def gated_quantize_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dty
 
 def layer_norm_quantize_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, keep: bool = False
-) -> tuple[Any, ...]:
+) -> Args:
     """x [M, N], weight and bias [N], eps, whether the norm itself is kept."""
     return inputs.randn(M, N, dtype=dtype), inputs.randn(N, dtype=dtype), inputs.randn(N, dtype=dtype), 1e-5, keep

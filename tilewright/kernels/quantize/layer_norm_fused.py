@@ -26,11 +26,11 @@ from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, 
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import check_last_dim, next_pow2, rows_of, rows_ready
-from tilewright.kernels.norm.layer_norm import layer_norm_op
+from tilewright.kernels.launch.shapes import ceil_div, check_last_dim, next_pow2, rows_of, rows_ready
+from tilewright.kernels.norm.layer_norm import LAYER_EXAMPLES, layer_norm_op
 from tilewright.kernels.quantize.inputs import layer_norm_quantize_arguments
 from tilewright.kernels.quantize.per_row import check_format, quantize_rows_op
-from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.op import Impl, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["layer_norm_quantize", "layer_norm_quantize_op"]
@@ -70,10 +70,6 @@ class Problem(NamedTuple):
     keep: bool
 
 
-def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool) -> Problem:
-    return Problem(x.dtype, x.shape[-1], keep)
-
-
 def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.cols:
         return "has no mean of no columns"
@@ -99,20 +95,9 @@ def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
 SPACE = Space(default=_default, axes={"BLOCK_T": (1, 2, 4, 8, 16)}, refusal=_refuse_config)
 
 
-@Example.of
-def _example(inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> tuple[object, ...]:
-    stride, bias, keep = more.get("stride", shape[-1]), more.get("bias", True), more.get("keep", False)
-    x = inputs.randn(*shape[:-1], stride, dtype=dtype)[..., : shape[-1]]  # pyright: ignore[reportArgumentType]
-    weight = inputs.randn(shape[-1], dtype=dtype)
-    return x, weight, inputs.randn(shape[-1], dtype=dtype) if bias else None, 1e-5, keep
-
-
-EXAMPLES = (
-    _example("rows", 4, 256, keep=True),
-    _example("ragged", 3, 5, 100, bias=False),
-    _example("strided", 5, 128, stride=192, dtype=torch.float16, keep=True),
-    _example("one", 1, 1, dtype=torch.float32),
-    _example("wide", 2, 20000, keep=True),
+EXAMPLES = tuple(
+    example.then(lambda inputs, *args, keep=example.label in ("rows", "strided", "wide"): (*args, keep))
+    for example in LAYER_EXAMPLES
 )
 
 
@@ -149,7 +134,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps:
     q = torch.empty((*x.shape[:-1], width), dtype=torch.int8, device=x.device)
     scale, y = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device), _kept(x, keep)
     if rows := scale.numel():
-        _layer_norm_quantize_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _layer_norm_quantize_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, weight, weight if bias is None else bias, q, scale, y if keep else x, rows, rows_of(x)[1], eps,
             D=cols, W=width, HAS_BIAS=bias is not None, KEEP=keep, **UNFUSED, **tile,
         )  # fmt: skip
@@ -164,7 +149,7 @@ def _separate(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, ep
 layer_norm_quantize_op = Op(
     name="layer_norm_quantize",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, weight, bias, eps, keep: Problem(x.dtype, x.shape[-1], keep),
     cost=_cost,
     examples=EXAMPLES,
     make=layer_norm_quantize_arguments,
@@ -194,6 +179,5 @@ def layer_norm_quantize(
         ValueError: weight or bias do not match the last dimension; another dtype.
     """
     check_format("layer_norm_quantize", x, "int8", ("int8",))
-    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    check_last_dim("layer_norm_quantize", x, **vectors)
+    check_last_dim("layer_norm_quantize", x, weight=weight, bias=bias)
     return layer_norm_quantize_op(rows_ready(x), dense(weight), dense(bias), eps, keep)

@@ -29,7 +29,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, rows_of, rows_ready
 from tilewright.kernels.quantize.inputs import quantize_mx_arguments
 from tilewright.kernels.quantize.per_block import MX_FORMATS, power_scales_of
 from tilewright.kernels.quantize.per_row import check_format, format_example, format_problem, matrix_of, refuse_format
@@ -124,14 +124,10 @@ def _cost(x: Tensor, format: str) -> Cost:
 SPACE = Space(
     default=lambda device, problem: {"BLOCK_T": 8, "BLOCK_G": 4, "num_warps": 4},
     axes={"BLOCK_T": (1, 4, 8, 16), "BLOCK_G": (1, 2, 4, 8, 16, 32), "num_warps": (2, 4, 8)},
-    refusal=lambda device, problem, c: _refusal(c),
+    refusal=lambda device, problem, c: (
+        None if 8 <= 4 * c["BLOCK_T"] * c["BLOCK_G"] // c["num_warps"] <= 64 else "under 8 elements a thread, or over 64"
+    ),
 )
-
-
-def _refusal(c: Config) -> str | None:
-    if not 8 <= 128 * c["BLOCK_T"] * c["BLOCK_G"] // (32 * c["num_warps"]) <= 64:
-        return "under 8 elements a thread, or over 64"
-    return None
 
 
 _EXAMPLES = (
@@ -179,7 +175,7 @@ def _launch(config: Config, x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     scale = _column_scales(x)
     if rows:
         groups = -(-x.shape[-1] // 128)
-        _fold_kernel[(triton.cdiv(rows, config["BLOCK_T"]) * triton.cdiv(groups, config["BLOCK_G"]),)](
+        _fold_kernel[(ceil_div(rows, config["BLOCK_T"]) * ceil_div(groups, config["BLOCK_G"]),)](
             x, q, scale, rows, row_stride, D=x.shape[-1], EXPONENT=form.exponent, FURTHEST=_FURTHEST, **UNFUSED, **config
         )
     return q, scale

@@ -23,7 +23,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, padded_width, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, rows_of, rows_ready
 from tilewright.kernels.quantize.inputs import quantize_blocks_arguments, quantize_mx_arguments
 from tilewright.kernels.quantize.per_row import (
     check_format,
@@ -133,7 +133,7 @@ def _groups(config: Config, x: Tensor, format: str, group: int) -> tuple[Tensor,
     q = torch.empty((*x.shape[:-1], width), dtype=form.dtype, device=x.device)
     scale = torch.empty((*x.shape[:-1], groups), dtype=dtype, device=x.device)
     if rows:
-        _groups_kernel[(triton.cdiv(rows * groups, config["BLOCK_G"]),)](
+        _groups_kernel[(ceil_div(rows * groups, config["BLOCK_G"]),)](
             x, q, scale, rows, row_stride,
             D=cols, W=width, GROUP=group, LARGEST=form.largest, EXPONENT=form.exponent, **UNFUSED, **config,
         )  # fmt: skip

@@ -30,7 +30,7 @@ from tilewright.kernels.device.multi_pass_rows import load_block, store_block
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, padded_width, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.pdl import release
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.quantize.inputs import quantize_rows_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -252,7 +252,7 @@ def launch_rows(
     q = torch.empty((*x.shape[:-1], width), dtype=form.dtype, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if rows:
-        rows_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        rows_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             x, q, scale, given, zero, rows, rows_of(x)[1],
             D=cols, W=width, LARGEST=form.largest, GIVEN=0 if given is None else given.numel(),
             **UNFUSED, **config,

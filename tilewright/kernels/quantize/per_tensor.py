@@ -27,12 +27,11 @@ from tilewright.kernels.device.multi_pass_rows import load_block
 from tilewright.kernels.device.quantize import magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.quantize.inputs import quantize_rows_arguments, quantize_static_arguments
 from tilewright.kernels.quantize.per_row import (
     ROW_FORMATS,
     ROWS_SPACE,
-    Problem,
     check_format,
     format_example,
     format_problem,
@@ -77,12 +76,7 @@ def _static_cost(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = No
     return Cost(flops=3 * x.numel(), bytes=x.nbytes + x.numel() + 4 * (1 + x.shape[:-1].numel()))
 
 
-# ---- problem and examples
-
-
-def _static_problem(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Problem:
-    return format_problem(x, format)
-
+# ---- examples
 
 _TENSOR_EXAMPLES = (
     format_example("rows", "int8", 4, 256),
@@ -135,7 +129,7 @@ _PROGRAMS = 1184
 def _tensor_launch(config: Config, x: Tensor, format: str) -> Coded:
     rows, row_stride = rows_of(x)
     block_d = max(128, min(_BLOCK_D, next_pow2(x.shape[-1])))
-    tiles = rows * triton.cdiv(x.shape[-1], block_d)
+    tiles = rows * ceil_div(x.shape[-1], block_d)
     given = torch.empty(2, dtype=torch.float32, device=x.device)
     _largest_kernel[(max(1, min(tiles, _PROGRAMS)),)](
         x, given, tickets(x.device, 2), tiles, row_stride,
@@ -161,7 +155,7 @@ quantize_tensor_op = Op(
 quantize_static_op = Op(
     name="quantize_static",
     reference=_static_reference,
-    problem=_static_problem,
+    problem=lambda x, scale, format, zero=None: format_problem(x, format),
     cost=_static_cost,
     examples=(
         *(_given(example) for example in _TENSOR_EXAMPLES),

@@ -25,7 +25,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.partial_sums import column_sums
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.row_space import row_space
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.kernels.reduce.inputs import reduce_max_arguments, reduce_sum_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -246,9 +246,7 @@ def _max_launch(config: Config, x: Tensor) -> tuple[Tensor, Tensor]:
         return y, i
     parts, places = (torch.empty(grid[2], n * c, dtype=t.dtype, device=x.device) for t in (y, i))
     _max_kernel[grid](x, parts, places, *sizes, VECTOR=vector, LAST=last, **config)
-    _join_kernel[(triton.cdiv(n * c, 4),)](
-        parts, places, y, i, grid[2], n * c, BLOCK_P=next_pow2(grid[2]), BLOCK=4, num_warps=4
-    )
+    _join_kernel[(ceil_div(n * c, 4),)](parts, places, y, i, grid[2], n * c, BLOCK_P=next_pow2(grid[2]), BLOCK=4, num_warps=4)
     return y, i
 
 

@@ -16,8 +16,6 @@ Two launches: a pass over tiles of the logits, which reads counts only of rows t
 entries. Limited by bytes. The ids of one slot must differ, and slots be in range (neither is checked). Not supported: backward.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,8 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
-from tilewright.kernels.launch.shapes import next_pow2, rows_ready
+from tilewright.kernels.launch.row_space import Rows, row_problem
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_ready
 from tilewright.kernels.sampling.inputs import edit_logits_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -63,10 +62,6 @@ def _reference(
     return out
 
 
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-
-
 def _cost(
     logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, before: Tensor,
     after: Tensor, until: Tensor, allowed: Tensor,
@@ -79,23 +74,9 @@ def _cost(
 # ---- space and examples
 
 
-class Problem(NamedTuple):
-    """What a model fixes; not the number of rows."""
-
-    dtype: torch.dtype
-    vocab: int
-    entries: int
-
-
-def _problem(
-    logits: Tensor, slots: Tensor, positions: Tensor, counts: Tensor, penalties: Tensor, ids: Tensor, *_: Any
-) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], ids.shape[1])
-
-
-def _default(device: Device, problem: Problem) -> Config:
+def _default(device: Device, problem: Rows) -> Config:
     # 8 elements a thread: one 16-byte load of bf16 logits and of counts, one store of them.
-    block_v = min(2048, max(128, next_pow2(problem.vocab)))
+    block_v = min(2048, max(128, next_pow2(problem.cols)))
     return {"BLOCK_V": block_v, "num_warps": max(1, block_v // 256)}
 
 
@@ -179,7 +160,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     rows, vocab = logits.shape
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    tiles, width = triton.cdiv(vocab, config["BLOCK_V"]), ids.shape[1]
+    tiles, width = ceil_div(vocab, config["BLOCK_V"]), ids.shape[1]
     if rows:
         _tiles_kernel[(rows * tiles,)](
             logits, slots, counts, penalties, allowed, out, logits.stride(0), V=vocab, WORDS=allowed.shape[1], TILES=tiles,
@@ -194,11 +175,13 @@ def _launch(
 edit_logits_op = Op(
     name="edit_logits",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=edit_logits_arguments,
-    fake=_fake,
+    fake=lambda logits, *_: torch.empty(
+        logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
+    ),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 

@@ -1,14 +1,10 @@
 """Example arguments of the ops between logits and a token from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["edit_logits_arguments", "logprob_arguments", "sample_arguments", "top_logprob_arguments"]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 

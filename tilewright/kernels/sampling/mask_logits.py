@@ -10,14 +10,13 @@ written, so what a grammar forbids nearly everywhere costs one write of the row.
 Not supported: backward.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tilewright.hw.roofline import Cost
+from tilewright.kernels.launch.row_space import row_problem
 from tilewright.kernels.sampling.edit_logits import SPACE
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -41,17 +40,6 @@ def _cost(logits: Tensor, rows: Tensor, bits: Tensor) -> Cost:
 
 
 # ---- space and examples
-
-
-class Problem(NamedTuple):
-    """What a model fixes; not the number of rows."""
-
-    dtype: torch.dtype
-    vocab: int
-
-
-def _problem(logits: Tensor, rows: Tensor, bits: Tensor) -> Problem:
-    return Problem(logits.dtype, logits.shape[1])
 
 
 def mask_logits_arguments(
@@ -104,7 +92,7 @@ def _launch(config: Config, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 mask_logits_op = Op(
     name="mask_logits",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=mask_logits_arguments,

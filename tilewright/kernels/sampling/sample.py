@@ -26,7 +26,7 @@ Float sums decide top-p: a token whose likelier mass is within rounding (1e-6) o
 machine, and so may two scores that agree to 1e-6. Not supported: penalties and biases (they change the logits, before).
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -37,7 +37,8 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.philox import LANES, gumbel, gumbel_reference
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.row_space import Rows, row_problem
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.sampling.inputs import sample_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -81,26 +82,11 @@ def _kept(x: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return kept
 
 
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-
-
 def _cost(logits: Tensor, *_: Any) -> Cost:
     return Cost(flops=10 * logits.numel(), bytes=logits.nbytes + logits.shape[0] * (4 * 4 + 3 * 8))
 
 
 # ---- space and examples
-
-
-class Problem(NamedTuple):
-    """What a model fixes; not the number of rows."""
-
-    dtype: torch.dtype
-    vocab: int
-
-
-def _problem(logits: Tensor, *_: Any) -> Problem:
-    return Problem(logits.dtype, logits.shape[1])
 
 
 SPACE = Space(
@@ -357,9 +343,9 @@ def _launch(
     position: Tensor,
 ) -> Tensor:
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, 4 * LANES)
+    tiles = ceil_div(vocab, 4 * LANES)
     # At most 4096 groups, which one program holds in registers; 64 tokens each up to a vocabulary of 262144.
-    width = max(16, next_pow2(triton.cdiv(tiles * LANES, 4096)))
+    width = max(16, next_pow2(ceil_div(tiles * LANES, 4096)))
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
     # A row: score and token, or largest logit and mass, of each tile; the largest logit of each group; a list of groups.
     work = torch.empty(rows, 2 * tiles * (1 + LANES // width), dtype=torch.int32, device=logits.device)
@@ -376,18 +362,18 @@ def _launch(
     return ids
 
 
-def _refuse(device: Device, problem: Problem) -> str | None:
-    return "vocabulary over 2^22" if problem.vocab > 1 << 22 else None
+def _refuse(device: Device, problem: Rows) -> str | None:
+    return "vocabulary over 2^22" if problem.cols > 1 << 22 else None
 
 
 sample_op = Op(
     name="sample",
     reference=_reference,
-    problem=_problem,
+    problem=row_problem,
     cost=_cost,
     examples=EXAMPLES,
     make=sample_arguments,
-    fake=_fake,
+    fake=lambda logits, *_: torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, refuse=_refuse),),
 )
 

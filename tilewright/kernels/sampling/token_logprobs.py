@@ -26,7 +26,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.kernels.sampling.inputs import logprob_arguments, top_logprob_arguments
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -97,14 +97,6 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     vocab: int
     most: int
-
-
-def _problem(logits: Tensor, ids: Tensor) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], 0)
-
-
-def _top_problem(logits: Tensor, ids: Tensor, wanted: Tensor, most: int) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], most)
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -266,9 +258,9 @@ def _launch_top(
     config: Config, logits: Tensor, ids: Tensor, wanted: Tensor | None, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, config["BLOCK_V"])
+    tiles = ceil_div(vocab, config["BLOCK_V"])
     # At most 4096 groups, which one program holds in registers; 64 tokens each up to a vocabulary of 262144.
-    group = min(config["BLOCK_V"], max(64, next_pow2(triton.cdiv(tiles * config["BLOCK_V"], 4096))))
+    group = min(config["BLOCK_V"], max(64, next_pow2(ceil_div(tiles * config["BLOCK_V"], 4096))))
     per_tile = config["BLOCK_V"] // group
     logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -297,7 +289,7 @@ def _launch(config: Config, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor
 token_logprobs_op = Op(
     name="token_logprobs",
     reference=_reference,
-    problem=_problem,
+    problem=lambda logits, ids: Problem(logits.dtype, logits.shape[1], 0),
     cost=_cost,
     examples=EXAMPLES,
     make=logprob_arguments,
@@ -307,7 +299,7 @@ token_logprobs_op = Op(
 top_logprobs_op = Op(
     name="top_logprobs",
     reference=_top_reference,
-    problem=_top_problem,
+    problem=lambda logits, ids, wanted, most: Problem(logits.dtype, logits.shape[1], most),
     cost=_top_cost,
     examples=TOP_EXAMPLES,
     make=top_logprob_arguments,

@@ -21,7 +21,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, store_block
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.row_space import Rows, row_problem, row_space
-from tilewright.kernels.launch.shapes import next_pow2, rows_of
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
 from tilewright.kernels.softmax.backward_cooperative import SPLIT_SPACE, gradient, launch_split, refuse_split, term
 from tilewright.kernels.softmax.inputs import log_softmax_backward_arguments, softmax_backward_arguments
 from tilewright.op import Example, Impl, Inputs, Op
@@ -151,7 +151,7 @@ def _run(config: Config, dy: Tensor, y: Tensor, log: bool) -> Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     rows, dy_row_stride = rows_of(dy)
     if rows:
-        _softmax_backward_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](
+        _softmax_backward_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
             dy, y, dx, rows, dy_row_stride, rows_of(y)[1], D=y.shape[-1], LOG=log, **config
         )
     return dx

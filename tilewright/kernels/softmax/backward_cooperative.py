@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.kernels.device.cooperative_rows import draw, edges, lead_of, meet, mine, packed, start_of, starts
 from tilewright.kernels.launch.row_space import row_space
-from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.launch.shapes import ceil_div, rows_of
 from tilewright.tune.space import Config
 
 __all__ = ["SPLIT_SPACE", "gradient", "launch_split", "refuse_split", "term"]
@@ -89,13 +89,13 @@ def launch_split(config: Config, dy: Tensor, y: Tensor, log: bool) -> Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     (rows, dy_row_stride), (_, y_row_stride), cols = rows_of(dy), rows_of(y), y.shape[-1]
     where = starts(dy, y, dx)
-    parts = triton.cdiv(cols + 7 * (where == "lead"), config["BLOCK_D"])
+    parts = ceil_div(cols + 7 * (where == "lead"), config["BLOCK_D"])
     if rows:
         sums = torch.empty(rows, parts, dtype=torch.float32, device=y.device)
         counters = torch.zeros(1 + rows, dtype=torch.int32, device=y.device)
         _split_kernel[(rows * parts,)](
             dy, y, dx, sums, counters, dy_row_stride, y_row_stride,
-            D=cols, LOG=log, PARTS=parts, WIDTH=triton.cdiv(cols + 7 * (where == "lead"), 8 * parts) * 8, STARTS=where,
+            D=cols, LOG=log, PARTS=parts, WIDTH=ceil_div(cols + 7 * (where == "lead"), 8 * parts) * 8, STARTS=where,
             maxnreg=1024 // config["num_warps"], **config,
         )  # fmt: skip
     return dx

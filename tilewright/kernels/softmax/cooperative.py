@@ -24,7 +24,7 @@ from tilewright.kernels.device.cooperative_rows import (
     start_of,
     starts,
 )
-from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.launch.shapes import ceil_div, rows_of
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
@@ -136,13 +136,13 @@ def _split_kernel(
 def _run(config: Config, x: Tensor, log: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (rows, stride), cols, where = rows_of(x), x.shape[-1], starts(x, y)
-    parts = triton.cdiv((cols + 7 * (where == "lead")) * x.element_size(), PART_BYTES)
+    parts = ceil_div((cols + 7 * (where == "lead")) * x.element_size(), PART_BYTES)
     if rows:
         memory = torch.empty(2, rows, parts, dtype=torch.float32, device=x.device)
         counters = torch.zeros(1 + rows, dtype=torch.int32, device=x.device)
         _split_kernel[(rows * parts,)](
             x, y, memory, counters, rows, stride,
-            D=cols, LOG=log, PARTS=parts, WIDTH=triton.cdiv(cols + 7 * (where == "lead"), 8 * parts) * 8, STARTS=where,
+            D=cols, LOG=log, PARTS=parts, WIDTH=ceil_div(cols + 7 * (where == "lead"), 8 * parts) * 8, STARTS=where,
             maxnreg=1024 // config["num_warps"], **config,
         )  # fmt: skip
     return y

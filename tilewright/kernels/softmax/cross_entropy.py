@@ -35,7 +35,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.cooperative_rows import SPLIT_SPACE
 from tilewright.kernels.device.multi_pass_rows import columns, load_block, store_block
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.launch.shapes import ceil_div, rows_of
 from tilewright.kernels.softmax.cross_entropy_cooperative import launch_split, refuse_split, row_ends
 from tilewright.kernels.softmax.inputs import cross_entropy_arguments, cross_entropy_gradient_arguments
 from tilewright.op import Example, Impl, Inputs, Op
@@ -102,14 +102,6 @@ class Problem(NamedTuple):
     dtype: torch.dtype
     vocab: int
     gradient: bool
-
-
-def _problem(logits: Tensor, targets: Tensor, *options: object) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], False)
-
-
-def _gradient_problem(logits: Tensor, targets: Tensor, *options: object) -> Problem:
-    return Problem(logits.dtype, logits.shape[1], True)
 
 
 def _default(device: Device, problem: Problem) -> Config:
@@ -291,7 +283,7 @@ def _run(
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block_t = max(1, min(16, 2048 // config["BLOCK_V"]))
     if rows:
-        _cross_entropy_kernel[(triton.cdiv(rows, block_t),)](
+        _cross_entropy_kernel[(ceil_div(rows, block_t),)](
             logits, targets, loss if scale is None else scale, loss, logits if grad is None else grad,
             rows, rows_of(logits)[1], vocab if grad is None else rows_of(grad)[1], 0 if scale is None else scale.stride(0),
             ignore_index, smoothing, z_loss,
@@ -324,7 +316,7 @@ def _impls(in_place: bool) -> tuple[Impl, ...]:
 cross_entropy_op = Op(
     name="cross_entropy",
     reference=_reference,
-    problem=_problem,
+    problem=lambda logits, *_: Problem(logits.dtype, logits.shape[1], False),
     cost=_cost,
     examples=EXAMPLES,
     make=cross_entropy_arguments,
@@ -334,7 +326,7 @@ cross_entropy_op = Op(
 cross_entropy_gradient_op = Op(
     name="cross_entropy_gradient",
     reference=_gradient_reference,
-    problem=_gradient_problem,
+    problem=lambda logits, *_: Problem(logits.dtype, logits.shape[1], True),
     cost=_gradient_cost,
     examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,
@@ -344,7 +336,7 @@ cross_entropy_gradient_op = Op(
 cross_entropy_gradient_in_place_op = Op(
     name="cross_entropy_gradient_in_place",
     reference=_in_place_reference,
-    problem=_gradient_problem,
+    problem=lambda logits, *_: Problem(logits.dtype, logits.shape[1], True),
     cost=_gradient_cost,
     examples=tuple(example.then(_with_scale) for example in EXAMPLES),
     make=cross_entropy_gradient_arguments,

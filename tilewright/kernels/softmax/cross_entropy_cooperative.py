@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.device.cooperative_rows import PART_BYTES, packed, places, start_of, starts
-from tilewright.kernels.launch.shapes import rows_of
+from tilewright.kernels.launch.shapes import ceil_div, rows_of
 from tilewright.kernels.softmax.cooperative import joined, own_sums, take_part
 from tilewright.tune.space import Config
 
@@ -115,7 +115,7 @@ def launch_split(
     rows, vocab = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     where = starts(logits, grad)
-    parts = triton.cdiv(vocab + 7 * (where == "lead"), PART_BYTES // logits.element_size())
+    parts = ceil_div(vocab + 7 * (where == "lead"), PART_BYTES // logits.element_size())
     if rows:
         sums = torch.empty(2 + (smoothing != 0), rows, parts, dtype=torch.float32, device=logits.device)
         counters = torch.zeros(1 + rows, dtype=torch.int32, device=logits.device)
@@ -123,7 +123,7 @@ def launch_split(
             logits, targets, scale, loss, grad, sums, counters,
             rows, rows_of(logits)[1], rows_of(grad)[1], scale.stride(0), ignore_index, smoothing, z_loss,
             V=vocab, SMOOTHED=smoothing != 0, PARTS=parts, STARTS=where,
-            WIDTH=triton.cdiv(vocab + 7 * (where == "lead"), 8 * parts) * 8,
+            WIDTH=ceil_div(vocab + 7 * (where == "lead"), 8 * parts) * 8,
             maxnreg=1024 // config["num_warps"], **config,
         )  # fmt: skip
     return loss

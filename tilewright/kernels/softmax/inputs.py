@@ -1,10 +1,8 @@
 """Example arguments of softmax, the losses and their gradients from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "cross_entropy_arguments",
@@ -13,8 +11,6 @@ __all__ = [
     "softmax_arguments",
     "softmax_backward_arguments",
 ]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 

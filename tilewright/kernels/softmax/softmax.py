@@ -24,7 +24,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.row_space import Rows, row_problem, row_space
-from tilewright.kernels.launch.shapes import rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, rows_of, rows_ready
 from tilewright.kernels.softmax.cooperative import LOG_SPLIT, SPLIT, split_first
 from tilewright.kernels.softmax.inputs import softmax_arguments
 from tilewright.kernels.softmax.work import softmax_work
@@ -167,7 +167,7 @@ def _run(config: Config, x: Tensor, log: bool) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
     if rows:
-        _softmax_kernel[(triton.cdiv(rows, config["BLOCK_T"]),)](x, y, rows, row_stride, D=x.shape[-1], LOG=log, **config)
+        _softmax_kernel[(ceil_div(rows, config["BLOCK_T"]),)](x, y, rows, row_stride, D=x.shape[-1], LOG=log, **config)
     return y
 
 

@@ -3,11 +3,9 @@
 # B images, S their height and width, N channels, K the window's height and width
 """
 
-from typing import Any
-
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "avg_pool_arguments",
@@ -19,7 +17,6 @@ __all__ = [
 ]
 
 _BF16 = torch.bfloat16
-Args = tuple[Any, ...]
 
 
 def _geometry(S: int, K: int, stride: int, adaptive: int) -> tuple[int, tuple[list[int], ...]]:

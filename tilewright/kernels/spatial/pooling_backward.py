@@ -66,10 +66,6 @@ def _avg_reference(
     return wide.to(dy.dtype).contiguous()
 
 
-def _max_fake(dy: Tensor, indices: Tensor, size: list[int], *_: Any) -> Tensor:
-    return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
-
-
 def _avg_fake(dy: Tensor, size: list[int], *_: Any) -> Tensor:
     return dy.new_empty((dy.shape[0], *size, dy.shape[4]))
 
@@ -208,7 +204,7 @@ max_pool_backward_op = Op(
     cost=_max_cost,
     examples=tuple(_max_example(case.label, case) for case in MAX_CASES),
     make=max_pool_backward_arguments,
-    fake=_max_fake,
+    fake=lambda dy, indices, size, *_: dy.new_empty((dy.shape[0], *size, dy.shape[4])),
     impls=(Impl(name="triton", launch=_run, space=SPACE, batch_invariant=True),),
 )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.spatial.inputs import upsample_arguments
 from tilewright.kernels.spatial.pooling import SPACE, Problem, place_of
-from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.op import Args, Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = [
@@ -109,11 +109,9 @@ CASES = (
 )
 
 
-def _example(case: Case) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        return inputs.randn(*case.shape, dtype=case.dtype), case.out, case.mode, case.num, case.den, case.corners
-
-    return Example(case.label, make)
+@Example.of
+def _example(inputs: Inputs, case: Case) -> Args:
+    return inputs.randn(*case.shape, dtype=case.dtype), case.out, case.mode, case.num, case.den, case.corners
 
 
 # ---- kernel
@@ -211,7 +209,7 @@ upsample_op = Op(
     reference=_reference,
     problem=upsample_problem,
     cost=_cost,
-    examples=tuple(map(_example, CASES)),
+    examples=tuple(_example(case.label, case) for case in CASES),
     make=upsample_arguments,
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),

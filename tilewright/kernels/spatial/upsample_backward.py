@@ -30,7 +30,7 @@ from tilewright.kernels.spatial.upsample import (
     resampling,
     upsample_problem,
 )
-from tilewright.op import Example, Impl, Inputs, Op
+from tilewright.op import Args, Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = ["upsample_backward_op"]
@@ -52,12 +52,10 @@ def _cost(dy: Tensor, size: list[int], *more: Any) -> Cost:
     return Cost(flops=2 * dy.numel(), bytes=dy.nbytes + dy.shape[0] * size[0] * size[1] * dy.shape[3] * dy.element_size())
 
 
-def _example(case: Case) -> Example:
-    def make(inputs: Inputs) -> tuple[Any, ...]:
-        dy = inputs.randn(case.shape[0], *case.out, case.shape[3], dtype=case.dtype)
-        return dy, list(case.shape[1:3]), case.mode, case.num, case.den, case.corners
-
-    return Example(case.label, make)
+@Example.of
+def _example(inputs: Inputs, case: Case) -> Args:
+    dy = inputs.randn(case.shape[0], *case.out, case.shape[3], dtype=case.dtype)
+    return dy, list(case.shape[1:3]), case.mode, case.num, case.den, case.corners
 
 
 # ---- kernel
@@ -145,7 +143,7 @@ upsample_backward_op = Op(
     reference=_reference,
     problem=upsample_problem,
     cost=_cost,
-    examples=tuple(map(_example, CASES)),
+    examples=tuple(_example(case.label, case) for case in CASES),
     make=upsample_backward_arguments,
     fake=_fake,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),

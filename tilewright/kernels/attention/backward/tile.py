@@ -20,7 +20,7 @@ from tilewright.kernels.attention.backward.problem import Gradients, Problem, em
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM, LOG2_E
 from tilewright.kernels.attention.tile_masks import capped, load_rows, queries_that_see, seen_by, sequence, strides_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -310,7 +310,7 @@ def _launch(
     total_q, behind = q.shape[:-2].numel(), 0 if causal else right
     blocks = {"BLOCK_D": max(16, next_pow2(d)), "BLOCK_DV": max(16, next_pow2(width))}
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
-    tiles = triton.cdiv(max_q, 64)
+    tiles = ceil_div(max_q, 64)
     _delta_kernel[(tiles * batch * heads,)](
         do, out, delta, cu_q, tiles, max_q, total_q, heads, *strides_of(do, out), DV=width, BLOCK_M=64,
         BLOCK_DV=blocks["BLOCK_DV"],
@@ -321,11 +321,11 @@ def _launch(
     strides = strides_of(do, q, k, v)
     constants = {"D": d, "DV": width, "LEFT": left is not None, "RIGHT": behind is not None, "SOFTCAP": softcap is not None}
     constants |= {"PREFIX": prefix > 0 or prefixes is not None, **blocks, **config}
-    tiles = triton.cdiv(max_k, config["TILE"])
+    tiles = ceil_div(max_k, config["TILE"])
     _keys_kernel[(tiles * batch * groups,)](
         do, q, k, v, lse, delta, dk, dv, cu_q, cu_k, prefixes, slopes, tiles, *numbers, *strides, **constants
     )
-    tiles = triton.cdiv(max_q, config["TILE"])
+    tiles = ceil_div(max_q, config["TILE"])
     _queries_kernel[(tiles * batch * heads,)](
         do, q, k, v, lse, delta, dq, cu_q, cu_k, prefixes, slopes, tiles, *numbers, *strides, **constants
     )

@@ -31,7 +31,6 @@ Not supported: packed sequences, windows and what bends scores, the log-sum-exp 
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,10 +101,6 @@ def _reference(
     return out.transpose(1, 2).to(q.dtype).contiguous()
 
 
-def _fake(q: Tensor, *_: Any) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
-
 # ---- cost and examples
 
 
@@ -156,7 +151,7 @@ scaled_attention_op = Op(
     examples=EXAMPLES,
     impls=(SM90, TRITON),
     make=scaled_attention_arguments,
-    fake=_fake,
+    fake=lambda q, *_: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     rows_in_problem=True,
     roundings=2,  # the weights, then the result
     codes_inside=True,

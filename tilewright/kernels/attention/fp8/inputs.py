@@ -2,17 +2,14 @@
 
 # B sequences, H query heads, G key/value heads, D head dim
 
-from typing import Any
-
 import torch
 
 from tilewright.kernels.attention.fp8.layout import KEYS, padded_rows
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["quantize_keys_values_arguments", "scaled_attention_arguments"]
 
 _BF16 = torch.bfloat16
-Args = tuple[Any, ...]
 
 
 def quantize_keys_values_arguments(

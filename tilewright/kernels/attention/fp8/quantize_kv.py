@@ -131,10 +131,6 @@ class Problem(NamedTuple):
     format: str
 
 
-def _problem(k: Tensor, v: Tensor, format: str) -> Problem:
-    return Problem(k.dtype, k.shape[-1], format)
-
-
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.format == "fp8" and device.arch < 89:
         return f"fp8 needs the conversions of sm_89, this is sm_{device.arch}; int8 runs here"
@@ -280,7 +276,7 @@ def _launch(config: Config, k: Tensor, v: Tensor, format: str) -> Coded:
 quantize_keys_values_op = Op(
     name="quantize_keys_values",
     reference=_reference,
-    problem=_problem,
+    problem=lambda k, v, format: Problem(k.dtype, k.shape[-1], format),
     cost=_cost,
     examples=EXAMPLES,
     make=quantize_keys_values_arguments,

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tilewright.kernels.attention.fp8.sm90_schedule import CONSUMERS, KEYS, PLACE, ROWS, SLOT, deal_tiles, load_tiles
-from tilewright.kernels.hopper.primitives import block_barrier, release, store_box, take
+from tilewright.kernels.hopper.primitives import block_barrier, release, row_parts, scaled_rows, store_box, take
 from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["scaled_attention_sm90_kernel"]
@@ -107,14 +107,6 @@ def _masked(s, n, row, offset, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _row_parts(p):
-    """Sums along the rows of what each thread has: [rows, 4], one column for each of the threads that share a row."""
-    # What wgmma deals out: a thread has pairs of columns, 8 apart.
-    apart = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(apart, 3), 1)
-
-
-@gluon.jit
 def _exponentials(s, m, factor, CHECK: gl.constexpr):
     """(2^8 p, m', 2^(m - m')) of a block's scores; m' is whole. CHECK: a row may have seen no key yet; its m is -inf."""
     high = gl.maximum(m, gl.ceil(gl.max(s, 1) * factor))
@@ -122,13 +114,6 @@ def _exponentials(s, m, factor, CHECK: gl.constexpr):
     if CHECK:
         base = gl.where(high == float("-inf"), 0.0, high)
     return gl.exp2(s * gl.expand_dims(factor, 1) - gl.expand_dims(base - _TOP, 1)), high, gl.exp2(m - base)
-
-
-@gluon.jit
-def _scaled_rows(x, alpha):
-    """x [rows, any] times alpha [rows]. Each thread has the alphas of its rows."""
-    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return x * gl.expand_dims(gl.convert_layout(alpha, layout, assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -218,7 +203,7 @@ def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, 
     if n >= whole:
         s = _masked(s, n, row, offset, keys, CAUSAL)
     e, m, alpha = _exponentials(s, m, factor * k_scale, CAUSAL)
-    l = _scaled_rows(l, alpha) + _row_parts(e)
+    l = scaled_rows(l, alpha) + row_parts(e)
     # Before the weights are packed: the assembler then keeps packing and exponentials apart.
     mbarrier.wait(full.index(stage), it // STAGES & 1)
     p = _packed(e)
@@ -322,7 +307,7 @@ def _attend(
         row, head, _last = place
         row += wg * ROWS
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s.type.layout))
-        l = _row_parts(gl.zeros_like(s))
+        l = row_parts(gl.zeros_like(s))
         o = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
         state = (s, o, m, l, k_scale, v_scale)
         seen = (row, keys - queries, keys, whole)

@@ -16,7 +16,7 @@ from tilewright.hw.device import Device
 from tilewright.kernels.attention.fp8.layout import Problem
 from tilewright.kernels.attention.problem import LOG2_E
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -193,7 +193,7 @@ def _launch(
         return out
     if not keys:
         return out.zero_()
-    tiles = triton.cdiv(queries, config["BLOCK_M"])
+    tiles = ceil_div(queries, config["BLOCK_M"])
     scaled_attention_kernel[(tiles * batch * heads,)](
         q, k, v, k_scale, v_scale, out, tiles, queries, keys, heads, heads // k.shape[1], k.shape[2], scale * LOG2_E,
         *q.stride()[:3], *v.stride()[:3],

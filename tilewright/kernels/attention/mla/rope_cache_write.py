@@ -22,22 +22,15 @@ from torch import Tensor
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.checks import check_slots
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, rows_of, rows_ready, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
 __all__ = ["mla_rope_write", "mla_rope_write_op"]
 
 # ---- reference
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    if interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def _reference(
@@ -48,10 +41,10 @@ def _reference(
     wide = torch.promote_types(kv.dtype, torch.float32)
     latent, key = kv.to(wide).split((weight.shape[0], turned.shape[2]), -1)
     latent = latent * torch.rsqrt(latent.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
-    row = torch.cat((latent, _rotate(key, cos, sin, interleaved)), -1).to(kv.dtype)
+    row = torch.cat((latent, rotated(key, cos, sin, interleaved)), -1).to(kv.dtype)
     live = slots >= 0
     cache.view(-1, cache.shape[2])[slots[live]] = row[live]
-    return torch.cat((lead, _rotate(turned.to(wide), cos[:, None], sin[:, None], interleaved).to(lead.dtype)), -1)
+    return torch.cat((lead, rotated(turned.to(wide), cos[:, None], sin[:, None], interleaved).to(lead.dtype)), -1)
 
 
 def _cost(lead: Tensor, turned: Tensor, kv: Tensor, *rest: object) -> Cost:
@@ -69,10 +62,6 @@ class Problem(NamedTuple):
     lead: int
     rotated: int
     rank: int
-
-
-def _problem(lead: Tensor, turned: Tensor, kv: Tensor, weight: Tensor, *rest: object) -> Problem:
-    return Problem(lead.dtype, lead.shape[1], lead.shape[2], turned.shape[2], weight.shape[0])
 
 
 # 4096 numbers a program: 32 a thread, and the 128 heads of one token still spread over several programs.
@@ -178,7 +167,7 @@ def _launch(
     (tokens, heads, width), rotated, rank = lead.shape, turned.shape[2], weight.shape[0]
     q = torch.empty((tokens, heads, width + rotated), dtype=lead.dtype, device=lead.device)
     if tokens:
-        _mla_rope_write_kernel[(tokens, 1 + triton.cdiv(heads, config["BLOCK_H"]))](
+        _mla_rope_write_kernel[(tokens, 1 + ceil_div(heads, config["BLOCK_H"]))](
             lead, turned, kv, weight, positions, cos_sin, cache, slots, q,
             cache.shape[0] * cache.shape[1], cos_sin.shape[0],
             token_stride(lead), lead.stride(1), token_stride(turned), turned.stride(1), rows_of(kv)[1], eps,
@@ -193,7 +182,9 @@ mla_rope_write_op = Op(
     reference=_reference,
     fake=lambda lead, turned, *rest: lead.new_empty(*lead.shape[:2], lead.shape[2] + turned.shape[2]),
     mutates=("cache",),
-    problem=_problem,
+    problem=lambda lead, turned, kv, weight, *_: Problem(
+        lead.dtype, lead.shape[1], lead.shape[2], turned.shape[2], weight.shape[0]
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

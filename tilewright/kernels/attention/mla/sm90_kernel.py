@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewright.kernels.hopper.primitives import clear_end, load_box, release
+from tilewright.kernels.hopper.primitives import clear_end, load_box, release, scaled_rows
 from tilewright.kernels.hopper.ring import barriers
 
 __all__ = ["mla_sm90_kernel"]
@@ -97,13 +97,6 @@ def _exponentials(s, m, scale):
     high = gl.maximum(m, gl.max(s, 1))
     base = gl.where(high == float("-inf"), 0.0, high)
     return gl.exp2(s * scale - gl.expand_dims(base * scale, 1)), high, gl.exp2((m - base) * scale)
-
-
-@gluon.jit
-def _scaled_rows(x, alpha):
-    """x [rows, any] times alpha [rows]. Each thread has the alphas of its rows."""
-    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    return x * gl.expand_dims(gl.convert_layout(alpha, layout, assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -181,7 +174,7 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         before = j - 1
         _hand_over(e, alpha, bufs, bars, before, dtype)
         p = gl.convert_layout(e.to(dtype), P_LAYOUT, assert_trivial=True)
-        o = _scaled_rows(o, alpha)
+        o = scaled_rows(o, alpha)
         o = warpgroup_mma(p, k_wide.index(before % STAGES * 2), o, is_async=True)
         s = _scores(bufs, full, j)
         o, p = warpgroup_mma_wait(3, deps=(o, p))
@@ -193,7 +186,7 @@ def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
         l = l * alpha + gl.sum(e, 1)
     _hand_over(e, alpha, bufs, bars, count - 1, dtype)
     p = gl.convert_layout(e.to(dtype), P_LAYOUT, assert_trivial=True)
-    o = _scaled_rows(o, alpha)
+    o = scaled_rows(o, alpha)
     o = warpgroup_mma(p, k_wide.index((count - 1) % STAGES * 2), o, is_async=True)
     o, p = warpgroup_mma_wait(0, deps=(o, p))
     share = gl.where(l == 0.0, 0.0, 1.0 / l)

@@ -18,7 +18,7 @@ from tilewright.kernels.attention.mla.problem import Problem
 from tilewright.kernels.attention.paged.configs import room_of
 from tilewright.kernels.attention.paged.tile_mainloop import length_of, pages_of, sequence_of
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -149,7 +149,7 @@ def combine_splits(part: Tensor, lse: Tensor, o: Tensor, scales: Tensor | None =
     # One tile, asked for at once, and a warp alone with it: nobody waits but for its own numbers (docs/log.md).
     most, columns = next_pow2(splits), min(64, next_pow2(rank))
     rows = max(1, _NUMBERS // (most * columns))
-    _combine_kernel[(triton.cdiv(tokens * heads, rows), triton.cdiv(rank, columns))](
+    _combine_kernel[(ceil_div(tokens * heads, rows), ceil_div(rank, columns))](
         part, scales, lse, o, tokens * heads, splits, R=rank, MOST=most, ROWS=rows, BLOCK_R=columns, num_warps=1,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def _launch(
     if splits > 1:
         part = torch.empty((tokens, heads, splits, rank), dtype=torch.float32, device=q.device)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=q.device)
-    grid = (tokens // (block_m // block_heads) + batch, triton.cdiv(heads, block_heads), splits)
+    grid = (tokens // (block_m // block_heads) + batch, ceil_div(heads, block_heads), splits)
     _mla_kernel[grid](
         q, cache, block_table, kv_lens, cu_q, o, part, lse, batch, tokens, cache.shape[0], room_of(cache, block_table),
         block_table.stride(0), scale * _LOG2_E,

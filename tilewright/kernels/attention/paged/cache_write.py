@@ -29,7 +29,7 @@ from tilewright.kernels.attention.paged.configs import CODES, misfit, value_shap
 from tilewright.kernels.attention.paged.inputs import kv_write_arguments
 from tilewright.kernels.device.quantize import UNFUSED, encode_tile, magnitude, scales_of
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
 
@@ -111,10 +111,6 @@ class Problem(NamedTuple):
     kv_heads: int
     head_dim: int
     cache: torch.dtype
-
-
-def _problem(k: Tensor, v: Tensor, k_cache: Tensor, *rest: object) -> Problem:
-    return Problem(k.dtype, 0, k.shape[1], k.shape[2], k_cache.dtype)
 
 
 def refuse_cache(device: Device, problem: Problem) -> str | None:
@@ -241,7 +237,7 @@ def _launch(
 ) -> None:  # fmt: skip
     tokens, kv_heads, dim = k.shape
     if tokens:
-        _kernel[(tokens, triton.cdiv(kv_heads, config["BLOCK_H"]))](
+        _kernel[(tokens, ceil_div(kv_heads, config["BLOCK_H"]))](
             k, v, k_cache, v_cache, k if k_scale is None else k_scale, v if v_scale is None else v_scale, slots,
             room_of_cache(k_cache), token_stride(k), token_stride(v),
             K_HEAD_STRIDE=k.stride(1), V_HEAD_STRIDE=v.stride(1), G=kv_heads, D=dim, S=k_cache.shape[2],
@@ -254,7 +250,7 @@ kv_cache_write_op = Op(
     reference=write_reference,
     fake=lambda *args: None,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    problem=_problem,
+    problem=lambda k, v, k_cache, *_: Problem(k.dtype, 0, k.shape[1], k.shape[2], k_cache.dtype),
     cost=_cost,
     examples=EXAMPLES,
     make=kv_write_arguments,

@@ -73,10 +73,6 @@ class Problem(NamedTuple):
     pages: int
 
 
-def _problem(slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: int, *out: Tensor) -> Problem:
-    return Problem(table.shape[1])
-
-
 SPACE = Space(
     default=lambda device, problem: {"BLOCK_W": 128, "num_warps": 1}, axes={"BLOCK_W": (32, 128, 512), "num_warps": (1, 4)}
 )
@@ -86,10 +82,10 @@ def decode_inputs_arguments(
     inputs: Inputs, *, M: int, N: int = 256, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor | int, ...]:
     """M rows in the slots of M sequences, whose tables have N pages of 16 tokens; two more slots, one of them for padding."""
-    return _arguments(inputs, rows=M, pages=N, page_size=16, padding=0)
+    return _arguments(inputs, rows=M, pages=N, page_size=16)
 
 
-def _arguments(inputs: Inputs, *, rows: int, pages: int, page_size: int, padding: int) -> tuple[Tensor | int, ...]:
+def _arguments(inputs: Inputs, *, rows: int, pages: int, page_size: int, padding: int = 0) -> tuple[Tensor | int, ...]:
     slots = torch.cat([inputs.permutation(rows + 1)[: rows - padding], inputs.randint(rows + 1, rows + 2, padding)])
     lines = inputs.randint(-(2**62), 2**62, rows + 2, LINE_WORDS)
     lines[:, 0] = inputs.randint(0, pages * page_size, rows + 2)
@@ -109,10 +105,7 @@ def _arguments(inputs: Inputs, *, rows: int, pages: int, page_size: int, padding
     )  # fmt: skip
 
 
-def _example(label: str, rows: int, pages: int, page_size: int, padding: int = 0) -> Example:
-    return Example(label, lambda inputs: _arguments(inputs, rows=rows, pages=pages, page_size=page_size, padding=padding))
-
-
+_example = Example.sized(_arguments)
 EXAMPLES = (
     _example("rows", 5, 40, 16),
     _example("padding", 4, 200, 4, padding=2),
@@ -171,7 +164,7 @@ decode_inputs_op = Op(
     reference=_reference,
     fake=lambda *args: None,
     mutates=("lines", *_OUT),
-    problem=_problem,
+    problem=lambda slots, lines, last, table, *_: Problem(table.shape[1]),
     cost=_cost,
     examples=EXAMPLES,
     make=decode_inputs_arguments,

@@ -8,7 +8,6 @@ a sequence. What `varlen_sm90` refuses for the same reasons, and the boxes of bo
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -19,7 +18,7 @@ from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm9
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.shapes import next_pow2, token_stride
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl
 from tilewright.tune.model import Work
 from tilewright.tune.space import Config, Space
@@ -102,7 +101,7 @@ def _launch(
     group, queries = heads // kv_heads, 1 if max_q_len == 1 else 16
     block_r = next_pow2(queries * group)
     device = card_of(q)
-    most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, _ROWS)
+    most = batch * kv_heads * ceil_div(block_table.shape[1] * page_size, _ROWS)
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * queries * group * (dim + 2), dtype=torch.float32, device=q.device)
     out = (q, o, part, tickets(q.device, batch * kv_heads), q if sinks is None else sinks)

@@ -1,15 +1,11 @@
 """Example arguments of paged attention and of what writes to its cache from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["attention_arguments", "capped_arguments", "kv_write_arguments", "rope_write_arguments"]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 

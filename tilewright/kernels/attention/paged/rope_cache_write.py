@@ -33,26 +33,15 @@ from tilewright.kernels.attention.paged.cache_write import (
 )
 from tilewright.kernels.attention.paged.inputs import rope_write_arguments
 from tilewright.kernels.device.quantize import encode_tile, magnitude, scales_of
+from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.shapes import next_pow2, token_stride, tokens_ready
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
 __all__ = ["rope_kv_write", "rope_kv_write_op"]
 
 # ---- reference
-
-
-def _rotate(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R dims of each head of wide [T, heads, D] by cos, sin [T, 1, R/2]."""
-    half = cos.shape[-1]
-    rest = wide.shape[-1] - 2 * half
-    if interleaved:
-        first, second = wide[..., 0 : 2 * half : 2], wide[..., 1 : 2 * half : 2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-        return torch.cat((turned, wide[..., 2 * half :]), -1)
-    first, second, *unturned = wide.split((half, half, rest) if rest else half, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, *unturned), -1)
 
 
 def _head_norm(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,7 +60,7 @@ def _reference(
         both = torch.cat((q, k), 1).to(wide)
     else:
         both = torch.cat((_head_norm(q.to(wide), q_norm, eps), _head_norm(k.to(wide), k_norm, eps)), 1)
-    q_turned, k_turned = _rotate(both, cos, sin, interleaved).split(heads, 1)
+    q_turned, k_turned = rotated(both, cos, sin, interleaved).split(heads, 1)
     write_reference(k_turned if k_scale is not None else k_turned.to(k.dtype), v, k_cache, v_cache, slots, k_scale, v_scale)
     return q_turned.to(q.dtype).contiguous()
 
@@ -87,10 +76,6 @@ def _cost(
 
 
 # ---- problem and examples
-
-
-def _problem(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, k_cache: Tensor, *rest: object) -> Problem:
-    return Problem(q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype)
 
 
 @Example.of
@@ -221,7 +206,7 @@ def _launch(
     tokens, q_heads, dim = q.shape
     kv_heads, rotated = k.shape[1], 2 * cos_sin.shape[2]
     q_out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
-    blocks = triton.cdiv(q_heads, config["BLOCK_H"]) + 2 * triton.cdiv(kv_heads, config["BLOCK_H"])
+    blocks = ceil_div(q_heads, config["BLOCK_H"]) + 2 * ceil_div(kv_heads, config["BLOCK_H"])
     if tokens:
         _rope_kv_write_kernel[(tokens, blocks)](
             q, k, v, positions, cos_sin, k_cache, v_cache,
@@ -242,7 +227,9 @@ rope_kv_write_op = Op(
     reference=_reference,
     fake=lambda q, *rest: torch.empty(q.shape, dtype=q.dtype, device=q.device),
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
-    problem=_problem,
+    problem=lambda q, k, v, positions, cos_sin, k_cache, *_: Problem(
+        q.dtype, q.shape[1], k.shape[1], q.shape[2], k_cache.dtype
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=rope_write_arguments,

@@ -26,7 +26,7 @@ from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalis
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.shapes import next_pow2, token_stride
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config
 
@@ -237,7 +237,7 @@ def _launch(
     block_r = next_pow2(rows)
     # Meta tensors: compiled for a card that is not here.
     device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
-    most = batch * kv_heads * triton.cdiv(block_table.shape[1] * page_size, config["BLOCK_N"])
+    most = batch * kv_heads * ceil_div(block_table.shape[1] * page_size, config["BLOCK_N"])
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * rows * (block_d + 2), dtype=torch.float32, device=q.device)
     k_codes, v_codes = codes_of(k_cache), codes_of(v_cache)

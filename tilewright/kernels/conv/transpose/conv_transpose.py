@@ -90,10 +90,7 @@ def _cost(
     return Cost(flops=2 * s.pixels * s.o * s.taps * (s.c // groups), bytes=moved)
 
 
-def _example(label: str, n: int, c: int, h: int, o: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: conv_transpose_arguments(inputs, N=n, C=c, H=h, O=o, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(conv_transpose_arguments)
 EXAMPLES = (
     _example("double", 2, 32, 4, 24, 2, S=2, bias=True, activation="relu"),
     _example("phases", 1, 40, 3, 128, 3, S=2, P=1, dtype=torch.bfloat16),

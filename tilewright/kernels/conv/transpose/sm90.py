@@ -36,8 +36,6 @@ _LARGEST_STRIDE = 4
 def _refuse(device: Device, problem: Problem) -> str | None:
     if (reason := refuse_boxes(device, problem)) is not None:
         return reason
-    if problem.groups != 1:
-        return "does not take groups"
     if not problem.aligned or problem.o % 8 or problem.c % 8:
         return "needs tensors that start at multiples of 16 bytes, and channels that are a multiple of them"
     if max(problem.stride) > _LARGEST_STRIDE:

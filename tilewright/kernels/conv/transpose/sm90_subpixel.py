@@ -63,8 +63,6 @@ _BLOCK_M = 128
 def _refuse(device: Device, problem: Problem) -> str | None:
     if (reason := refuse_boxes(device, problem)) is not None:
         return reason
-    if problem.groups != 1:
-        return "does not take groups"
     if problem.stride[1:] != (2, 2) or problem.dilation[1:] != (1, 1):
         return "takes a stride of 2 in both of two dims, without dilation"
     if min(problem.padding) < 0:

@@ -36,7 +36,7 @@ from tilewright.kernels.conv.problem import Sizes, sizes_of
 from tilewright.kernels.conv.reference import plain_padding
 from tilewright.kernels.conv.weight_gradient.sm90 import WEIGHT_GRADIENT_SM90
 from tilewright.kernels.device.dot import dot
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -112,30 +112,21 @@ def _sizes(
     return sizes_of(x, _shaped(dy, x, groups, kernel), stride, padding, dilation, groups, dy.shape[1:-1])
 
 
-def _problem(
-    dy: Tensor, x: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    kernel: Sequence[int],
-) -> Problem:  # fmt: skip
-    s = _sizes(dy, x, stride, padding, dilation, groups, kernel)
+def _problem(dy: Tensor, x: Tensor, *window: Any) -> Problem:
+    s = _sizes(dy, x, *window)
     aligned = (dy.data_ptr() | x.data_ptr()) % 16 == 0
     return Problem(
-        x.dtype, next_pow2(s.pixels) if s.pixels else 0, s.o, s.c, groups, s.kernel, s.stride, s.dilation, aligned, s.deep
+        x.dtype, next_pow2(s.pixels) if s.pixels else 0, s.o, s.c, s.groups, s.kernel, s.stride, s.dilation, aligned, s.deep
     )  # fmt: skip
 
 
-def _cost(
-    dy: Tensor, x: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
-    kernel: Sequence[int],
-) -> Cost:  # fmt: skip
-    s = _sizes(dy, x, stride, padding, dilation, groups, kernel)
-    weights = s.o * s.taps * (s.c // groups)
+def _cost(dy: Tensor, x: Tensor, *window: Any) -> Cost:
+    s = _sizes(dy, x, *window)
+    weights = s.o * s.taps * (s.c // s.groups)
     return Cost(flops=2 * s.pixels * weights, bytes=dy.nbytes + x.nbytes + weights * x.element_size())
 
 
-def _example(label: str, n: int, c: int, h: int, o: int, k: int = 3, **more: object) -> Example:
-    return Example(label, lambda inputs: conv_weight_gradient_arguments(inputs, N=n, C=c, H=h, O=o, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(conv_weight_gradient_arguments)
 EXAMPLES = (
     _example("3x3", 2, 64, 7, 40),
     _example("split", 8, 24, 9, 16, 1, dtype=torch.bfloat16),
@@ -282,27 +273,24 @@ def _add_kernel(parts_ptr, out_ptr, SPLIT, COUNT: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < COUNT)
 
 
-def _launch(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> Tensor:  # fmt: skip
-    s = _sizes(dy, x, stride, padding, dilation, groups, kernel)
-    dw = torch.empty((s.o, *kernel, s.c // groups), dtype=x.dtype, device=x.device)
+def _launch(config: Config, dy: Tensor, x: Tensor, *window: Any) -> Tensor:
+    s, groups = _sizes(dy, x, *window), window[-2]
+    dw = torch.empty((s.o, *window[-1], s.c // groups), dtype=x.dtype, device=x.device)
     if not s.pixels or not dw.numel():
         return dw.zero_()
     split, block_k = config["SPLIT"], 128 // x.element_size()
     rows, together = tiles_of(s.o, groups, config["BLOCK_M"])
-    tiles = rows * triton.cdiv(s.taps * together * (s.c // groups), config["BLOCK_N"])
+    tiles = rows * ceil_div(s.taps * together * (s.c // groups), config["BLOCK_N"])
     parts = dw if split == 1 else torch.empty((split, dw.numel()), dtype=torch.float32, device=x.device)
     (kd, kh, kw), (sd, sh, sw), (dd, dh, dw_) = s.kernel, s.stride, s.dilation
     _gradient_kernel[(tiles, split)](
-        dy, x, parts, s.pixels, triton.cdiv(triton.cdiv(s.pixels, block_k), split), *s.x, *s.y, *s.padding,
+        dy, x, parts, s.pixels, ceil_div(ceil_div(s.pixels, block_k), split), *s.x, *s.y, *s.padding,
         *divisor(s.y[0]), *divisor(s.y[1]), *divisor(s.y[2]), C=s.c, O=s.o, GROUPS=groups,
         KD=kd, KH=kh, KW=kw, SD=sd, SH=sh, SW=sw, DD=dd, DH=dh, DW=dw_, DEEP=s.deep, TOGETHER=together, BLOCK_K=block_k,
         **{key: value for key, value in config.items() if key != "SPLIT"},
     )  # fmt: skip
     if split > 1:
-        _add_kernel[(triton.cdiv(dw.numel(), 256),)](parts, dw, split, COUNT=dw.numel(), BLOCK=256)
+        _add_kernel[(ceil_div(dw.numel(), 256),)](parts, dw, split, COUNT=dw.numel(), BLOCK=256)
     return dw
 
 

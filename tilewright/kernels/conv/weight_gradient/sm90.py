@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from tilewright.hw.device import Device
 from tilewright.kernels.conv.problem import sizes_of
 from tilewright.kernels.conv.sm90_im2col import fetched_box
-from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
+from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON, corner
 from tilewright.kernels.hopper.descriptors import card_of, descriptor
 from tilewright.kernels.hopper.primitives import load_box, viewed
 from tilewright.kernels.hopper.ring import new_ring
@@ -72,13 +72,6 @@ def _refuse(device: Device, problem: Any) -> str | None:
 
 
 @gluon.jit
-def _corner(box, boxes_h, boxes_w, shape: gl.constexpr):
-    """(row, image, column) of the first pixel of a box; an image that does not exist for boxes beyond the last one."""
-    row = box // boxes_w
-    return row % boxes_h * shape[0], row // boxes_h * shape[1], box % boxes_w * shape[2]
-
-
-@gluon.jit
 def _tile(tiles_c, KW: gl.constexpr):
     """(block of dy's channels, of x's channels, column of the filter) of this program."""
     tile = gl.program_id(0)
@@ -108,7 +101,7 @@ def _load_boxes(
     for step in range(gl.program_id(1) * share, gl.minimum(gl.program_id(1) * share + share, steps)):
         bar = at.fill((2 * 64 * WIDTH + BOXES * ROWS * X[1] * X[2] * 64) * 2)
         for b in gl.static_range(BOXES):
-            p, n, q = _corner(step * BOXES + b, boxes_h, boxes_w, X)
+            p, n, q = corner(step * BOXES + b, boxes_h, boxes_w, X)
             unit = (at.stage * BOXES + b) * UNITS
             _load_units(x_desc, units, unit, bar, [p - PAD_H, n, q + s - PAD_W, tile_c * 64])
             if KH > 1:
@@ -219,19 +212,13 @@ def _add_kernel(parts_ptr, out_ptr, PARTS, COUNT: tl.constexpr, AT_ONCE: tl.cons
 # ---- launcher
 
 
-def _key(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> tuple[Any, ...]:  # fmt: skip
-    return x.get_device(), x.dtype, dy.shape, x.shape, *padding, *kernel
+def _key(config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], *rest: Any) -> tuple[Any, ...]:
+    return x.get_device(), x.dtype, dy.shape, x.shape, *padding, *rest[-1]
 
 
-def _launch(
-    config: Config, dy: Tensor, x: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    kernel: list[int],
-) -> Tensor:  # fmt: skip
-    dw = torch.empty((dy.shape[-1], *kernel, x.shape[-1]), dtype=x.dtype, device=x.device)
-    _PLANS.fill(config, dw, (dy, x, stride, padding, dilation, groups, kernel), (dy, x, dw))
+def _launch(config: Config, dy: Tensor, x: Tensor, *window: Any) -> Tensor:
+    dw = torch.empty((dy.shape[-1], *window[-1], x.shape[-1]), dtype=x.dtype, device=x.device)
+    _PLANS.fill(config, dw, (dy, x, *window), (dy, x, dw))
     return dw
 
 

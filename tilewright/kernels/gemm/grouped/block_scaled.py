@@ -112,10 +112,7 @@ def _cost(
     return Cost(flops=2 * rows * n * k, bytes=moved + bounds.nbytes)
 
 
-def _example(label: str, experts: int, rows: int, n: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: grouped_block_arguments(inputs, X=experts, M=rows, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(grouped_block_arguments)
 EXAMPLES = (
     _example("rows", 3, 90, 160, 256, skew="random"),
     _example("decode", 4, 5, 64, 128, skew="random", bias=True),

@@ -3,14 +3,13 @@
 # X experts, M rows of all experts, N rows of an expert's weight, K shared
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewright.kernels.gemm.quantized.inputs import scaled_linear_arguments
 from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = [
     "SKEWS",
@@ -22,7 +21,6 @@ __all__ = [
     "row_offsets",
 ]
 
-Args = tuple[Any, ...]
 
 SKEWS = ("even", "random", "one", "tail")
 """How rows are dealt out: as evenly as may be, at random, all to one expert, or half of them to nobody."""

@@ -79,10 +79,7 @@ def _fake(
 # ---- examples
 
 
-def _example(label: str, experts: int, rows: int, n: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: grouped_arguments(inputs, X=experts, M=rows, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(grouped_arguments)
 EXAMPLES = (
     _example("decode", 6, 4, 48, 128, chosen=4, skew="random", activation="silu_mul"),
     _example("few", 5, 19, 40, 136, skew="random"),

@@ -118,10 +118,7 @@ SPACE = Space(
 )
 
 
-def _example(label: str, experts: int, rows: int, n: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: grouped_gradient_arguments(inputs, X=experts, M=rows, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(grouped_gradient_arguments)
 EXAMPLES = (
     _example("rows", 3, 90, 64, 48, skew="random"),
     _example("one expert", 3, 40, 40, 72, skew="one", dtype=torch.float16),

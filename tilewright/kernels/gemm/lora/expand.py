@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
@@ -55,10 +54,6 @@ def _reference(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor
             y[tokens, begin:end] = (y[tokens, begin:end].to(h.dtype) + delta).to(y.dtype)
 
 
-def _fake(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> None:
-    return None
-
-
 def _cost(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> Cost:
     held = min(b.shape[0], y.shape[0])
     return Cost(flops=2 * y.numel() * b.shape[2], bytes=2 * y.nbytes + h.nbytes + held * b[:1].nbytes)
@@ -67,15 +62,10 @@ def _cost(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, fir
 # ---- space and examples
 
 
-def _problem(y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, first: int, second: int) -> Problem:
-    return Problem(y.dtype, y.shape[1], b.shape[2], (first, second, h.shape[0]))
-
-
-def _default(device: Device, problem: Problem) -> Config:
-    return {"BLOCK_T": 16, "BLOCK_N": 128, "num_warps": 4}
-
-
-SPACE = Space(default=_default, axes={"BLOCK_T": (16, 32), "BLOCK_N": (64, 128), "num_warps": (4, 8)})
+SPACE = Space(
+    default=lambda device, problem: {"BLOCK_T": 16, "BLOCK_N": 128, "num_warps": 4},
+    axes={"BLOCK_T": (16, 32), "BLOCK_N": (64, 128), "num_warps": (4, 8)},
+)
 
 
 def _arguments(
@@ -167,8 +157,8 @@ def _launch(
     (tokens, row_stride), n, rank = rows_of(y), y.shape[1], b.shape[2]
     spans = _spans(n, first, second)
     if y.numel() and rank:
-        tiles = sum(triton.cdiv(end - begin, config["BLOCK_N"]) for begin, end in spans)
-        _expand_kernel[(triton.cdiv(tokens, config["BLOCK_T"]), tiles)](
+        tiles = sum(ceil_div(end - begin, config["BLOCK_N"]) for begin, end in spans)
+        _expand_kernel[(ceil_div(tokens, config["BLOCK_T"]), tiles)](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0], PARTS=len(spans), FIRST=first,
             SECOND=second, BLOCK_R=dot_width(rank), **config,
         )  # fmt: skip
@@ -177,8 +167,10 @@ def _launch(
 lora_expand_add_op = Op(
     name="lora_expand_add",
     reference=_reference,
-    fake=_fake,
-    problem=_problem,
+    fake=lambda *_: None,
+    problem=lambda y, h, b, scales, adapters, first, second: Problem(
+        y.dtype, y.shape[1], b.shape[2], (first, second, h.shape[0])
+    ),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

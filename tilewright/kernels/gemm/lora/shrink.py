@@ -64,10 +64,6 @@ def _cost(x: Tensor, a: Tensor, adapters: Tensor) -> Cost:
 # ---- space and examples
 
 
-def _problem(x: Tensor, a: Tensor, adapters: Tensor) -> Problem:
-    return Problem(x.dtype, x.shape[1], a.shape[1], ())
-
-
 def _default(device: Device, problem: Problem) -> Config:
     # Decoding has few tokens with many adapters: a tile of the least that tensor cores take meets the fewest of them.
     return {"BLOCK_T": 16, "BLOCK_K": 64 if problem.dtype == torch.float32 else 128, "num_warps": 4}
@@ -131,7 +127,7 @@ def _launch(config: Config, x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     h, (tokens, row_stride) = _fake(x, a, adapters), rows_of(x)
     width, chunks = dot_width(a.shape[1]), h.shape[0]
     if h.numel():
-        grid = (triton.cdiv(tokens, config["BLOCK_T"]), triton.cdiv(a.shape[1], width), chunks)
+        grid = (ceil_div(tokens, config["BLOCK_T"]), ceil_div(a.shape[1], width), chunks)
         _shrink_kernel[grid](
             x, a, adapters, h, tokens, row_stride, K=x.shape[1], M=a.shape[1], CHUNK_K=CHUNK, BLOCK_M=width, **config
         )
@@ -142,7 +138,7 @@ lora_shrink_op = Op(
     name="lora_shrink",
     reference=_reference,
     fake=_fake,
-    problem=_problem,
+    problem=lambda x, a, adapters: Problem(x.dtype, x.shape[1], a.shape[1], ()),
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,

@@ -35,6 +35,7 @@ from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish,
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem, best_config, launch_block_sm90
 from tilewright.kernels.gemm.quantized.inputs import block_scaled_linear_arguments
+from tilewright.kernels.gemm.quantized.row_scaled import fits, refuse_tile
 from tilewright.kernels.gemm.quantized_operands import (
     FLOAT8,
     check_product,
@@ -46,11 +47,11 @@ from tilewright.kernels.gemm.quantized_operands import (
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import waits
-from tilewright.kernels.launch.shapes import check_tensor, next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor, next_pow2
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["block_scaled_linear", "block_scaled_linear_op"]
+__all__ = ["block_problem", "block_scaled_linear", "block_scaled_linear_op"]
 
 
 def _reference(
@@ -72,10 +73,11 @@ def _reference(
 # ---- problem, cost, examples
 
 
-def _problem(
+def block_problem(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> BlockProblem:  # fmt: skip
+    """The problem of a call whose weight has a scale for each of its rows, or for 128 together."""
     # Runs at every call: no keywords, no slices.
     (m, k), n = x.shape, weight.shape[0]
     return BlockProblem(
@@ -91,10 +93,7 @@ def _problem(
     )
 
 
-def _example(label: str, m: int, n: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: block_scaled_linear_arguments(inputs, M=m, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(block_scaled_linear_arguments)
 EXAMPLES = (
     _example("decode", 1, 256, 384),
     _example("batch 16", 16, 136, 208, activation="gelu_mul", bias=True),
@@ -138,7 +137,7 @@ def _unshared(device: Device, problem: BlockProblem) -> Config:
 
 
 def _launch_sm90_invariant(config: Config, x: Tensor, *args: Any) -> Tensor:
-    return _launch_sm90(_unshared(card_of(x), _problem(x, *args)), x, *args)
+    return _launch_sm90(_unshared(card_of(x), block_problem(x, *args)), x, *args)
 
 
 # ---- triton
@@ -148,16 +147,12 @@ _TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 4), (16, 64, 4, 4))
 _BLOCK_K = 128
 
 
-def _fits(device: Device, block_m: int, block_n: int, stages: int) -> bool:
-    return (block_m + block_n) * _BLOCK_K * stages <= device.smem_bytes
-
-
 def _default_triton(device: Device, problem: BlockProblem) -> Config:
     """The tile with the least estimated time: waves of tiles, and of rows no more than x has."""
     best, best_cycles = _TILES[-1], float("inf")
     for tile in _TILES:
         block_m, block_n, _, stages = tile
-        if not _fits(device, block_m, block_n, stages):
+        if not fits(device, block_m, block_n, _BLOCK_K, stages):
             continue
         waves = -(-(-(-problem.m_bucket // block_m) * -(-problem.n // block_n)) // device.sms)
         # A step's product, or its operands' way from L2, in cycles; a block takes about 1500 to begin and end.
@@ -167,22 +162,10 @@ def _default_triton(device: Device, problem: BlockProblem) -> Config:
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), best, strict=True))
 
 
-def _triton_refusal(device: Device, problem: BlockProblem, c: Config) -> str | None:
-    if not _fits(device, c["BLOCK_M"], c["BLOCK_N"], c["num_stages"]):
-        return "more shared memory than the device has"
-    # A block's product has registers beside the sum's.
-    accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
-    if not 8 <= accumulators <= 64:
-        return "too many accumulators for the registers, or too few for so many warps"
-    if c["BLOCK_M"] > max(64, problem.m_bucket):
-        return "BLOCK_M is higher than x"
-    return None
-
-
 TRITON_SPACE = Space(
     default=_default_triton,
     axes={"BLOCK_M": (16, 64, 128), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)},
-    refusal=_triton_refusal,
+    refusal=lambda device, problem, config: refuse_tile(device, problem, {"BLOCK_K": _BLOCK_K, **config}),
 )
 
 
@@ -227,7 +210,7 @@ def _launch_triton(
         return y
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    _block_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    _block_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0), *x_scales.stride(),
         *w_scales.stride(), 0 if residual is None else residual.stride(0), ACTIVATION=function, GATED=gated,
         BLOCK_ROWS=1 if w_scales.shape[0] == n else 128, BLOCK_K=_BLOCK_K, GROUP_M=8, **config,
@@ -242,7 +225,7 @@ _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 block_scaled_linear_op = Op(
     name="block_scaled_linear",
     reference=_reference,
-    problem=_problem,
+    problem=block_problem,
     cost=product_cost,
     examples=EXAMPLES,
     make=block_scaled_linear_arguments,

@@ -1,16 +1,12 @@
 """Example arguments of the products of quantised matrices from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tilewright.kernels.gemm.inputs import linear_arguments
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["block_scaled_linear_arguments", "cast_linear_arguments", "mx_linear_arguments", "scaled_linear_arguments"]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 

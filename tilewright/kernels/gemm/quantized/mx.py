@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.gemm.linear import linear_op
-from tilewright.kernels.gemm.problem import ACTIVATIONS, LARGEST_BUCKET, finish, weight_rows
-from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
+from tilewright.kernels.gemm.problem import ACTIVATIONS, finish, weight_rows
+from tilewright.kernels.gemm.quantized.block_scaled import block_problem, block_scaled_linear_op
 from tilewright.kernels.gemm.quantized.block_scaled_sm90 import BlockProblem
 from tilewright.kernels.gemm.quantized.inputs import mx_linear_arguments
 from tilewright.kernels.gemm.quantized_operands import (
@@ -36,7 +36,7 @@ from tilewright.kernels.gemm.quantized_operands import (
     refuse_float8,
 )
 from tilewright.kernels.gemm.tile import grouped
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.kernels.quantize.mx_to_block import fold_mx
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
@@ -63,20 +63,7 @@ def _reference(
 # ---- problem, cost, examples
 
 
-def _problem(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype,
-) -> BlockProblem:  # fmt: skip
-    m, k = x.shape
-    aligned = (x.data_ptr() | weight.data_ptr() | x.stride(0) | weight.stride(0)) % 16 == 0
-    bucket = min(next_pow2(m), LARGEST_BUCKET)
-    return BlockProblem(x.dtype, bucket, weight.shape[0], k, activation, bias is not None, residual is not None, 1, aligned)
-
-
-def _example(label: str, m: int, n: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: mx_linear_arguments(inputs, M=m, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(mx_linear_arguments)
 EXAMPLES = (
     _example("rows", 70, 96, 256, bias=True, residual=True, activation="silu"),
     _example("ragged", 33, 75, 160, activation="gelu"),
@@ -137,7 +124,7 @@ def _launch(
     function, gated = ACTIVATIONS[activation]
     y = empty_product(x, weight, activation, dtype)
     if y.numel():
-        _mx_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+        _mx_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
             x, weight, x_scales.view(torch.uint8), w_scales.view(torch.uint8), bias, residual, y, m, n, k, x.stride(0),
             weight.stride(0), x_scales.stride(0), w_scales.stride(0), 0 if residual is None else residual.stride(0),
             ELEMENT=_ELEMENTS[x.dtype], ACTIVATION=function, GATED=gated, BLOCK_K=128, GROUP_M=8, **config,
@@ -156,7 +143,7 @@ def _launch_fold(config: Config, x: Tensor, weight: Tensor, x_scales: Tensor, w_
 mx_linear_op = Op(
     name="mx_linear",
     reference=_reference,
-    problem=_problem,
+    problem=block_problem,
     cost=product_cost,
     examples=EXAMPLES,
     make=mx_linear_arguments,

@@ -22,17 +22,15 @@ library has such a product: it would be composed, which is what this is instead 
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.formats import FORMATS
 from tilewright.hw.device import Device
-from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.quantize import padded_width
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.gemm.quantized.inputs import cast_linear_arguments
-from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, finished, halved, refuse_sm90, scaled_kernel
-from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_operands, dense_along_columns
+from tilewright.kernels.gemm.quantized.row_scaled import LONGEST, finished, halved, launch_scaled, refuse_sm90
+from tilewright.kernels.gemm.quantized_operands import FLOAT8, check_operands, dense_along_columns, product_cost
 from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.op import Example, Impl, Op
@@ -83,20 +81,7 @@ def _problem(
     return CastProblem(problem_of(x, weight, bias, activation, residual), dtype)
 
 
-def _cost(
-    x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, y_scale: Tensor | None,
-) -> Cost:  # fmt: skip
-    (m, k), n = x.shape, weight.shape[0]
-    moved = (m + n) * k * x.element_size() + m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
-    moved += sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
-    return Cost(flops=2 * m * n * k, bytes=moved)
-
-
-def _example(label: str, m: int, n: int, k: int, **more: object) -> Example:
-    return Example(label, lambda inputs: cast_linear_arguments(inputs, M=m, N=n, K=k, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(cast_linear_arguments)
 EXAMPLES = (
     _example("codes", 70, 96, 128, activation="silu", bias=True),
     _example("ragged codes", 33, 75, 104, out=torch.float8_e4m3fn, dtype=torch.float16),
@@ -108,10 +93,6 @@ EXAMPLES = (
 )
 
 # ---- sm90
-
-
-def _refuse_sm90(device: Device, problem: CastProblem) -> str | None:
-    return refuse_sm90(device, problem.product)
 
 
 def _sixteen(problem: CastProblem) -> Problem:
@@ -194,17 +175,8 @@ def _launch_triton(
     config: Config, x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, bias: Tensor | None,
     activation: str, residual: Tensor | None, dtype: torch.dtype, y_scale: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    y = _empty(x, weight, activation, dtype)
-    if not y.numel():
-        return y
-    (m, k), n = x.shape, weight.shape[0]
-    function, gated = ACTIVATIONS[activation]
-    scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
-        x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
-        0 if residual is None else residual.stride(0), y_scale, y.stride(0), ACTIVATION=function, GATED=gated, GROUP_M=8,
-        BLOCK_K=128 // x.element_size(), **config,
-    )  # fmt: skip
-    return y
+    y, config = _empty(x, weight, activation, dtype), {"BLOCK_K": 128 // x.element_size(), **config}
+    return launch_scaled(config, y, x, weight, x_scales, w_scales, bias, activation, residual, y_scale)
 
 
 _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
@@ -214,13 +186,16 @@ cast_linear_op = Op(
     name="cast_linear",
     reference=_reference,
     problem=_problem,
-    cost=_cost,
+    cost=product_cost,
     examples=EXAMPLES,
     make=cast_linear_arguments,
     rows_in_problem=True,
     codes_may_move=True,
     impls=(
-        Impl(name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90, refuse=_refuse_sm90),
+        Impl(
+            name="sm90", launch=_launch_sm90, space=SM90_CAST_SPACE, written_for=90,
+            refuse=lambda device, problem: refuse_sm90(device, problem.product),
+        ),
         Impl(name="triton", launch=_launch_triton, space=TRITON_CAST_SPACE, refuse=_refuse_triton),
         Impl(
             name="invariant", launch=lambda config, *args: _launch_triton(_ANY_M, *args), refuse=_refuse_triton,

@@ -18,6 +18,8 @@ for half of the bytes.
 Not supported: gradients, operands that are dense along M or N, zero points, scales along K.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -40,11 +42,14 @@ from tilewright.kernels.gemm.sm90 import launch_sm90
 from tilewright.kernels.gemm.sm90_configs import SPACE as SM90_SPACE
 from tilewright.kernels.gemm.tile import best_tile, grouped
 from tilewright.kernels.launch.pdl import waits
-from tilewright.kernels.launch.shapes import check_tensor
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
-__all__ = ["LONGEST", "finished", "halved", "refuse_sm90", "scaled_kernel", "scaled_linear", "scaled_linear_op"]
+__all__ = [
+    "LONGEST", "finished", "fits", "halved", "launch_scaled", "refuse_sm90", "refuse_tile", "scaled_kernel", "scaled_linear",
+    "scaled_linear_op",
+]  # fmt: skip
 
 LONGEST = 131072
 
@@ -69,17 +74,7 @@ def finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor |
 # ---- problem, cost, examples
 
 
-def _problem(
-    x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
-    residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
-) -> Problem:  # fmt: skip
-    return problem_of(x, weight, bias, activation, residual)
-
-
-def _example(label: str, m: int, n: int, k: int, dtype: torch.dtype = torch.int8, **more: object) -> Example:
-    return Example(label, lambda inputs: scaled_linear_arguments(inputs, M=m, N=n, K=k, dtype=dtype, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(scaled_linear_arguments)
 EXAMPLES = (
     _example("decode", 1, 64, 256),
     _example("batch 16", 16, 72, 208, activation="gelu_mul", bias=True),
@@ -141,23 +136,25 @@ _TILES = (
 
 def _default_triton(device: Device, problem: Problem) -> Config:
     most = _most_accumulators(device, problem)
-    fitting = (t for t in _TILES if _fits(device, t[0], t[1], t[2], t[4]) and t[0] <= max(64, problem.m_bucket))
+    fitting = (t for t in _TILES if fits(device, t[0], t[1], t[2], t[4]) and t[0] <= max(64, problem.m_bucket))
     tiles = tuple(t for t in fitting if t[0] * t[1] <= 32 * t[3] * most)
     block_m, block_n, block_k, warps, stages = best_tile(tiles, (1,), device.sms, halved(problem))[:5]
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
 
 
-def _most_accumulators(device: Device, problem: Problem) -> int:
+def _most_accumulators(device: Device, problem: Any) -> int:
     """Of a thread; float8 has as many again, of the products that are added next."""
     return 128 if device.multiplies_by_warpgroup and problem.dtype not in FLOAT8 else 64
 
 
-def _fits(device: Device, block_m: int, block_n: int, block_k: int, stages: int) -> bool:
+def fits(device: Device, block_m: int, block_n: int, block_k: int, stages: int) -> bool:
+    """Whether the stages of a tile of codes fit into shared memory."""
     return (block_m + block_n) * block_k * stages <= device.smem_bytes
 
 
-def _triton_refusal(device: Device, problem: Problem, c: Config) -> str | None:
-    if not _fits(device, c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["num_stages"]):
+def refuse_tile(device: Device, problem: Any, c: Config) -> str | None:
+    """Why a tile of a product of codes is too large or too small, for a problem with a dtype and an m_bucket."""
+    if not fits(device, c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["num_stages"]):
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if not 8 <= accumulators <= _most_accumulators(device, problem):
@@ -176,7 +173,7 @@ TRITON_SPACE = Space(
         "num_warps": (4, 8),
         "num_stages": (3, 4),
     },
-    refusal=_triton_refusal,
+    refusal=refuse_tile,
 )
 
 
@@ -224,13 +221,21 @@ def _launch_triton(
     residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> Tensor:  # fmt: skip
     y = empty_product(x, weight, activation, dtype)
+    return launch_scaled(config, y, x, weight, x_scales, w_scales, bias, activation, residual)
+
+
+def launch_scaled(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None,
+    bias: Tensor | None, activation: str, residual: Tensor | None, y_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Fill y, of codes where there is a y_scale, and return it."""
     if not y.numel():
         return y
     (m, k), n = x.shape, weight.shape[0]
     function, gated = ACTIVATIONS[activation]
-    scaled_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    scaled_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, weight, x_scales, w_scales, bias, residual, y, m, n, k, x.stride(0), weight.stride(0),
-        0 if residual is None else residual.stride(0), None, y.stride(0),
+        0 if residual is None else residual.stride(0), y_scale, y.stride(0),
         ACTIVATION=function, GATED=gated, GROUP_M=8, **config,
     )  # fmt: skip
     return y
@@ -272,7 +277,7 @@ def _launch_vendor(
 scaled_linear_op = Op(
     name="scaled_linear",
     reference=_reference,
-    problem=_problem,
+    problem=lambda x, weight, x_scales, w_scales, bias, act, residual, *_: problem_of(x, weight, bias, act, residual),
     cost=product_cost,
     examples=EXAMPLES,
     make=scaled_linear_arguments,

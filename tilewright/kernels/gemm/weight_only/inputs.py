@@ -1,14 +1,10 @@
 """Example arguments of `mixed_linear` from dimensions: the `Op.make` of each."""
 
-from typing import Any
-
 import torch
 
-from tilewright.op import Inputs
+from tilewright.op import Args, Inputs
 
 __all__ = ["mixed_linear_arguments"]
-
-Args = tuple[Any, ...]
 
 _BF16 = torch.bfloat16
 

@@ -35,7 +35,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.problem import ACTIVATIONS, finish, weight_rows
-from tilewright.kernels.gemm.quantized_operands import check_epilogue, dense_along_columns
+from tilewright.kernels.gemm.quantized_operands import check_epilogue, dense_along_columns, empty_product
 from tilewright.kernels.gemm.tile import grouped
 from tilewright.kernels.gemm.weight_only.dequant_then_gemm import DEQUANTIZED
 from tilewright.kernels.gemm.weight_only.inputs import mixed_linear_arguments
@@ -45,7 +45,6 @@ from tilewright.kernels.gemm.weight_only.problem import (
     MixedProblem,
     as_units,
     block_k,
-    empty_result,
     load_blocks,
     load_codes,
     mixed_problem,
@@ -53,7 +52,7 @@ from tilewright.kernels.gemm.weight_only.problem import (
 from tilewright.kernels.gemm.weight_only.skinny import MIXED_SKINNY
 from tilewright.kernels.gemm.weight_only.sm90 import MIXED_SM90, tiles_of
 from tilewright.kernels.gemm.weight_only.sm90_rs import MIXED_REGISTERS
-from tilewright.kernels.launch.shapes import check_tensor
+from tilewright.kernels.launch.shapes import ceil_div, check_tensor
 from tilewright.op import Example, Impl, Op
 from tilewright.tune.space import Config, Space
 
@@ -102,23 +101,20 @@ def _cost(
     return Cost(flops=2 * m * n * k, bytes=moved + out)
 
 
-def _example(label: str, m: int, n: int, k: int, format: str = "int4", **more: object) -> Example:
-    return Example(label, lambda inputs: mixed_linear_arguments(inputs, M=m, N=n, K=k, format=format, **more))  # pyright: ignore[reportArgumentType]
-
-
+_example = Example.sized(mixed_linear_arguments)
 EXAMPLES = (
     _example("decode int4", 1, 32, 256, group=128),
     _example("decode int4 gated", 3, 48, 512, group=64, zeros=True, activation="silu_mul", residual=True),
-    _example("decode int8", 2, 24, 512, "int8", bias=True, activation="gelu"),
-    _example("decode e4m3 blocks", 9, 150, 384, "e4m3", group=128, block_rows=128, dtype=torch.float16),
-    _example("decode e5m2", 4, 40, 256, "e5m2", residual=True, dtype=torch.float16),
+    _example("decode int8", 2, 24, 512, format="int8", bias=True, activation="gelu"),
+    _example("decode e4m3 blocks", 9, 150, 384, format="e4m3", group=128, block_rows=128, dtype=torch.float16),
+    _example("decode e5m2", 4, 40, 256, format="e5m2", residual=True, dtype=torch.float16),
     _example("rows int4", 70, 96, 128, group=32, activation="silu", bias=True),
     _example("rows int4 by rows", 20, 40, 64, activation="relu", dtype=torch.float16),
-    _example("rows int8 gated", 33, 72, 160, "int8", activation="gelu_mul", bias=True, residual=True),
-    _example("ragged e4m3", 35, 75, 200, "e4m3", group=128, activation="gelu_tanh"),
-    _example("odd int8", 5, 9, 33, "int8", bias=True),
+    _example("rows int8 gated", 33, 72, 160, format="int8", activation="gelu_mul", bias=True, residual=True),
+    _example("ragged e4m3", 35, 75, 200, format="e4m3", group=128, activation="gelu_tanh"),
+    _example("odd int8", 5, 9, 33, format="int8", bias=True),
     _example("no rows", 0, 16, 32),
-    _example("no k", 3, 8, 0, "int8", bias=True),
+    _example("no k", 3, 8, 0, format="int8", bias=True),
 )
 
 # ---- triton
@@ -199,13 +195,13 @@ def _launch_triton(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if not y.numel():
         return y
     (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
     function, gated = ACTIVATIONS[activation]
     words = as_units(codes)
-    _mixed_kernel[(triton.cdiv(m, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"]),)](
+    _mixed_kernel[(ceil_div(m, config["BLOCK_M"]) * ceil_div(n, config["BLOCK_N"]),)](
         x, words, scales, zeros, bias, residual, y, m, n, k, x.stride(0), words.stride(0), scales.stride(0),
         0 if residual is None else residual.stride(0), FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,
         ACTIVATION=function, GATED=gated, BLOCK_K=block_k(format, block_cols), GROUP_M=8, **config,

@@ -18,7 +18,6 @@ __all__ = [
     "MixedProblem",
     "as_units",
     "block_k",
-    "empty_result",
     "load_blocks",
     "load_codes",
     "mixed_problem",
@@ -74,12 +73,6 @@ def mixed_problem(
         zeros is not None,
         (x.data_ptr() | codes.data_ptr() | x.stride(0) * x.dtype.itemsize | codes.stride(0)) % 16 == 0,
     )
-
-
-def empty_result(x: Tensor, codes: Tensor, activation: str) -> Tensor:
-    """Memory for the result."""
-    n = codes.shape[0]
-    return torch.empty((x.shape[0], n // 2 if ACTIVATIONS[activation][1] else n), dtype=x.dtype, device=x.device)
 
 
 def as_units(codes: Tensor) -> Tensor:

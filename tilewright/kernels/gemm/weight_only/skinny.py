@@ -14,7 +14,6 @@ A chunk is 64 bytes of a row. The scale of a group multiplies the sum over a chu
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
@@ -24,9 +23,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from tilewright.hw.device import Device
 from tilewright.kernels.device.dequant import minus, pairs, widen
 from tilewright.kernels.gemm.problem import ACTIVATIONS
-from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem, empty_result
+from tilewright.kernels.gemm.quantized_operands import empty_product
+from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem
 from tilewright.kernels.hopper.epilogue import activate
-from tilewright.kernels.launch.shapes import next_pow2
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -375,11 +375,11 @@ def _launch(
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
     function, gated = ACTIVATIONS[activation]
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if y.numel():
         (m, k), n, format = x.shape, codes.shape[0], FORMATS[codes.dtype]
         block_m = max(8, next_pow2(m))
-        mixed_skinny_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
+        mixed_skinny_kernel[(ceil_div(n, config["BLOCK_N"]),)](
             x.view(torch.int32), codes.view(torch.int32), scales, zeros, bias, residual, y, m, n, k,
             x.stride(0) // 8, codes.stride(0) // 16, scales.stride(0),
             0 if residual is None else residual.stride(0), FORMAT=format, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols,

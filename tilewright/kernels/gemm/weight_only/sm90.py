@@ -8,18 +8,19 @@ rows that do not start at 16 bytes.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
+from tilewright.kernels.gemm.quantized_operands import empty_product
 from tilewright.kernels.gemm.sm90 import box_rows, pieces
 from tilewright.kernels.gemm.sm90_configs import BLOCK_K_BYTES, consumer_tile, epilogue_n, ring
-from tilewright.kernels.gemm.weight_only.problem import MixedProblem, as_units, empty_result
+from tilewright.kernels.gemm.weight_only.problem import MixedProblem, as_units
 from tilewright.kernels.gemm.weight_only.sm90_dequant_rows import ITEM
 from tilewright.kernels.gemm.weight_only.sm90_kernel import mixed_sm90_kernel
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.hopper.producer_rows import counters_of
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -57,7 +58,7 @@ def tiles_of(problem: MixedProblem) -> int:
 
 def _first_items(tiles_m: int, tiles_n: int, programs: int, group_m: int) -> int:
     """From which item on a consumer that made one begins its tiles: then those of the first round are made, or being made."""
-    columns = min(tiles_n, triton.cdiv(programs, min(group_m, tiles_m)))
+    columns = min(tiles_n, ceil_div(programs, min(group_m, tiles_m)))
     return max(0, columns * _TILE["BLOCK_N"] // int(ITEM) - 3 * programs)
 
 
@@ -65,7 +66,7 @@ def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if not y.numel():
         return y
     (m, k), n = x.shape, codes.shape[0]
@@ -77,7 +78,7 @@ def _launch(
     y_box, y_stride = [rows, epilogue_n(cols)], y.stride(0)
     x_desc, w_desc = descriptor(x, [box_rows(rows, m), _BLOCK_K]), descriptor(weight, [cols, _BLOCK_K])
     y_desc = descriptor(y, y_box) if y_stride % 8 == 0 else None
-    tiles_m, tiles_n, steps = triton.cdiv(m, tile["BLOCK_M"]), triton.cdiv(n, tile["BLOCK_N"]), triton.cdiv(k, _BLOCK_K)
+    tiles_m, tiles_n, steps = ceil_div(m, tile["BLOCK_M"]), ceil_div(n, tile["BLOCK_N"]), ceil_div(k, _BLOCK_K)
     work = pieces(tile, device, y, tiles_m * tiles_n, steps, False, more=counters_of(n))
     assert work.counters is not None
     mixed_sm90_kernel[(work.programs,)](

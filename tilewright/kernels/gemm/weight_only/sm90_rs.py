@@ -8,15 +8,16 @@ Refuses: cards other than sm_90, groups of 32 columns, zero points of whole rows
 # M rows of x, N rows of the weight, K shared
 
 import torch
-import triton
 from torch import Tensor
 
 from tilewright.hw.device import Device
 from tilewright.kernels.gemm.problem import ACTIVATIONS
-from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem, empty_result
+from tilewright.kernels.gemm.quantized_operands import empty_product
+from tilewright.kernels.gemm.weight_only.problem import FORMATS, MixedProblem
 from tilewright.kernels.gemm.weight_only.sm90_rs_kernel import mixed_registers_kernel
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
 
@@ -149,7 +150,7 @@ def _launch(
     config: Config, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> Tensor:  # fmt: skip
-    y = empty_result(x, codes, activation)
+    y = empty_product(x, codes, activation, x.dtype)
     if not y.numel():
         return y
     function, gated = ACTIVATIONS[activation]
@@ -158,7 +159,7 @@ def _launch(
     units = codes.view(torch.int32 if format == "int4" else torch.int16)
     box = [_BLOCK_N // (1 + gated), 64 // units.itemsize]
     block_m = config["BLOCK_M"]
-    steps, tiles = triton.cdiv(k, _BLOCK_K), triton.cdiv(m, block_m) * triton.cdiv(n, _BLOCK_N)
+    steps, tiles = ceil_div(k, _BLOCK_K), ceil_div(m, block_m) * ceil_div(n, _BLOCK_N)
     programs, waves, share, parts = shares(tiles, steps, device.sms * config["PER_SM"], block_m, config["SPLIT_K"])
     stream = config["SPLIT_K"] != 1
     scratch = counters = None

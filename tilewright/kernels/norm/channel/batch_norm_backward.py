@@ -27,13 +27,14 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.replay import Held, Prepared, launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div
-from tilewright.kernels.norm.channel.batch_statistics import JOIN, join_rows, part_grid, parts_kernel
+from tilewright.kernels.norm.channel.batch_statistics import JOIN, join_rows, part_grid
 from tilewright.kernels.norm.channel.inputs import batch_norm_backward_arguments
 from tilewright.kernels.norm.channel.sums_and_affine import (
     CHANNEL_SPACE,
     affine_into,
     channel_problem,
     channels_last,
+    parts_kernel,
     places_at_once,
 )
 from tilewright.op import Example, Impl, Inputs, Op
@@ -182,10 +183,10 @@ def _launch(
     sums = scratch[3 * c :].view(2, rows, c).unbind(0)
     masked = dy if y is None else g
     constants = {
-        "C": c, "VECTOR": vector, "LAST": channels_last(x), "BACKWARD": True, "RELU": y is not None, **config,
+        "C": c, "VECTOR": vector, "LAST": channels_last(x), "SHIFT": "one", "HAS_DY": True, "RELU": y is not None, **config,
     }  # fmt: skip
     operands = (x, mean, dy, x if y is None else y, masked, *sums)
-    parts = launch(parts_kernel, grid, operands, (s // vector, n, share), constants)
+    parts = launch(parts_kernel, grid, operands, (s // vector, n, 0, share), constants)
     operands = (*sums, mean, variance, weight, dweight, dbias, a, b, d)
     numbers = launch(_numbers_kernel, (ceil_div(c, JOIN["COLS"]),), operands, (rows, c, n * s, eps), JOIN)
     mapped = affine_into(config, x, a, b, masked, d, dx)

@@ -9,7 +9,7 @@
 
 Two launches (Ioffe and Szegedy, "Batch Normalization", 2015, the statistics alone): programs sum their places, of x minus its
 first value, which keeps a variance from being the difference of two large sums; then the parts are added in the order of their
-numbers, the same bits every time. `parts_kernel` makes the sums of the gradient as well (batch_norm_backward.py).
+numbers, the same bits every time.
 
 Limited by bytes: x is read once. Not supported: one value a channel, running_mean without running_var, other layouts.
 """
@@ -31,13 +31,13 @@ from tilewright.kernels.norm.channel.sums_and_affine import (
     CHANNEL_SPACE,
     channel_problem,
     channels_last,
-    place_offsets,
+    parts_kernel,
     places_at_once,
 )
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
 
-__all__ = ["JOIN", "Again", "batch_statistics_op", "join_rows", "launched", "part_grid", "parts_kernel"]
+__all__ = ["JOIN", "Again", "batch_statistics_op", "join_rows", "launched", "part_grid"]
 
 
 def _reference(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float) -> tuple[Tensor, Tensor]:
@@ -78,48 +78,6 @@ EXAMPLES = (
     _example("none running", 1, 9, 300, torch.float16, running=False, mean=1.0),
     _example("two values", 2, 1, 16, torch.float32, last=False),
 )
-
-
-@triton.jit(do_not_specialize=["s_units", "n_images", "share"])
-def parts_kernel(
-    x_ptr, mean_ptr, dy_ptr, y_ptr, g_ptr, first_ptr, second_ptr, s_units, n_images, share,
-    C: tl.constexpr, VECTOR: tl.constexpr, LAST: tl.constexpr, BACKWARD: tl.constexpr, RELU: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Sums of a program's places: of x - x[0, 0] and its square; BACKWARD: of g and g (x - mean), where g is dy, or with RELU
-    what is left of it where y is not cut off, which is written.
-
-    An image of axis 0, channels of axis 1, and of the image's places blocks number `share` times axis 2 and on.
-    """
-    S = s_units * VECTOR
-    image = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    if BACKWARD:
-        shift = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    else:
-        shift = tl.load(x_ptr + (c if LAST else c.to(tl.int64) * S), mask=c < C, other=0.0).to(tl.float32)
-    base = image * S * C
-    first = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
-    second = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
-    begin = tl.program_id(2) * share * BLOCK_S
-    for start in tl.range(begin, tl.minimum(begin + share * BLOCK_S, S), BLOCK_S, num_stages=2):
-        s = start + tl.arange(0, BLOCK_S)
-        mask = (s < S)[:, None] & (c < C)[None, :]
-        at = base + place_offsets(s, c, C, S, LAST)
-        gap = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - shift[None, :]
-        if BACKWARD:
-            given = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            if RELU:
-                given = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, given)
-                tl.store(g_ptr + at, given.to(g_ptr.dtype.element_ty), mask=mask)
-        else:
-            gap = tl.where(mask, gap, 0.0)
-            given = gap
-        first += given
-        second += given * gap
-    at = (tl.program_id(2).to(tl.int64) * n_images + image) * C + c
-    tl.store(first_ptr + at, tl.sum(first, axis=0), mask=c < C)
-    tl.store(second_ptr + at, tl.sum(second, axis=0), mask=c < C)
 
 
 @triton.jit
@@ -235,8 +193,9 @@ def _launch(
     grid, share = part_grid(config, x)
     rows, vector, last = grid[2] * n, places_at_once(x), channels_last(x)
     sums = torch.empty(2, rows, c, dtype=torch.float32, device=x.device)
-    constants = {"C": c, "VECTOR": vector, "LAST": last, "BACKWARD": False, "RELU": False, **config}
-    parts = launch(parts_kernel, grid, (x, x, x, x, x, *sums.unbind(0)), (s // vector, n, share), constants)
+    layout = {"C": c, "VECTOR": vector, "LAST": last}
+    constants = {**layout, "SHIFT": "first", "HAS_DY": False, "RELU": False, **config}
+    parts = launch(parts_kernel, grid, (x, x, x, x, x, *sums.unbind(0)), (s // vector, n, 0, share), constants)
     operands = (x, *sums.unbind(0), running_mean, running_var, mean, variance)
     numbers = (rows, c, 1 if last else s, n * s)
     join = launch(_join_kernel, (ceil_div(c, JOIN["COLS"]),), operands, numbers, JOIN, (float(momentum),))

@@ -42,6 +42,7 @@ __all__ = [
     "channel_problem",
     "channel_sums_op",
     "channels_last",
+    "parts_kernel",
     "place_offsets",
     "places_at_once",
 ]
@@ -154,18 +155,28 @@ def place_offsets(s, c, C: tl.constexpr, S, LAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["s_units", "n_images", "shift_stride", "share"])
-def _sums_kernel(
-    x_ptr, dy_ptr, shift_ptr, first_ptr, second_ptr, s_units, n_images, shift_stride, share,
-    C: tl.constexpr, VECTOR: tl.constexpr, LAST: tl.constexpr, HAS_DY: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
+def parts_kernel(
+    x_ptr, shift_ptr, dy_ptr, y_ptr, g_ptr, first_ptr, second_ptr, s_units, n_images, shift_stride, share,
+    C: tl.constexpr, VECTOR: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr, HAS_DY: tl.constexpr,
+    RELU: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """An image of axis 0, channels of axis 1, and of its places blocks number `share` times axis 2 and on."""
+    """Sums of a program's places: of x - shift and its square; HAS_DY: of g and g (x - shift), where g is dy, or with RELU what
+    is left of it where y is not cut off, which is written. SHIFT: "first" takes a channel's x[0, 0], "one" is for all images,
+    "each" for one.
+
+    An image of axis 0, channels of axis 1, and of the image's places blocks number `share` times axis 2 and on.
+    """
     S = s_units * VECTOR
     image = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    shift = tl.load(shift_ptr + image * shift_stride + c, mask=c < C, other=0.0)
+    if SHIFT == "first":
+        shift = tl.load(x_ptr + (c if LAST else c.to(tl.int64) * S), mask=c < C, other=0.0).to(tl.float32)
+    else:
+        shift = tl.load(shift_ptr + (image * shift_stride if SHIFT == "each" else 0) + c, mask=c < C, other=0.0)
     x_ptr += image * S * C
     dy_ptr += image * S * C
+    y_ptr += image * S * C
+    g_ptr += image * S * C
     first = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
     begin = tl.program_id(2) * share * BLOCK_S
@@ -176,6 +187,9 @@ def _sums_kernel(
         gap = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) - shift[None, :]
         if HAS_DY:
             given = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if RELU:
+                given = tl.where(tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) <= 0, 0.0, given)
+                tl.store(g_ptr + at, given.to(g_ptr.dtype.element_ty), mask=mask)
         else:
             gap = tl.where(mask, gap, 0.0)
             given = gap
@@ -238,9 +252,10 @@ def _sums_launch(config: Config, x: Tensor, shift: Tensor, dy: Tensor | None) ->
     share = ceil_div(blocks, min(blocks, wanted))
     splits, vector = ceil_div(blocks, share), places_at_once(x)
     first, second = (torch.empty(splits, n * c, dtype=torch.float32, device=x.device) for _ in range(2))
-    constants = {"C": c, "VECTOR": vector, "LAST": channels_last(x), "HAS_DY": dy is not None, **config}
-    operands, numbers = (x, x if dy is None else dy, shift, first, second), (s // vector, n, _step(shift), share)
-    launch(_sums_kernel, (n, groups, splits), operands, numbers, constants)
+    layout = {"C": c, "VECTOR": vector, "LAST": channels_last(x)}
+    constants = {**layout, "SHIFT": "each", "HAS_DY": dy is not None, "RELU": False, **config}
+    operands, numbers = (x, shift, x if dy is None else dy, x, x, first, second), (s // vector, n, _step(shift), share)
+    launch(parts_kernel, (n, groups, splits), operands, numbers, constants)
     if splits > 1:
         first, second = column_sums(torch.float32, first, second)
     return first.view(n, c), second.view(n, c)

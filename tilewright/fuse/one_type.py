@@ -1,0 +1,85 @@
+"""Operands of one type, where a module that was cast to 16 bits makes float32 itself and hands it to its layers.
+
+A float32 model may say `x.to(torch.float32)`, of an image of bytes, positions or scores, and go on to a layer. Cast to float16,
+that layer has weights of 16 bits and an input of 32, which torch refuses when it runs, and not when it traces. The input is
+cast in front of the layer, not where the module makes it: what is computed in between keeps the precision that was asked for.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.fx import Node
+
+__all__ = ["one_type"]
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset(
+    {
+        aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.linear.default, aten.matmul.default, aten.mm.default,
+        aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
+        aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
+        aten.conv_transpose2d.input, aten.conv_transpose3d.input, aten.scaled_dot_product_attention.default,
+        aten.lstm.input, aten.gru.input,
+    }
+)  # fmt: skip
+"""Calls whose floating operands have one type, or torch raises."""
+_NORMS = frozenset(
+    {
+        aten.layer_norm.default, aten.native_layer_norm.default, aten.group_norm.default, aten.batch_norm.default,
+        aten._native_batch_norm_legit_no_training.default, aten.instance_norm.default,
+    }
+)  # fmt: skip
+"""Calls whose weights may be wider than their input, and not narrower."""
+
+
+def one_type(graph: fx.Graph) -> int:
+    """Cast what is wider than it may be, in a functional ATen graph with `val` in the nodes' meta. Returns how many casts."""
+    count = 0
+    for node in list(graph.nodes):
+        if count and node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)  # it says what a type was before
+            continue
+        for wide, dtype in _too_wide(node).items():
+            with graph.inserting_before(node):
+                cast = graph.call_function(aten.to.dtype, (wide, dtype))
+            cast.meta.update({**node.meta, "val": wide.meta["val"].to(dtype)})
+            node.replace_input_with(wide, cast)
+            count += 1
+        if count:
+            _propagate(node)
+    return count
+
+
+def _floats(node: Node) -> dict[Node, torch.dtype]:
+    values = {n: n.meta.get("val") for n in node.all_input_nodes}
+    return {n: v.dtype for n, v in values.items() if isinstance(v, Tensor) and v.is_floating_point()}
+
+
+def _too_wide(node: Node) -> dict[Node, torch.dtype]:
+    """Operands of a call that have to be narrower -> the type that they get."""
+    if node.target not in _PRODUCTS | _NORMS:
+        return {}
+    found = _floats(node)
+    if len({*found.values()}) < 2:
+        return {}
+    least = min(found.values(), key=lambda dtype: dtype.itemsize)
+    given = found if node.target in _PRODUCTS else {n: t for n, t in found.items() if n is node.args[0]}
+    return {n: least for n, dtype in given.items() if dtype.itemsize > least.itemsize}
+
+
+def _propagate(node: Node) -> None:
+    """The value of a call whose operands may have changed their type."""
+    if node.op != "call_function":
+        return
+
+    def value(n: Node) -> Any:
+        return n.meta.get("val")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+    mode = detect_fake_mode([value(n) for n in node.all_input_nodes])
+    if mode is not None:
+        with mode:
+            node.meta["val"] = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,63 @@
+"""What a graph says twice, or computes for nothing, before it is planned.
+
+    pad(x, zeros), roll(x, zeros)      x
+    f(x), and f(x) again               one call
+
+Models of others pad to a multiple that their size is already, and each block of a network applies one activation to one vector.
+Inductor and eager calls of a compiled graph do the same. A value that is a result of the graph stays a tensor of its own.
+
+Refuses: random numbers, calls that write, and calls that read nothing.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+__all__ = ["simplify"]
+
+aten = torch.ops.aten
+
+
+def simplify(graph: fx.Graph) -> int:
+    """Take such calls out of a functional ATen graph, which is changed. Returns how many."""
+    seen: dict[Hashable, Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if any(user.op == "output" for user in node.users):
+            continue
+        key = _key(node)
+        same = _input_of(node) or (None if key is None else seen.setdefault(key, node))
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def _input_of(node: Node) -> Node | None:
+    """What a call gives back unchanged."""
+    moves = (aten.pad.default, aten.constant_pad_nd.default, aten.roll.default)
+    if node.target not in moves or len(node.args) < 2 or not isinstance(node.args[0], Node):
+        return None
+    how_far = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
+    return node.args[0] if all(isinstance(n, int) and n == 0 for n in how_far) else None
+
+
+def _key(node: Node) -> Hashable | None:
+    """Equal of calls that give equal values; None where that cannot be said."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return None
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    return target, str(structure), tuple(map(_leaf, leaves))
+
+
+def _leaf(value: Any) -> Hashable:
+    """1, 1.0 and True are not one argument, nor are 0.0 and -0.0."""
+    return value if isinstance(value, Node) else (type(value), repr(value))
