@@ -10,10 +10,14 @@ so what they take is missing on every side. Servers run all the time; only the o
     fastapi      def predict(body: Body): return model(tensor(body.x)).tolist()   one uvicorn process, and two
     litserve, ray serve   the same function with their batching, where they are installed
 
+With `--clients 1` two further rows say what the way through the server costs: the same request from a client that does nothing
+but send prepared bytes and wait for as many as the first answer had, and a call of the model in this process.
+
 `--peer-path` is put before the import path of the other servers: packages there (uvloop, httptools, litserve) are not ours.
 """
 
 import argparse
+import importlib
 import json
 import os
 import selectors
@@ -27,6 +31,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +201,40 @@ def drive(side: Side, clients: int, seconds: float) -> tuple[float, list[float]]
     return len(times) / took_s, times
 
 
+def thin(side: Side, seconds: float) -> tuple[float, list[float]]:
+    """`drive` of one client that takes next to no time of its own: it counts bytes, and looks at the first answer alone."""
+    buffer, times = bytearray(1 << 16), list[float]()
+    with socket.create_connection(("127.0.0.1", side.port)) as one:
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one.sendall(side.request)
+        length = one.recv_into(buffer)
+        head, _, body = bytes(buffer[:length]).partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200") or f"content-length: {len(body)}".encode() not in head:
+            raise SystemExit(f"{side.name}: {bytes(buffer[:300])!r}")
+        start_s = time.perf_counter()
+        while (sent_s := time.perf_counter()) - start_s < seconds:
+            one.sendall(side.request)
+            left = length
+            while left > 0:
+                left -= one.recv_into(buffer, left)
+            times.append(time.perf_counter() - sent_s)
+    return len(times) / seconds, times
+
+
+def direct(folder: Path, x: np.ndarray, seconds: float) -> tuple[float, list[float]]:
+    """`drive` of a call of the model in this process."""
+    import torch
+
+    sys.path.insert(0, str(folder))
+    model, _ = importlib.import_module("measured_model").build()
+    rows, times, start_s = torch.from_numpy(x), list[float](), time.perf_counter()
+    with torch.no_grad():
+        while (began_s := time.perf_counter()) - start_s < seconds:
+            model(rows)
+            times.append(time.perf_counter() - began_s)
+    return len(times) / seconds, times
+
+
 def main() -> None:
     """Start all, take turns, say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,14 +269,17 @@ def main() -> None:
             sides = [Side("tilewright", ports["tilewright"], ours(x, binary=True))]
             sides += [Side("tilewright, JSON", ports["tilewright"], ours(x, binary=False))]
             sides += [Side(name, ports[name], theirs) for name in asked.peers]
-            rates: dict[str, list[float]] = {side.name: [] for side in sides}
-            times: dict[str, list[float]] = {side.name: [] for side in sides}
+            turns = {side.name: partial(drive, side, asked.clients) for side in sides}
+            if asked.clients == 1:
+                turns |= {"tilewright, thin": partial(thin, sides[0]), "direct call": partial(direct, folder, x)}
+            rates: dict[str, list[float]] = {name: [] for name in turns}
+            times: dict[str, list[float]] = {name: [] for name in turns}
             for number in range(-1, asked.rounds):
-                for side in sides:
-                    rate, took = drive(side, asked.clients, asked.seconds if number >= 0 else 1.0)
+                for name, turn in turns.items():
+                    rate, took = turn(asked.seconds if number >= 0 else 1.0)
                     if number >= 0:
-                        rates[side.name].append(rate)
-                        times[side.name] += took
+                        rates[name].append(rate)
+                        times[name] += took
         finally:
             for one in reversed(running):
                 one.__exit__(None, None, None)

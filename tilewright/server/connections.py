@@ -174,6 +174,7 @@ class Connection(Shortened):
         """The connection is gone, whoever ended it."""
         self._pool.open.discard(self)
         self._pool.mark(self, idle=False)
+        self._hold(b"")
         for timer in (self._deadline, self._stall):
             if timer is not None:
                 timer.cancel()
@@ -187,7 +188,9 @@ class Connection(Shortened):
             return
         if self._takes(self._pool.shortcuts, data):
             return
-        data, self._held = self._held + data, b""
+        if self._held:
+            data = bytes(self._held) + data
+            self._hold(b"")
         super().data_received(data)
         self._watch()
 
@@ -247,7 +250,8 @@ class Connection(Shortened):
             self._deadline = self.loop.call_at(self._due_s, self._late)
             return
         if self._held:  # the rest of what a shortcut would have taken did not come
-            held, self._held = self._held, b""
+            held = bytes(self._held)
+            self._hold(b"")
             super().data_received(held)
             self._watch()
             if self._phase != HEAD:

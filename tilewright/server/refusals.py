@@ -52,17 +52,17 @@ class Refusals:
         self._most = min(MAX_BODY_BYTES, config.max_body_bytes)
         self._said: _Said | None = None
 
-    def take(self, data: bytes, client: str) -> Taken | object | None:
+    def take(self, data: bytes | bytearray, client: str) -> Taken | object | None:
         """The request that the data begins with, `PARTIAL`, or None: the usual way."""
         why = self._full()
         if why is None:
             return None
         if not data.startswith(START):
-            return PARTIAL if START.startswith(data) else None
+            return PARTIAL if START.startswith(bytes(data[: len(START)])) else None
         end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
         if end < 0:
             return PARTIAL if len(data) < MAX_HEAD_BYTES else None
-        head = self._read(data[:end])
+        head = self._read(bytes(data[:end]))
         if head is None:
             return None
         whole = end + 4 + head.body_bytes

@@ -21,6 +21,8 @@ PARTIAL = object()
 """A shortcut's word for a request that it might take, once it is whole."""
 MAX_HELD_BYTES = 128 << 10
 """Of what a client sends on while a shortcut answers it; more is not read yet."""
+MAX_ALL_HELD_BYTES = 256 << 20
+"""Of what is kept on all connections for shortcuts; uvicorn gets what is beyond."""
 
 
 class Short(NamedTuple):
@@ -51,8 +53,8 @@ class Taken(NamedTuple):
 class Shortcut(Protocol):
     """Answers some requests without uvicorn; whatever is unusual about one is a reason not to take it."""
 
-    def take(self, data: bytes, client: str) -> Any:
-        """`Taken`, `PARTIAL`, or None: uvicorn's."""
+    def take(self, data: bytes | bytearray, client: str) -> Any:
+        """`Taken`, `PARTIAL`, or None: uvicorn's. A `bytearray` is the shortcut's to keep views of, once it takes a request."""
         ...
 
 
@@ -60,6 +62,8 @@ class Outbox:
     """Answers of one turn of the event loop, which go out in the next."""
 
     def __init__(self) -> None:
+        self.held_bytes = 0
+        """Of requests that shortcuts might take once they are whole, on all connections together."""
         self._ready: deque[tuple[Shortened, Callable[[], Short]]] = deque()
 
     def add(self, connection: "Shortened", make: Callable[[], Short]) -> None:
@@ -105,7 +109,8 @@ class Shortened(H11Protocol):
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._outbox = outbox
-        self._held = b""  # what came behind or before a shortcut's request
+        self._held: bytes | bytearray = b""  # what came behind or before a shortcut's request
+        self._counted = 0  # bytes of it that are in the outbox's count
         self._short: Callable[[], object] | None = None
         """What gives up the shortcut's request that is being answered."""
         self._ends = False  # once the shortcut has answered
@@ -113,21 +118,25 @@ class Shortened(H11Protocol):
     def _takes(self, shortcuts: Sequence[Shortcut], data: bytes) -> bool:
         """Whether a shortcut has these bytes, or keeps them until more are there."""
         if self._short is not None:
-            self._held += data
+            self._hold(self._held + data)
             if len(self._held) > MAX_HELD_BYTES:
                 self.flow.pause_reading()
             return True
         busy = self.cycle is not None and not self.cycle.response_complete
         if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
             return False
-        whole = self._held + data if self._held else data
+        whole: bytes | bytearray = data
+        if self._held:
+            whole = self._held if isinstance(self._held, bytearray) else bytearray(self._held)
+            whole += data  # in place: a large body comes in many pieces
         taken = _asked(shortcuts, whole, self.client[0] if self.client else "-")
-        if taken is None:
-            return False
-        if taken is PARTIAL:
-            self._held = whole
+        if taken is PARTIAL and self._outbox.held_bytes + len(data) <= MAX_ALL_HELD_BYTES:
+            self._hold(whole)
             return True
-        self._held = whole[taken.bytes :]
+        if taken is None or taken is PARTIAL:
+            self._hold(bytes(whole[: len(whole) - len(data)]))
+            return False
+        self._hold(bytes(whole[taken.bytes :]))
         self._ends = self._ends or taken.close
         self._unset_keepalive_if_required()
         self._stop()
@@ -136,6 +145,11 @@ class Shortened(H11Protocol):
         if self._short is _begun:
             self._short = give_up
         return True
+
+    def _hold(self, data: bytes | bytearray) -> None:
+        """Keep these bytes, and no others."""
+        self._outbox.held_bytes += len(data) - self._counted
+        self._held, self._counted = data, len(data)
 
     def _ready(self, make: Callable[[], Short]) -> None:
         """The shortcut's answer can be made; until it is sent, what the client sends on is held."""
@@ -169,13 +183,14 @@ class Shortened(H11Protocol):
             (self.linger if self._held else self.close)()
             return
         self._watch()
-        held, self._held = self._held, b""
+        held = bytes(self._held)
+        self._hold(b"")
         if held:
             self.flow.resume_reading()
             self.data_received(held)
 
 
-def _asked(shortcuts: Sequence[Shortcut], data: bytes, client: str) -> Any:
+def _asked(shortcuts: Sequence[Shortcut], data: bytes | bytearray, client: str) -> Any:
     """What the first shortcut says that takes the request; else `PARTIAL` if one still might."""
     found = None
     for shortcut in shortcuts:

@@ -10,8 +10,10 @@ A step that raises, or a device that is lost, stops the engine for good: its sta
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +40,17 @@ def _take_exception(found: asyncio.Future[T]) -> None:
     """A caller that has gone takes no exception, and the log would show a traceback for each."""
     if not found.cancelled():
         found.exception()
+
+
+def _tell(said: Sequence[tuple[asyncio.Future[None], BaseException | None]]) -> None:
+    """Tell who still listens how it went."""
+    for taken, error in said:
+        if taken.done():
+            continue
+        if error is None:
+            taken.set_result(None)
+        else:
+            taken.set_exception(error)
 
 
 def _failed(error: BaseException) -> str:
@@ -74,6 +87,8 @@ class EngineWorker(EngineLink):
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tilewright-engine")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="tilewright-adapters")
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
+        self._arrivals: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
+        """Submissions that the engine's thread has not made yet, and who waits for each."""
         self._asked = 0
         """Samples that were sent to the engine's thread, ..."""
         self._seen = 0
@@ -93,9 +108,15 @@ class EngineWorker(EngineLink):
         return None if now is None or now[0].left > self._asked - now[1] else now[0].refusal
 
     async def _submit_all(self, channel: Channel, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        if self.stopped is not None:
+            raise EngineStopped(self.stopped)
         self._asked += channel.unfinished
+        taken: asyncio.Future[None] = self._loop.create_future()
+        self._arrivals.append((partial(self._submit, channel.ids, prompts, params), taken))
+        if len(self._arrivals) == 1:
+            self._executor.submit(self._take_in)
         try:
-            await self.call(lambda: self._submit(channel.ids, prompts, params))
+            await taken
         except DeviceLost as lost:  # before this loop has heard of it
             raise EngineStopped(self.stopped or _failed(lost)) from lost
 
@@ -178,6 +199,21 @@ class EngineWorker(EngineLink):
         self._reading.shutdown(wait=False, cancel_futures=True)
 
     # In the engine's thread ------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """Queue what has arrived since the last time, and say how it went at once: each word costs both threads a switch."""
+        said = list[tuple[asyncio.Future[None], BaseException | None]]()
+        while self._arrivals:
+            submit, taken = self._arrivals[0]
+            try:
+                submit()
+            except BaseException as error:  # noqa: BLE001 (who has asked takes it)
+                said.append((taken, error))
+            else:
+                said.append((taken, None))
+            self._arrivals.popleft()  # last: who comes meanwhile need not call this thread
+        if said:
+            self._loop.call_soon_threadsafe(_tell, said)
 
     def _submit(self, ids: Sequence[str], prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
         taken: list[str] = []

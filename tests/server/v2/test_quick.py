@@ -12,6 +12,7 @@ import pytest
 from tests.host.fakes import Makes
 from tests.server.v2.running import Server, double, serving
 from tilewright.host.config import ModelConfig
+from tilewright.server import connections, shortcut
 from tilewright.server.v2 import quick
 
 HEAD = json.dumps(
@@ -84,6 +85,58 @@ def test_requests_one_behind_the_other_are_answered_in_order_however_they_are_cu
         status, _, body = answer(one, held)
         assert (status, b"has shape [1, 5]" in body) == (400, True)
         assert value(answer(one, held)) == 10
+
+
+def large(value: float, rows: int = 40_000, *, binary: bool = True) -> bytes:
+    """A request for 640 kB of numbers, all of them one."""
+    one: dict[str, object] = {"name": "x", "datatype": "FP32", "shape": [rows, 4]}
+    if not binary:
+        body = json.dumps(
+            {"inputs": [{**one, "data": [value] * (4 * rows)}], "parameters": {"binary_data_output": True}}
+        ).encode()
+        fields = f"host: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        return f"POST /v2/models/m/infer HTTP/1.1\r\n{fields}".encode() + body
+    said = {"inputs": [{**one, "parameters": {"binary_data_size": 16 * rows}}], "parameters": {"binary_data_output": True}}
+    head = json.dumps(said).encode()
+    body = head + np.full(4 * rows, value, np.float32).tobytes()
+    fields = f"host: localhost\r\ncontent-length: {len(body)}\r\ninference-header-content-length: {len(head)}\r\n\r\n"
+    return f"POST /v2/models/m/infer HTTP/1.1\r\n{fields}".encode() + body
+
+
+def doubled(found: tuple[int, dict[str, str], bytes], value: float) -> bool:
+    """Whether an answer to `large` is right."""
+    status, headers, body = found
+    assert status == 200, body[:300]
+    numbers = np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32)
+    return len(numbers) == 160_000 and bool((numbers == 2 * value).all())
+
+
+LARGE = {"m": ModelConfig(source="a:b", max_batch=40_000)}
+
+
+@pytest.mark.parametrize("most", [shortcut.MAX_ALL_HELD_BYTES, 100_000])
+def test_large_tensors_in_pieces_beside_one_another(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Whether there is room to keep what has come of them, or uvicorn has to."""
+    monkeypatch.setattr(shortcut, "MAX_ALL_HELD_BYTES", most)
+    made = [shortcut.Outbox()]
+    monkeypatch.setattr(connections, "Outbox", lambda: made[0])
+    with serving(LARGE) as server, connected(server) as one, connected(server) as other:
+        held, others = bytearray(), bytearray()
+        data = [large(number) + infer(number) for number in (1, 2)]
+        for at in range(0, len(data[0]), 30_011):
+            one.sendall(data[0][at : at + 30_011])
+            other.sendall(data[1][at : at + 30_011])
+        assert doubled(answer(one, held), 1)
+        assert doubled(answer(other, others), 2)
+        assert (value(answer(one, held)), value(answer(other, others))) == (2, 4)
+        one.sendall(large(3, binary=False))
+        assert doubled(answer(one, held), 3)
+        (outbox,) = made
+        assert outbox.held_bytes == 0
+        other.sendall(large(4)[:90_000])
+        until(lambda: outbox.held_bytes == 90_000)
+        other.close()
+        until(lambda: outbox.held_bytes == 0)
 
 
 def test_who_leaves_is_not_computed() -> None:

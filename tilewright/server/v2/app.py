@@ -46,7 +46,8 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http
     counts.paths |= inference.install(app)
     counts.further.append(HostMetrics(host))
-    server.connections.shortcuts.append(Quick(host, Gate(app, config, counts), counts, inference.draining))
+    gate = Gate(app, config, counts)
+    server.connections.shortcuts.append(Quick(host, gate, counts, inference.draining, config.max_body_bytes))
     inner = app.router.lifespan_context
 
     @asynccontextmanager

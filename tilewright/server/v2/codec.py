@@ -88,7 +88,7 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
     return body
 
 
-def parse_infer(raw: bytes, header_length: str | None) -> InferRequest:
+def parse_infer(raw: bytes | memoryview, header_length: str | None) -> InferRequest:
     """A request from its body and its `Inference-Header-Content-Length`. Raises Refused."""
     whole, json_bytes = memoryview(raw), len(raw)
     if header_length is not None:
