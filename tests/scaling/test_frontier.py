@@ -7,7 +7,7 @@ from tests.scaling.tables import TRUTH, synthetic
 from tilewright.scaling import Law, Runs
 from tilewright.scaling.analysis import analyse, predict
 from tilewright.scaling.charts import charts
-from tilewright.scaling.frontier import METHODS, envelope, minima, trend
+from tilewright.scaling.frontier import METHODS, envelope, loss_trend, minima, trend
 from tilewright.scaling.runs import budgets
 
 
@@ -92,6 +92,27 @@ def test_a_prediction_says_how_far_it_reaches() -> None:
     near = predict(saved, 1e19)
     assert near.loss_interval is not None
     assert near.loss_interval[1] - near.loss_interval[0] < said.loss_interval[1] - said.loss_interval[0]
+
+
+def test_the_line_through_lowest_losses() -> None:
+    """Exact where there is no floor; too low beyond the runs where there is one; none for too few budgets."""
+    for law in (Law(E=1e-9, A=480.0, B=2100.0, alpha=0.35, beta=0.37), TRUTH):
+        runs = synthetic(0.0, np.random.default_rng(0), law=law)
+        line = loss_trend(runs)
+        assert line is not None
+        assert line.budgets == 5
+        beyond = line.loss(1e23) / law.optimum(1e23).loss - 1
+        if law is TRUTH:
+            assert beyond < -0.1
+            assert line.left_out == pytest.approx(-0.024, abs=0.002)
+        else:
+            assert beyond == pytest.approx(0.0, abs=0.01)
+            assert line.left_out == pytest.approx(0.0, abs=0.002)
+    assert loss_trend(synthetic(0.0, np.random.default_rng(0), budgets=3)) is None
+    said = predict(analyse(synthetic(0.001, np.random.default_rng(0)), bootstrap=50).to_json(), 1e23)
+    assert said.frontier_loss is not None
+    assert said.loss_interval is not None
+    assert said.frontier_loss < said.loss_interval[0]
 
 
 def test_charts_hold_the_runs() -> None:

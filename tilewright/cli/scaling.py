@@ -195,6 +195,11 @@ def _print_fit(saved: dict[str, Any]) -> None:
             "no trend" if t is None else f"{t['exponent']:.4g}  95 %: {t['low']:.4g} to {t['high']:.4g}, {t['points']} points"
         )
         print(f"exponent by {method}: {said}")
+    if line := saved["loss_trend"]:
+        print(
+            f"lowest loss by budget: {line['factor']:.4g} C^-{line['exponent']:.4g}, {line['budgets']} budgets; off by "
+            f"{line['left_out']:+.2%} for the largest when that is left out"
+        )
     if left := saved["leave_largest_out"]:
         print(
             f"without the {left['held_out']} largest runs, predicted {left['decades']:.1f} decades on: loss off by "
@@ -228,6 +233,12 @@ def predict(
             value, between = getattr(said, name), getattr(said, f"{name}_interval")
             said_between = f"  95 %: {between[0]:.{digits}g} to {between[1]:.{digits}g}" if between else ""
             print(f"{name:>7} {value:10.{digits}g}{said_between}")
+        if said.frontier_loss is not None and said.frontier_left_out is not None:
+            tried = f"off by {said.frontier_left_out:+.2%} for the largest budget when that was left out"
+            print(f"By the lowest loss of each budget, as a power of it: {said.frontier_loss:.4g} ({tried})")
+            low, high = said.loss_interval or (said.frontier_loss, said.frontier_loss)
+            if not low <= said.frontier_loss <= high:
+                print("The two disagree by more than the law's interval: it is too narrow")
         if said.decades > 0:
             print(f"extrapolates {said.decades:.1f} decades beyond the largest run")
         else:

@@ -25,12 +25,16 @@ from tilewright.rl.shared_weights import SharedWeights
 __all__ = ["main", "sampler_of"]
 
 _SEQS = {"cuda": 1024, "cpu": 256}
-"""Samples decoded at once, at most: a step of the small model costs a GPU the same for 256 and for 1,024 of them."""
+"""Samples decoded at once, at most: a step of the small model costs a GPU the same for 256 and for 1,024 of them.
+
+On a CPU always so many: products of few rows have other bits there than a trainer's, which codes of activations magnify.
+"""
 
 
 def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int, ...]) -> Sampler:
     """A sampler of this model as the config has it, for conversations of up to `longest` tokens."""
-    seqs = min(_SEQS[next(model.parameters()).device.type], config.prompts * config.answers)
+    device = next(model.parameters()).device.type
+    seqs = min(_SEQS[device], config.prompts * config.answers) if device == "cuda" else _SEQS[device]
     return Sampler(
         model, max_len=longest, seqs=seqs, end_ids=end_ids, invariant=config.invariant, drawing=config.drawing,
         cache_bytes=config.cache_bytes or None, shares=config.free_cache,

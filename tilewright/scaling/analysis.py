@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.scaling.fit import DELTA, NAMES, Fit, fit, influence, leave_largest_out
-from tilewright.scaling.frontier import METHODS, Minimum, Trend, envelope, minima, trend
+from tilewright.scaling.frontier import METHODS, LossTrend, Minimum, Trend, envelope, loss_trend, minima, trend
 from tilewright.scaling.law import Law
 from tilewright.scaling.objective import logs_and_shares
 from tilewright.scaling.runs import Array, Runs
@@ -38,6 +38,7 @@ class Analysis:
     fit: Fit
     points: dict[str, list[Minimum]]
     trends: dict[str, Trend | None]
+    losses: LossTrend | None
     largest_out: dict[str, Any] | None
     warnings: list[str]
 
@@ -58,6 +59,7 @@ class Analysis:
             "flops_per_param_token": self.runs.flops_per_param_token,
             "points": {method: [asdict(point) for point in points] for method, points in self.points.items()},
             "trends": {method: None if t is None else asdict(t) for method, t in self.trends.items()},
+            "loss_trend": None if self.losses is None else asdict(self.losses),
             "leave_largest_out": self.largest_out,
             "warnings": self.warnings,
             "names": list(NAMES),
@@ -111,7 +113,9 @@ def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: in
             f"without its largest budget the table cannot be fitted, so no prediction was tried: {error}",
         )
     warnings = list(_doubts(runs, found, points, trends)) + ([refused] if refused else [])
-    return Analysis(runs=runs, fit=found, points=points, trends=trends, largest_out=largest_out, warnings=warnings)
+    return Analysis(
+        runs=runs, fit=found, points=points, trends=trends, losses=loss_trend(runs), largest_out=largest_out, warnings=warnings
+    )
 
 
 def _doubts(runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: dict[str, Trend | None]) -> Iterator[str]:
@@ -187,6 +191,10 @@ class Prediction:
     tokens_interval: tuple[float, float] | None
     loss: float
     loss_interval: tuple[float, float] | None
+    frontier_loss: float | None
+    """What the line through the lowest losses of the budgets says; None without one."""
+    frontier_left_out: float | None
+    """Its relative error for the largest budget, where that was left out."""
     decades: float
     """log10 of the budget over the largest run's; 0 or below: no extrapolation."""
 
@@ -200,6 +208,7 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
     law, k = Law(**saved["law"]), float(saved["flops_per_param_token"])
     best = law.optimum(flops, k)
     others = [Law.from_logs(*map(float, row)) for row in saved["samples"]]
+    line = LossTrend(**saved["loss_trend"]) if saved.get("loss_trend") else None
     optima = [other.optimum(flops, k) for other in others if other.alpha > 0 and other.beta > 0]
     return Prediction(
         flops=flops,
@@ -209,6 +218,8 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
         tokens_interval=interval(best.tokens, np.log([o.tokens for o in optima])),
         loss=best.loss,
         loss_interval=interval(best.loss, np.log([other.loss(best.params, best.tokens) for other in others])),
+        frontier_loss=None if line is None else line.loss(flops),
+        frontier_left_out=None if line is None else line.left_out,
         decades=math.log10(flops / float(saved["largest_flops"])),
     )
 
@@ -230,6 +241,8 @@ def read_analysis(path: Path) -> dict[str, Any]:
         whole = np.isfinite(samples).all() and (samples.size == 0 or samples.shape[1:] == (5,))
         if not whole or not 0 < saved["largest_flops"] < math.inf or not 0 < saved["flops_per_param_token"] < math.inf:
             raise ValueError("its numbers are out of range")
+        if saved.get("loss_trend"):
+            LossTrend(**{key: float(value) for key, value in saved["loss_trend"].items()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no law that `tilewright scaling fit --out` wrote: {error}") from None
     return saved

@@ -12,7 +12,7 @@ import numpy as np
 from tilewright.extras import MissingExtra
 from tilewright.scaling.runs import Array, Runs, budgets
 
-__all__ = ["METHODS", "Minimum", "Trend", "envelope", "minima", "trend"]
+__all__ = ["METHODS", "LossTrend", "Minimum", "Trend", "envelope", "loss_trend", "minima", "trend"]
 
 METHODS = ("parabola", "interpolation")
 _SAME_SIZE = 0.05
@@ -138,3 +138,47 @@ def trend(points: list[Minimum]) -> Trend | None:
     reach = float(scipy.stats.t.ppf(0.975, len(used) - 2)) * float(line.stderr)
     slope = float(line.slope)
     return Trend(exponent=slope, low=slope - reach, high=slope + reach, factor=float(np.exp(line.intercept)), points=len(used))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTrend:
+    """The lowest loss that a budget buys: factor C^-exponent, without a floor.
+
+    It assumes nothing about sizes and tokens, and is right as long as the floor is far: for one decade beyond the runs, not for
+    three. `left_out`: the relative error for the largest budget, where the line goes through the others alone.
+    """
+
+    exponent: float
+    factor: float
+    budgets: int
+    left_out: float
+
+    def loss(self, flops: float) -> float:
+        """Of a budget."""
+        return self.factor * flops**-self.exponent
+
+
+FEWEST_BUDGETS = 4
+"""Through fewer lowest losses there is no line that could be tried on one of them."""
+
+
+def loss_trend(runs: Runs) -> LossTrend | None:
+    """Least squares of the logarithms of lowest losses by those of budgets; None for fewer than four budgets of three sizes.
+
+    The lowest loss of a budget is that of its parabola where this has a minimum, else the lowest that was measured.
+    """
+    parabolas = [p for p in minima(runs, "parabola") if p.problem is None]
+    x, y = [], []
+    for group in budgets(runs):
+        if len(np.unique(np.round(np.log(runs.params[group]), 6))) < 3:
+            continue
+        flops = float(np.exp(np.log(runs.flops[group]).mean()))
+        near = [p.loss for p in parabolas if abs(np.log(p.flops / flops)) < 1e-6]
+        x.append(np.log(flops))
+        y.append(np.log(near[0] if near else float(runs.loss[group].min())))
+    if len(x) < FEWEST_BUDGETS:
+        return None
+    slope, intercept = map(float, np.polyfit(x, y, 1))
+    others = np.polyfit(x[:-1], y[:-1], 1)
+    left_out = float(np.exp(np.polyval(others, x[-1]) - y[-1])) - 1
+    return LossTrend(exponent=-slope, factor=float(np.exp(intercept)), budgets=len(x), left_out=left_out)
