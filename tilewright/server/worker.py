@@ -203,17 +203,24 @@ class EngineWorker(EngineLink):
     def _take_in(self) -> None:
         """Queue what has arrived since the last time, and say how it went at once: each word costs both threads a switch."""
         said = list[tuple[asyncio.Future[None], BaseException | None]]()
-        while self._arrivals:
-            submit, taken = self._arrivals[0]
-            try:
-                submit()
-            except BaseException as error:  # noqa: BLE001 (who has asked takes it)
-                said.append((taken, error))
-            else:
-                said.append((taken, None))
-            self._arrivals.popleft()  # last: who comes meanwhile need not call this thread
-        if said:
-            self._loop.call_soon_threadsafe(_tell, said)
+        try:
+            while self._arrivals:
+                submit, taken = self._arrivals[0]
+                try:
+                    submit()
+                    said.append((taken, None))
+                except (ValueError, RuntimeError) as error:  # a refusal
+                    said.append((taken, error))
+                except BaseException as error:
+                    said.append((taken, error))
+                    raise
+                finally:
+                    self._arrivals.popleft()  # last: who comes meanwhile need not call this thread
+        finally:
+            if self._arrivals:
+                self._executor.submit(self._take_in)
+            if said:
+                self._loop.call_soon_threadsafe(_tell, said)
 
     def _submit(self, ids: Sequence[str], prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
         taken: list[str] = []
