@@ -241,8 +241,8 @@ def read_analysis(path: Path) -> dict[str, Any]:
         whole = np.isfinite(samples).all() and (samples.size == 0 or samples.shape[1:] == (5,))
         if not whole or not 0 < saved["largest_flops"] < math.inf or not 0 < saved["flops_per_param_token"] < math.inf:
             raise ValueError("its numbers are out of range")
-        if saved.get("loss_trend"):
-            LossTrend(**{key: float(value) for key, value in saved["loss_trend"].items()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if line := saved.get("loss_trend"):
+            LossTrend(**line).loss(float(saved["largest_flops"]))
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} is no law that `tilewright scaling fit --out` wrote: {error}") from None
     return saved
