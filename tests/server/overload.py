@@ -12,12 +12,16 @@ With `--step 0.1` the server runs in this process on an engine whose steps take 
 that is busy otherwise the embedded model's own speed would decide. With `--batch 0.2` it serves an ordinary model whose batches
 of 8 take so many seconds and no processor.
 
+`--apart` gives the clients one core and the server the others, as clients on machines of their own would leave it all of its
+own. Without it the clients take more of the server's cores at twice the load than while its capacity is measured.
+
 Prints the numbers and exits with 1 where one is not as wanted. Loopback only; ends by itself.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import statistics
@@ -162,6 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--apart", action="store_true", help="the clients have a core that the server has not")
     parser.add_argument("options", nargs="*", help="further options of `tilewright serve`, after --")
     parser.add_argument("--step", type=float, help="seconds a step of a simulated engine takes")
     parser.add_argument("--batch", type=float, help="seconds that a batch of 8 of an ordinary model takes")
@@ -174,7 +179,12 @@ def main() -> int:
     if given.step is not None:
         with running(fake_engine(delay_s=given.step, max_seqs=64, max_waiting=4096, pages=4096)) as fake:
             return 0 if asyncio.run(run(fake.port, given.seconds, rng)) else 1
+    cores = sorted(os.sched_getaffinity(0))
+    if given.apart and len(cores) < 2:
+        parser.error("--apart needs two cores")
+    os.sched_setaffinity(0, cores[:-1] if given.apart else cores)  # the server's, which inherits them
     with server_process(*BOOKWORM, *given.options) as server:
+        os.sched_setaffinity(0, cores[-1:] if given.apart else cores)
         return 0 if asyncio.run(run(server.port, given.seconds, rng)) else 1
 
 
