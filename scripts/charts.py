@@ -110,9 +110,13 @@ def models_chart() -> Chart:
     wrong = [row["model"] for row in rows if row["right"] != "right"]
     batch = ", ".join(map(str, sorted({row["batch"] for row in rows})))
     without = ", ".join(row["model"] for row in rows if "compile" not in row["us"])
-    code = f"commit {made['commit'][:7]}" + (" with uncommitted changes" if made["dirty"] else "")
+    runs = [content["runs"][i] for i in sorted({row["run"] for row in rows})]
+    commits = list(dict.fromkeys(run["commit"][:7] for run in runs))
+    dates = list(dict.fromkeys(run["date"][:10] for run in runs))
+    code = f"commit{'s' if commits[1:] else ''} {', '.join(commits)}"
+    code += " with uncommitted changes" if any(run["dirty"] for run in runs) else ""
     caption = [
-        f"{made['device']}, torch {made['torch']}, triton {made['triton']}, {made['date'][:10]}, {code}.",
+        f"{made['device']}, torch {made['torch']}, triton {made['triton']}, {' and '.join(dates)}, {code}.",
         f"All three in fp16, batch {batch}; models of timm, transformers and torch.nn with random weights.",
         f"Geometric mean over the fastest of PyTorch's, of the models that have all bars: {gain:.2f} times as fast.",
         *([f"Not compiled in the time of the run: {without}."] if without else []),
