@@ -44,6 +44,8 @@ def harness(folder: Path) -> Any:
         for name in [name for name in sys.modules if name.startswith("tilewright.engine")]:
             del sys.modules[name]
         sys.modules.update(aside)
+        if "tilewright.engine" in aside:
+            tilewright.engine = aside["tilewright.engine"]
 
 
 def measured(folders: list[Path], *, turns: int, steps: int, **options: Any) -> list[dict[str, Any]]:

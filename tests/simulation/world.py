@@ -27,6 +27,9 @@ __all__ = ["Outcome", "run_scenario"]
 _LONGEST_S = 1e6
 """An episode that takes longer never ends: a request starves."""
 
+MOST_BARREN = 1000
+"""Steps in a row without a token or an end: an engine that makes more of them will never stop."""
+
 
 class _Latencies:
     """What the worker measures, which nobody looks at here."""
@@ -93,9 +96,13 @@ class _Episode:
     def _watch(self) -> None:
         """Every step of the engine is checked."""
         step, launch, collect = self.engine.step, self.runner.launch, self.runner.collect
+        barren = 0
 
         def checked() -> list[Delta]:
+            nonlocal barren
             deltas = step()
+            barren = 0 if deltas else barren + 1
+            assert barren < MOST_BARREN, f"the engine has made {barren} steps that brought nothing"
             self.ledger.check()
             self._orphans()
             return deltas

@@ -50,7 +50,10 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "batch_statistics": _CHANNELS,
     "channel_affine": _CHANNELS,
     "channel_sums": _CHANNELS,
-    "group_norm": (*_CHANNELS, {"M": 4096, "N": 320, "groups": 32, "added": True, "activation": "silu"}),
+    "group_norm": (
+        *({"M": 1 << i, "N": 8} for i in range(14)),
+        {"M": 4096, "N": 320, "groups": 32, "added": True, "activation": "silu"},
+    ),
     "normalize_channels": _CHANNELS,
     "cross_entropy": _LOSSES,
     "cross_entropy_gradient": _LOSSES,

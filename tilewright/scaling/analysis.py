@@ -38,9 +38,9 @@ class Analysis:
     fit: Fit
     points: dict[str, list[Minimum]]
     trends: dict[str, Trend | None]
-    losses: LossTrend | None
     largest_out: dict[str, Any] | None
     warnings: list[str]
+    losses: LossTrend | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. "samples" are the bootstrap's parameters, a row each in the order of "names"."""
