@@ -107,10 +107,11 @@ class Ledger:
         engine: over a `FakeRunner`.
         clock: what the engine takes for the present.
         ordered: nothing but age and priority decides who loses its pages: no step or row fails.
+        drafts: tokens that a request may have guessed in a step, at most.
     """
 
-    def __init__(self, engine: Engine, runner: FakeRunner, clock: Callable[[], float], *, ordered: bool):
-        self.engine, self.runner, self.clock, self.ordered = engine, runner, clock, ordered
+    def __init__(self, engine: Engine, runner: FakeRunner, clock: Callable[[], float], *, ordered: bool, drafts: int):
+        self.engine, self.runner, self.clock, self.ordered, self.drafts = engine, runner, clock, ordered, drafts
         self.steps = 0
         self.arrivals: dict[Request, tuple[int, int]] = {}
         """(priority, number of its arrival) of each request."""
@@ -226,7 +227,8 @@ class Ledger:
         assert len(request.window_pages) == len(request.pages), "block tables of different lengths"
         assert request.behind <= windows.first(request.computed), "a page that is seen was given back"
         held, size = len(request.window_pages) - request.behind, windows.pool.page_size
-        longest = windows.window + self.engine.scheduler.max_tokens_per_step + 2 * size
+        row = max(self.engine.scheduler.max_tokens_per_step, 1 + self.drafts)  # pages are there before a step cuts its drafts
+        longest = windows.window + row + 2 * size
         assert held <= windows.pages_seen(longest, size) + 1, f"{held} pages are held behind a window of {windows.window}"
 
     def _arrays(self, request: Request) -> None:

@@ -75,8 +75,10 @@ class _Episode:
         )  # fmt: skip
         self.scheduler.max_samples = max(self.scheduler.max_seqs, 24)
         guesses = None if s.guesses is None else Oracle(s.guesses, s.seed, free=s.silent, vocab_size=VOCAB)
-        self.engine = Engine(self.runner, TOKENIZER, EOS, self.scheduler, proposer=guesses, draft_tokens=1 + s.seed % 6)
-        self.ledger = Ledger(self.engine, self.runner, clock, ordered=not (s.faults or s.row_faults))
+        drafts = 1 + s.seed % 6
+        self.engine = Engine(self.runner, TOKENIZER, EOS, self.scheduler, proposer=guesses, draft_tokens=drafts)
+        ordered = not (s.faults or s.row_faults)
+        self.ledger = Ledger(self.engine, self.runner, clock, ordered=ordered, drafts=drafts if guesses else 0)
         self.orphans: dict[str, int] = {}
         """Requests without a client -> the steps that they have had since."""
         self.unheard: list[str] = []
