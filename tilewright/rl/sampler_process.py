@@ -24,17 +24,18 @@ from tilewright.rl.shared_weights import SharedWeights
 
 __all__ = ["main", "sampler_of"]
 
-_SEQS = {"cuda": 1024, "cpu": 256}
-"""Samples decoded at once, at most: a step of the small model costs a GPU the same for 256 and for 1,024 of them.
+_SEQS = {"cuda": (1, 1024), "cpu": (256, 256)}
+"""Samples that a sampler has room to decode at once, at least and at most; between these, as many as a step has.
 
-On a CPU always so many: products of few rows have other bits there than a trainer's, which codes of activations magnify.
+A step of the small model costs a GPU the same for 256 and for 1,024. On a CPU products of few rows have other bits than a
+trainer's, which codes of activations magnify.
 """
 
 
 def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int, ...]) -> Sampler:
     """A sampler of this model as the config has it, for conversations of up to `longest` tokens."""
-    device = next(model.parameters()).device.type
-    seqs = min(_SEQS[device], config.prompts * config.answers) if device == "cuda" else _SEQS[device]
+    least, most = _SEQS[next(model.parameters()).device.type]
+    seqs = max(least, min(most, config.prompts * config.answers))
     return Sampler(
         model, max_len=longest, seqs=seqs, end_ids=end_ids, invariant=config.invariant, drawing=config.drawing,
         cache_bytes=config.cache_bytes or None, shares=config.free_cache,
