@@ -104,6 +104,7 @@ class Shortened(H11Protocol):
     _watch: Callable[[], None]
     close: Callable[[], None]
     linger: Callable[[], None]
+    _write_head: Callable[[], None]
     _answer: Callable[[ApiError], None]
 
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any):
@@ -174,6 +175,7 @@ class Shortened(H11Protocol):
     def send(self, data: bytes) -> None:
         """Send an answer."""
         self._short = None
+        self._write_head()
         self._real.write(data)
 
     def sent(self) -> None:
