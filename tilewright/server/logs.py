@@ -1,7 +1,8 @@
 """The log of a serving process: lines on stderr that never raise, never block a request, and never hold anybody's text.
 
 Lines go through a bounded queue to a thread of their own, which writes them to the descriptor, several at a time: it takes
-what has come in `PAUSE_S`, because each time it wakes up the others wait for Python's lock. If the reader of the log has gone, or its disk is full, lines are lost; if it merely does not read, up to `QUEUE_LINES` wait and later ones are counted:
+what has come in `PAUSE_S`, because whenever it wakes up others wait for Python's lock. If the reader of the log has gone, or
+its disk is full, lines are lost; if it merely does not read, up to `QUEUE_LINES` wait and later ones are counted:
 "27 lines of the log were lost" comes as soon as writing works again. The server goes on in each case.
 
 A line is text for people, or with `format="json"` one object: time, level, logger, message, and the fields of a request.
