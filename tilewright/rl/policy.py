@@ -4,15 +4,18 @@ They are those of the distribution that the sampler drew from: of the logits ove
 support. Where the filters are off that is the model's own distribution.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilewright import ops
 from tilewright.engine.draws import processed
+from tilewright.kernels.softmax.cross_entropy import cross_entropy_gradient_op
 from tilewright.models import Model
 from tilewright.nn import Packed, PackedKeysValues, ServedKeysValues
 from tilewright.op import scope
-from tilewright.ops.values import valued
 from tilewright.rl.batch import Batch
 
 __all__ = ["hidden_of", "logprobs_and_entropies_of", "logprobs_of", "support_of"]
@@ -98,10 +101,25 @@ def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
     # The hidden state at t says the token at t + 1; the last of a sequence says nothing that was sampled.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
     following = following.index_fill(0, batch.lasts, _IGNORED)
-    losses = ops.cross_entropy(processed_TV, following, ignore_index=_IGNORED, reduction="none")
     if scope().invariant:
         with torch.no_grad():  # as the engine computes them
             alternatives = torch.where(following == _IGNORED, -1, 0).int()
             served, *_ = ops.top_logprobs(processed_TV, following.clamp_min(0), alternatives, 1)
-        losses = valued(losses, -served)
-    return -torch.cat([losses.new_zeros(1), losses[:-1]])
+        logprobs: Any = _Served.apply(processed_TV, following, served)
+    else:
+        logprobs = -ops.cross_entropy(processed_TV, following, ignore_index=_IGNORED, reduction="none")
+    return torch.cat([logprobs.new_zeros(1), logprobs[:-1]])
+
+
+class _Served(torch.autograd.Function):
+    """What the sampler's operator said of logits [T, V] and tokens [T], with the gradient of the log-probability."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, served: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        return served.view_as(served)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cross_entropy_gradient_op(*ctx.saved_tensors, -grads[0], _IGNORED, 0.0, 0.0)[1], None, None

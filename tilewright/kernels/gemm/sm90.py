@@ -1,4 +1,4 @@
-"""The host side of sm90_kernel.py: what it takes, its descriptors and workspaces; exports the Impls `sm90` and `sm90_invariant`.
+"""The host side of sm90_kernel.py: what it takes, its descriptors and workspaces; the Impls `sm90`, `sm90_invariant`.
 
 An operand that the copy engine cannot address (rows that do not start at multiples of 16 bytes: a K of 4095, an unaligned view)
 is dealt with inside, in one of two ways (the axis UNALIGNED):
@@ -64,7 +64,7 @@ def _refuse_invariant(device: Device, problem: Problem) -> str | None:
     if reason := _refuse(device, problem):
         return reason
     if problem.activation != "none":
-        return "adds alone have one rounding in every tile's code; an activation's products may be fused in one and not in another"
+        return "an activation's products may be fused with sums in one tile's code and not in another's"
     if not problem.w_aligned or problem.w_major != "k" or problem.k % 8 or problem.n % 8:
         return "takes weights that are dense along K, K and N multiples of 8, rows that start at 16 bytes"
     return None
