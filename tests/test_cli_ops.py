@@ -50,7 +50,7 @@ def test_all_operators_are_listed_with_what_a_card_has() -> None:
     assert "triton" in linear["RTX 4090"]
 
 
-def test_each_operator_is_described_by_its_own_file():
+def test_each_operator_is_described_by_its_own_file() -> None:
     rows = json.loads(CliRunner().invoke(app, ["ops", "--card", "h100", "--json"]).output)
     unsaid = [row["name"] for row in rows if not row["what"] or row["what"].startswith("Operations, their implementations")]
     assert unsaid == []
