@@ -2,7 +2,8 @@
 
 A connection hands its bytes to the shortcuts of its server as long as one takes them; everything unusual goes to uvicorn.
 Answers that become ready in one turn of the event loop are made together, and then sent together (`Outbox`): a client that is
-woken by one of them goes on while the next ones are sent, and is not woken for each.
+woken by one of them goes on while the next ones are sent, and is not woken for each. Where answers come one by one, they are
+sent at once: a turn of the event loop is time that a lone client waits for.
 """
 
 import asyncio
@@ -59,18 +60,45 @@ class Shortcut(Protocol):
 
 
 class Outbox:
-    """Answers of one turn of the event loop, which go out in the next."""
+    """Answers of one turn of the event loop, which go out in the next; or at once, as long as they come one by one."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
         """Of requests that shortcuts might take once they are whole, on all connections together."""
         self._ready: deque[tuple[Shortened, Callable[[], Short]]] = deque()
+        self._alone = True
+        """Whether no two answers went out together the last time."""
+        self._sent_one = False
+        """In this turn of the event loop."""
 
-    def add(self, connection: "Shortened", make: Callable[[], Short]) -> None:
-        """An answer is ready to be made."""
+    def add(self, connection: "Shortened", make: Callable[[], Short], *, later: bool) -> None:
+        """An answer is ready to be made; `later`: not before the caller is done."""
+        if self._alone and not (later or self._sent_one or self._ready):
+            self._sent_one = True
+            connection.loop.call_soon(self._next_turn)
+            self._send_one(connection, make)
+            return
         self._ready.append((connection, make))
         if len(self._ready) == 1:
             connection.loop.call_soon(self._send)
+
+    def _next_turn(self) -> None:
+        self._sent_one = False
+
+    @staticmethod
+    def _send_one(connection: "Shortened", make: Callable[[], Short]) -> None:
+        try:
+            data = connection.made(make)
+        except BaseException as error:  # noqa: BLE001 (raised on the event loop: whoever has told this answer goes on)
+            connection.failed()
+            connection.loop.call_soon(_raise, error)
+            return
+        if data is not None:
+            connection.send(data)
+            if connection.holds:  # requests, which are not begun within what has told this answer
+                connection.loop.call_soon(connection.sent)
+            else:
+                connection.sent()
 
     def _send(self) -> None:
         made = list[tuple[Shortened, bytes]]()
@@ -89,6 +117,7 @@ class Outbox:
         finally:
             if self._ready:  # what one request ran into is its own: the others are answered
                 self._ready[0][0].loop.call_soon(self._send)
+            self._alone = len(made) < 2
             for connection, data in made:
                 connection.send(data)
             for connection, _ in made:
@@ -115,6 +144,7 @@ class Shortened(H11Protocol):
         self._short: Callable[[], object] | None = None
         """What gives up the shortcut's request that is being answered."""
         self._ends = False  # once the shortcut has answered
+        self._beginning = False
 
     def _takes(self, shortcuts: Sequence[Shortcut], data: bytes) -> bool:
         """Whether a shortcut has these bytes, or keeps them until more are there."""
@@ -141,8 +171,11 @@ class Shortened(H11Protocol):
         self._ends = self._ends or taken.close
         self._unset_keepalive_if_required()
         self._stop()
-        self._short = _begun
-        give_up = taken.begin(self._ready)
+        self._short, self._beginning = _begun, True
+        try:
+            give_up = taken.begin(self._ready)
+        finally:
+            self._beginning = False
         if self._short is _begun:
             self._short = give_up
         return True
@@ -155,7 +188,7 @@ class Shortened(H11Protocol):
     def _ready(self, make: Callable[[], Short]) -> None:
         """The shortcut's answer can be made; until it is sent, what the client sends on is held."""
         self._short = _begun
-        self._outbox.add(self, make)
+        self._outbox.add(self, make, later=self._beginning)
 
     def made(self, make: Callable[[], Short]) -> bytes | None:
         """An answer's bytes; None: nobody is there any more."""
@@ -171,6 +204,11 @@ class Shortened(H11Protocol):
         """An answer could not be made."""
         self._short = None
         self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
+
+    @property
+    def holds(self) -> bool:
+        """Whether something has come behind the request."""
+        return bool(self._held)
 
     def send(self, data: bytes) -> None:
         """Send an answer."""
@@ -201,6 +239,10 @@ def _asked(shortcuts: Sequence[Shortcut], data: bytes | bytearray, client: str) 
             return said
         found = found or said
     return found
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _begun() -> None:
