@@ -93,8 +93,9 @@ class Version:
         """Whether `_pump` comes at the end of this turn of the event loop."""
         self._alone = 0
         """The last batches, as far as each was one request."""
-        self._failures = 0
-        self._running = 0
+        self.answers_one = False
+        """Whether the batch that is being answered is one request."""
+        self._failures = self._running = 0
         self._tasks = set[asyncio.Task[None]]()
         self._idle = asyncio.Event()
         self.closed = False
@@ -240,28 +241,25 @@ class Version:
             self._idle.set()
 
     def _send(self, instance: Runs, batch: Batch, now_s: float) -> None:
-        late, over = None, False
+        late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
         self._running += len(batch.items)
         self._alone = self._alone + 1 if len(batch.items) == 1 else 0
 
         def done(reply: Reply | None) -> None:
-            nonlocal over
-            over = True
-            if late is not None:
-                late.cancel()
+            late.cancel()
             self._running -= len(batch.items)
-            if reply is None:
-                self._lost(instance, batch)
-            else:
-                self._finished(instance, batch, reply, now_s)
-            self._pump()
+            try:
+                if reply is None:
+                    self._lost(instance, batch)
+                else:
+                    self._finished(instance, batch, reply, now_s)
+            finally:  # an answer that cannot be made
+                self._pump()
 
         instance.run([item.rows for item in batch.items], [item.payload.inputs for item in batch.items], done)
-        if not over:
-            late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
     def _finished(self, instance: Runs, batch: Batch, reply: Reply, started_s: float) -> None:
-        ended_s = time.monotonic()
+        ended_s, self.answers_one = time.monotonic(), len(batch.items) == 1
         times, at, answered, queued_s = self.stats.times, 0, 0, 0.0
         cuts = [Cut(wire, self.signature.batched) for wire in reply.outputs]
         for number, item in enumerate(batch.items):

@@ -35,8 +35,12 @@ class Short(NamedTuple):
     body: bytes
 
 
-Done = Callable[[Callable[[], Short]], None]
-"""Told once that a request is answered, with what makes the answer; that is called soon, and may raise."""
+class Done(Protocol):
+    """Told once that a request is answered."""
+
+    def __call__(self, make: Callable[[], Short], *, alone: bool = False) -> None:
+        """`make` makes the answer: soon, or now where it is told `alone`, beside no other answer; it may raise."""
+        ...
 
 
 class Taken(NamedTuple):
@@ -71,9 +75,9 @@ class Outbox:
         self._sent_one = False
         """In this turn of the event loop."""
 
-    def add(self, connection: "Shortened", make: Callable[[], Short], *, later: bool) -> None:
-        """An answer is ready to be made; `later`: not before the caller is done."""
-        if self._alone and not (later or self._sent_one or self._ready):
+    def add(self, connection: "Shortened", make: Callable[[], Short], *, alone: bool = False) -> None:
+        """An answer is ready to be made; `alone`: it may be now, and raise."""
+        if alone and self._alone and not (self._sent_one or self._ready):
             self._sent_one = True
             connection.loop.call_soon(self._next_turn)
             self._send_one(connection, make)
@@ -89,10 +93,9 @@ class Outbox:
     def _send_one(connection: "Shortened", make: Callable[[], Short]) -> None:
         try:
             data = connection.made(make)
-        except BaseException as error:  # noqa: BLE001 (raised on the event loop: whoever has told this answer goes on)
+        except BaseException:
             connection.failed()
-            connection.loop.call_soon(_raise, error)
-            return
+            raise
         if data is not None:
             connection.send(data)
             if connection.holds:  # requests, which are not begun within what has told this answer
@@ -144,7 +147,6 @@ class Shortened(H11Protocol):
         self._short: Callable[[], object] | None = None
         """What gives up the shortcut's request that is being answered."""
         self._ends = False  # once the shortcut has answered
-        self._beginning = False
 
     def _takes(self, shortcuts: Sequence[Shortcut], data: bytes) -> bool:
         """Whether a shortcut has these bytes, or keeps them until more are there."""
@@ -171,11 +173,8 @@ class Shortened(H11Protocol):
         self._ends = self._ends or taken.close
         self._unset_keepalive_if_required()
         self._stop()
-        self._short, self._beginning = _begun, True
-        try:
-            give_up = taken.begin(self._ready)
-        finally:
-            self._beginning = False
+        self._short = _begun
+        give_up = taken.begin(self._ready)
         if self._short is _begun:
             self._short = give_up
         return True
@@ -185,10 +184,10 @@ class Shortened(H11Protocol):
         self._outbox.held_bytes += len(data) - self._counted
         self._held, self._counted = data, len(data)
 
-    def _ready(self, make: Callable[[], Short]) -> None:
+    def _ready(self, make: Callable[[], Short], *, alone: bool = False) -> None:
         """The shortcut's answer can be made; until it is sent, what the client sends on is held."""
         self._short = _begun
-        self._outbox.add(self, make, later=self._beginning)
+        self._outbox.add(self, make, alone=alone)
 
     def made(self, make: Callable[[], Short]) -> bytes | None:
         """An answer's bytes; None: nobody is there any more."""
@@ -239,10 +238,6 @@ def _asked(shortcuts: Sequence[Shortcut], data: bytes | bytearray, client: str) 
             return said
         found = found or said
     return found
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _begun() -> None:
