@@ -5,7 +5,6 @@ Fronts that cannot keep up put several tokens into an event, and the run takes l
 token does not depend on that, nor on how many cores there are: it is what to compare.
 """
 
-import functools
 import json
 import os
 import re
@@ -113,9 +112,13 @@ def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float) -
 
 
 class _Nowhere:
-    """A connection whose bytes go nowhere."""
+    """A connection whose bytes go nowhere, and a channel that waits for more."""
 
     blocked = False
+    waiting = True
+
+    def wake(self) -> None:
+        """There is no task."""
 
     def write_chunk(self, data: bytes) -> None:
         """Forget them."""
@@ -139,8 +142,8 @@ def parts(streams: int = 128, seconds: float = 0.5) -> dict[str, float]:
     for stream, reply in enumerate(replies):
         reader.open([stream], f"r-{stream}", [300], params)
         short.open([stream], f"r-{stream}", [300], params)
-        direct = Direct(_Nowhere(), batch, {0: 0.0}, reply.frame, lambda: True)
-        short.direct(stream, functools.partial(direct.take, 0))
+        direct = Direct(_Nowhere(), batch, _Nowhere(), {0: 0.0}, reply.frame)
+        short.direct(stream, direct.lanes[0].take)
         rows.add(stream, 300 + 7 * stream)
     step = rows.take()
     raw, deltas = wire.pack_step(1, step), reader.read(step)
