@@ -114,7 +114,8 @@ def test_what_waits_for_the_task_is_written_by_it() -> None:
     assert (sink.data, sink.woken, direct.tokens) == (b"", 0, 2)
     direct.write()
     assert sink.data == b"".join(long.chunks([Delta("r", 0, (97, 98), "aa")]))
-    assert not direct.pending and not direct.left()
+    assert not direct.pending
+    assert not direct.left()
 
 
 def test_what_waits_for_the_client_wakes_the_task() -> None:
@@ -151,7 +152,7 @@ def test_a_channel_gives_its_task_all_in_order(blocked: bool) -> None:
             assert not task.done()
             channel.push(Delta("r-1", 1, (97,), "e"))
         rest = [f"{channel.choice(delta)}{delta.text}" for delta in await task]
-        return first, rest + [sink.data.decode()]
+        return first, [*rest, sink.data.decode()]
 
     wanted = ["3d", ""] if blocked else ["3e", '<"d">']
     assert asyncio.run(scene()) == (["3a", "1b", "3c"], wanted)

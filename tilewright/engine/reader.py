@@ -125,9 +125,7 @@ class Reader:
             else:
                 text = sample.plain_one(token)
                 if sample.direct is None or not sample.direct(text, 1):
-                    deltas.append(
-                        Delta(sample.request_id, sample.index, (token,), text, cached_tokens=sample.cached_tokens)
-                    )
+                    deltas.append(Delta(sample.request_id, sample.index, (token,), text, cached_tokens=sample.cached_tokens))
         return deltas
 
     def _delta(self, stream: int, sample: _Sample, tokens: tuple[int, ...], note: Note) -> Delta:
