@@ -11,7 +11,7 @@ A model is called with one of them and takes `.layer(i)` of it for each of its l
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -116,6 +116,9 @@ class ServedKeysValues:
     """The documents, each in pages of its own."""
     pages: int
     page_size: int
+    held: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
+    """Memory of the pages by heads, their size and dtype: one layer's, then the next one's, which writes to the same
+    places. Zeroed once: what lies behind a document's end is read, and a NaN would spread."""
 
     @classmethod
     def of(cls, packed: Packed, *, page_size: int = 16) -> "ServedKeysValues":
@@ -145,11 +148,12 @@ class ServedKeysValues:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
         """Causal attention within each document."""
-        shape = (2, self.pages, k.shape[1], self.page_size, k.shape[2])
+        kind = (k.shape[1], k.shape[2], k.dtype)
+        if kind not in self.held:
+            shape = (2, self.pages, k.shape[1], self.page_size, k.shape[2])
+            self.held[kind] = torch.zeros(shape, dtype=k.dtype, device=k.device)
         with torch.no_grad():
-            keys, values = torch.zeros(shape, dtype=k.dtype, device=k.device).unbind()
-            cache = PagedKeysValues(keys, values)
-            served = cache.attend(q, k, v, self.batch, heads)
+            served = PagedKeysValues(self.held[kind][0], self.held[kind][1]).attend(q, k, v, self.batch, heads)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
             return served
         return valued(PackedKeysValues().attend(q, k, v, batch, heads), served)
