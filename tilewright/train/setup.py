@@ -225,11 +225,12 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     if config.accumulate == "tree":
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
     chunk = min(tokens, max(2048, shape.hidden_size))
+    kept = 0 if config.compute == "dtype" else sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)  # codes of w^T
     plan = MemoryPlan(
         weights=count * item + frozen,
         gradients=count * (item + accumulated),
         optimizer=int(count * (STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
-        activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size),
+        activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size) + kept,
         logits=chunk * shape.vocab_size * item + 4 * shape.vocab_size * shape.hidden_size,
         available=memory_bytes(device) if device.type == "cuda" else None,
     )
