@@ -222,6 +222,8 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     # rotation, what attention gives; gate, up and their product.
     layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + feed_forward_numbers(shape)
     accumulated = 4 if config.micro_batches > 1 else 0
+    if config.graphs and config.micro_batches > 1:
+        accumulated += item  # a copy, before the next pass overwrites them
     if config.accumulate == "tree":
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
     chunk = min(tokens, max(2048, shape.hidden_size))
