@@ -50,6 +50,14 @@ def test_all_operators_are_listed_with_what_a_card_has() -> None:
     assert "triton" in linear["RTX 4090"]
 
 
+def test_each_operator_is_described_by_its_own_file() -> None:
+    rows = json.loads(CliRunner().invoke(app, ["ops", "--card", "h100", "--json"]).output)
+    unsaid = [row["name"] for row in rows if not row["what"] or row["what"].startswith("Operations, their implementations")]
+    assert unsaid == []
+    adamw = next(row for row in rows if row["name"] == "adamw")
+    assert adamw["what"].startswith("AdamW over all tensors")
+
+
 def test_a_listed_implementation_is_one_that_choose_may_take() -> None:
     done = CliRunner().invoke(app, ["ops", "softmax", "--card", "a100", "--json"])
     listed = {row["name"]: row["cards"]["A100 80GB"] for row in json.loads(done.stdout)}

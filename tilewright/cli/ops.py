@@ -67,7 +67,7 @@ def _what(op: "Op") -> str:
     public = getattr(ops, op.name, None) if op.name in ops.__all__ else None
     text = inspect.getdoc(public) or ""
     if not text or text.startswith("Without gradients"):
-        text = inspect.getdoc(sys.modules[op.examples[0].make.__module__]) or ""
+        text = inspect.getdoc(sys.modules[op.cost.__module__]) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 
