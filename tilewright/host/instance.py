@@ -11,13 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from tilewright.host.arena import Arena, aligned
 from tilewright.host.config import ModelConfig
+from tilewright.host.regions import INLINE_BYTES, Part, Read, read_all, shared_out
 from tilewright.host.tensors import Signature, Wire, byte_size
 
 __all__ = ["Instance", "LoadFailed", "Nursery", "Reply", "Runs"]
@@ -37,6 +39,8 @@ class Reply(NamedTuple):
     errors: dict[int, str]
     """Request's number in the batch -> why it has no answer."""
     seconds: float
+    unread: Mapping[int, str] = MappingProxyType({})
+    """Request's number -> why its inputs could not be read from where it said that they were."""
 
 
 class Runs(Protocol):
@@ -120,6 +124,8 @@ class Instance:
         self.most: int | None = None
         """Most rows of a batch, where the model was made for no more."""
         self._done: Callable[[Reply | None], None] | None = None
+        self._unread = dict[int, str]()
+        self._reading: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.busy = False
         self.closed = False
@@ -168,19 +174,39 @@ class Instance:
         """
         assert self._arena is not None
         assert not self.busy
-        view, at, inputs, rows = self._arena.view, 0, [], sum(parts)
+        view, at, inputs, rows, reads = self._arena.view, 0, [], sum(parts), list[Read]()
         for column in range(len(batch[0])):
             began = at
-            for request in batch:
+            for number, request in enumerate(batch):
                 data = request[column].data
-                view[at : at + len(data)] = data
+                if isinstance(data, Part):
+                    reads.append(Read(number, data, view[at : at + len(data)]))
+                else:
+                    view[at : at + len(data)] = data
                 at += len(data)
             shape = batch[0][column].shape
             inputs.append((began, shape if len(batch) == 1 else (rows, *shape[1:])))
             at = aligned(at)
-        self.busy, self._done = True, done
+        self.busy, self._done, self._unread = True, done, {}
+        packet = json.dumps({"parts": parts, "inputs": inputs}).encode()
+        if sum(len(read.part) for read in reads) > INLINE_BYTES:
+            self._reading = self._loop.create_task(self._read(reads, packet))
+            return
+        if reads:
+            self._unread = read_all(reads)
+        self._send(packet)
+
+    async def _read(self, reads: list[Read], packet: bytes) -> None:
+        """Read the batch's inputs beside the event loop, and send it."""
+        jobs = [asyncio.to_thread(read_all, job) for job in shared_out(reads)]
+        for unread in await asyncio.gather(*jobs):
+            self._unread |= unread
+        if not self.closed:
+            self._send(packet)
+
+    def _send(self, packet: bytes) -> None:
         try:
-            self._channel.send(json.dumps({"parts": parts, "inputs": inputs}).encode())
+            self._channel.send(packet)
         except OSError:
             self._gone()
 
@@ -204,7 +230,7 @@ class Instance:
         )
         done, self._done, self.busy = self._done, None, False
         assert done is not None
-        done(Reply(wires, {int(number): error for number, error in said["errors"].items()}, said["s"]))
+        done(Reply(wires, {int(number): error for number, error in said["errors"].items()}, said["s"], self._unread))
 
     def _gone(self) -> None:
         done, self._done = self._done, None
