@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.host import models
 from tests.server.v2.running import Server, serving
+from tests.server.v2.test_quick import until
 from tilewright.host import regions
 from tilewright.host.config import ModelConfig
 from tilewright.host.regions import Read, Regions, read_all, shared_out
@@ -198,3 +200,301 @@ def test_requests_go_the_short_way(server: Server, monkeypatch: pytest.MonkeyPat
         right = np.tanh(1.0) * np.arange(1.0, 5.0, dtype=np.float32)
         assert np.allclose(theirs.get_contents_as_numpy(handle, np.float32, [4], 16), right)
         c.unregister_system_shared_memory()
+
+
+# ---- what a region may be
+
+
+BAD_KEYS = ("", "/", ".", "..", "../etc", "a/b", "//a", "/a/../b", "a\0b", "a b", "sem.x", "x" * 129, None, 7, ["a"])
+
+
+@pytest.mark.parametrize("key", BAD_KEYS, ids=repr)
+def test_names_that_are_no_shared_memory_object(server: Server, key: Any) -> None:
+    status, said = server.post("/v2/systemsharedmemory/region/r/register", {"key": key, "offset": 0, "byte_size": 4})
+    assert status == 400, said
+    assert "wanted a shared memory object's name" in said["error"]
+
+
+NUMBERS: tuple[Any, ...] = ((0, 0), (0, -1), (-1, 4), (0, "4"), (0, 4.0), (True, 4), (0, None), (None, 4))
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=repr)
+def test_offsets_and_sizes_that_are_none(server: Server, numbers: tuple[Any, Any]) -> None:
+    with memory(64) as (key, _):
+        said = {"key": key, "offset": numbers[0], "byte_size": numbers[1]}
+        status, found = server.post("/v2/systemsharedmemory/region/r/register", said)
+        assert status == 400, found
+        assert "wanted whole numbers" in found["error"]
+
+
+def test_files_that_are_no_memory_of_the_servers_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(64))
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    (shm / "link").symlink_to(secret)
+    (shm / "folder").mkdir()
+    os.mkfifo(shm / "pipe")
+    (shm / "short").write_bytes(bytes(63))
+    (shm / "good").write_bytes(bytes(64))
+    (shm / "locked").write_bytes(bytes(64))
+    mine = Regions(shm)
+    for key, words in (
+        ("nothing", "No such file"),
+        ("link", "cannot be opened"),
+        ("folder", "cannot be opened"),
+        ("pipe", "no regular file"),
+        ("short", "has 63 bytes, and the region ends at 64"),
+    ):
+        with pytest.raises(regions.Refused, match=words):
+            mine.register("r", key, 0, 64)
+    with pytest.raises(regions.Refused, match="the region ends at 65"):
+        mine.register("r", "good", 1, 64)
+    with pytest.raises(regions.Refused, match="the region ends at 4611686018427387968"):
+        mine.register("r", "good", 1 << 62, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(regions.Refused, match="belongs to another user"):
+            mine.register("r", "good", 0, 64)
+    assert not _open_files(tmp_path), "a file that was refused stays open"
+    mine.register("r", "good", 0, 64)
+    for name, words in (("r", "is registered already"), ("", "1 to 256"), ("n" * 257, "1 to 256"), ("a\nb", "printable")):
+        with pytest.raises(regions.Refused, match=words):
+            mine.register(name, "good", 0, 64)
+    assert len(_open_files(tmp_path)) == 1
+
+
+def _open_files(folder: Path) -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith(str(folder)):
+            found.append(target)
+    return found
+
+
+def test_numbers_and_sizes_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes(64))
+    monkeypatch.setattr(regions, "MAX_REGIONS", 3)
+    monkeypatch.setattr(regions, "MAX_BYTES", 100)
+    mine = Regions(tmp_path)
+    mine.register("a", "x", 0, 64)
+    with pytest.raises(regions.Refused, match="more than 100 bytes"):
+        mine.register("b", "x", 0, 37)
+    mine.register("b", "x", 0, 35)
+    mine.register("c", "x", 0, 1)
+    with pytest.raises(regions.Refused, match="3 shared memory regions are registered"):
+        mine.register("d", "x", 0, 1)
+    mine.unregister("a")
+    mine.register("d", "x", 0, 64)
+    mine.unregister()
+    assert mine.status() == []
+    assert not _open_files(tmp_path)
+
+
+def test_large_reads_are_shared_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "JOB_BYTES", 10)
+    data = random.Random(0).randbytes(200)
+    (tmp_path / "x").write_bytes(data)
+    mine = Regions(tmp_path)
+    mine.register("r", "x", 7, 190)
+    for sizes in ((1,), (10,), (25,), (3, 0, 30, 7, 10, 1), (0,), (9, 1, 11)):
+        into, reads, at = bytearray(sum(sizes)), [], 0
+        for number, size in enumerate(sizes):
+            part = mine.part(regions.Place("r", 100 - 2 * number, size))
+            reads.append(Read(number, part, memoryview(into)[at : at + size]))
+            at += size
+        jobs = list(shared_out(reads))
+        assert [sum(len(one.part) for one in job) for job in jobs[:-1]] == [10] * (len(jobs) - 1)
+        assert [read_all(job) for job in jobs] == [{}] * len(jobs)
+        right = b"".join(data[107 - 2 * n : 107 - 2 * n + size] for n, size in enumerate(sizes))
+        assert bytes(into) == right
+
+
+# ---- requests
+
+
+X = np.full((1, 4), 0.5, np.float32)
+RIGHT = models.Marked()(torch.from_numpy(X)).detach().numpy()
+
+
+def test_requests_that_name_what_is_not_there(client: tuple[Any, Any]) -> None:
+    c, module = client
+
+    def ask(region: str = "r", size: int = 16, at: int = 0, outputs: Any = None, x: np.ndarray = X) -> Callable[[], Any]:
+        one = module.InferInput("x", list(x.shape), "FP32")
+        one.set_shared_memory(region, size, at)
+        return lambda: c.infer("kept", [one], outputs=outputs)
+
+    good = sent(module, "x", X, "FP32")
+    with memory(4096) as (key, handle):
+        c.register_system_shared_memory("r", key, 32, offset=8)
+        theirs.set_shared_memory_region(handle, [X], 8)
+        cases = [
+            (ask("z"), "no shared memory region 'z'"),
+            (ask(at=17), "has 32 bytes, and 16 from byte 17 on are not all in it"),
+            (ask(at=-8), "are not all in it"),
+            (ask(at=1 << 62), "are not all in it"),
+            (ask(size=-16), "are not all in it"),
+            (ask(size=12), "has 12 bytes of data, and FP32 of shape"),
+            (ask(x=X[:, :3], size=12), r"has shape \[1, 3\], wanted"),
+            (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "z", 16)]), "no shared memory region 'z'"),
+            (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "r", 16, 17)]), "not all in it"),
+            (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "r", 15)]), "has 16 bytes, and its place"),
+            (lambda: c.infer("kept", [good], outputs=[wanted(module, "other", "r", 16)]), "no output 'other'; it has output"),
+        ]
+        for call, words in cases:
+            with pytest.raises(InferenceServerException, match=words):
+                call()
+        assert np.array_equal(ask()().as_numpy("output"), RIGHT)
+
+
+def test_json_that_contradicts_itself(server: Server) -> None:
+    place = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
+    for change, words in (
+        ({"data": [1, 2, 3, 4]}, "wanted one of them"),
+        ({"parameters": {**place, "binary_data_size": 0}}, "wanted one of them"),
+        ({"parameters": {"shared_memory_region": "r"}}, "shared_memory_byte_size None"),
+        ({"parameters": {"shared_memory_byte_size": 16}}, "shared_memory_region 'None'"),
+        ({"parameters": {**place, "shared_memory_offset": "0"}}, "wanted a name"),
+        ({"parameters": {**place, "shared_memory_byte_size": True}}, "wanted a name"),
+        ({"parameters": {**place, "shared_memory_region": ["r"]}}, "wanted a name"),
+    ):
+        one = {"name": "x", "datatype": "FP32", "shape": [1, 4], "parameters": place, **change}
+        status, said = server.post("/v2/models/kept/infer", {"inputs": [one]})
+        assert status == 400, said
+        assert words in said["error"]
+
+
+@pytest.mark.parametrize(("model", "shape"), [("slow", (1, 4)), ("wide", (8, WIDE))], ids=["on the event loop", "by threads"])
+def test_a_file_that_is_truncated_costs_its_own_request_only(server: Server, model: str, shape: tuple[int, int]) -> None:
+    x = np.full(shape, 0.5, np.float32)
+    right = 2 * x if model == "wide" else RIGHT
+    with memory(x.nbytes) as (key, handle), memory(x.nbytes) as (other, victim):
+        with http.InferenceServerClient(f"127.0.0.1:{server.port}") as c:
+            c.register_system_shared_memory("cut", key, x.nbytes)
+            c.register_system_shared_memory("whole", other, x.nbytes)
+        for one in (handle, victim):
+            theirs.set_shared_memory_region(one, [x])
+        os.truncate(file_of(key), x.nbytes - 1)
+        stats = server.host.models[model].versions[1].stats
+        before = stats.json(model, 1)["execution_count"]
+
+        def ask(region: str) -> Any:
+            with http.InferenceServerClient(f"127.0.0.1:{server.port}") as own:
+                try:
+                    return own.infer(model, [placed(http, "x", x, "FP32", region)]).as_numpy("output")
+                except InferenceServerException as error:
+                    return error
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(ask, ("cut", "whole", "cut", "whole")))
+        if model == "slow":
+            assert stats.json(model, 1)["execution_count"] == before + 1, "they were not in one batch"
+        for error in found[::2]:
+            assert "region 'cut' is shorter than it was" in str(error), error
+            assert error.status() == "400"
+        assert np.array_equal(found[1], right)
+        assert np.array_equal(found[3], right)
+        # Neither is anything written behind its end.
+        with http.InferenceServerClient(f"127.0.0.1:{server.port}") as c:
+            with pytest.raises(InferenceServerException, match="region 'cut' is shorter"):
+                c.infer(model, [placed(http, "x", x, "FP32", "whole")], outputs=[wanted(http, "output", "cut", x.nbytes)])
+            assert file_of(key).stat().st_size == x.nbytes - 1
+            c.unregister_system_shared_memory()
+        assert stats.restarts == 0
+
+
+def test_a_region_that_is_unregistered_serves_the_requests_that_have_it(server: Server) -> None:
+    with memory(16) as (key, handle), http.InferenceServerClient(f"127.0.0.1:{server.port}") as c:
+        clients = len(_open_files(file_of(key)))
+        c.register_system_shared_memory("r", key, 16)
+        theirs.set_shared_memory_region(handle, [X])
+        with ThreadPoolExecutor(1) as pool, http.InferenceServerClient(f"127.0.0.1:{server.port}") as own:
+            assert len(_open_files(file_of(key))) > clients
+            begun = pool.submit(own.infer, "slow", [placed(http, "x", X, "FP32", "r")])
+            slow = server.host.models["slow"].versions[1]
+            while not slow.waiting:  # for 300 ms, for company
+                assert not begun.done()
+            c.unregister_system_shared_memory("r")
+            assert np.array_equal(begun.result(20).as_numpy("output"), RIGHT)
+        with pytest.raises(InferenceServerException, match="no shared memory region 'r'"):
+            c.infer("slow", [placed(http, "x", X, "FP32", "r")])
+        until(lambda: len(_open_files(file_of(key))) == clients)
+
+
+def test_what_is_cached_is_never_a_clients_memory(server: Server) -> None:
+    with memory(16) as (key, handle), http.InferenceServerClient(f"127.0.0.1:{server.port}") as c:
+        c.register_system_shared_memory("r", key, 16)
+        for value in (0.5, 1.0, 0.25):
+            theirs.set_shared_memory_region(handle, [np.full((1, 4), value, np.float32)])
+            found = c.infer("kept", [placed(http, "x", X, "FP32", "r")]).as_numpy("output")
+            assert np.allclose(found, np.tanh(value) * np.arange(1.0, 5.0))
+        c.unregister_system_shared_memory()
+
+
+def test_random_places_beside_a_victim(server: Server) -> None:
+    """Who is answered, and with what, is a sum of the numbers in the request."""
+    rng, stop, wrong = random.Random(0), threading.Event(), list[str]()
+    numbers = np.arange(64, dtype=np.float32) / 64
+
+    def victim() -> None:
+        with http.InferenceServerClient(f"127.0.0.1:{server.port}") as own:
+            while not stop.is_set():
+                if not np.array_equal(own.infer("kept", [placed(http, "x", X, "FP32", "mine")]).as_numpy("output"), RIGHT):
+                    wrong.append("the victim's values")
+
+    with memory(256) as (key, handle), memory(16) as (own, mine), ThreadPoolExecutor(1) as pool:
+        theirs.set_shared_memory_region(handle, [numbers])
+        theirs.set_shared_memory_region(mine, [X])
+        for name, of, at, size in (("r", key, 16, 128), ("mine", own, 0, 16)):
+            server.post(f"/v2/systemsharedmemory/region/{name}/register", {"key": of, "offset": at, "byte_size": size})
+        beside = pool.submit(victim)
+        seen = dict[int, int]()
+        for _ in range(400):
+            region, rows = rng.choice(("r", "r", "r", "z")), rng.choice((1, 2, 3))
+            at, size = 4 * rng.randrange(-2, 40), 16 * rng.choice((rows, rows, rows, rows + 1))
+            place = {"shared_memory_region": region, "shared_memory_offset": at, "shared_memory_byte_size": size}
+            one = {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": place}
+            status, said = server.post("/v2/models/kept/infer", {"inputs": [one]})
+            right = 404 if region == "z" else 400 if at < 0 or at + size > 128 or size != 16 * rows else 200
+            assert status == right, (one, said)
+            seen[status] = seen.get(status, 0) + 1
+            if status == 200:
+                x = numbers[4 + at // 4 : 4 + at // 4 + 4 * rows].reshape(rows, 4)
+                found = np.array(said["outputs"][0]["data"]).reshape(rows, 4)
+                assert np.allclose(found, np.tanh(x) * np.arange(1.0, 5.0))
+        stop.set()
+        beside.result(20)
+        server.post("/v2/systemsharedmemory/unregister", {})
+    assert not wrong
+    assert min(seen[status] for status in (200, 400, 404)) > 40, seen
+
+
+# ---- off, and refused
+
+
+def test_off_by_default() -> None:
+    with serving({"m": ModelConfig(source="a:b")}) as server, memory(64) as (key, _):
+        for module, port in ((http, server.port), (grpc, server.rpc_port)):
+            with module.InferenceServerClient(f"127.0.0.1:{port}") as c:
+                for call in (
+                    c.get_system_shared_memory_status,
+                    lambda c=c: c.register_system_shared_memory("r", key, 64),
+                    c.unregister_system_shared_memory,
+                    lambda c=c, m=module: c.infer("m", [placed(m, "x", X, "FP32", "r")]),
+                ):
+                    with pytest.raises(InferenceServerException, match="start the server with --shared-memory"):
+                        call()
+        status, _, body = server.request("GET", "/v2")
+        assert (status, b"system_shared_memory" in body) == (200, False)
+
+
+@pytest.mark.parametrize("fields", [{"host": "0.0.0.0"}, {"ray": True}, {"replicas": 2}, {"fronts": 1}], ids=repr)
+def test_servers_that_cannot_have_it(fields: dict[str, Any]) -> None:
+    config = ServerConfig(**{"host": "127.0.0.1", **fields})
+    with pytest.raises(ValueError, match="shared_memory is for"):
+        dataclasses.replace(config, shared_memory=True)
