@@ -84,7 +84,7 @@ OPTIONS = {
         *("--layers", "--prior"),
         *("--card", "--utilisation", "--out", "--json"),
     },
-    "scaling predict": {"--flops", "--json"},
+    "scaling predict": {"--flops", "--plan", "--json"},
     "ops": {"--card", "--json"},
     "doctor": {"--json"},
     "lab coordinate-check": {

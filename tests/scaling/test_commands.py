@@ -15,6 +15,7 @@ import tilewright
 from tests.scaling.tables import synthetic, write
 from tilewright.cli import app
 from tilewright.scaling import Columns, read_runs
+from tilewright.scaling.law import Law
 from tilewright.scaling.plan import Plan, PlannedRun, plan, read_plan
 from tilewright.scaling.run import TABLE, done, run_plan
 from tilewright.scaling.shapes import nearest_shape
@@ -48,9 +49,20 @@ def test_fit_then_predict_then_plan(tmp_path: Path) -> None:
     assert "extrapolates 1.0 decades" in out
     code, out, err = scaling("predict", law, "--flops", "1e21", "--json")
     assert json.loads(out)["decades"] == pytest.approx(1.0)
-    code, out, err = scaling("plan", "--budget", "1e20", "--prior", law, "--out", tmp_path / "plan.json", "--json")
+    planned = tmp_path / "plan.json"
+    code, out, err = scaling("plan", "--budget", "1e20", "--prior", law, "--out", planned, "--json")
     assert code == 0, err
-    assert len(json.loads(out)["runs"]) == len(read_plan(tmp_path / "plan.json").runs) == 25
+    assert len(json.loads(out)["runs"]) == len(read_plan(planned).runs) == 25
+    code, out, err = scaling("predict", law, "--plan", planned, "--json")
+    fitted, row, run = Law(**json.loads(law.read_text())["law"]), json.loads(out)[3], read_plan(planned).runs[3]
+    assert row["loss"] == pytest.approx(fitted.loss(run.params, run.tokens))
+    assert row["loss_interval"][0] < row["loss"] < row["loss_interval"][1]
+    code, out, err = scaling("predict", law, "--plan", planned)
+    assert f"{run.name}: {run.params:.3g} parameters" in out
+    for wrong in ((), ("--flops", "1e21", "--plan", planned)):
+        code, _, err = scaling("predict", law, *wrong)
+        assert code == 1
+        assert "give a budget with --flops, or a plan with --plan" in " ".join(err.split())
 
 
 def cut(lines: list[str], row: int, column: int, text: str) -> str:

@@ -217,14 +217,20 @@ def _print_fit(saved: dict[str, Any]) -> None:
 def predict(
     context: typer.Context,
     law: Annotated[Path, typer.Argument(help="what `fit --out` wrote")],
-    flops: Annotated[float, typer.Option(help="the budget")],
+    flops: Annotated[float | None, typer.Option(help="a budget: its best size and its loss")] = None,
+    plan: Annotated[Path | None, typer.Option(help="a plan: the loss of each of its runs instead")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Say the best parameters, tokens and loss for a budget, with 95 % intervals."""
+    """Say the best parameters, tokens and loss for a budget, or the losses of a plan's runs, with 95 % intervals."""
     with plain_errors(context):
         from tilewright.scaling.analysis import predict as predict_from
         from tilewright.scaling.analysis import read_analysis
 
+        if plan is not None and flops is None:
+            _predict_runs(read_analysis(law), plan, as_json)
+            return
+        if flops is None or plan is not None:
+            raise ValueError("give a budget with --flops, or a plan with --plan")
         said = predict_from(read_analysis(law), flops)
         if as_json:
             print(json.dumps(asdict(said)))
@@ -243,3 +249,20 @@ def predict(
             print(f"extrapolates {said.decades:.1f} decades beyond the largest run")
         else:
             print("within the budgets of the runs")
+
+
+def _predict_runs(saved: dict[str, Any], path: Path, as_json: bool) -> None:
+    from tilewright.scaling.analysis import predict_loss
+    from tilewright.scaling.plan import read_plan
+
+    rows = []
+    for run in read_plan(path).runs:
+        loss, between = predict_loss(saved, run.params, run.tokens)
+        rows.append({"name": run.name, "params": run.params, "tokens": run.tokens, "loss": loss, "loss_interval": between})
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        between = row["loss_interval"]
+        said = f"  95 %: {between[0]:.4g} to {between[1]:.4g}" if between else ""
+        print(f"{row['name']}: {row['params']:.3g} parameters, {row['tokens']:.3g} tokens, loss {row['loss']:.4g}{said}")

@@ -18,7 +18,7 @@ from tilewright.scaling.law import Law
 from tilewright.scaling.objective import logs_and_shares
 from tilewright.scaling.runs import Array, Runs
 
-__all__ = ["Analysis", "Prediction", "analyse", "interval", "predict", "read_analysis"]
+__all__ = ["Analysis", "Prediction", "analyse", "interval", "predict", "predict_loss", "read_analysis"]
 
 _FORMAT = "tilewright-scaling-law"
 _LARGEST_FILE = 64 << 20
@@ -222,6 +222,13 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
         frontier_left_out=None if line is None else line.left_out,
         decades=math.log10(flops / float(saved["largest_flops"])),
     )
+
+
+def predict_loss(saved: dict[str, Any], params: float, tokens: float) -> tuple[float, tuple[float, float] | None]:
+    """(what an analysis says of the loss at this size after so many tokens, its 95 % interval if the law was resampled)."""
+    loss = Law(**saved["law"]).loss(params, tokens)
+    others = [Law.from_logs(*map(float, row)) for row in saved["samples"]]
+    return loss, interval(loss, np.log([other.loss(params, tokens) for other in others]))
 
 
 def read_analysis(path: Path) -> dict[str, Any]:
