@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from tilewright.host.batcher import Batch, Batcher, Full, Item
 from tilewright.host.circuit import Circuit
 from tilewright.host.config import ModelConfig
-from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unavailable
+from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Refused, Unavailable
 from tilewright.host.instance import LoadFailed, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, byte_size, checked
@@ -265,7 +265,9 @@ class Version:
         for number, item in enumerate(batch.items):
             rows, answer = item.rows, item.payload.answer
             item.payload.times = started_s, ended_s, batch.rows, reply.seconds
-            if number in reply.errors:
+            if number in reply.unread:
+                self._fail(item, Refused(f"{self.label}: {reply.unread[number]}"))
+            elif number in reply.errors:
                 self._fail(item, Failed(f"{self.label}: {reply.errors[number]}"))
             elif not answer.done():
                 answer.set_result(tuple([cut.rows(at, rows) for cut in cuts]))
