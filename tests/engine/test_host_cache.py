@@ -44,7 +44,7 @@ def answers(made: Engine, asked: list[tuple[list[int], SamplingParams]]) -> list
     return list(found.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 @pytest.mark.parametrize("kv_cache", [None, "int8"])
 def test_answers_are_those_of_a_cache_that_is_large_enough(seed: int, kv_cache: str | None) -> None:
     rng = random.Random(seed)

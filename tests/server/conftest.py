@@ -1,10 +1,30 @@
 """Fixtures of the server's tests."""
 
+import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import uvicorn.server
 
 from tests.server import fake_engine
+from tilewright.server import engine_process
+
+UVICORNS_S, OURS_S = 0.1, 0.01
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ends_sooner() -> Iterator[None]:
+    """uvicorn looks ten times a second whether it should end, and waits as long again, at the end of hundreds of tests; and
+    an engine's process looks twice a second."""
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(OURS_S if seconds == UVICORNS_S else seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_process, "TICK_S", 0.05)
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+        yield
 
 
 @pytest.fixture(scope="module", params=fake_engine.SHAPES)

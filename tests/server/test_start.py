@@ -106,3 +106,37 @@ def test_lines_that_come_together_are_written_together(tmp_path: Path, monkeypat
     lines = (tmp_path / "log").read_text().splitlines()
     assert [int(line.rpartition(" ")[2]) for line in lines] == list(range(2000))
     assert len(written) < 200
+
+
+BUFFERS = """
+import gc, resource, sys
+from tilewright.server.memory import settle
+
+def step():
+    buffers = [bytearray(b"1") * (1 << 20) for _ in range(12)]
+    del buffers
+
+if sys.argv[1] == "settled":
+    settle()
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_what_a_step_frees_the_next_has() -> None:
+    """The system hands out no page anew: each costs a fault, and has to be cleared."""
+    import platform
+    import subprocess
+    import sys
+
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("another malloc than glibc's")
+    faults = {
+        how: int(subprocess.run([sys.executable, "-c", BUFFERS, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("settled", "as it is")
+    }
+    assert faults["settled"] < 200, faults

@@ -23,6 +23,13 @@ FLOOR, EAGER = "floor:20,12,1", "floor:0,8,0.025"
 """Ours: 20 us a call however little it does. Eager: nothing is hidden, and a layer takes forty times as long."""
 
 
+def over_seeds(count: int) -> pytest.MarkDecorator:
+    """The noise of one seed, which is enough to see a layer that is told wrong, and, where there is time, that of others."""
+    return pytest.mark.parametrize(
+        "seeds", [range(1), pytest.param(range(1, count), marks=pytest.mark.long)], ids=["one", "more"]
+    )
+
+
 @pytest.fixture(autouse=True)
 def _floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engine.ENGINES, "floor", "tests.bench.compare.floor_engine:Floor")
@@ -56,11 +63,12 @@ def held(found: Comparison, ends: tuple[int, ...], speeds: tuple[float, float]) 
     return inside
 
 
+@over_seeds(4)
 @pytest.mark.parametrize("mirrored", [False, True], ids=["ours", "the baseline"])
-def test_layers_hidden_in_a_call_are_told_apart(mirrored: bool) -> None:
+def test_layers_hidden_in_a_call_are_told_apart(mirrored: bool, seeds: range) -> None:
     """On whichever side the floor is: each layer's time on both sides, and the whole model's, which is not their sum."""
     speeds, inside = (0.025, 1.0) if mirrored else (1.0, 0.025), []
-    for seed in range(4):
+    for seed in seeds:
         sides = [f"{side},{seed}" for side in ((EAGER, FLOOR) if mirrored else (FLOOR, EAGER))]
         found = compare(model(*ENDS), sides[0], sides[1], 1.5, budget_s=60, threads=1)
         assert [segment.layers for segment in found.segments] == [["0"], ["2"], ["4"], ["6"]]
@@ -84,10 +92,11 @@ def test_layers_hidden_in_a_call_are_told_apart(mirrored: bool) -> None:
     assert sum(inside) >= 0.9 * len(inside)  # over 40 seeds 97 %: eight rounds say little of the noise
 
 
-def test_what_goes_in_and_out_costs_what_it_costs() -> None:
+@over_seeds(3)
+def test_what_goes_in_and_out_costs_what_it_costs(seeds: range) -> None:
     """Inputs are dear on ours, and layers enlarge what they are given: that is no time of theirs."""
     ends, inside = (16, 16, 64, 64, 32, 64, 64, 1), []
-    for seed in range(3):
+    for seed in seeds:
         found = compare(model(*ends), f"floor:0,8,1,{seed},5,12,2", f"floor:0,8,0.1,{seed}", 1.5, budget_s=60, threads=1)
         assert {"whole giving 2", "whole giving 6"} & ran(found.ours)
         assert len(found.segments) == len(ends) - 1
@@ -95,11 +104,12 @@ def test_what_goes_in_and_out_costs_what_it_costs() -> None:
     assert sum(inside) >= 0.9 * len(inside)
 
 
+@over_seeds(3)
 @pytest.mark.parametrize("mirrored", [False, True], ids=["ours", "the baseline"])
-def test_an_engine_that_its_host_paces(mirrored: bool) -> None:
+def test_an_engine_that_its_host_paces(mirrored: bool, seeds: range) -> None:
     """Its device works on when a call is back, a time of its own for each last layer: layers are what they take the host."""
     inside = []
-    for seed in range(3):
+    for seed in seeds:
         sides = [f"launching:8,1,30,{seed}", f"floor:0,8,0.1,{seed}"]
         found = compare(model(*HOST), *(sides[::-1] if mirrored else sides), 1.5, budget_s=60, threads=1)
         paced = found.baseline if mirrored else found.ours
@@ -111,10 +121,11 @@ def test_an_engine_that_its_host_paces(mirrored: bool) -> None:
     assert sum(inside) >= 0.9 * len(inside)
 
 
-def test_a_baseline_that_neither_paces() -> None:
+@over_seeds(3)
+def test_a_baseline_that_neither_paces(seeds: range) -> None:
     """Layers are what they take its device with the host ahead; the whole model is what its user waits."""
     inside = []
-    for seed in range(3):
+    for seed in seeds:
         found = compare(model(*HOST), f"floor:0,8,8,{seed}", f"launching:8,1,60,{seed}", 1.5, budget_s=60, threads=1)
         inside += held(found, HOST, (8.0, 2.0))
         assert found.verdict == "pass"

