@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.bench.front_engine import words
-from tilewright.bench.front_server import clients, quantiles_ms, server
+from tilewright.bench.front_server import clients, finite, quantiles_ms, server
 from tilewright.engine.deltas import StepRows
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import SamplingParams
@@ -49,25 +49,27 @@ def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float, i
     made = streams * tokens
     us: Callable[[float], float] = lambda seconds: round(1e6 * seconds / made, 2)  # noqa: E731
     p50, p99 = quantiles_ms(found.gaps_s)
-    return {
-        "fronts": fronts,
-        "streams": streams,
-        "idle": idle,
-        "idle_lost": found.lost,
-        "tokens": made,
-        "tok_per_s": round(made / found.streaming_s),
-        "tokens_an_event": round(made / found.total("events"), 2),
-        "engine_gap_ms_p50": engine["p50"],
-        "gap_ms_p50": p50,
-        "engine_gap_ms_p99": engine["p99"],
-        "gap_ms_p99": p99,
-        "front_us_a_token": us(sum(spent[pid] for pid in processes.fronts)),
-        "engine_us_a_token": us(spent[processes.engine]),
-        "client_us_a_token": us(found.total("cpu_s")),
-        "memory_mib": round(max(found.memory_mib), 1),
-        "growth_mib": round(found.growth_mib, 1),
-        "cores": os.cpu_count(),
-    }
+    return finite(
+        {
+            "fronts": fronts,
+            "streams": streams,
+            "idle": idle,
+            "idle_lost": found.lost,
+            "tokens": made,
+            "tok_per_s": round(made / found.streaming_s),
+            "tokens_an_event": round(made / found.total("events"), 2),
+            "engine_gap_ms_p50": engine["p50"],
+            "gap_ms_p50": p50,
+            "engine_gap_ms_p99": engine["p99"],
+            "gap_ms_p99": p99,
+            "front_us_a_token": us(sum(spent[pid] for pid in processes.fronts)),
+            "engine_us_a_token": us(spent[processes.engine]),
+            "client_us_a_token": us(found.total("cpu_s")),
+            "memory_mib": round(max(found.memory_mib), 1),
+            "growth_mib": round(found.growth_mib, 1),
+            "cores": os.cpu_count(),
+        }
+    )
 
 
 class _Nowhere:

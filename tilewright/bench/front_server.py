@@ -1,6 +1,7 @@
 """A server of several processes, under clients in processes of their own: what `bench front` and `bench served` measure."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ from tilewright.server.logs import Log
 from tilewright.server.serve import bind
 from tilewright.server.supervisor import Supervisor, private_folder
 
-__all__ = ["Found", "Processes", "clients", "quantiles_ms", "server"]
+__all__ = ["Found", "Processes", "clients", "finite", "quantiles_ms", "server"]
 
 LOOK_S = 0.25
 """How often memory is looked at."""
@@ -89,6 +90,11 @@ def quantiles_ms(gaps_s: np.ndarray) -> tuple[float, float]:
     if not len(gaps_s):
         return float("nan"), float("nan")
     return tuple(float(round(1e3 * one, 3)) for one in np.quantile(gaps_s, (0.5, 0.99)))  # pyright: ignore[reportReturnType]
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with None for what is no number, for which JSON has no word."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
 def _cpu_s(pid: int) -> float:

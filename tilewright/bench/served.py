@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.front_server import Found, clients, quantiles_ms, server
+from tilewright.bench.front_server import Found, clients, finite, quantiles_ms, server
 from tilewright.bench.served_engine import prompts
 
 __all__ = ["run_served"]
@@ -45,13 +45,13 @@ def run_served(
                 found = clients(processes, [share for i in range(fronts) if (share := asked[i::fronts])])
                 spent = {pid: seconds - before[pid] for pid, seconds in processes.cpu_s().items()}
                 made = streams * tokens_out
-                yield {
+                yield finite({
                     "model": model, "fronts": fronts, **sizes, "run": run, **_compared(found, alone, streams, tokens_out),
                     "front_us_a_token": round(1e6 * sum(spent[pid] for pid in processes.fronts) / made, 2),
                     "engine_cpu_s": round(spent[processes.engine], 2),
                     "seconds": round(found.seconds, 3),
                     "cores": os.cpu_count(),
-                }  # fmt: skip
+                })  # fmt: skip
 
 
 def _body(prompt: list[int], tokens: int) -> bytes:
@@ -70,7 +70,7 @@ def _compared(found: Found, alone: dict[str, float], streams: int, tokens: int) 
         "tok_per_s": round(whole),
         "share": round(whole / alone["tok_per_s"], 4),
         "alone_decode_tok_per_s": alone["decode_tok_per_s"],
-        "decode_tok_per_s": decoding if math.isnan(decoding) else round(decoding),
+        "decode_tok_per_s": round(decoding, 1),
         "decode_share": round(decoding / alone["decode_tok_per_s"], 4),
         "adds_ms_p50": round(p50 - alone["p50"], 3),
         "adds_ms_p99": round(p99 - alone["p99"], 3),

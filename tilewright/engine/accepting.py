@@ -11,7 +11,7 @@ from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.request import Request, State, TokenLogprobs
 from tilewright.engine.step import Step, StepResult
 
-__all__ = ["Accepted", "accepted"]
+__all__ = ["Accepted", "accepted", "without"]
 
 
 class Accepted(NamedTuple):
@@ -70,17 +70,28 @@ class Accepted(NamedTuple):
 
     def only(self, stays: np.ndarray) -> "Accepted":
         """Without the requests where `stays` [N] is False."""
-        lines = np.repeat(stays, self.counts)
+        lines = stays if self.ids.size == stays.size and (self.counts == 1).all() else np.repeat(stays, self.counts)
         return Accepted(
-            list(compress(self.requests, stays.tolist())),
+            without(self.requests, stays),
             self.slots[stays],
             self.counts[stays],
             self.ids[lines],
-            list(compress(self.logprobs, lines)),
+            list(compress(self.logprobs, lines)) if self.logprobs else [],
             None if self.columns is None else self.columns.take(lines),
             None if self.here is None else self.here[stays],
             [],
         )
+
+
+def without(requests: Sequence[Request], stays: np.ndarray) -> list[Request]:
+    """A new list of the requests for which `stays` is True: of nearly all, mostly."""
+    gone = (~stays).nonzero()[0]
+    if 4 * gone.size > stays.size:
+        return list(compress(requests, stays.tolist()))
+    left = list(requests)
+    for i in reversed(gone.tolist()):
+        del left[i]
+    return left
 
 
 def accepted(step: Step, result: StepResult, here: np.ndarray | None) -> Accepted:

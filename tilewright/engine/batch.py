@@ -270,13 +270,20 @@ class Packer:
             owner = np.repeat(slot, count)
         out["positions"][:tokens] = position
         out["positions"][tokens:] = 0
-        page, offset = np.divmod(position, self.page_size)
+        page, offset = self._place_of(position)
         for kind, name in enumerate(PLACES[: self.kinds]):
             out[name][:tokens] = self.tables[kind, owner, page].astype(np.int64) * self.page_size + offset
             out[name][tokens:] = -1
         self._fill_adapters(out["adapters"], slice(tokens), owner)
         self._fill_tokens(out, step, ends)
         self._fill_sampled(out, step, ends)
+
+    def _place_of(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(page of a block table, place in it): by bits where a page has a power of two of them, a third of the time."""
+        size = self.page_size
+        if size & (size - 1):
+            return np.divmod(position, size)
+        return position >> (size.bit_length() - 1), position & (size - 1)
 
     def _fill_apart(self, out: dict[str, np.ndarray], step: Step, each: int) -> None:
         """The last tokens of a row may be padding: they are written nowhere, and no other token sees them."""
@@ -287,7 +294,7 @@ class Packer:
         out["kv_lens"][seqs:] = 0
         offset = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         where, position = np.repeat(begins, count) + offset, np.repeat(start, count) + offset
-        page, cell = np.divmod(position, self.page_size)
+        page, cell = self._place_of(position)
         out["positions"].fill(0)
         out["positions"][where] = position
         for kind, name in enumerate(PLACES[: self.kinds]):

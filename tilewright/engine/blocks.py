@@ -117,8 +117,16 @@ class BlockPool:
         left = max(0, len(self._free) - count)
         pages = self._free[left:][::-1]
         del self._free[left:]
+        owners, digests = self._owners, self._digest
         for page in pages:
-            self._owners[page] = 1
+            owners[page] = 1
+        if self.listener is None and not self.host.num_pages:
+            for _ in range(min(count - len(pages), len(self._cached))):  # as `allocate`, where nobody wants to hear of it
+                page, _ = self._cached.popitem(last=False)
+                digest, digests[page], owners[page] = digests[page], None, 1
+                if digest is not None:
+                    del self._page[digest]
+                pages.append(page)
         while len(pages) < count:
             pages.append(self.allocate())
         return pages

@@ -7,13 +7,13 @@ objects in every step, by which a runner sees that nothing but the positions has
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import compress, takewhile
+from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from tilewright.engine.accepting import Accepted
+from tilewright.engine.accepting import Accepted, without
 from tilewright.engine.request import Request
 from tilewright.engine.step import Grown, Step, StepResult
 from tilewright.engine.tails import Tails
@@ -131,7 +131,7 @@ class Decoders:
         requests, slots = self._requests, self._slots
         if self._stale:
             stays = self.lease[slots] == self._leases
-            requests, slots = list(compress(requests, stays.tolist())), slots[stays]
+            requests, slots = without(requests, stays), slots[stays]
         new = [request for request in self._joining if request.decoders is self and self.lease[request.slot] == request.lease]
         if new:
             new.sort(key=_order)
@@ -187,7 +187,7 @@ class Decoders:
             if self.together:
                 goes &= ~self.held.take(slots)
             if not goes.all():
-                requests, slots = list(compress(requests, goes.tolist())), slots[goes]
+                requests, slots = without(requests, goes), slots[goes]
             elif not self.together and slots.size:
                 self._sure = int(left.min())
         if slots is not self._slots:

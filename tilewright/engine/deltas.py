@@ -52,13 +52,16 @@ class StepDeltas:
 
     def of(self, rows: np.ndarray) -> "StepDeltas":
         """The rows with these indices, which rise; notes are renumbered."""
+        streams, counts = self.streams[rows], self.counts[rows]
+        if not self.notes and self.columns is None and len(self.tokens) == len(self) and (self.counts == 1).all():
+            return StepDeltas(streams, counts, self.tokens[rows])
         keep = np.zeros(len(self), bool)
         keep[rows] = True
         new = np.cumsum(keep) - 1
         notes = tuple(note._replace(row=int(new[note.row])) for note in self.notes if keep[note.row])
         stays = np.repeat(keep, self.counts)
         columns = None if self.columns is None else self.columns.take(stays)
-        return StepDeltas(self.streams[rows], self.counts[rows], self.tokens[stays], notes, columns)
+        return StepDeltas(streams, counts, self.tokens[stays], notes, columns)
 
 
 class StepRows:

@@ -93,6 +93,8 @@ class Head:
         return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
 
     def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        if inputs.feed is None:  # derived: each row is a token, and is sampled
+            return self._model.logits(hidden)
         return self._model.logits(hidden[inputs.batch.logits_rows])
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:

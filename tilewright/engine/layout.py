@@ -80,7 +80,8 @@ _FIELDS = (
     ("min_p", "R", np.float32),
     ("adapters", "2T", np.int32),
 )
-_TORCH = {np.int64: torch.int64, np.int32: torch.int32, np.float32: torch.float32}
+_SIZED = tuple((name, axis, np.dtype(dtype), np.dtype(dtype).itemsize) for name, axis, dtype in _FIELDS)
+_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 
 
 class Layout:
@@ -96,10 +97,10 @@ class Layout:
         counts = {"T": tokens, "WT": tokens * (kinds - 1), "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
-        for name, axis, dtype in _FIELDS:
-            size = counts[axis] * np.dtype(dtype).itemsize
+        for name, axis, dtype, each_bytes in _SIZED:
+            size = counts[axis] * each_bytes
             self.fields.append((name, dtype, at, size))
-            at += -(-size // 16) * 16
+            at += size + 15 & -16
         self.nbytes = at
 
     def host(self, buffer: np.ndarray) -> dict[str, np.ndarray]:

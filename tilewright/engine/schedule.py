@@ -25,6 +25,7 @@ pages and slot are free at once, because the device runs steps in order.
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 from tilewright.engine.accepting import Accepted, accepted
 from tilewright.engine.decoding import Crossing, Turn
@@ -111,13 +112,14 @@ class Scheduler(Tenants):
 
     def _step(self, turn: Turn, plan: StepPlan) -> Step:
         step = self.decoders.step(turn)
-        if plan.prefill:
-            step = step.followed_by(Step.of(plan.prefill))
         out, back = self.blocks.host.moves()
-        if not (plan.copies or plan.fresh or out or back):
-            return step
-        fills = plan.fresh.union(page for _, page in back)
-        return replace(step, copies=tuple(plan.copies), fills=frozenset(fills), out=out, back=back)
+        others: dict[str, Any] = {}
+        if plan.copies or plan.fresh or out or back:
+            fills = plan.fresh.union(page for _, page in back) if back else plan.fresh
+            others = {"copies": tuple(plan.copies), "fills": frozenset(fills), "out": out, "back": back}
+        if plan.prefill:
+            return step.followed_by(Step.of(plan.prefill), **others)
+        return replace(step, **others) if others else step
 
     def complete(self, step: Step, result: StepResult) -> Accepted:
         """Add the samples that a step brought; returns those that count.

@@ -128,11 +128,14 @@ class Step:
             **others,
         )
 
-    def followed_by(self, other: "Step") -> "Step":
-        """Both steps' rows in one; `other` has no drafts."""
-        names = ("slots", "starts", "counts", "samples", "fed", "leases", "pages")
-        arrays = (np.concatenate([getattr(self, name), getattr(other, name)]) for name in names)
-        return Step([*self.requests, *other.requests], *arrays, drafts=self.drafts)
+    def followed_by(self, other: "Step", **others: Any) -> "Step":
+        """Both steps' rows in one; `other` has no drafts. `others`: its copies, moves, fills."""
+        both = np.concatenate
+        return Step(
+            [*self.requests, *other.requests], both((self.slots, other.slots)), both((self.starts, other.starts)),
+            both((self.counts, other.counts)), both((self.samples, other.samples)), both((self.fed, other.fed)),
+            both((self.leases, other.leases)), both((self.pages, other.pages)), drafts=self.drafts, **others,
+        )  # fmt: skip
 
     @property
     def alike(self) -> bool:
