@@ -49,6 +49,17 @@ class Reshapes(nn.Module):
         return (x / 0.0).squeeze(1)
 
 
+class Wide(nn.Module):
+    """Rows of 256 kB, doubled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def wide() -> tuple[nn.Module, Tensor]:
+    return Wide(), torch.randn(1, 1 << 16)
+
+
 def reshapes() -> tuple[nn.Module, Tensor]:
     return Reshapes(), torch.randn(2, 3)
 

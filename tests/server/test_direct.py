@@ -6,6 +6,7 @@ import socket
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.fake_engine import Running, fake_engine, running
@@ -223,3 +224,24 @@ def test_a_client_of_http_1_0_gets_no_chunks() -> None:
     assert all(line.startswith(b"data: ") for line in events.split(b"\n\n") if line)
     text = "".join(json.loads(e[6:])["choices"][0]["text"] for e in events.split(b"\n\n") if e.startswith(b"data: {"))
     assert text == ALPHABET_TEXT[:50]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_head_of_an_answer_goes_out_with_what_follows_it(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the socket instead of two, for an answer as a whole and for the first event of a stream."""
+    written, send = list[bytes](), socket.socket.send
+
+    def counted(one: socket.socket, data: bytes) -> int:
+        if bytes(data[:5]) == b"HTTP/":
+            written.append(bytes(data))
+        return send(one, data)
+
+    monkeypatch.setattr(socket.socket, "send", counted)
+    fields = {"prompt": "ab", "max_tokens": 3, "temperature": 0, "stream": stream}
+    with running() as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=fields).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    first = b'data: {"' if stream else b'"choices": [{'
+    assert len(written) == 2
+    assert first in written[0]
+    assert written[1].endswith(b'{"status":"ready"}')

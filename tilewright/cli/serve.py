@@ -101,6 +101,8 @@ def serve(
         alone = not models and own.repository is None
         if alone and settings.grpc_port is not None:
             raise typer.BadParameter("--grpc-port is for ordinary models; give one with --model or --repository")
+        if alone and settings.shared_memory:
+            raise typer.BadParameter("--shared-memory is for ordinary models; give one with --model or --repository")
         if not alone and settings.replicas > 1 and not settings.ray:
             raise typer.BadParameter(
                 "--replicas is for a language model alone; serve ordinary models by a server of their own, or with --ray"

@@ -11,8 +11,8 @@ def array_of(wire: Wire) -> np.ndarray:
     """A tensor's numbers; those of BF16 as float32."""
     kind = DATATYPES[wire.datatype].numpy
     if kind is not None:
-        return np.frombuffer(wire.data, dtype=kind).reshape(wire.shape)
-    halves = np.frombuffer(wire.data, dtype=np.uint16).astype(np.uint32) << 16
+        return np.frombuffer(wire.raw, dtype=kind).reshape(wire.shape)
+    halves = np.frombuffer(wire.raw, dtype=np.uint16).astype(np.uint32) << 16
     return halves.view(np.float32).reshape(wire.shape)
 
 

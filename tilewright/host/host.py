@@ -21,6 +21,7 @@ from tilewright.host.config import Member, ModelConfig, check_name
 from tilewright.host.errors import HostError, NotFound, Refused, Unavailable
 from tilewright.host.instance import Instance, Nursery, Runs
 from tilewright.host.pipeline import Pipeline, signature_of
+from tilewright.host.regions import Part
 from tilewright.host.repository import Found, Repository
 from tilewright.host.sequences import Sequences, outer
 from tilewright.host.stats import Stats
@@ -288,7 +289,9 @@ class Host:
             return Answer(name, 1, {s.name: wire for s, wire in zip(model.signature.outputs, outputs, strict=True)})
         chosen = self._member(model) if chosen is None else chosen
         version = model.versions[chosen]
-        key = _digest(chosen, inputs) if model.config.cache and not model.config.state else None
+        # What lies in a client's memory may change between one reading and the next.
+        fixed = not any(isinstance(wire.data, Part) for wire in inputs.values())
+        key = _digest(chosen, inputs) if model.config.cache and not model.config.state and fixed else None
         if key is not None and key in model.cache:
             model.cache.move_to_end(key)
             version.stats.times["cache_hit"].add(0.0)
@@ -302,7 +305,7 @@ class Host:
             model.cache[key] = named
             while len(model.cache) > model.config.cache:
                 model.cache.popitem(last=False)
-        if number in (None, ""):
+        if number in (None, "") and fixed:
             self._shadow(model, inputs, outputs)
         return Answer(name, chosen, named)
 
@@ -376,5 +379,5 @@ def _digest(version: int, inputs: Mapping[str, Wire]) -> bytes:
     for name in sorted(inputs):
         wire = inputs[name]
         digest.update(f"{name}\0{wire.datatype}\0{wire.shape}\0".encode())
-        digest.update(wire.data)
+        digest.update(wire.raw)
     return digest.digest()

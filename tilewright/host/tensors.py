@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tilewright.host.errors import Refused
+from tilewright.host.regions import Part
 
 __all__ = ["DATATYPES", "Datatype", "Signature", "TensorSpec", "Wire", "byte_size", "checked"]
 
@@ -54,7 +55,14 @@ class Wire(NamedTuple):
 
     datatype: str
     shape: tuple[int, ...]
-    data: bytes | memoryview
+    data: bytes | memoryview | Part
+    """A part of a region is read when its batch is laid out; only inputs are parts."""
+
+    @property
+    def raw(self) -> bytes | memoryview:
+        """The bytes of a tensor that is in no region."""
+        assert not isinstance(self.data, Part)
+        return self.data
 
 
 class TensorSpec(NamedTuple):

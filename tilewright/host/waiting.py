@@ -69,7 +69,7 @@ class Cut:
 
     def rows(self, at: int, rows: int) -> Wire:
         """The share of `rows` rows from `at` on."""
-        datatype, shape, data = self._wire
+        datatype, shape, data = self._wire.datatype, self._wire.shape, self._wire.raw
         if not self._batched:
             return Wire(datatype, shape, bytes(data))
         return Wire(datatype, (rows, *shape[1:]), bytes(data[at * self._row_bytes : (at + rows) * self._row_bytes]))

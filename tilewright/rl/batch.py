@@ -167,7 +167,7 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, tempe
     rewards = torch.tensor([float(sample.reward) for sample in samples], dtype=dtype)
     if not (sampled.isfinite().all() and rewards.isfinite().all()):
         raise ValueError("a reward or a log-probability is not finite; leave such samples out and count them")
-    mask = _joined((sample.chosen for sample in samples), np.bool_)
+    mask = torch.from_numpy(np.frombuffer(bytearray().join(bytes(sample.chosen) for sample in samples), np.bool_))
     sizes = tuple(len(sample.tokens) for sample in samples)
     return Batch(
         tokens=_joined((sample.tokens for sample in samples), np.int64),

@@ -31,6 +31,9 @@ class ServerConfig:
     grpc_port: int | None = option(
         None, "port of the Open Inference Protocol over gRPC, for ordinary models; 0 takes any free one; default: none"
     )
+    shared_memory: bool = option(
+        False, "let clients of this machine hand tensors of ordinary models over in shared memory; see docs/deploy.md"
+    )
     max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
     max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
     replicas: int = option(1, "servers of the model on this machine, behind one router; each takes a GPU of its own if it can")
@@ -119,6 +122,13 @@ class ServerConfig:
             raise ValueError(f"scale_down_after_s is {self.scale_down_after_s}, wanted 1 to 86400 seconds")
         if self.ray and (self.fronts or self.grpc_port is not None):
             raise ValueError("--ray has one front, which speaks HTTP; leave out --fronts and --grpc-port")
+        if self.shared_memory and not self.loopback:
+            raise ValueError(
+                f"shared_memory is for clients of this machine, and host is {self.host!r}, which others reach as well; "
+                "listen on 127.0.0.1, or leave it out"
+            )
+        if self.shared_memory and (self.ray or self.replicas > 1 or self.fronts):
+            raise ValueError("shared_memory is for a server in one process; leave out --ray, --replicas and --fronts")
         if self.replicas > 1 and self.fronts:
             raise ValueError(
                 f"replicas is {self.replicas} and fronts {self.fronts}; wanted one of them: replicas have one front each"

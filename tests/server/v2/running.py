@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,12 +55,17 @@ class Server:
 
 @contextmanager
 def serving(
-    models: Mapping[str, ModelConfig] | None = None, repository: Path | None = None, makes: Makes | None = None, **config: Any
+    models: Mapping[str, ModelConfig] | None = None,
+    repository: Path | None = None,
+    makes: Makes | None = None,
+    *,
+    processes: bool = False,
+    **config: Any,
 ) -> Iterator[Server]:
-    """A server of these models while the block runs."""
+    """A server of these models while the block runs; with `processes` they are models, in processes of their own."""
     makes = makes or Makes(double)
     sources = {name: Source(model, None) for name, model in (models or {}).items()}
-    host = Host(None if repository is None else Repository(repository), sources, start=makes)
+    host = Host(None if repository is None else Repository(repository), sources, start=None if processes else makes)
     settings = ServerConfig(**{"port": 0, "grpc_port": 0, **config})
     listener = bind(settings)
     app = create_models_app(host, settings)
@@ -69,6 +75,7 @@ def serving(
     try:
         while not server.started:
             assert thread.is_alive()
+            time.sleep(0.001)
         rpc = app.state.server.rpc
         yield Server(listener.getsockname()[1], 0 if rpc is None else rpc.port, host, makes)
     finally:

@@ -213,7 +213,8 @@ def test_our_messages_have_the_numbers_and_types_of_the_protocol() -> None:
 
     files = [importlib.import_module(f"tritonclient.grpc.{name}_pb2").DESCRIPTOR for name in ("service", "model_config")]
     theirs: dict[str, Any] = {}
-    waiting = [m for file in files for m in file.message_types_by_name.values()]
+    # CUDA's shared memory is not here, and has a message inside that is named as one of the system's.
+    waiting = [m for file in files for m in file.message_types_by_name.values() if not m.name.startswith("Cuda")]
     while waiting:
         one = waiting.pop()
         theirs.setdefault(one.name, one)

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from tilewright import __version__
 from tilewright.extras import MissingExtra
 from tilewright.host.host import Host
+from tilewright.host.regions import Regions
 from tilewright.server import errors
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
@@ -41,13 +42,14 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     """Serve `host` from an app whose server is at `app.state.server`."""
     server = app.state.server
     server.rpc, app.state.host = None, host
-    inference = Inference(host, config)
+    regions = Regions() if config.shared_memory else None
+    inference = Inference(host, config, regions)
     inference.draining = lambda: server.draining
     counts: HttpCounts = server.counts if isinstance(server, ModelServer) else server.metrics.http
     counts.paths |= inference.install(app)
     counts.further.append(HostMetrics(host))
     gate = Gate(app, config, counts)
-    server.connections.shortcuts.append(Quick(host, gate, counts, inference.draining, config.max_body_bytes))
+    server.connections.shortcuts.append(Quick(host, gate, counts, inference.draining, config.max_body_bytes, regions))
     inner = app.router.lifespan_context
 
     @asynccontextmanager
@@ -62,7 +64,7 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
             if missing is not None:
                 server.failure = ValueError(missing)
             try:
-                server.rpc = await _rpc(host, config, inference)
+                server.rpc = await _rpc(host, config, inference, regions)
             except (OSError, MissingExtra) as error:
                 logger.error("%s", error)
                 server.failure = error
@@ -72,16 +74,18 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
                 if server.rpc is not None:
                     await server.rpc.stop()
                 await host.close()
+                if regions is not None:
+                    regions.unregister()
 
     app.router.lifespan_context = lifespan  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def _rpc(host: Host, config: ServerConfig, inference: Inference) -> "Rpc | None":
+async def _rpc(host: Host, config: ServerConfig, inference: Inference, regions: Regions | None) -> "Rpc | None":
     if config.grpc_port is None:
         return None
     from tilewright.server.v2.rpc import Rpc  # which needs an extra
 
-    return await Rpc.start(host, config, inference.draining)
+    return await Rpc.start(host, config, inference.draining, regions)
 
 
 @dataclass

@@ -18,6 +18,7 @@ import numpy as np
 from tilewright.host.compare import array_of
 from tilewright.host.errors import Refused
 from tilewright.host.host import Answer
+from tilewright.host.regions import MISSING, Part, Place, Regions
 from tilewright.host.tensors import DATATYPES, MAX_DIMS, Wire
 from tilewright.host.version import Ask
 
@@ -30,6 +31,9 @@ __all__ = [
     "numbers",
     "parse_infer",
     "parse_json",
+    "part_of",
+    "place_of",
+    "placed",
     "shape_of",
 ]
 
@@ -40,7 +44,6 @@ MAX_INPUTS = 1024
 MAX_KNOWN, MAX_KNOWN_BYTES = 256, 2048
 """JSON heads of requests that are remembered, and the longest of them."""
 UNSUPPORTED = {
-    "shared_memory_region": "shared memory is not supported: send the tensor's data",
     "classification": "classification is not supported: take the scores and choose",
 }
 
@@ -52,6 +55,8 @@ class InferRequest:
     inputs: dict[str, Wire]
     outputs: dict[str, bool | None] = field(default_factory=dict)
     """Outputs that are wanted, and whether as bytes; {}: all of them."""
+    places: dict[str, Part] = field(default_factory=dict)
+    """Where outputs are wanted that are wanted in shared memory."""
     binary: bool = False
     """Whether outputs that do not say so are wanted as bytes."""
     ask: Ask = field(default_factory=Ask)
@@ -88,22 +93,22 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
     return body
 
 
-def parse_infer(raw: bytes | memoryview, header_length: str | None) -> InferRequest:
-    """A request from its body and its `Inference-Header-Content-Length`. Raises Refused."""
+def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Regions | None = None) -> InferRequest:
+    """A request from its body and its `Inference-Header-Content-Length`. Raises Refused, or NotFound: no such region."""
     whole, json_bytes = memoryview(raw), len(raw)
     if header_length is not None:
         if not (header_length.isascii() and header_length.isdecimal() and int(header_length[:12]) <= len(raw)):
             raise Refused(f"Inference-Header-Content-Length is {header_length[:20]!r}, and the body has {len(raw)} bytes")
         json_bytes = int(header_length[:12])
-        if (known := _known(whole, json_bytes)) is not None:
-            return known
+    if (known := _known(whole, json_bytes, regions)) is not None:
+        return known
     said = parse_json(whole[:json_bytes])
     listed = said.get("inputs")
     if not isinstance(listed, list) or not listed or len(listed) > MAX_INPUTS:
         raise Refused(f"inputs is no list of 1 to {MAX_INPUTS} tensors")
     inputs, at = dict[str, Wire](), json_bytes
     for one in listed:
-        name, wire, at = _input(one, whole, at)
+        name, wire, at = _input(one, whole, at, regions)
         if name in inputs:
             raise Refused(f"two inputs have the name {name!r}")
         inputs[name] = wire
@@ -114,11 +119,17 @@ def parse_infer(raw: bytes | memoryview, header_length: str | None) -> InferRequ
     if not isinstance(identity, str) or len(identity) > 1024:
         raise Refused("id is no text of at most 1024 characters")
     binary = parameters.get("binary_data_output", False)
-    request = InferRequest(inputs, _wanted(said.get("outputs")), bool(binary), ask_of(parameters), identity)
+    outputs, places = _wanted(said.get("outputs"))
+    parts = {name: part_of(regions, place) for name, place in places.items()}
+    request = InferRequest(inputs, outputs, parts, bool(binary), ask_of(parameters), identity)
     if json_bytes <= MAX_KNOWN_BYTES and not any("data" in one for one in listed):
-        tensors = [(name, wire.datatype, wire.shape, len(wire.data)) for name, wire in inputs.items()]
+        tensors = [
+            (name, wire.datatype, wire.shape, place_of(_parameters(one, ""), "") or len(wire.data))
+            for one, (name, wire) in zip(listed, inputs.items(), strict=True)
+        ]
         request.ask = replace(request.ask, kind=next(_KINDS))
-        _KNOWN[bytes(whole[:json_bytes])] = _Known(tensors, at - json_bytes, replace(request, inputs={}))
+        known = _Known(tensors, at - json_bytes, places, replace(request, inputs={}, places={}))
+        _KNOWN[bytes(whole[:json_bytes])] = known
         if len(_KNOWN) > MAX_KNOWN:
             del _KNOWN[next(iter(_KNOWN))]
     return request
@@ -127,9 +138,11 @@ def parse_infer(raw: bytes | memoryview, header_length: str | None) -> InferRequ
 class _Known(NamedTuple):
     """What a JSON head makes of the bytes behind it."""
 
-    tensors: list[tuple[str, str, tuple[int, ...], int]]
-    """(name, datatype, shape, bytes) of each, in the order of their bytes."""
+    tensors: list[tuple[str, str, tuple[int, ...], int | Place]]
+    """(name, datatype, shape, bytes or place) of each, in the order of their bytes."""
     bytes: int
+    places: dict[str, Place]
+    """Of outputs."""
     request: InferRequest
 
 
@@ -139,16 +152,20 @@ _HEADS = dict[tuple[Any, ...], bytes]()
 """(kind of request, model, version, names, shapes, datatypes of the outputs) -> the JSON of answers whose tensors are bytes."""
 
 
-def _known(whole: memoryview, json_bytes: int) -> InferRequest | None:
+def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> InferRequest | None:
     """A request whose JSON has been read before: clients send the same one with other numbers, over and over."""
     known = _KNOWN.get(bytes(whole[:json_bytes])) if json_bytes <= MAX_KNOWN_BYTES else None
     if known is None or known.bytes != len(whole) - json_bytes:
         return None  # sizes that do not add up are said on the usual way
     at, inputs, request = json_bytes, dict[str, Wire](), known.request
     for name, datatype, shape, size in known.tensors:
-        inputs[name] = Wire(datatype, shape, whole[at : at + size])
-        at += size
-    return InferRequest(inputs, request.outputs, request.binary, request.ask, request.id)
+        if isinstance(size, Place):
+            inputs[name] = Wire(datatype, shape, part_of(regions, size))
+        else:
+            inputs[name] = Wire(datatype, shape, whole[at : at + size])
+            at += size
+    places = {name: part_of(regions, place) for name, place in known.places.items()}
+    return InferRequest(inputs, request.outputs, places, request.binary, request.ask, request.id)
 
 
 def _parameters(of: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
@@ -161,7 +178,28 @@ def _parameters(of: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
     return found
 
 
-def _input(one: Any, whole: memoryview, at: int) -> tuple[str, Wire, int]:
+def part_of(regions: Regions | None, place: Place) -> Part:
+    """What lies there. Raises Refused, or NotFound."""
+    if regions is None:
+        raise Refused(MISSING)
+    return regions.part(place)
+
+
+def place_of(parameters: Mapping[str, Any], whose: str) -> Place | None:
+    """Where a tensor is in shared memory; None: it is not. Raises Refused."""
+    region, size = parameters.get("shared_memory_region"), parameters.get("shared_memory_byte_size")
+    if region is None and size is None:
+        return None
+    offset = parameters.get("shared_memory_offset", 0)
+    if not isinstance(region, str) or type(size) is not int or type(offset) is not int:
+        raise Refused(
+            f"{whose} has shared_memory_region {str(region)[:80]!r}, shared_memory_byte_size {str(size)[:30]} and "
+            f"shared_memory_offset {str(offset)[:30]}, wanted a name, a whole number, and another or none"
+        )
+    return Place(region, offset, size)
+
+
+def _input(one: Any, whole: memoryview, at: int, regions: Regions | None) -> tuple[str, Wire, int]:
     """(name, tensor, where the next tensor's bytes begin)."""
     if not isinstance(one, dict) or not isinstance(one.get("name"), str):
         raise Refused("an input is no object with a name")
@@ -169,7 +207,12 @@ def _input(one: Any, whole: memoryview, at: int) -> tuple[str, Wire, int]:
     datatype, shape = one.get("datatype"), shape_of(one.get("shape"), name)
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise Refused(f"input {name!r} has datatype {str(datatype)[:40]!r}, wanted one of {', '.join(DATATYPES)}")
-    size = _parameters(one, f"input {name!r}").get("binary_data_size")
+    parameters = _parameters(one, f"input {name!r}")
+    size, place = parameters.get("binary_data_size"), place_of(parameters, f"input {name!r}")
+    if place is not None:
+        if size is not None or "data" in one:
+            raise Refused(f"input {name!r} has data or binary_data_size, and is in shared memory, wanted one of them")
+        return name, Wire(datatype, shape, part_of(regions, place)), at
     if size is None:
         if "data" not in one:
             raise Refused(f"input {name!r} has neither data nor binary_data_size")
@@ -222,18 +265,23 @@ def numbers(said: Any, datatype: str, shape: tuple[int, ...], name: str) -> byte
     return array.tobytes()
 
 
-def _wanted(said: Any) -> dict[str, bool | None]:
+def _wanted(said: Any) -> tuple[dict[str, bool | None], dict[str, Place]]:
+    """(outputs that are wanted, and whether as bytes; where they are wanted in shared memory)."""
     if said is None:
-        return {}
+        return {}, {}
     if not isinstance(said, list) or len(said) > MAX_INPUTS:
         raise Refused("outputs is no list of outputs")
-    found = dict[str, bool | None]()
+    found, places = dict[str, bool | None](), dict[str, Place]()
     for one in said:
         if not isinstance(one, dict) or not isinstance(one.get("name"), str):
             raise Refused("an output is no object with a name")
-        binary = _parameters(one, f"output {one['name'][:200]!r}").get("binary_data")
+        whose = f"output {one['name'][:200]!r}"
+        parameters = _parameters(one, whose)
+        binary, place = parameters.get("binary_data"), place_of(parameters, whose)
         found[one["name"]] = None if binary is None else bool(binary)
-    return found
+        if place is not None:
+            places[one["name"]] = place
+    return found, places
 
 
 def ask_of(parameters: Mapping[str, Any]) -> Ask:
@@ -255,25 +303,43 @@ def ask_of(parameters: Mapping[str, Any]) -> Ask:
     )
 
 
+def placed(answer: Answer, places: Mapping[str, Part]) -> None:
+    """Write outputs to where they are wanted in shared memory. Raises Refused: no such output, or it does not go there."""
+    for name, part in places.items():
+        wire = _output(answer, name)
+        try:
+            part.write(wire.raw)
+        except Refused as error:
+            raise Refused(f"model {answer.model}: output {name[:200]!r}: {error}") from None
+
+
+def _output(answer: Answer, name: str) -> Wire:
+    wire = answer.outputs.get(name)
+    if wire is None:
+        raise Refused(f"model {answer.model} has no output {name[:200]!r}; it has {', '.join(answer.outputs)}")
+    return wire
+
+
 def answer_body(answer: Answer, request: InferRequest) -> tuple[bytes, int | None]:
     """(the body, how many bytes of it are JSON where bytes of tensors follow). Raises Refused: no such output."""
+    names: Sequence[str] = tuple(request.outputs) or tuple(answer.outputs)
     kind = request.ask.kind
     known = None
     if kind is not None:
         known = (kind, answer.model, answer.version, *answer.outputs, *[wire[:2] for wire in answer.outputs.values()])
-    if known is not None and (head := _HEADS.get(known)) is not None and not request.outputs:
-        return b"".join((head, *[wire.data for wire in answer.outputs.values()])), len(head)
-    names: Sequence[str] = tuple(request.outputs) or tuple(answer.outputs)
+    if known is not None and (head := _HEADS.get(known)) is not None:
+        sent = [answer.outputs[name].raw for name in names if name not in request.places]
+        return (b"".join((head, *sent)), len(head)) if sent else (head, None)
     listed, blobs = list[dict[str, Any]](), list[bytes]()
     for name in names:
-        wire = answer.outputs.get(name)
-        if wire is None:
-            raise Refused(f"model {answer.model} has no output {name[:200]!r}; it has {', '.join(answer.outputs)}")
+        wire = _output(answer, name)
         said: dict[str, Any] = {"name": name, "datatype": wire.datatype, "shape": list(wire.shape)}
         binary = request.outputs.get(name)
-        if request.binary if binary is None else binary:
+        if (part := request.places.get(name)) is not None:
+            said["parameters"] = part.json(len(wire.data))
+        elif request.binary if binary is None else binary:
             said["parameters"] = {"binary_data_size": len(wire.data)}
-            blobs.append(bytes(wire.data))
+            blobs.append(bytes(wire.raw))
         else:
             said["data"] = array_of(wire).ravel().tolist()
         listed.append(said)
@@ -284,7 +350,7 @@ def answer_body(answer: Answer, request: InferRequest) -> tuple[bytes, int | Non
         head = json.dumps(whole, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
         raise Refused("the outputs have numbers that JSON does not have (NaN or infinity); ask for binary_data") from None
-    if known is not None and not request.outputs and len(blobs) == len(names):
+    if known is not None and len(blobs) + len(request.places) == len(names):
         _HEADS[known] = head
         if len(_HEADS) > MAX_KNOWN:
             del _HEADS[next(iter(_HEADS))]

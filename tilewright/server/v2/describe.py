@@ -5,7 +5,7 @@ from typing import Any
 from tilewright.host.host import Host, Model
 from tilewright.host.tensors import DATATYPES, TensorSpec
 
-__all__ = ["EXTENSIONS", "PLATFORM", "config_of", "index_of", "metadata_of", "stats_of"]
+__all__ = ["EXTENSIONS", "PLATFORM", "config_of", "extensions_of", "index_of", "metadata_of", "stats_of"]
 
 EXTENSIONS = (
     "binary_tensor_data",
@@ -17,6 +17,11 @@ EXTENSIONS = (
     "statistics",
 )
 PLATFORM = "tilewright_torch"
+
+
+def extensions_of(*, shared_memory: bool) -> tuple[str, ...]:
+    """The extensions of a server."""
+    return (*EXTENSIONS, "system_shared_memory") if shared_memory else EXTENSIONS
 
 
 def metadata_of(model: Model, version: int | None) -> dict[str, Any]:

@@ -4,6 +4,8 @@
     GET  /v2/models/NAME[/versions/N]                              metadata; /ready, /config and /stats below it
     POST /v2/models/NAME[/versions/N]/infer                        inference
     POST /v2/repository/index  /v2/repository/models/NAME/load  /unload
+    GET  /v2/systemsharedmemory[/region/NAME]/status               with --shared-memory
+    POST /v2/systemsharedmemory/region/NAME/register  [/region/NAME]/unregister
     POST /predict/NAME                                             JSON, CSV or an image (predict.py)
 
 Errors are the protocol's: `{"error": sentence}`.
@@ -20,16 +22,18 @@ from fastapi.responses import JSONResponse, Response
 
 from tilewright import __version__
 from tilewright.host.errors import Expired, Failed, HostError, NotFound, Overloaded, Refused, Unavailable
-from tilewright.host.host import Host, Model
+from tilewright.host.host import Answer, Host, Model
+from tilewright.host.regions import INLINE_BYTES as INLINE_REGION_BYTES
+from tilewright.host.regions import MISSING, Regions
 from tilewright.host.version import Ask
 from tilewright.server.bodies import Bodies
 from tilewright.server.config import ServerConfig
 from tilewright.server.spans import RequestSpan, span_of
-from tilewright.server.v2.codec import answer_body, inflated, parse_infer, parse_json
-from tilewright.server.v2.describe import EXTENSIONS, config_of, index_of, metadata_of, stats_of
+from tilewright.server.v2.codec import InferRequest, answer_body, inflated, parse_infer, parse_json, placed
+from tilewright.server.v2.describe import config_of, extensions_of, index_of, metadata_of, stats_of
 from tilewright.server.v2.predict import predict
 
-__all__ = ["STATUS", "Inference", "failure", "noted"]
+__all__ = ["STATUS", "Inference", "answered", "failure", "noted"]
 
 STATUS: dict[type[HostError], int] = {
     Refused: 400,
@@ -57,6 +61,16 @@ def noted(ask: Ask, span: RequestSpan | None) -> Ask:
     return ask if span is None else dataclasses.replace(ask, note=span.child)
 
 
+async def answered(host: Host, name: str, version: str | None, asked: InferRequest, span: RequestSpan | None) -> Answer:
+    """The answer of a request, its outputs where they are wanted in shared memory. Raises HostError."""
+    answer = await host.infer(name, version, asked.inputs, noted(asked.ask, span))
+    if sum(map(len, asked.places.values())) <= INLINE_REGION_BYTES:
+        placed(answer, asked.places)
+    else:
+        await asyncio.to_thread(placed, answer, asked.places)
+    return answer
+
+
 def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HostError)
     status, headers, body = failure(error)
@@ -64,10 +78,10 @@ def _error(request: Request, error: Exception) -> Response:
 
 
 class Inference:
-    """The endpoints around one host."""
+    """The endpoints around one host. `regions` is clients' memory; None: there is none."""
 
-    def __init__(self, host: Host, config: ServerConfig):
-        self.host, self.config = host, config
+    def __init__(self, host: Host, config: ServerConfig, regions: Regions | None = None):
+        self.host, self.config, self.regions = host, config, regions
         self._bodies = Bodies(config)
         self.draining: Callable[[], bool] = lambda: False
 
@@ -80,6 +94,8 @@ class Inference:
             "/v2/health/live": self.live,
             "/v2/health/ready": self.ready,
             "/v2/models/stats": self.stats,
+            "/v2/systemsharedmemory/status": self.shared_status,
+            "/v2/systemsharedmemory/region/{region}/status": self.shared_status,
             "/v2/models/{name}": self.metadata,
             "/v2/models/{name}/ready": self.model_ready,
             "/v2/models/{name}/config": self.model_config,
@@ -90,6 +106,9 @@ class Inference:
             "/v2/repository/index": self.index,
             "/v2/repository/models/{name}/load": self.load,
             "/v2/repository/models/{name}/unload": self.unload,
+            "/v2/systemsharedmemory/unregister": self.unshare,
+            "/v2/systemsharedmemory/region/{region}/register": self.share,
+            "/v2/systemsharedmemory/region/{region}/unregister": self.unshare,
             "/predict/{name}": self.predict,
             "/predict/{name}/versions/{version}": self.predict,
         }
@@ -105,7 +124,8 @@ class Inference:
 
     async def server(self, request: Request) -> Response:
         """GET /v2."""
-        return JSONResponse({"name": "tilewright", "version": __version__, "extensions": list(EXTENSIONS)})
+        extensions = extensions_of(shared_memory=self.regions is not None)
+        return JSONResponse({"name": "tilewright", "version": __version__, "extensions": list(extensions)})
 
     async def live(self, request: Request) -> Response:
         """GET /v2/health/live."""
@@ -162,6 +182,29 @@ class Inference:
         await self.host.unload(request.path_params["name"])
         return JSONResponse({})
 
+    # ---- shared memory
+
+    def _shared(self) -> Regions:
+        if self.regions is None:
+            raise Refused(MISSING)
+        return self.regions
+
+    async def shared_status(self, request: Request) -> Response:
+        """GET /v2/systemsharedmemory/status and /v2/systemsharedmemory/region/NAME/status."""
+        return JSONResponse(self._shared().status(request.path_params.get("region")))
+
+    async def share(self, request: Request) -> Response:
+        """POST /v2/systemsharedmemory/region/NAME/register."""
+        said = parse_json(await self._bodies.read(request))
+        self._shared().register(request.path_params["region"], said.get("key"), said.get("offset", 0), said.get("byte_size"))
+        return JSONResponse({})
+
+    async def unshare(self, request: Request) -> Response:
+        """POST /v2/systemsharedmemory/unregister and /v2/systemsharedmemory/region/NAME/unregister."""
+        parse_json(await self._bodies.read(request))
+        self._shared().unregister(request.path_params.get("region"))
+        return JSONResponse({})
+
     # ---- inference
 
     def _check_open(self) -> None:
@@ -176,13 +219,10 @@ class Inference:
             raw = await asyncio.to_thread(inflated, raw, headers["content-encoding"], self.config.max_body_bytes)
         length = headers.get("inference-header-content-length")
         small = len(raw) <= INLINE_BYTES or (length is not None and length.isdecimal() and int(length[:12]) <= INLINE_BYTES)
-        asked = parse_infer(raw, length) if small else await asyncio.to_thread(parse_infer, raw, length)
-        answer = await self.host.infer(
-            request.path_params["name"],
-            request.path_params.get("version"),
-            asked.inputs,
-            noted(asked.ask, span_of(request.scope)),
-        )
+        parse = (parse_infer, raw, length, self.regions)
+        asked = parse_infer(*parse[1:]) if small else await asyncio.to_thread(*parse)
+        name, version = request.path_params["name"], request.path_params.get("version")
+        answer = await answered(self.host, name, version, asked, span_of(request.scope))
         size = sum(len(wire.data) for wire in answer.outputs.values())
         made = answer_body(answer, asked) if size <= INLINE_BYTES else await asyncio.to_thread(answer_body, answer, asked)
         body, json_bytes = made

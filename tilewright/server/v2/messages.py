@@ -27,6 +27,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "RepositoryIndex": ("RepositoryIndexRequest", "RepositoryIndexResponse"),
     "RepositoryModelLoad": ("RepositoryModelLoadRequest", "RepositoryModelLoadResponse"),
     "RepositoryModelUnload": ("RepositoryModelUnloadRequest", "RepositoryModelUnloadResponse"),
+    "SystemSharedMemoryStatus": ("SystemSharedMemoryStatusRequest", "SystemSharedMemoryStatusResponse"),
+    "SystemSharedMemoryRegister": ("SystemSharedMemoryRegisterRequest", "SystemSharedMemoryRegisterResponse"),
+    "SystemSharedMemoryUnregister": ("SystemSharedMemoryUnregisterRequest", "SystemSharedMemoryUnregisterResponse"),
 }
 """Calls with one request and one answer -> (request, answer). ModelStreamInfer has streams of both."""
 
@@ -99,6 +102,13 @@ MESSAGES: dict[str, str] = {
     "RepositoryModelLoadResponse": "",
     "RepositoryModelUnloadRequest": "repository_name 1 string, model_name 2 string, parameters 3 ModelRepositoryParameter{}",
     "RepositoryModelUnloadResponse": "",
+    "SystemSharedMemoryStatusRequest": "name 1 string",
+    "RegionStatus": "name 1 string, key 2 string, offset 3 uint64, byte_size 4 uint64",
+    "SystemSharedMemoryStatusResponse": "regions 1 RegionStatus{}",
+    "SystemSharedMemoryRegisterRequest": "name 1 string, key 2 string, offset 3 uint64, byte_size 4 uint64",
+    "SystemSharedMemoryRegisterResponse": "",
+    "SystemSharedMemoryUnregisterRequest": "name 1 string",
+    "SystemSharedMemoryUnregisterResponse": "",
 }
 
 Field = descriptor_pb2.FieldDescriptorProto

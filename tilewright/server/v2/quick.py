@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 
 from tilewright.host.errors import HostError
 from tilewright.host.host import Answer, Host
+from tilewright.host.regions import INLINE_BYTES, Regions
 from tilewright.host.tensors import Wire
 from tilewright.host.version import Version
 from tilewright.server.access import note, request_id_from
@@ -27,8 +28,8 @@ from tilewright.server.gate import Gate
 from tilewright.server.heads import MAX_HEAD_BYTES, plain_head
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import PARTIAL, Done, Short, Taken
-from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer
-from tilewright.server.v2.http import failure, noted
+from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer, placed
+from tilewright.server.v2.http import answered, failure
 
 __all__ = ["Quick"]
 
@@ -64,10 +65,19 @@ class Quick:
         counts: of requests.
         draining: whether new requests are refused.
         most_bytes: of a body.
+        regions: clients' memory; None: there is none.
     """
 
-    def __init__(self, host: Host, gate: Gate, counts: HttpCounts, draining: Callable[[], bool], most_bytes: int):
-        self._host, self._gate, self._counts, self._draining = host, gate, counts, draining
+    def __init__(
+        self,
+        host: Host,
+        gate: Gate,
+        counts: HttpCounts,
+        draining: Callable[[], bool],
+        most_bytes: int,
+        regions: Regions | None = None,
+    ):
+        self._host, self._gate, self._counts, self._draining, self._regions = host, gate, counts, draining, regions
         self._most = min(MAX_BINARY_BYTES, most_bytes)
         self._heads: OrderedDict[bytes, _Head] = OrderedDict()
 
@@ -115,8 +125,8 @@ class Quick:
         """Answer a request: through the model's queue at once where that is all, else in a task."""
         one = _Request(self._counts, head, client, done)
         try:
-            asked = one.asked = parse_infer(body, head.json_bytes)
-            if one.span is None:
+            asked = one.asked = parse_infer(body, head.json_bytes, self._regions)
+            if one.span is None and sum(map(len, asked.places.values())) <= INLINE_BYTES:
                 begun = self._host.begin(head.model, head.version, asked.inputs, asked.ask, one.told)
                 if begun is not None:
                     one.version, give_up = begun
@@ -124,7 +134,7 @@ class Quick:
         except HostError as error:
             one.told(error)
             return _nothing
-        answer = self._host.infer(head.model, head.version, asked.inputs, noted(asked.ask, one.span))
+        answer = answered(self._host, head.model, head.version, asked, one.span)
         task = asyncio.get_running_loop().create_task(answer)
         task.add_done_callback(one.ended)
         return task.cancel
@@ -146,7 +156,7 @@ class _Request:
     def told(self, found: tuple[Wire, ...] | HostError) -> None:
         """The outputs are there, or the reason why there are none."""
         self._found = found
-        self._done(self._short)
+        self._done(self._short, alone=isinstance(found, tuple) and self.version is not None and self.version.answers_one)
 
     def ended(self, task: "asyncio.Task[Answer]") -> None:
         """The task has its answer."""
@@ -159,7 +169,10 @@ class _Request:
         if isinstance(found, tuple):
             assert self.version is not None
             names = [spec.name for spec in self.version.signature.outputs]
-            return Answer(self.version.name, self.version.number, dict(zip(names, found, strict=True)))
+            answer = Answer(self.version.name, self.version.number, dict(zip(names, found, strict=True)))
+            if self.asked is not None and self.asked.places:
+                placed(answer, self.asked.places)
+            return answer
         if isinstance(found, HostError):
             raise found
         return found.result()

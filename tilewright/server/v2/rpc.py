@@ -8,17 +8,19 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from tilewright import __version__
 from tilewright.extras import needed
 from tilewright.host.errors import Expired, Failed, HostError, NotFound, Overloaded, Refused, Unavailable
 from tilewright.host.host import Answer, Host
+from tilewright.host.regions import MISSING, Part, Regions
 from tilewright.host.tensors import DATATYPES, Wire
 from tilewright.server.config import ServerConfig
-from tilewright.server.v2.codec import ask_of, numbers, shape_of
-from tilewright.server.v2.describe import EXTENSIONS, config_of, index_of, metadata_of, stats_of
+from tilewright.server.v2.codec import InferRequest, ask_of, numbers, part_of, place_of, shape_of
+from tilewright.server.v2.describe import config_of, extensions_of, index_of, metadata_of, stats_of
+from tilewright.server.v2.http import answered
 
 __all__ = ["Rpc"]
 
@@ -54,20 +56,23 @@ logger = logging.getLogger(__name__)
 class Rpc:
     """The gRPC server. `start` it on the event loop of the host."""
 
-    def __init__(self, host: Host, config: ServerConfig, draining: Callable[[], bool]):
+    def __init__(self, host: Host, config: ServerConfig, draining: Callable[[], bool], regions: Regions | None = None):
         self._grpc = needed("grpc", "grpc")
         needed("google.protobuf", "grpc")
         from tilewright.server.v2 import messages  # which needs protobuf
 
         self._messages, self._host, self._config, self._draining = messages, host, config, draining
+        self._regions = regions
         self._key = None if config.api_key is None else config.api_key.encode()
         self.port = 0
         self._server: Any = None
 
     @classmethod
-    async def start(cls, host: Host, config: ServerConfig, draining: Callable[[], bool]) -> "Rpc":
+    async def start(
+        cls, host: Host, config: ServerConfig, draining: Callable[[], bool], regions: Regions | None = None
+    ) -> "Rpc":
         """Listen. Raises MissingExtra, or OSError: the port is taken."""
-        self = cls(host, config, draining)
+        self = cls(host, config, draining, regions)
         aio = needed("grpc.aio", "grpc")
         size = config.max_body_bytes + (1 << 16)
         options = [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", -1), ("grpc.so_reuseport", 0)]
@@ -153,7 +158,8 @@ class Rpc:
         return self._made("ModelReadyResponse", ready=ready and not self._draining())
 
     async def _server_metadata(self, request: Any) -> Any:
-        return self._made("ServerMetadataResponse", name="tilewright", version=__version__, extensions=EXTENSIONS)
+        extensions = extensions_of(shared_memory=self._regions is not None)
+        return self._made("ServerMetadataResponse", name="tilewright", version=__version__, extensions=extensions)
 
     async def _model_metadata(self, request: Any) -> Any:
         return self._made("ModelMetadataResponse", **metadata_of(*self._model(request)))
@@ -184,19 +190,41 @@ class Rpc:
         await self._host.unload(request.model_name)
         return self._made("RepositoryModelUnloadResponse")
 
+    def _shared(self) -> Regions:
+        if self._regions is None:
+            raise Refused(MISSING)
+        return self._regions
+
+    async def _system_shared_memory_status(self, request: Any) -> Any:
+        regions = {one["name"]: one for one in self._shared().status(request.name or None)}
+        return self._made("SystemSharedMemoryStatusResponse", regions=regions)
+
+    async def _system_shared_memory_register(self, request: Any) -> Any:
+        self._shared().register(request.name, request.key, request.offset, request.byte_size)
+        return self._made("SystemSharedMemoryRegisterResponse")
+
+    async def _system_shared_memory_unregister(self, request: Any) -> Any:
+        self._shared().unregister(request.name or None)
+        return self._made("SystemSharedMemoryUnregisterResponse")
+
     # ---- inference
 
     async def _model_infer(self, request: Any) -> Any:
         if self._draining():
             raise Unavailable("the server is shutting down and takes no new requests")
-        inputs, parameters = _inputs(request), {name: _value(value) for name, value in request.parameters.items()}
+        inputs, parameters, places = _inputs(request, self._regions), _values(request.parameters), dict[str, Part]()
         wanted = [output.name for output in request.outputs]
+        for output in request.outputs:
+            place = place_of(_values(output.parameters), f"output {output.name[:200]!r}")
+            if place is not None:
+                places[output.name] = part_of(self._regions, place)
         if any("classification" in output.parameters for output in request.outputs):
             raise Refused("classification is not supported: take the scores and choose")
-        answer = await self._host.infer(request.model_name, request.model_version, inputs, ask_of(parameters))
-        return self._answer(answer, request.id, wanted)
+        asked = InferRequest(inputs, places=places, ask=ask_of(parameters))
+        answer = await answered(self._host, request.model_name, request.model_version, asked, None)
+        return self._answer(answer, request.id, wanted, places)
 
-    def _answer(self, answer: Answer, identity: str, wanted: list[str]) -> Any:
+    def _answer(self, answer: Answer, identity: str, wanted: list[str], places: Mapping[str, Part]) -> Any:
         unknown = [name for name in wanted if name not in answer.outputs]
         if unknown:
             raise Refused(f"model {answer.model} has no output {unknown[0][:200]!r}; it has {', '.join(answer.outputs)}")
@@ -206,8 +234,12 @@ class Rpc:
             model_name=answer.model,
             model_version=str(answer.version),
             id=identity,
-            outputs=[{"name": name, "datatype": wire.datatype, "shape": wire.shape} for name, wire in chosen.items()],
-            raw_output_contents=[bytes(wire.data) for wire in chosen.values()],
+            outputs=[
+                {"name": name, "datatype": wire.datatype, "shape": wire.shape, "parameters": _placed(places.get(name), wire)}
+                for name, wire in chosen.items()
+            ],
+            # One for each output: clients count them.
+            raw_output_contents=[b"" if name in places else bytes(wire.raw) for name, wire in chosen.items()],
         )
 
     async def _stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
@@ -250,22 +282,34 @@ def _value(parameter: Any) -> Any:
     return None if kind is None else getattr(parameter, kind)
 
 
-def _inputs(request: Any) -> dict[str, Wire]:
+def _values(parameters: Any) -> dict[str, Any]:
+    return {name: _value(value) for name, value in parameters.items()}
+
+
+def _placed(part: Part | None, wire: Wire) -> dict[str, dict[str, Any]]:
+    """The parameters of an output."""
+    said = {} if part is None else part.json(len(wire.data))
+    return {name: {"string_param" if isinstance(value, str) else "int64_param": value} for name, value in said.items()}
+
+
+def _inputs(request: Any, regions: Regions | None) -> dict[str, Wire]:
     """A request's tensors. Raises Refused: raw contents and inputs do not pair up, or an unknown datatype."""
-    raw = list(request.raw_input_contents)
-    if raw and len(raw) != len(request.inputs):
-        raise Refused(f"raw_input_contents has {len(raw)} entries for {len(request.inputs)} inputs; wanted one each")
+    places = [place_of(_values(one.parameters), f"input {one.name[:200]!r}") for one in request.inputs]
+    raw, sent = list(request.raw_input_contents), places.count(None)
+    if raw and len(raw) != sent:
+        raise Refused(f"raw_input_contents has {len(raw)} entries for {sent} inputs; wanted one each")
+    contents = iter(raw)
     found = dict[str, Wire]()
-    for at, one in enumerate(request.inputs):
+    for one, place in zip(request.inputs, places, strict=True):
         name, shape = one.name[:200], shape_of(tuple(one.shape), one.name[:200])
         if one.datatype not in DATATYPES:
             raise Refused(f"input {name!r} has datatype {one.datatype[:40]!r}, wanted one of {', '.join(DATATYPES)}")
         if name in found:
             raise Refused(f"two inputs have the name {name!r}")
-        if "shared_memory_region" in one.parameters:
-            raise Refused(f"input {name!r}: shared memory is not supported: send the tensor's data")
-        if raw:
-            data = raw[at]
+        if place is not None:
+            data = part_of(regions, place)
+        elif raw:
+            data = next(contents)
         elif one.datatype not in CONTENTS:
             raise Refused(f"input {name!r} is {one.datatype}, which goes as raw_input_contents only")
         else:

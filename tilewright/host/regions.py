@@ -1,0 +1,225 @@
+"""Tensors in memory that a client shares with the server: the system shared memory extension of the protocol.
+
+A client names a POSIX shared memory object, which is a file below /dev/shm, and which part of it is a region. The server never
+maps that memory: whoever truncates a file kills the processes that have it mapped, by SIGBUS. It holds the file open and
+reads and writes with `preadv` and `pwritev`, where a file that has become too short is an ordinary error, of the request
+that names it. A tensor in a region is a `Part`: its bytes are read when its batch is laid out, straight to where they go.
+
+An object must be a regular file that the server's own user owns, and no link. A file is closed when its region is unregistered
+and the last request that names it has ended.
+"""
+
+import os
+import re
+import stat
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tilewright.host.errors import NotFound, Refused
+
+__all__ = ["INLINE_BYTES", "MISSING", "Part", "Place", "Read", "Regions", "read_all", "shared_out"]
+
+FOLDER = Path("/dev/shm")
+KEY = re.compile(r"/?(?!\.{1,2}\Z|sem\.)[A-Za-z0-9_.-]{1,128}")
+"""An object's name. Those of semaphores begin with "sem."."""
+MAX_NAME_CHARS = 256
+MAX_REGIONS = 1024
+MAX_BYTES = 64 << 30
+"""Of all regions together."""
+JOB_BYTES = 4 << 20
+"""What one thread reads at a time."""
+MISSING = "shared memory is off: send the tensor's data, or start the server with --shared-memory"
+
+
+INLINE_BYTES = 1 << 20
+"""What is read or written on the event loop; more goes to threads."""
+
+
+class Place(NamedTuple):
+    """Where a request says that a tensor is."""
+
+    region: str
+    offset: int
+    size: int
+
+
+class _Region:
+    """An open file, and what of it may be used."""
+
+    def __init__(self, name: str, key: str, offset: int, size: int, fd: int):
+        self.name, self.key, self.offset, self.size, self.fd = name, key, offset, size, fd
+        self.close = weakref.finalize(self, os.close, fd)  # with the last part of it
+
+    def json(self) -> dict[str, Any]:
+        return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.size}
+
+
+class Part:
+    """Some bytes of a region. `len` is their number."""
+
+    __slots__ = ("_at", "_region", "_size")
+
+    def __init__(self, region: _Region, at: int, size: int):
+        self._region, self._at, self._size = region, at, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def json(self, size: int) -> dict[str, Any]:
+        """Where its first bytes are, as an answer says it."""
+        region = self._region
+        return {
+            "shared_memory_region": region.name,
+            "shared_memory_byte_size": size,
+            "shared_memory_offset": self._at - region.offset,
+        }
+
+    def cut(self, begin: int, end: int) -> "Part":
+        """The bytes from `begin` to `end`."""
+        return Part(self._region, self._at + begin, min(end, self._size) - begin)
+
+    def read_into(self, view: memoryview) -> None:
+        """Read all of it. Raises Refused: the file has become too short, or cannot be read."""
+        done = 0
+        while done < self._size:
+            try:
+                count = os.preadv(self._region.fd, [view[done : self._size]], self._at + done)
+            except OSError as error:
+                raise Refused(f"the shared memory region {self._region.name!r} cannot be read: {error.strerror}") from None
+            if not count:
+                raise self._short()
+            done += count
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write to its beginning. Raises Refused: there is no room, or the file has become too short."""
+        if len(data) > self._size:
+            raise Refused(f"it has {len(data)} bytes, and its place in region {self._region.name!r} has {self._size}")
+        left, at = memoryview(data).cast("B"), self._at
+        try:
+            if os.fstat(self._region.fd).st_size < at + len(left):
+                raise self._short()
+            while left:
+                count = os.pwritev(self._region.fd, [left], at)
+                left, at = left[count:], at + count
+        except OSError as error:
+            raise Refused(f"the shared memory region {self._region.name!r} cannot be written: {error.strerror}") from None
+
+    def _short(self) -> Refused:
+        return Refused(
+            f"the shared memory region {self._region.name!r} is shorter than it was when it was registered: "
+            "its file ends before the tensor does"
+        )
+
+
+class Regions:
+    """The regions that clients have registered with one server."""
+
+    def __init__(self, folder: Path = FOLDER):
+        self._folder = folder
+        self._regions = dict[str, _Region]()
+
+    def register(self, name: str, key: Any, offset: Any, byte_size: Any) -> None:
+        """Open an object's file.
+
+        Raises:
+            Refused: a name that is none or is taken, no such object, one of somebody else, one that is too short, or too many.
+        """
+        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise Refused(f"the region's name is {name[:80]!r}, wanted 1 to {MAX_NAME_CHARS} printable characters")
+        if name in self._regions:
+            raise Refused(f"a shared memory region {name!r} is registered already; unregister it first")
+        if not isinstance(key, str) or not KEY.fullmatch(key):
+            raise Refused(f"key is {str(key)[:140]!r}, wanted a shared memory object's name: letters, digits, '_', '.', '-'")
+        if type(offset) is not int or type(byte_size) is not int or offset < 0 or byte_size < 1:
+            got = f"offset is {str(offset)[:30]} and byte_size {str(byte_size)[:30]}"
+            raise Refused(f"{got}, wanted whole numbers, from 0 and from 1 on")
+        if len(self._regions) >= MAX_REGIONS:
+            raise Refused(f"{MAX_REGIONS} shared memory regions are registered, the most that this server takes")
+        if sum(one.size for one in self._regions.values()) + byte_size > MAX_BYTES:
+            raise Refused(f"the shared memory regions would have more than {MAX_BYTES} bytes, the most that this server takes")
+        self._regions[name] = _Region(name, key, offset, byte_size, self._opened(key, offset + byte_size))
+
+    def _opened(self, key: str, end: int) -> int:
+        """The file of an object that has `end` bytes."""
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            fd = os.open(self._folder / key.removeprefix("/"), flags)
+        except OSError as error:
+            raise Refused(f"the shared memory object {key!r} cannot be opened: {error.strerror}") from None
+        about = os.fstat(fd)
+        why = None
+        if not stat.S_ISREG(about.st_mode):
+            why = "is no regular file"
+        elif about.st_uid != os.geteuid():
+            why = "belongs to another user than the server"
+        elif about.st_size < end:
+            why = f"has {about.st_size} bytes, and the region ends at {end}"
+        if why is not None:
+            os.close(fd)
+            raise Refused(f"the shared memory object {key!r} {why}")
+        return fd
+
+    def unregister(self, name: str | None = None) -> None:
+        """Forget a region, or all; one that is not there is no error. Requests that name it already go on."""
+        if name is None:
+            self._regions.clear()
+        else:
+            self._regions.pop(name, None)
+
+    def status(self, name: str | None = None) -> list[dict[str, Any]]:
+        """{"name", "key", "offset", "byte_size"} of a region, or of all. Raises NotFound."""
+        return [one.json() for one in (self._regions.values() if name is None else [self._region(name)])]
+
+    def _region(self, name: str) -> _Region:
+        found = self._regions.get(name)
+        if found is None:
+            raise NotFound(f"there is no shared memory region {name[:MAX_NAME_CHARS]!r}; register it first")
+        return found
+
+    def part(self, place: Place) -> Part:
+        """What a request names. Raises NotFound, or Refused: it lies outside of the region."""
+        region = self._region(place.region)
+        if min(place.offset, place.size) < 0 or place.offset + place.size > region.size:
+            raise Refused(
+                f"the shared memory region {region.name!r} has {region.size} bytes, and {str(place.size)[:30]} "
+                f"from byte {str(place.offset)[:30]} on are not all in it"
+            )
+        return Part(region, region.offset + place.offset, place.size)
+
+
+class Read(NamedTuple):
+    """A part of a request, and where it goes."""
+
+    request: int
+    part: Part
+    into: memoryview
+
+
+def read_all(reads: Iterable[Read]) -> dict[int, str]:
+    """Read parts; request -> why one of its parts could not be read. Its place is full of zeros then."""
+    wrong = dict[int, str]()
+    for request, part, into in reads:
+        try:
+            part.read_into(into)
+        except Refused as error:
+            wrong[request] = str(error)
+            into[:] = bytes(len(into))
+    return wrong
+
+
+def shared_out(reads: Sequence[Read]) -> Iterator[list[Read]]:
+    """The same reads as jobs of about `JOB_BYTES`, for a thread each."""
+    job, size = list[Read](), 0
+    for request, part, into in reads:
+        at = 0
+        while at < len(part):
+            end = min(len(part), at + JOB_BYTES - size)
+            job.append(Read(request, part.cut(at, end), into[at:end]))
+            size, at = size + end - at, end
+            if size == JOB_BYTES:
+                yield job
+                job, size = [], 0
+    if job:
+        yield job
