@@ -1,12 +1,12 @@
 """Tokens a second, MFU and peak memory of training at packed rows of 4,096 tokens, on one GPU: `python scripts/train_speed.py`.
 
-    python scripts/train_speed.py --cases llama-3b:2 --compute dtype fp8 fp8-tensor --graphs off on --out FILE
+    python scripts/train_speed.py --cases llama-3b:2 --compute dtype fp8 --graphs off on --deterministic on off --out FILE
 
 Random weights, and rows of four documents of random tokens each. Data are packed while the clock runs; gradients are clipped
 and AdamW steps inside. The first updates, which compile and capture, are not timed. The ways of a case, each of --compute with
-each of --graphs, follow one another in one process, each with new weights, and again in each of --rounds. MFU is of the card's
-peak in bf16, whatever is computed. `host_s` is how long the host took to hand an update to an idle device, the mean of two.
-Prints one JSON object a line.
+each of --graphs and --deterministic, follow one another in one process, each with new weights, and again in each of --rounds.
+MFU is of the card's peak in bf16, whatever is computed. `host_s` is how long the host took to hand an update to an idle device,
+the mean of two. Prints one JSON object a line.
 """
 
 import argparse
@@ -46,12 +46,12 @@ def packed(rows: int, vocabulary: int, draw: np.random.Generator) -> TrainBatch:
     return pack(pieces, True)
 
 
-def measured(shape: str, rows: int, rank: int, compute: str, graphs: bool, updates: int) -> dict[str, Any]:
-    """One case in one way, on the first GPU."""
+def measured(shape: str, rows: int, rank: int, updates: int, way: dict[str, Any]) -> dict[str, Any]:
+    """One case in one way, fields of the config, on the first GPU."""
     device, draw = torch.device("cuda", 0), np.random.default_rng(0)
     config = TrainConfig(
         model=shape, row_tokens=ROW, micro_rows=rows, micro_batches=1, steps=updates + 2, warmup=1, lr=1e-4,
-        init="load" if rank else "random", lora_rank=rank, compute=compute, graphs=graphs,
+        init="load" if rank else "random", lora_rank=rank, **way,
     )  # fmt: skip
     size = SHAPES[shape].limited(ROW)
     check_graphs(config, size, device)
@@ -63,7 +63,7 @@ def measured(shape: str, rows: int, rank: int, compute: str, graphs: bool, updat
     chosen = set_compute(config, model, device)
     costs, optimizer = costs_of(config, model, device), build_optimizer(config, model)
     objective = NextToken(deterministic=config.deterministic)
-    passes = Captured(ROW) if graphs else loss_and_grads
+    passes = Captured(ROW) if config.graphs else loss_and_grads
 
     def update(number: int) -> StepResult:
         batch = packed(rows, size.vocab_size, draw).to(device)
@@ -84,8 +84,8 @@ def measured(shape: str, rows: int, rank: int, compute: str, graphs: bool, updat
         host.append(time.perf_counter() - begun)
         torch.cuda.synchronize()
     return {
-        "model": shape, "rows": rows, "lora_rank": rank, "compute": compute, "graphs": graphs, "layers": chosen,
-        "tokens_per_s": speed, **costs.mfu(speed), "update_s": rows * ROW / speed, "host_s": sum(host) / 2,
+        "model": shape, "rows": rows, "lora_rank": rank, **way, "layers": chosen, "tokens_per_s": speed,
+        **costs.mfu(speed), "update_s": rows * ROW / speed, "host_s": sum(host) / 2,
         "peak_bytes": peak, "last_loss": loss.item(),
     }  # fmt: skip
 
@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), metavar="SHAPE:ROWS[:RANK]")
     parser.add_argument("--compute", nargs="*", default=["dtype"], help="dtype fp8 fp8-tensor")
     parser.add_argument("--graphs", nargs="*", default=["off"], choices=("off", "on"), help="off on")
+    parser.add_argument("--deterministic", nargs="*", default=["on"], choices=("off", "on"), help="on off")
     parser.add_argument("--rounds", type=int, default=1, help="how often all ways of a case are measured")
     parser.add_argument("--updates", type=int, default=10, help="of which the first three are not timed")
     parser.add_argument("--out", type=Path, help="JSON file of the results, written behind each")
@@ -104,15 +105,16 @@ def main() -> None:
     print(json.dumps({name: value for name, value in said.items() if name != "rows"}))
     for case in asked.cases:
         shape, rows, *rank = case.split(":")
-        for turn, (compute, graphs) in product(range(asked.rounds), list(product(asked.compute, asked.graphs))):
+        ways = list(product(asked.compute, asked.graphs, asked.deterministic))
+        for turn, (compute, graphs, deterministic) in product(range(asked.rounds), ways):
             gc.collect()  # the graph and the model of the way before
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            way = {"model": shape, "rows": int(rows), "compute": compute, "graphs": graphs == "on"}
+            way = {"compute": compute, "graphs": graphs == "on", "deterministic": deterministic == "on"}
             try:
-                found = measured(shape, int(rows), int(rank[0]) if rank else 0, compute, graphs == "on", asked.updates)
+                found = measured(shape, int(rows), int(rank[0]) if rank else 0, asked.updates, way)
             except (torch.cuda.OutOfMemoryError, ValueError) as error:
-                found = {**way, "error": str(error)[:300]}
+                found = {"model": shape, "rows": int(rows), **way, "error": str(error)[:300]}
             said["rows"].append({**found, "round": turn})
             print(json.dumps(said["rows"][-1]), flush=True)
             if asked.out is not None:

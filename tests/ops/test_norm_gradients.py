@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tilewright import ops
 from tilewright.hw import env
+from tilewright.kernels.launch.shapes import heads_ready, rows_of_heads
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Kernels have no float64: there the same cases run in float32.
@@ -122,3 +123,33 @@ def test_no_such_dimension() -> None:
         ops.softmax(torch.zeros(2, 3), 2)
     with pytest.raises(ValueError, match="log_softmax: x must hold floats and have a last dimension"):
         ops.log_softmax(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "others", "dim"),
+    [(37, 4, 3, 128), (5, 2, 1, 64), (9, 3, 2, 100), (3, 2, 1, 36), (6, 1, 2, 16), (1, 4, 2, 64)],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first heads", "last heads"])
+def test_heads_of_a_merged_projection_are_read_in_place(tokens: int, heads: int, others: int, dim: int, first: bool) -> None:
+    """The bits of a dense copy, without the copy."""
+    generator = torch.Generator().manual_seed(4)
+    both = torch.randn(tokens, heads + others, dim, generator=generator).bfloat16().to(DEVICE)
+    weight, dy = (torch.randn(size, generator=generator).bfloat16().to(DEVICE) for size in ((dim,), (tokens, heads, dim)))
+    found = []
+    for dense in (False, True):
+        x = both[:, :heads] if first else both[:, others:]
+        x, w = (x.clone() if dense else x).detach().requires_grad_(), weight.clone().requires_grad_()
+        assert x.is_contiguous() == (dense or tokens == 1)
+        y = ops.rms_norm(x, w, 1e-3)
+        found.append([y.detach(), *torch.autograd.grad(y, (x, w), dy)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    rows, stride, together = rows_of_heads(heads_ready(both[:, :heads]))
+    assert (rows, together) == (tokens * heads, heads if tokens > 1 and heads > 1 else 1)
+    assert stride == (both.stride(0) if tokens > 1 else dim)
+
+
+def test_heads_that_kernels_cannot_count_on_are_copied() -> None:
+    wide = torch.zeros(4, 3 * 64 + 1)[:, : 3 * 64].view(4, 3, 64)  # tokens start anywhere
+    apart = torch.zeros(4, 64, 3).mT  # numbers of a head are not beside each other
+    gaps = torch.zeros(4, 7, 64)[:, ::3]  # heads are not
+    assert all(heads_ready(x).is_contiguous() for x in (wide, apart, gaps))

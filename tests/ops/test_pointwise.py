@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilewright import ops
 from tilewright.kernels.elementwise.activation import KINDS
 from tilewright.kernels.elementwise.rope import rope_table
+from tilewright.ops.pointwise import gated_halves
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 3) -> Tensor:
@@ -70,6 +72,29 @@ def test_gates(kind: str) -> None:
     same_with_gradients(lambda x: ours(*x.chunk(2, -1)), lambda x: act(x[..., :3]) * x[..., 3:], randn(4, 6))
     same_with_gradients(lambda x: ops.glu(x, 1, kind), lambda x: x[:, :3] * act(x[:, 3:]), randn(2, 6, 3))
     same_with_gradients(lambda x: ops.glu(x, kind=kind), lambda x: x[..., :3] * act(x[..., 3:]), randn(2, 6))
+
+
+@pytest.mark.parametrize("kind", GATES)
+def test_the_gradient_of_a_merged_projection_is_written_in_one_piece(kind: str) -> None:
+    """The bits of two halves put together, without putting them together."""
+    dy = randn(4, 3, seed=1)
+    x, halves = (randn(4, 6).requires_grad_(True) for _ in range(2))
+    with _Called() as called:
+        (one,) = torch.autograd.grad(gated_halves(x, kind), x, dy)
+    assert called.names
+    assert not [name for name in called.names if "cat" in name or "slice_backward" in name or "copy" in name]
+    (two,) = torch.autograd.grad(GATES[kind][0](*halves.chunk(2, -1)), halves, dy)
+    assert torch.equal(one, two)
+
+
+class _Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_dropout() -> None:

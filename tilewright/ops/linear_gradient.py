@@ -21,7 +21,7 @@ from tilewright.kernels.launch.replay import Held, call_key
 from tilewright.kernels.launch.shapes import rows_ready
 from tilewright.op import Choice, scope
 from tilewright.ops.pointwise import activation as activate
-from tilewright.ops.pointwise import gelu_mul, silu_mul
+from tilewright.ops.pointwise import gated_halves
 from tilewright.ops.values import invariant_scope
 
 __all__ = ["activated", "linear_again", "linear_with_gradient"]
@@ -138,6 +138,5 @@ def activated(y: Tensor, activation: str) -> Tensor:
     if activation == "none":
         return y
     if activation in ("silu_mul", "gelu_mul"):
-        gate, up = y.chunk(2, -1)
-        return silu_mul(gate, up) if activation == "silu_mul" else gelu_mul(gate, up)
+        return gated_halves(y, activation.removesuffix("_mul"))
     return activate(y, activation)

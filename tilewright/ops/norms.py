@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewright.kernels.launch.autograd import dense, wants_gradient
-from tilewright.kernels.launch.shapes import rows_ready
+from tilewright.kernels.launch.shapes import check_last_dim, heads_ready, rows_ready
 from tilewright.kernels.norm import add_layer_norm as of_sum
 from tilewright.kernels.norm import layer_norm as of_layer
 from tilewright.kernels.norm import rms_norm as of_rms
@@ -52,14 +52,15 @@ class _RMSNorm(torch.autograd.Function):
         """Runs without gradients, as torch does inside of a Function."""
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return of_rms.rms_norm(x, weight, eps)
+        check_last_dim("rms_norm", x, weight=weight)
+        return of_rms.rms_norm_op(heads_ready(x), weight, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """(of x, of weight, None)."""
         x, weight = ctx.saved_tensors
-        dx, dweight = rms_norm_backward_op(rows_ready(grads[0]), rows_ready(x), weight, None, ctx.eps)
+        dx, dweight = rms_norm_backward_op(rows_ready(grads[0]), heads_ready(x), weight, None, ctx.eps)
         return dx, dweight, None
 
 

@@ -21,7 +21,18 @@ from tilewright.kernels.elementwise.rope import rope_frequencies, rope_table
 from tilewright.kernels.launch.autograd import wants_gradient
 from tilewright.kernels.launch.shapes import rows_ready
 
-__all__ = ["activation", "dropout", "gated_mul", "gelu_mul", "glu", "rope", "rope_frequencies", "rope_table", "silu_mul"]
+__all__ = [
+    "activation",
+    "dropout",
+    "gated_halves",
+    "gated_mul",
+    "gelu_mul",
+    "glu",
+    "rope",
+    "rope_frequencies",
+    "rope_table",
+    "silu_mul",
+]
 
 
 # ---- activations
@@ -94,20 +105,34 @@ class _Gated(torch.autograd.Function):
         return *both.chunk(2, -1), None
 
 
-class _GLU(torch.autograd.Function):
-    """up * f(gate) of x = [up | gate] along the last dimension: the gradient of x is written in one piece."""
+class _Halves(torch.autograd.Function):
+    """f(gate) * up of the halves of x along the last dimension, the gate first or last: the gradient of x is written in one
+    piece."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, gate_first: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.kind = kind
-        up, gate = x.chunk(2, -1)
-        return _gate(gate, up, kind)
+        ctx.options = (kind, gate_first)
+        return _gate(*_halves(x, gate_first), kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        up, gate = ctx.saved_tensors[0].chunk(2, -1)
-        return gated_backward_op(rows_ready(grads[0]), rows_ready(gate), rows_ready(up), ctx.kind, False), None
+        kind, gate_first = ctx.options
+        gate, up = _halves(ctx.saved_tensors[0], gate_first)
+        return gated_backward_op(rows_ready(grads[0]), rows_ready(gate), rows_ready(up), kind, gate_first), None, None
+
+
+def _halves(x: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
+    """(gate, up) of x [..., 2 F]."""
+    first, second = x.chunk(2, -1)
+    return (first, second) if gate_first else (second, first)
+
+
+def gated_halves(x: Tensor, kind: str, gate_first: bool = True) -> Tensor:
+    """f(gate) * up of x = [gate | up] along the last dimension, or [up | gate]; differentiable. kind: as of `gated_mul`."""
+    if wants_gradient(x):
+        return _Halves.apply(x, kind, gate_first)  # pyright: ignore[reportReturnType]
+    return _gate(*_halves(x, gate_first), kind)
 
 
 def _gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
@@ -163,11 +188,7 @@ def glu(x: Tensor, dim: int = -1, kind: str = "sigmoid") -> Tensor:
     _check_gate("glu", kind)
     if x.dim() == 0 or x.shape[dim] % 2:
         raise ValueError(f"glu: x must have an even size along dimension {dim}, got {tuple(x.shape)}")
-    last = x.movedim(dim, -1)
-    if wants_gradient(x):
-        return _GLU.apply(last, kind).movedim(-1, dim)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    up, gate = last.chunk(2, -1)
-    return _gate(gate, up, kind).movedim(-1, dim)
+    return gated_halves(x.movedim(dim, -1), kind, False).movedim(-1, dim)
 
 
 # ---- dropout

@@ -9,7 +9,7 @@ alignment from the width of a row, a constant of the binary. `shapes.rows_ready`
 import triton
 import triton.language as tl
 
-__all__ = ["row_start"]
+__all__ = ["head_start", "row_start"]
 
 
 @triton.jit
@@ -18,3 +18,12 @@ def row_start(row, stride, D: tl.constexpr):
     # A shift and a product: the compiler sees a multiple, and makes one instruction of both.
     SHIFT: tl.constexpr = (D % 2 == 0) + (D % 4 == 0) + (D % 8 == 0)
     return row * ((stride >> SHIFT) << SHIFT)
+
+
+@triton.jit
+def head_start(row, stride, D: tl.constexpr, HEADS: tl.constexpr):
+    """`row_start` of a matrix in whose rows HEADS of ours lie beside each other, stride elements from HEADS to the next."""
+    if HEADS == 1:
+        return row_start(row, stride, D)
+    else:
+        return row_start(row // HEADS, stride, D) + row % HEADS * D

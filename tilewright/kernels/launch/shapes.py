@@ -10,9 +10,11 @@ __all__ = [
     "check_alike",
     "check_last_dim",
     "check_tensor",
+    "heads_ready",
     "next_pow2",
     "row_unit",
     "rows_of",
+    "rows_of_heads",
     "rows_ready",
     "token_stride",
     "tokens_ready",
@@ -79,6 +81,30 @@ def rows_ready(x: Tensor) -> Tensor:
             return x.contiguous()
         expected = stride * size
     return x
+
+
+def _has_heads(x: Tensor) -> bool:
+    """Whether x [T, H, D] is heads beside each other in the rows of a wider matrix, which start where kernels count on."""
+    if x.dim() != 3 or 1 in x.shape or not x.numel() or x.shape[2] > 512:
+        return False
+    return x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % row_unit(x.shape[2]) == 0 and x.stride(0) >= x[0].numel()
+
+
+def heads_ready(x: Tensor) -> Tensor:
+    """As `rows_ready`, but [T, H, D], heads beside each other in the rows of a wider matrix, is x itself, too."""
+    return x if _has_heads(x) else rows_ready(x)
+
+
+def rows_of_heads(x: Tensor) -> tuple[int, int, int]:
+    """(rows, elements, H) of a tensor that went through `heads_ready`: from H rows, which lie beside each other, to the next H
+    it is so many elements. H is 1 where `rows_of` has one stride for all.
+
+    Raises:
+        ValueError: as `rows_of`.
+    """
+    if not x.is_contiguous() and _has_heads(x):
+        return x.shape[0] * x.shape[1], x.stride(0), x.shape[1]
+    return *rows_of(x), 1
 
 
 def token_stride(x: Tensor) -> int:

@@ -33,10 +33,10 @@ from tilewright.hw.device import Device, device_of
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.dot import two_sums
 from tilewright.kernels.device.partial_sums import column_sums
-from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.device.row_start import head_start, row_start
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.row_space import row_space
-from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
+from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_of_heads
 from tilewright.kernels.norm.backward_cooperative import SPLIT_SPACE, refuse_split, split_gradients
 from tilewright.kernels.norm.backward_multi_pass import wide_gradients
 from tilewright.kernels.norm.backward_saved_stats import KEPT_SPACE, kept_gradients, refuse_kept
@@ -195,8 +195,8 @@ def _statistics(stats_ptr, rows, n_rows):
 def _norm_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, more_ptr, dx_ptr, of_weight_ptr, of_bias_ptr, stats_ptr,
     n_rows, dy_row_stride, x_row_stride, more_row_stride, eps,
-    D: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """stats_ptr: the means and 1 / deviations of centered rows, [2, n_rows]; None, known to the compiler, where not given."""
     cols = tl.arange(0, BLOCK_D)[None, :]
@@ -209,7 +209,7 @@ def _norm_backward_kernel(
     for start in tl.range(tl.program_id(0) * BLOCK_T, n_rows, tl.num_programs(0) * BLOCK_T, num_stages=STAGES):
         rows = (start + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < D)
-        x = tl.load(x_ptr + row_start(rows, x_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + head_start(rows, x_row_stride, D, HEADS) + cols, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row_start(rows, dy_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
         given = weight.to(tl.float32) * dy
         if stats_ptr is not None:
@@ -257,7 +257,7 @@ def _run(
     stats: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(dx, dweight, dbias), or without the last."""
-    rows, x_row_stride = rows_of(x)
+    rows, x_row_stride, heads = rows_of_heads(x)
     cols, block_t = x.shape[-1], config["BLOCK_T"]
     if not rows:
         return _no_rows(x, weight, centered)
@@ -269,7 +269,8 @@ def _run(
     operands = (dy, x, weight, x if dmore is None else dmore, dx, parts[0], parts[-1], stats)
     numbers = (rows, rows_of(dy)[1], x_row_stride, 0 if dmore is None else rows_of(dmore)[1], eps)
     constants = {
-        "D": cols, "CENTERED": centered, "HAS_MORE": dmore is not None, "BLOCK_T": block_t, "BLOCK_D": config["BLOCK_D"],
+        "D": cols, "HEADS": heads, "CENTERED": centered, "HAS_MORE": dmore is not None, "BLOCK_T": block_t,
+        "BLOCK_D": config["BLOCK_D"],
         "STAGES": config["STAGES"], "num_warps": config["num_warps"],
     }  # fmt: skip
     launch(_norm_backward_kernel, (programs,), operands, numbers, constants)

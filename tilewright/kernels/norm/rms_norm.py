@@ -23,9 +23,9 @@ from torch import Tensor
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
-from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.device.row_start import head_start, row_start
 from tilewright.kernels.launch.replay import launch
-from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, rows_of, rows_ready
+from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, rows_of, rows_of_heads, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
 from tilewright.kernels.norm.work import add_norm_work, norm_work
@@ -170,14 +170,16 @@ def _wide_row(
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
     n_rows, x_row_stride, residual_row_stride, eps,
-    D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         y_rows = rows * D
         block = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (block < D)
-        x_at, residual_at = row_start(rows, x_row_stride, D) + block, row_start(rows, residual_row_stride, D) + block
+        x_at = head_start(rows, x_row_stride, D, HEADS) + block
+        residual_at = row_start(rows, residual_row_stride, D) + block
         x = _load_total(x_ptr, residual_ptr, x_at, residual_at, mask, HAS_RESIDUAL)
         if HAS_RESIDUAL:
             tl.store(total_ptr + y_rows + block, x, mask=mask)
@@ -204,12 +206,13 @@ def _launch(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, row_stride = rows_of(x)
+    rows, row_stride, heads = rows_of_heads(x)
     other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows:
         launch(
             _rms_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), (x, other, weight, y, total),
-            (rows, row_stride, other_stride, eps), {"D": x.shape[-1], "HAS_RESIDUAL": residual is not None, **config},
+            (rows, row_stride, other_stride, eps),
+            {"D": x.shape[-1], "HEADS": heads, "HAS_RESIDUAL": residual is not None, **config},
         )  # fmt: skip
     return y, total
 

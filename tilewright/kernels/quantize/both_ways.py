@@ -70,7 +70,8 @@ def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
 
 
 _SPACE = Space(
-    default=lambda device, problem: {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8},
+    # H100, bf16 to fp8: 3072 x 8192 in 52 us, 8 warps 57; both codes alone, written and read once, would take 50 as a copy.
+    default=lambda device, problem: {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4},
     axes={"BLOCK_N": (32, 64, 128), "BLOCK_K": (64, 128), "num_warps": (4, 8)},
     refusal=_refusal,
 )
