@@ -13,13 +13,15 @@ On a CPU, in small: `python scripts/rl_push.py --device cpu --to cpu --shape tin
 import argparse
 import hashlib
 import json
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -69,63 +71,74 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     return now(device) - began
 
 
-def take(options: argparse.Namespace) -> None:
-    """The sampler's side: a line in, a line out."""
+def take(options: argparse.Namespace, handover: str, trainer: Connection) -> None:
+    """The sampler's side: an order in, an answer out."""
     model = model_of(options, options.to, seed=1)
-    place, device = Path(options.taker), parameters_of(model)[0].device
-    broadcast = options.handover == "broadcast"
-    weights: Any
-    if broadcast:
-        weights = BroadcastWeights(model, place, rank=1, size=2)
-    else:
-        weights = SharedWeights(model, place, on_card=options.handover == "card")
-    print("ready", flush=True)
-    if broadcast:
-        weights.join()
-    flat = torch.empty(weights.nbytes, dtype=torch.uint8, device=device)
-    for line in sys.stdin:
-        order = line.strip()
-        if order == "digest":
-            print(digest(model), flush=True)
-        elif order == "flat":
-            dist.broadcast(flat, 0)
-            print(now(device), flush=True)
-        else:
-            print(seconds_of(weights.pull, device), flush=True)
-    weights.close()
+    device, broadcast = parameters_of(model)[0].device, handover == "broadcast"
+    weights: Any = None
+    flat = torch.empty(0)
+    with suppress(EOFError):  # the trainer has ended
+        while True:
+            order, _, place = trainer.recv_bytes().decode().partition(" ")
+            answer = "done"
+            if order == "open" and broadcast:
+                weights = BroadcastWeights(model, Path(place), rank=1, size=2)
+            elif order == "open":
+                weights = SharedWeights(model, Path(place), on_card=handover == "card")
+            elif order == "join":
+                weights.join()
+            elif order == "digest":
+                answer = digest(model)
+            elif order == "flat":
+                flat = flat if len(flat) else torch.empty(weights.nbytes, dtype=torch.uint8, device=device)
+                dist.broadcast(flat, 0)
+                now(device)
+            else:
+                answer = str(seconds_of(weights.pull, device))
+            trainer.send_bytes(answer.encode())
+    if weights is not None:
+        weights.close()
 
 
 class Taker:
-    """The other process."""
+    """The other process: a copy of this one, made before either has opened a card, so that packages are imported once."""
 
-    def __init__(self, place: Path) -> None:
-        command = [sys.executable, __file__, *sys.argv[1:], "--taker", str(place)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, options: argparse.Namespace, handover: str) -> None:
+        forking = multiprocessing.get_context("fork")
+        self._here, there = forking.Pipe()
+        self.process = forking.Process(target=take, args=(options, handover, there), daemon=True)
+        self.process.start()
+        there.close()
 
     def tell(self, order: str) -> None:
-        """One line."""
-        assert self.process.stdin is not None
-        print(order, file=self.process.stdin, flush=True)
+        """An order."""
+        self._here.send_bytes(order.encode())
 
     def hear(self) -> str:
-        """One line."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        if not line:
-            raise ChildProcessError(f"the sampler's process ended with code {self.process.wait()}")
-        return line
+        """The answer to one."""
+        try:
+            return self._here.recv_bytes().decode()
+        except EOFError:
+            self.process.join()
+            raise ChildProcessError(f"the sampler's process ended with code {self.process.exitcode}") from None
 
     def check_alive(self) -> None:
         """Raises ChildProcessError where it has ended."""
-        if self.process.poll() is not None:
-            raise ChildProcessError(f"the sampler's process ended with code {self.process.returncode}")
+        if not self.process.is_alive():
+            raise ChildProcessError(f"the sampler's process ended with code {self.process.exitcode}")
+
+    def close(self) -> None:
+        """End it."""
+        self._here.close()
+        self.process.kill()
+        self.process.join()
 
 
-def links(options: argparse.Namespace, nbytes: int, taker: Taker) -> dict[str, Callable[[], float]]:
+def links(options: argparse.Namespace, handover: str, nbytes: int, taker: Taker) -> dict[str, Callable[[], float]]:
     """Name -> seconds of one plain copy of so many bytes."""
     device = torch.device(options.device)
     flat = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    if options.handover == "broadcast":
+    if handover == "broadcast":
 
         def by_broadcast() -> float:
             taker.tell("flat")
@@ -139,7 +152,7 @@ def links(options: argparse.Namespace, nbytes: int, taker: Taker) -> dict[str, C
             found["peer_copy"] = lambda: seconds_of(lambda: there.copy_(flat), device)
         return found
     here = torch.empty_like(flat)
-    if options.handover == "card" or device.type == "cpu":
+    if handover == "card" or device.type == "cpu":
         return dict.fromkeys(("push", "pull"), lambda: seconds_of(lambda: here.copy_(flat), device))
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -149,24 +162,26 @@ def links(options: argparse.Namespace, nbytes: int, taker: Taker) -> dict[str, C
     return {"push": copied(host, flat), "pull": copied(here, host)}
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, handover: str, taker: Taker, folder: Path) -> dict[str, Any]:
     """What handing over takes, and what the link takes."""
     model = model_of(options, options.device, seed=0)
-    device, broadcast = parameters_of(model)[0].device, options.handover == "broadcast"
-    check_devices(options.handover, device, [options.to])
+    device, broadcast = parameters_of(model)[0].device, handover == "broadcast"
+    check_devices(handover, device, [options.to])
     weights: Any
     if broadcast:
         weights = BroadcastWeights(model, folder, rank=0, size=2)
     else:
-        weights = SharedWeights(model, on_card=options.handover == "card")
-    taker = Taker(folder if broadcast else weights.path)
+        weights = SharedWeights(model, on_card=handover == "card")
     try:
+        taker.tell(f"open {folder if broadcast else weights.path}")
         taker.hear()
         if broadcast:
+            taker.tell("join")
             weights.join()
+            taker.hear()
         took: dict[str, list[float]] = {}
         told: dict[str, float] = {}
-        plain = links(options, weights.nbytes, taker)
+        plain = links(options, handover, weights.nbytes, taker)
         for version in range(options.times + 1):
             parameters_of(model)[0].add_(1.0)
             now(device)
@@ -183,10 +198,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for name, seconds in row.items() if version else ():  # the first time makes buffers and connections
                 took.setdefault(name, []).append(seconds)
         taker.tell("digest")
-        same = taker.hear() == digest(model)
+        same = digest(model) == taker.hear()
     finally:
-        taker.process.kill()
-        taker.process.wait()
+        taker.close()
         weights.close()
     median = {name: statistics.median(seconds) for name, seconds in took.items()}
     return {
@@ -199,25 +213,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One handover."""
+    """Each handover."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--handover", choices=("memory", "card", "broadcast"), default="card")
+    parser.add_argument("--handover", nargs="+", choices=("memory", "card", "broadcast"), default=["card"])
     parser.add_argument("--shape", choices=tuple(MODELS), default="1.7b")
     parser.add_argument("--device", default="cuda:0", help="of the trainer")
     parser.add_argument("--to", default="cuda:0", help="of the sampler")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--taker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.taker:
-        take(options)
-        return
+    takers = {handover: Taker(options, handover) for handover in options.handover}
     print(json.dumps({**provenance(), "options": vars(options)}), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        row = measure(options, Path(folder))
-    print(json.dumps({"handover": options.handover, "shape": options.shape, **row}), flush=True)
-    if not row["bits_equal"]:
-        sys.exit("the sampler's weights are not the trainer's")
+    for handover, taker in takers.items():
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure(options, handover, taker, Path(folder))
+        print(json.dumps({"handover": handover, "shape": options.shape, **row}), flush=True)
+        if not row["bits_equal"]:
+            sys.exit("the sampler's weights are not the trainer's")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,18 @@ bits: `python scripts/rl_speed.py --of ours`, `--of invariant`, `--of continuous
 
 A step samples `--answers` answers of exactly `--tokens` tokens to each of `--prompts` prompts, scores them by random numbers,
 and updates all weights once by AdamW. Beside it the same loop is built of transformers: answers by its continuous batching
-(`generate_batch`) or by `generate` on batches of equal prompts, and the loss by autograd over `--micro` answers at a time, with
-AdamW on bfloat16 weights. `--part N` samples the Nth part of the prompts there: rates are of that part. A step of one prompt,
-there of a few tokens, comes before those that are measured. Prints one JSON object a line; `idle` is the share of NVML's
-samples without a kernel.
+(`generate_batch`) or by `generate` on batches of equal prompts, and the loss by autograd over `--micro` answers at a time,
+with AdamW on bfloat16 weights. `--part N` samples the Nth part of the prompts there, and `--tokens` may be fewer: rates are of
+what was sampled, and `whole_s` is what a step of all prompts with answers of `--whole` tokens takes at these rates, which
+longer contexts only lower. A step of as many prompts as fill a pass, there of a few tokens, comes before those that are
+measured. Prints one JSON object a line; `idle` is the share of NVML's samples without a kernel, `sampling_idle` and
+`learning_idle` of either half.
 """
 
 import argparse
 import json
 import random
+import statistics
 import tempfile
 import threading
 import time
@@ -68,7 +71,7 @@ class Idle:
     """Share of samples, ten a second, in which the GPU ran nothing; None where NVML does not say."""
 
     def __enter__(self) -> "Idle":
-        self._stop, self._seen = threading.Event(), []
+        self._stop, self._seen = threading.Event(), list[tuple[float, int]]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         return self
@@ -80,12 +83,17 @@ class Idle:
     @property
     def share(self) -> float | None:
         """So far."""
-        return 1 - sum(self._seen) / (100 * len(self._seen)) if self._seen else None
+        return self.between(0.0, float("inf"))
+
+    def between(self, begin: float, end: float) -> float | None:
+        """Between two times of `time.perf_counter`."""
+        seen = [busy for at, busy in self._seen if begin <= at <= end]
+        return 1 - sum(seen) / (100 * len(seen)) if seen else None
 
     def _run(self) -> None:
         while torch.cuda.is_available() and not self._stop.wait(0.1):
             try:
-                self._seen.append(torch.cuda.utilization())
+                self._seen.append((time.perf_counter(), torch.cuda.utilization()))
             except (ModuleNotFoundError, RuntimeError):
                 return
 
@@ -121,7 +129,9 @@ def trainer_of(options: argparse.Namespace, folder: Path, *, invariant: bool) ->
 def step_of(trainer: Trainer) -> dict[str, Any]:
     """One step's numbers that are shown."""
     with Idle() as idle:
+        began = time.perf_counter()
         row = trainer.step()
+        sampled = began + row["waiting"] * row["seconds"]
     names = (
         "seconds", "length", "sampled_tokens_per_s", "trained_tokens_per_s", "ratio_off", "lost", "cache_freed_bytes",
         "cache_free_s", "cache_take_s",
@@ -132,23 +142,34 @@ def step_of(trainer: Trainer) -> dict[str, Any]:
         **{name: row[name] for name in names if name in row},
         "sampling_s": sampling, "learning_s": row["seconds"] * (1 - row["waiting"]),
         "tokens_per_s": answers * row["length"] / row["seconds"], "idle": idle.share, "peak_bytes": peak(),
+        "sampling_idle": idle.between(began, sampled), "learning_idle": idle.between(sampled, float("inf")),
     }  # fmt: skip
 
 
 def ours(options: argparse.Namespace, modes: tuple[bool, ...]) -> None:
-    """Steps in each mode, in turns."""
+    """Steps in each mode, in turns; then the price of the second, medians over those of the first less 1."""
+    a_prompt = options.answers * (options.tokens + options.prompt_tokens)
+    rows: dict[bool, list[dict[str, Any]]] = {invariant: [] for invariant in modes}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         trainers = {}
         for invariant in modes:
             began = time.perf_counter()
             trainers[invariant] = stack.enter_context(trainer_of(options, Path(folder), invariant=invariant))
-            trainers[invariant].gatherer.prompts = 1
-            trainers[invariant].step()
+            trainers[invariant].gatherer.prompts = min(options.prompts, -(-options.tokens_per_pass // a_prompt))
+            trainers[invariant].step()  # a pass in full, so that later ones compile nothing
             trainers[invariant].gatherer.prompts = options.prompts
             say(options, {"invariant": invariant, "ready_s": time.perf_counter() - began})
         for step in range(options.steps):
             for invariant, trainer in trainers.items():
-                say(options, {"of": options.of, "step": step, "invariant": invariant, **step_of(trainer)})
+                rows[invariant].append(step_of(trainer))
+                say(options, {"of": options.of, "step": step, "invariant": invariant, **rows[invariant][-1]})
+    if len(modes) > 1 and options.steps:
+        names = {"whole": "seconds", "sampling": "sampling_s", "learning": "learning_s"}
+        medians = {
+            mode: {name: statistics.median(row[name] for row in rows[mode]) for name in names.values()} for mode in modes
+        }
+        price = {part: medians[True][name] / medians[False][name] - 1 for part, name in names.items()}
+        say(options, {"of": "price", "steps": options.steps, **price})
 
 
 def peak() -> int:
@@ -254,6 +275,12 @@ def peer(options: argparse.Namespace) -> None:
             "trained_tokens_per_s": len(whole) * (tokens + options.prompt_tokens) / (ended - sampled), "idle": idle.share,
             "peak_bytes": peak(), "attention": model.config._attn_implementation,
         }  # fmt: skip
+        answers = options.prompts * options.answers
+        row["whole_s"] = (
+            answers * options.whole / row["sampled_tokens_per_s"]
+            + answers * (options.whole + options.prompt_tokens) / row["trained_tokens_per_s"]
+        )
+        row["whole_tokens_per_s"] = answers * options.whole / row["whole_s"]
         say(options, row)
 
 
@@ -273,8 +300,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--free-cache", action="store_true", help="here: the cache's memory is the trainer's while it works")
     for name, default in (
-        ("prompts", 64), ("answers", 8), ("tokens", 1024), ("prompt-tokens", 64), ("steps", 1), ("tokens-per-pass", 4096),
-        ("cache-gib", 22), ("workers", 4), ("micro", 4), ("at-once", 128), ("part", 1),
+        ("prompts", 64), ("answers", 8), ("tokens", 1024), ("prompt-tokens", 64), ("steps", 1), ("tokens-per-pass", 16384),
+        ("cache-gib", 22), ("workers", 4), ("micro", 4), ("at-once", 128), ("part", 1), ("whole", 1024),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()

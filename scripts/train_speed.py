@@ -1,15 +1,21 @@
 """Tokens a second, MFU and peak memory of training at packed rows of 4,096 tokens, on one GPU: `python scripts/train_speed.py`.
 
-    python scripts/train_speed.py --cases llama-3b:2 --compute dtype fp8 fp8-tensor
+    python scripts/train_speed.py --cases llama-3b:2 --compute dtype fp8 fp8-tensor --graphs off on --out FILE
 
 Random weights, and rows of four documents of random tokens each. Data are packed while the clock runs; gradients are clipped
-and AdamW steps inside. The first three updates are not timed. Several ways to compute follow one another for each case, in one
-process, each with new weights. MFU is of the card's peak in bf16, whatever is computed. Prints one JSON object a line.
+and AdamW steps inside. The first updates, which compile and capture, are not timed. The ways of a case, each of --compute with
+each of --graphs, follow one another in one process, each with new weights, and again in each of --rounds. MFU is of the card's
+peak in bf16, whatever is computed. `host_s` is how long the host took to hand an update to an idle device, the mean of two.
+Prints one JSON object a line.
 """
 
 import argparse
+import gc
 import json
 import time
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +23,12 @@ import torch
 from tilewright.bench.provenance import environment
 from tilewright.models import SHAPES, empty_model, initialise, random_model
 from tilewright.train.batch import TrainBatch, pack
+from tilewright.train.captured import Captured, check_graphs
 from tilewright.train.compute import set_compute
 from tilewright.train.config import TrainConfig
 from tilewright.train.lora import adapted
 from tilewright.train.setup import build_optimizer, costs_of, learning_rate
-from tilewright.train.step import NextToken, running_sum, train_step
+from tilewright.train.step import NextToken, StepResult, loss_and_grads, running_sum, train_step
 
 ROW = 4096
 UNTIMED = 3
@@ -39,14 +46,15 @@ def packed(rows: int, vocabulary: int, draw: np.random.Generator) -> TrainBatch:
     return pack(pieces, True)
 
 
-def measured(shape: str, rows: int, rank: int, compute: str, updates: int) -> dict[str, float | str | list[str]]:
-    """One case, on the first GPU."""
+def measured(shape: str, rows: int, rank: int, compute: str, graphs: bool, updates: int) -> dict[str, Any]:
+    """One case in one way, on the first GPU."""
     device, draw = torch.device("cuda", 0), np.random.default_rng(0)
     config = TrainConfig(
-        model=shape, row_tokens=ROW, micro_rows=rows, micro_batches=1, steps=updates, warmup=1, lr=1e-4,
-        init="load" if rank else "random", lora_rank=rank, compute=compute,
+        model=shape, row_tokens=ROW, micro_rows=rows, micro_batches=1, steps=updates + 2, warmup=1, lr=1e-4,
+        init="load" if rank else "random", lora_rank=rank, compute=compute, graphs=graphs,
     )  # fmt: skip
     size = SHAPES[shape].limited(ROW)
+    check_graphs(config, size, device)
     if rank:
         model = adapted(config, random_model(size, device=device, dtype=torch.bfloat16))
     else:
@@ -54,19 +62,31 @@ def measured(shape: str, rows: int, rank: int, compute: str, updates: int) -> di
         initialise(model, std=0.02)
     chosen = set_compute(config, model, device)
     costs, optimizer = costs_of(config, model, device), build_optimizer(config, model)
-    objective, start, tokens, loss = NextToken(deterministic=config.deterministic), 0.0, 0, torch.zeros(())
-    for update in range(updates):
-        if update == UNTIMED:
-            torch.cuda.synchronize()
-            start, tokens = time.perf_counter(), 0
+    objective = NextToken(deterministic=config.deterministic)
+    passes = Captured(ROW) if graphs else loss_and_grads
+
+    def update(number: int) -> StepResult:
         batch = packed(rows, size.vocab_size, draw).to(device)
-        tokens += batch.token_ids.numel()
-        loss = train_step(model, optimizer, [batch], learning_rate(config, update), objective, running_sum).loss
+        return train_step(model, optimizer, [batch], learning_rate(config, number), objective, running_sum, passes)
+
+    start, loss = 0.0, torch.zeros(())
+    for number in range(updates):
+        if number == UNTIMED:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        loss = update(number).loss
     torch.cuda.synchronize()
-    speed = tokens / (time.perf_counter() - start)
+    speed = rows * ROW * (updates - UNTIMED) / (time.perf_counter() - start)
+    peak, host = torch.cuda.max_memory_allocated(device), []
+    for number in (updates, updates + 1):
+        begun = time.perf_counter()
+        update(number)
+        host.append(time.perf_counter() - begun)
+        torch.cuda.synchronize()
     return {
-        "model": shape, "rows": rows, "lora_rank": rank, "compute": compute, "layers": chosen, "tokens_per_s": speed,
-        **costs.mfu(speed), "peak_bytes": torch.cuda.max_memory_allocated(device), "last_loss": loss.item(),
+        "model": shape, "rows": rows, "lora_rank": rank, "compute": compute, "graphs": graphs, "layers": chosen,
+        "tokens_per_s": speed, **costs.mfu(speed), "update_s": rows * ROW / speed, "host_s": sum(host) / 2,
+        "peak_bytes": peak, "last_loss": loss.item(),
     }  # fmt: skip
 
 
@@ -75,19 +95,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), metavar="SHAPE:ROWS[:RANK]")
     parser.add_argument("--compute", nargs="*", default=["dtype"], help="dtype fp8 fp8-tensor")
+    parser.add_argument("--graphs", nargs="*", default=["off"], choices=("off", "on"), help="off on")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all ways of a case are measured")
     parser.add_argument("--updates", type=int, default=10, help="of which the first three are not timed")
+    parser.add_argument("--out", type=Path, help="JSON file of the results, written behind each")
     asked = parser.parse_args()
-    print(json.dumps(environment()))
+    said: dict[str, Any] = {"what": "python scripts/train_speed.py", **environment(), "row_tokens": ROW, "rows": []}
+    print(json.dumps({name: value for name, value in said.items() if name != "rows"}))
     for case in asked.cases:
         shape, rows, *rank = case.split(":")
-        for compute in asked.compute:
-            torch.cuda.reset_peak_memory_stats()
-            try:
-                found = measured(shape, int(rows), int(rank[0]) if rank else 0, compute, asked.updates)
-            except (torch.cuda.OutOfMemoryError, ValueError) as error:
-                found = {"model": shape, "rows": int(rows), "compute": compute, "error": str(error)[:300]}
-            print(json.dumps(found), flush=True)
+        for turn, (compute, graphs) in product(range(asked.rounds), list(product(asked.compute, asked.graphs))):
+            gc.collect()  # the graph and the model of the way before
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            way = {"model": shape, "rows": int(rows), "compute": compute, "graphs": graphs == "on"}
+            try:
+                found = measured(shape, int(rows), int(rank[0]) if rank else 0, compute, graphs == "on", asked.updates)
+            except (torch.cuda.OutOfMemoryError, ValueError) as error:
+                found = {**way, "error": str(error)[:300]}
+            said["rows"].append({**found, "round": turn})
+            print(json.dumps(said["rows"][-1]), flush=True)
+            if asked.out is not None:
+                asked.out.write_text(json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":

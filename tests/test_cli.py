@@ -24,8 +24,7 @@ from tilewright.cli import app
 
 ENGINE_OPTIONS = {
     *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
-    "--host-cache-gib",
-    *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict"),
+    *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict", "--host-cache-gib"),
     *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
     *("--tp", "--pp", "--slices", "--prompt-graphs", "--no-prompt-graphs"),
 }
@@ -65,7 +64,8 @@ OPTIONS = {
     "bench op": {
         *("--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--settle", "--out", "--resume", "--json"),
     },
-    "bench front": {"--fronts", "-f", "--streams", "--tokens", "--rate", "--json"},
+    "bench front": {"--fronts", "-f", "--streams", "--tokens", "--rate", "--idle", "--json"},
+    "bench served": {"--fronts", "-f", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--json"},
     "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},

@@ -52,6 +52,7 @@ PEERLESS = {
     "momentum",
     "mx_linear",
     "quantize_blocks",
+    "quantize_both_ways",
     "quantize_fold",
     "quantize_keys_values",
     "quantize_mx",

@@ -36,6 +36,31 @@ def test_requests_of_one_turn_of_the_event_loop_are_one_batch() -> None:
     served(makes, test)
 
 
+def test_a_lone_client_does_not_wait_for_the_turn_to_end_and_others_are_one_batch_again() -> None:
+    """After a few batches of one request the next is computed as it is asked; when more come at once, that ends."""
+    makes = Makes(double)
+
+    async def test(host: Host) -> None:
+        version = host.model("m").versions[1]
+
+        def began(value: float) -> bool:
+            """Whether a request is computed before the event loop has its turn."""
+            version.begin(wire(1, value), Ask(), lambda found: told.append(found))
+            return makes.made[0].busy
+
+        told, at_once = list[object](), list[bool]()
+        for value in range(6):
+            at_once.append(began(value))
+            await until(lambda: len(told) == value + 1)  # noqa: B023 (awaited here)
+        assert at_once == [False] * 4 + [True] * 2
+        found = await ask_all(host, [1, 2, 3])
+        assert [f.tolist() for f in found] == [[[2 * value] * 4] for value in (1, 2, 3)]
+        await ask_all(host, [1, 2, 3])
+        assert makes.made[0].batches == [[1]] * 6 + [[1], [1, 1], [1, 1, 1]]
+
+    served(makes, test)
+
+
 def test_a_full_queue_and_a_passed_deadline() -> None:
     makes = Makes(double, seconds=0.05)
 

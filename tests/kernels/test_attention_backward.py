@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tilewright import ops
 from tilewright.hw.device import CARD_OF_ARCH, CARDS, device_of
 from tilewright.kernels.attention.attention import attention_op
 from tilewright.kernels.attention.backward.backward import EXAMPLES, _example, attention_backward_op
-from tilewright.kernels.attention.backward.sm90 import SM90, _round_kernel, _rows_kernel
+from tilewright.kernels.attention.backward.sm90 import SM90, _ends, _round_kernel, _rows_kernel
 from tilewright.kernels.attention.backward.tile import TRITON
 from tilewright.kernels.attention.checks import window_bounds
 from tilewright.kernels.attention.reference import Bends, attend, sequences
@@ -319,6 +320,26 @@ def test_round_kernel(dim: int, rows: int) -> None:
     torch.testing.assert_close(got.cpu(), 0.5 * dq[:, :-1])
 
 
+@needs_triton
+@pytest.mark.parametrize("lengths", [(7,), (3, 0, 0, 1025, 1), (0, 0, 2000), (64,) * 33, (1, 5, 0)], ids=str)
+def test_ends_kernel(lengths: tuple[int, ...]) -> None:
+    of_each = torch.tensor(lengths, device=WHERE)
+    cu = torch.cat([of_each.new_zeros(1), of_each.cumsum(0)]).int()
+    assert torch.equal(_ends(cu, sum(lengths)), torch.repeat_interleave(cu[1:], of_each))
+
+
+def test_documents_that_attend_to_themselves_are_known_behind_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one tensor of lengths for queries and keys: so the kernel for Hopper is taken."""
+    seen, cu = [], Inputs(WHERE).tensor([0, 3, 3, 8], torch.int32)
+    noted = lambda *args: seen.append(attention_backward_op.problem(*args).alike) or attention_backward_op(*args)  # noqa: E731
+    monkeypatch.setattr(sys.modules["tilewright.ops.attention"], "attention_backward_op", noted)
+    for cu_k in (cu, cu.clone()):
+        q, k, v = (Inputs(WHERE).randn(8, 2, 16).requires_grad_() for _ in range(3))
+        out: Any = ops.attention(q, k, v, causal=True, cu_q=cu, cu_k=cu_k, max_q=5, max_k=5)
+        out.sum().backward()
+    assert seen == [True, False]
+
+
 # ---- which implementation
 
 
@@ -329,6 +350,8 @@ def test_round_kernel(dim: int, rows: int) -> None:
         ({"KV": 512, "D": 64, "causal": True}, "h100", "sm90"),
         ({"KV": 512, "D": 256, "deterministic": True}, "h100", "sm90"),
         ({"KV": 512, "packed": True}, "h100", "triton"),
+        ({"KV": 512, "packed": True, "causal": True}, "h100", "sm90"),
+        ({"KV": 512, "Q": 300, "packed": True, "causal": True}, "h100", "triton"),
         ({"KV": 512, "D": 80}, "h100", "triton"),
         ({"KV": 512, "sinks": True}, "h100", "sm90"),
         ({"KV": 512, "causal": True, "window": 128}, "h100", "sm90"),
@@ -364,7 +387,8 @@ def test_what_is_taken_unmeasured(dims: dict[str, Any], card: str, chosen: str) 
             "has no prefixes, soft caps, ALiBi",
         ),
         ({"window": 8}, "h100", "has no windows"),
-        ({"packed": True}, "h100", "takes sequences of equal length, not packed ones"),
+        ({"packed": True}, "h100", "takes packed sequences that attend to themselves under a causal mask, no others"),
+        ({"packed": True, "causal": True, "D": 64, "window": 9, "deterministic": True}, "h100", None),
         ({"Q": 7, "causal": True}, "h100", None),
     ],
     ids=str,

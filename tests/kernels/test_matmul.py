@@ -276,6 +276,40 @@ def test_invariant_row_alone_is_the_row_in_its_batch(dtype: torch.dtype) -> None
             assert torch.equal(conformance.bits(alone), conformance.bits(together[some])), some
 
 
+def test_neither_rows_nor_their_place_choose_an_invariant_product() -> None:
+    """Not its kernel, and no program shares a tile with another: that would be a sum in another order."""
+    card, weight = CARD_OF_ARCH[90], torch.empty(1000, 2048, dtype=torch.bfloat16)
+    held = torch.empty(5000, 2056, dtype=torch.bfloat16)
+    with invariant():
+        for x in (held[:1, :2048], held[:300, :2048], held[:, :2048], held[:9, 3:2051], held.view(2056, 5000)[:2048, :77].mT):
+            choice = linear_op.choose(card, linear_op.problem(x, weight, None, "none", None))
+            assert (choice.impl.name, choice.config["SPLIT_K"]) == ("sm90_invariant", 1)
+        for other in (weight.view(2000, 1024)[:, :1001], weight.view(2048, 1000).mT, weight[:999]):
+            x = torch.empty(40, other.shape[1], dtype=torch.bfloat16)
+            assert linear_op.choose(card, linear_op.problem(x, other, None, "none", None)).impl is INVARIANT
+
+
+@pytest.mark.skipif(not GPU or torch.cuda.get_device_capability() != (9, 0), reason="sm90 runs on Hopper alone")
+@pytest.mark.parametrize(("n", "k"), [(1024, 3072), (1000, 520)])
+def test_sm90_has_the_same_bits_in_every_tile(n: int, k: int) -> None:
+    """Why `sm90_invariant` may take its tile by the number of rows, and the same row may lie where it wants."""
+    x, weight, bias, _, residual = arguments(Inputs(WHERE), 300, n, k, torch.bfloat16)
+    with invariant():
+        whole = linear_op(x, weight, bias, "none", residual)
+    for m in (33, 300):  # more would be as many binaries again
+        args = (x[:m], weight, bias, "none", residual[:m])
+        problem, space = linear_op.problem(*args), IMPLS["sm90"].space
+        for config in space.configs(DEVICE, problem):
+            if config["SPLIT_K"] == 1:
+                found = IMPLS["sm90"].launch(config, *args)
+                assert torch.equal(conformance.bits(found), conformance.bits(whole[:m])), (m, config)
+    with invariant():
+        moved = torch.empty(300 * k + 1, dtype=x.dtype, device=x.device)[1:].view(300, k).copy_(x)
+        for other in (x[:1], moved, x.mT.contiguous().mT):
+            found = linear_op(other, weight, bias, "none", residual[: len(other)])
+            assert torch.equal(conformance.bits(found), conformance.bits(whole[: len(other)]))
+
+
 @needs_triton
 def test_split_leaves_its_tickets_as_it_found_them() -> None:
     """Many launches of different sizes in a row, as the replays of a CUDA graph are."""

@@ -19,6 +19,7 @@ from tilewright.kernels.gemm.quantized.row_scaled import scaled_linear
 from tilewright.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from tilewright.kernels.quantize import fused
 from tilewright.kernels.quantize import per_block as blocks
+from tilewright.kernels.quantize.both_ways import quantize_both_ways_op
 from tilewright.kernels.quantize.per_block import quantize_blocks_op, quantize_mx_op
 from tilewright.kernels.quantize.per_row import quantize_rows, quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static_op, quantize_tensor_op
@@ -28,7 +29,9 @@ from tilewright.tune.tolerance import codes_apart
 INDEX = 0 if torch.cuda.is_available() else -1
 DEVICE, WHERE = device_of(INDEX), "cuda" if INDEX == 0 else "cpu"
 INF, NAN = float("inf"), float("nan")
-EXACT = (quantize_rows_op, quantize_blocks_op, quantize_mx_op, quantize_tensor_op, quantize_static_op)
+EXACT = (
+    quantize_rows_op, quantize_blocks_op, quantize_mx_op, quantize_tensor_op, quantize_static_op, quantize_both_ways_op
+)  # fmt: skip
 FUSED = (fused.rms_norm_quantize_op, fused.add_rms_norm_quantize_op, fused.silu_mul_quantize_op)
 needs_kernels = pytest.mark.skipif(
     not DEVICE.runs_triton, reason="no GPU here: kernels are checked in the TRITON_INTERPRET=1 run"

@@ -1,16 +1,19 @@
 """The short way of plain events: the same bytes as the long way, in the same order, whoever is slow."""
 
+import asyncio
 import json
 import socket
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.server.fake_engine import Running, fake_engine, running
 from tests.server.victim import ALPHABET_TEXT
 from tilewright.engine.request import Delta, SamplingParams
 from tilewright.server.direct import Batch, Direct
+from tilewright.server.link import Channel
 from tilewright.server.metrics import Latencies
 from tilewright.server.prompts import Served
 from tilewright.server.protocol import Job
@@ -27,11 +30,17 @@ SHAPES_OF_JOBS: dict[str, dict[str, Any]] = {
 
 
 class Sink:
-    """A connection."""
+    """A connection, and the channel of its request."""
 
     def __init__(self) -> None:
         self.data = b""
         self.blocked = False
+        self.waiting = True
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.waiting = False
+        self.woken += 1
 
     def write_chunk(self, data: bytes) -> None:
         self.data += data
@@ -49,15 +58,15 @@ def test_the_same_bytes_as_the_long_way(fields: dict[str, Any]) -> None:
     assert short.plain
     samples = fields.get("params", (SamplingParams(),))[0].n
     sink, batch = Sink(), Batch(Latencies())
-    direct = Direct(sink, batch, dict.fromkeys(range(samples), 0.0), short.frame, lambda: True)
+    direct = Direct(sink, batch, sink, dict.fromkeys(range(samples), 0.0), short.frame, samples)
     first = [Delta("r", index, (97,), "x") for index in range(samples)]
-    assert not any(direct.take(index, "x", 1) for index in range(samples)), "the first event goes the long way"
+    assert not any(lane.take("x", 1) for lane in direct.lanes), "the first event goes the long way"
     sink.data = b"".join(short.chunks(first))
     wanted = b"".join(long.chunks(first))
     for text in TEXTS:
         batch.begin(1.0)
-        for index in range(samples):
-            assert direct.take(index, text, 2)
+        for lane in direct.lanes:
+            assert lane.take(text, 2)
         batch.end()
         wanted += b"".join(long.chunks([Delta("r", index, (97, 98), text) for index in range(samples)]))
     assert sink.data == wanted
@@ -67,21 +76,87 @@ def test_the_same_bytes_as_the_long_way(fields: dict[str, Any]) -> None:
 
 def test_tokens_without_a_text_are_counted_and_no_event() -> None:
     reply, sink, batch = reply_to(chat=False), Sink(), Batch(Latencies())
-    direct = Direct(sink, batch, {0: 0.0}, reply.frame, lambda: True)
+    direct = Direct(sink, batch, sink, {0: 0.0}, reply.frame)
     list(reply.chunks([Delta("r", 0, (97,), "x")]))
-    assert direct.take(0, "", 1)
+    assert direct.lanes[0].take("", 1)
     batch.end()
     assert (sink.data, direct.tokens) == (b"", 1)
 
 
-@pytest.mark.parametrize("reason", ["the task has not written yet", "the client does not read"])
-def test_what_must_wait_goes_the_long_way(reason: str) -> None:
-    reply, sink, batch = reply_to(chat=False), Sink(), Batch(Latencies())
-    sink.blocked = reason == "the client does not read"
-    direct = Direct(sink, batch, {0: 0.0}, reply.frame, lambda: sink.blocked)
-    list(reply.chunks([Delta("r", 0, (97,), "x")]))
-    assert not direct.take(0, "a", 1)
-    assert direct.tokens == 0
+def begun(sink: Sink) -> tuple[Direct, Batch, Reply]:
+    """The short way of a stream that has had its first event, and a reply to compare with."""
+    long, short, batch = reply_to(chat=False), reply_to(chat=False), Batch(Latencies())
+    direct = Direct(sink, batch, sink, {0: 0.0}, short.frame)
+    first = [Delta("r", 0, (97,), "x")]
+    assert b"".join(short.chunks(first)) == b"".join(long.chunks(first))
+    return direct, batch, long
+
+
+def test_what_several_steps_bring_at_once_is_one_event_of_a_sample() -> None:
+    sink = Sink()
+    direct, batch, long = begun(sink)
+    batch.begin(3.0)
+    assert all(direct.lanes[0].take(text, 1) for text in ("a", "", '"b'))
+    batch.end()
+    assert sink.data == b"".join(long.chunks([Delta("r", 0, (97, 98, 99), 'a"b')]))
+    assert direct.tokens == 3
+    histogram = batch._latencies.histograms[1]
+    assert (sum(histogram.buckets), histogram.sum_s) == (3, 3.0), "tokens that come together share the time"
+
+
+def test_what_waits_for_the_task_is_written_by_it() -> None:
+    sink = Sink()
+    direct, batch, long = begun(sink)
+    sink.waiting = False
+    for now_s in (1.0, 2.0):
+        batch.begin(now_s)
+        assert direct.lanes[0].take("a", 1)
+        batch.end()
+    assert (sink.data, sink.woken, direct.tokens) == (b"", 0, 2)
+    direct.write()
+    assert sink.data == b"".join(long.chunks([Delta("r", 0, (97, 98), "aa")]))
+    assert not direct.pending
+    assert not direct.left()
+
+
+def test_what_waits_for_the_client_wakes_the_task() -> None:
+    sink = Sink()
+    direct, batch, _ = begun(sink)
+    sink.blocked = True
+    for now_s in (1.0, 2.0):
+        batch.begin(now_s)
+        assert direct.lanes[0].take("a", 1)
+        batch.end()
+    assert (sink.data, sink.woken) == (b"", 1)
+    assert direct.left() == [(0, "aa")]
+    assert not direct.left()
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["free", "blocked"])
+def test_a_channel_gives_its_task_all_in_order(blocked: bool) -> None:
+    """The text of the short way before the delta that came behind it; alone it is written past the task if it can be."""
+
+    async def scene() -> tuple[list[str], list[str]]:
+        sink, batch, channel = Sink(), Batch(Latencies()), Channel(["r-0", "r-1"], 2)
+        direct = channel.direct = Direct(sink, batch, channel, dict.fromkeys(range(4), 0.0), lambda _: (b"<", b">"), 4)
+        sink.blocked = blocked
+        direct.lanes[3].take("a", 1)
+        direct.lanes[1].take("b", 1)
+        batch.end()
+        channel.push(Delta("r-1", 1, (97,), "c"))
+        direct.lanes[3].take("d", 1)
+        batch.end()
+        first = [f"{channel.choice(delta)}{delta.text}" for delta in await channel.take()]
+        task = asyncio.create_task(channel.take())
+        await asyncio.sleep(0)
+        if not blocked:
+            assert not task.done()
+            channel.push(Delta("r-1", 1, (97,), "e"))
+        rest = [f"{channel.choice(delta)}{delta.text}" for delta in await task]
+        return first, [*rest, sink.data.decode()]
+
+    wanted = ["3d", ""] if blocked else ["3e", '<"d">']
+    assert asyncio.run(scene()) == (["3a", "1b", "3c"], wanted)
 
 
 LONG: dict[str, dict[str, Any]] = {
@@ -149,3 +224,24 @@ def test_a_client_of_http_1_0_gets_no_chunks() -> None:
     assert all(line.startswith(b"data: ") for line in events.split(b"\n\n") if line)
     text = "".join(json.loads(e[6:])["choices"][0]["text"] for e in events.split(b"\n\n") if e.startswith(b"data: {"))
     assert text == ALPHABET_TEXT[:50]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_head_of_an_answer_goes_out_with_what_follows_it(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the socket instead of two, for an answer as a whole and for the first event of a stream."""
+    written, send = list[bytes](), socket.socket.send
+
+    def counted(one: socket.socket, data: bytes) -> int:
+        if bytes(data[:5]) == b"HTTP/":
+            written.append(bytes(data))
+        return send(one, data)
+
+    monkeypatch.setattr(socket.socket, "send", counted)
+    fields = {"prompt": "ab", "max_tokens": 3, "temperature": 0, "stream": stream}
+    with running() as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=fields).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    first = b'data: {"' if stream else b'"choices": [{'
+    assert len(written) == 2
+    assert first in written[0]
+    assert written[1].endswith(b'{"status":"ready"}')

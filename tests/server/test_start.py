@@ -85,3 +85,24 @@ def test_a_line_that_does_not_fit_its_arguments_is_still_a_line(capfd: pytest.Ca
     first, *rest = capfd.readouterr().err.splitlines()
     assert "could not be written" in first
     assert [json.loads(line)["message"] for line in rest] == ["fine", "Serving"]
+
+
+def test_lines_that_come_together_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write wakes a thread that needs Python's lock: many lines cost few of them, and none is lost or out of order."""
+    import logging
+    import os
+
+    written, write = list[int](), os.write
+
+    def counted(descriptor: int, data: bytes) -> int:
+        if descriptor == file.fileno():
+            written.append(len(data))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", counted)
+    with open(tmp_path / "log", "wb") as file, Log(descriptor=file.fileno()):
+        for number in range(2000):
+            logging.getLogger("tilewright.x").info("%d", number)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [int(line.rpartition(" ")[2]) for line in lines] == list(range(2000))
+    assert len(written) < 200

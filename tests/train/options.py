@@ -15,6 +15,8 @@ TRAIN_OPTIONS = {
         "--device",
         "--dtype",
         "--compute",
+        "--graphs",
+        "--no-graphs",
     ),
     *("--seed", "--row-tokens", "--micro-rows", "--micro-batches", "--accumulate", "--steps", "--optimizer", "--lr"),
     *("--lr-floor", "--schedule", "--warmup", "--decay", "--beta1", "--beta2", "--eps", "--weight-decay", "--max-norm"),

@@ -113,12 +113,33 @@ def test_a_layer_that_does_not_gain_says_why(
     assert why is None if words is None else words in (why or "")
 
 
-def test_the_price_of_float8_grows_with_what_is_quantised() -> None:
-    plain, coded = fp8_seconds(8192, 16384, 3072, H100, 0.0)
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_the_price_of_float8_grows_with_what_is_quantised(scale: str) -> None:
+    plain, coded = fp8_seconds(8192, 16384, 3072, H100, 0.0, scale)
     products = 2 * (2 * 8192 * 16384 * 3072) / 1444e12
-    moved = 3 * (8192 * 3072 + 8192 * 16384 + 2 * 16384 * 3072) + 4 * 16384 * 3072
+    moved = {"row": 3, "tensor": 5}[scale] * 8192 * 3072 + 3 * 8192 * 16384 + 6 * 16384 * 3072
+    written = 2 * 8192 * (16384 + 3072)
     assert plain == pytest.approx(2 * (2 * 8192 * 16384 * 3072) / 726e12)
-    assert coded == pytest.approx(products + moved / 3.0e12, rel=0.01)
+    assert coded == pytest.approx(products + moved / 3.0e12 + written / 3.3e12, rel=0.01)
+
+
+def test_every_launch_counts() -> None:
+    before = fp8_seconds(8192, 4096, 4096, H100, 0.0), fp8_seconds(8192, 4096, 4096, H100, 0.0, "tensor")
+    behind = fp8_seconds(8192, 4096, 4096, H100, 1.0), fp8_seconds(8192, 4096, 4096, H100, 1.0, "tensor")
+    more = [tuple(round(b - a) for a, b in zip(*pair)) for pair in zip(before, behind)]
+    assert more == [(2, 7), (2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "coded"),
+    [("qwen3-0.6b", 4, ()), ("llama-1b", 2, ("gate_up", "down")), ("llama-3b", 2, ("qkv", "o", "gate_up", "down"))],
+)
+def test_models_gain_as_their_layers_are_wide(shape: str, rows: int, coded: tuple[str, ...]) -> None:
+    config = TrainConfig(model=shape, init="random", row_tokens=4096, micro_rows=rows, compute="fp8")
+    model: Any = empty_model(SHAPES[shape], device="meta", dtype=torch.bfloat16)
+    block = model.blocks[0]
+    layers = {"qkv": block.attn.qkv, "o": block.attn.out, "gate_up": block.ffn.gate_up, "down": block.ffn.down}
+    assert tuple(name for name, layer in layers.items() if refusal(layer, config, H100) is None) == coded
 
 
 def test_a_run_says_which_layers_multiply_codes() -> None:

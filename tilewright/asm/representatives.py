@@ -105,7 +105,11 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"B": 2, "KV": 4096, "D": 64, "causal": True},
         {"B": 2, "KV": 200, "D": 64},
     ),
-    "attention_backward": ({"B": 2, "KV": 512, "causal": True}, {"B": 2, "KV": 512, "D": 64, "causal": True}),
+    "attention_backward": (
+        {"B": 2, "KV": 512, "causal": True},
+        {"B": 2, "KV": 512, "D": 64, "causal": True},
+        {"B": 2, "KV": 512, "causal": True, "packed": True, "deterministic": True},
+    ),
     # D = 64 for the tiles that shared memory holds at no wider head; pages of 64 for boxes that are less than a page.
     "paged_attention": ({"B": 2, "KV": 256}, {"B": 2, "KV": 256, "D": 64}, {"B": 2, "KV": 256, "S": 64}),
     "scaled_linear": (

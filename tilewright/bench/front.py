@@ -5,19 +5,16 @@ Fronts that cannot keep up put several tokens into an event, and the run takes l
 token does not depend on that, nor on how many cores there are: it is what to compare.
 """
 
-import functools
 import json
 import os
-import re
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tilewright.bench.front_engine import words
+from tilewright.bench.front_server import clients, quantiles_ms, server
 from tilewright.engine.deltas import StepRows
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import SamplingParams
@@ -32,90 +29,55 @@ from tilewright.server.spelling import Spellings
 __all__ = ["parts", "run_fronts"]
 
 START_S = 120.0
-_SCRIPT = """
-import json, sys
-from pathlib import Path
-from tilewright.server.config import ServerConfig
-from tilewright.server.logs import Log
-from tilewright.server.serve import bind
-from tilewright.server.supervisor import Supervisor, private_folder
-spec = json.loads(sys.argv[1])
-config = ServerConfig(**spec["config"])
-with Log("error") as log, private_folder() as folder:
-    sys.exit(Supervisor(config, spec["engine"], folder, bind(config), log).run("mock"))
-"""
 
 
-@contextmanager
-def _server(fronts: int, tokens_per_s: float) -> Iterator[tuple[int, int]]:
-    """(process, port) of a server with a mock engine."""
-    config = {"port": 0, "fronts": fronts, "max_connections": 65536, "log_level": "error", "max_wait_s": 1e6}
-    engine = [sys.executable, "-m", "tilewright.bench.front_engine", str(tokens_per_s)]
-    command = [sys.executable, "-c", _SCRIPT, json.dumps({"config": config, "engine": engine})]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            said, end_s = "", time.monotonic() + START_S
-            while (found := re.search(r"http://127\.0\.0\.1:(\d+)", said)) is None:
-                line = process.stderr.readline()
-                said += line
-                if not line or time.monotonic() > end_s:
-                    raise OSError(f"the server did not start: {said.strip()}")
-            yield process.pid, int(found[1])
-        finally:
-            process.terminate()
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float) -> dict[str, Any]:
-    """One row: `streams` streams of `tokens` tokens each, through so many fronts.
+def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float, idle: int = 0) -> dict[str, Any]:
+    """One row: `streams` streams of `tokens` tokens each, through so many fronts, beside `idle` connections that say nothing.
 
     Raises:
         OSError: the server does not start, or a stream does not come to its end.
     """
-    with _server(fronts, tokens_per_s) as (parent, port):
-        pids = [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
-        serving = [pid for pid, command in commands.items() if "server.front" in command]
-        engines = [pid for pid in pids if pid not in serving]
-        before = {pid: _cpu_s(pid) for pid in pids}
-        share = [streams // fronts + (i < streams % fronts) for i in range(fronts)]
-        clients = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tilewright.bench.front_client", str(port), str(one), str(tokens)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for one in share
-        ]
-        found = [json.loads(client.communicate()[0] or "{}") for client in clients]
-        spent = {pid: _cpu_s(pid) - before[pid] for pid in pids}
-    if sum(one.get("whole", 0) for one in found) != streams:
-        raise OSError(f"{streams} streams were opened, and {sum(one.get('whole', 0) for one in found)} came to their end")
+    body = json.dumps({"prompt": "a b", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder, "engine.json")
+        with server(fronts, ["-m", "tilewright.bench.front_engine", str(tokens_per_s), str(notes)], START_S) as processes:
+            before = processes.cpu_s()
+            shares = [[body] * (streams // fronts + (i < streams % fronts)) for i in range(fronts)]
+            found = clients(processes, [share for share in shares if share], idle)
+            spent = {pid: seconds - before[pid] for pid, seconds in processes.cpu_s().items()}
+        engine = json.loads(notes.read_text())
     made = streams * tokens
-    seconds = max(one["last_s"] for one in found) - min(one["first_s"] for one in found)
     us: Callable[[float], float] = lambda seconds: round(1e6 * seconds / made, 2)  # noqa: E731
+    p50, p99 = quantiles_ms(found.gaps_s)
     return {
         "fronts": fronts,
         "streams": streams,
+        "idle": idle,
+        "idle_lost": found.lost,
         "tokens": made,
-        "tok_per_s": round(made / seconds),
-        "tokens_an_event": round(made / (sum(one["events"] for one in found)), 2),
-        "front_us_a_token": us(sum(spent[pid] for pid in serving)),
-        "engine_us_a_token": us(sum(spent[pid] for pid in engines)),
-        "client_us_a_token": us(sum(one["cpu_s"] for one in found)),
+        "tok_per_s": round(made / found.streaming_s),
+        "tokens_an_event": round(made / found.total("events"), 2),
+        "engine_gap_ms_p50": engine["p50"],
+        "gap_ms_p50": p50,
+        "engine_gap_ms_p99": engine["p99"],
+        "gap_ms_p99": p99,
+        "front_us_a_token": us(sum(spent[pid] for pid in processes.fronts)),
+        "engine_us_a_token": us(spent[processes.engine]),
+        "client_us_a_token": us(found.total("cpu_s")),
+        "memory_mib": round(max(found.memory_mib), 1),
+        "growth_mib": round(found.growth_mib, 1),
         "cores": os.cpu_count(),
     }
 
 
 class _Nowhere:
-    """A connection whose bytes go nowhere."""
+    """A connection whose bytes go nowhere, and a channel that waits for more."""
 
     blocked = False
+    waiting = True
+
+    def wake(self) -> None:
+        """There is no task."""
 
     def write_chunk(self, data: bytes) -> None:
         """Forget them."""
@@ -139,8 +101,8 @@ def parts(streams: int = 128, seconds: float = 0.5) -> dict[str, float]:
     for stream, reply in enumerate(replies):
         reader.open([stream], f"r-{stream}", [300], params)
         short.open([stream], f"r-{stream}", [300], params)
-        direct = Direct(_Nowhere(), batch, {0: 0.0}, reply.frame, lambda: True)
-        short.direct(stream, functools.partial(direct.take, 0))
+        direct = Direct(_Nowhere(), batch, _Nowhere(), {0: 0.0}, reply.frame)
+        short.direct(stream, direct.lanes[0].take)
         rows.add(stream, 300 + 7 * stream)
     step = rows.take()
     raw, deltas = wire.pack_step(1, step), reader.read(step)

@@ -1,44 +1,98 @@
-"""Opens streams and reads them to their end, counting events: `python -m tilewright.bench.front_client PORT STREAMS TOKENS`.
+"""Opens streams and reads them to their end, counting events: `python -m tilewright.bench.front_client PORT BODIES GAPS`.
 
-Prints one line of JSON. It parses nothing, so that it costs as little as a client can.
+BODIES has a request's body a line; GAPS is written: float64 [events, 2], when an event came and how long after the one before
+of its stream. Prints one line of JSON. It parses nothing, so that it costs as little as a client can.
+
+`python -m tilewright.bench.front_client PORT idle COUNT` opens connections and says so; when something is written to its
+standard input it asks something on each of them, and prints how many answered.
 """
 
 import json
-import selectors
+import resource
+import select
 import socket
 import sys
 import time
+from array import array
+from pathlib import Path
 
-__all__ = ["read_streams"]
+import numpy as np
+
+__all__ = ["hold_connections", "more_files", "read_streams"]
+
+TIMEOUT_S = 120.0
+_HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
+_HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-def read_streams(port: int, streams: int, tokens: int) -> dict[str, float]:
-    """{events, whole, first_s, last_s, cpu_s}; times by the monotonic clock, of the first and the last event."""
-    body = json.dumps({"prompt": "a b", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
-    asked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    asked += f"content-length: {len(body)}\r\n\r\n".encode() + body
-    selector, events, whole = selectors.DefaultSelector(), 0, 0
-    for _ in range(streams):
-        one = socket.create_connection(("127.0.0.1", port), timeout=120)
-        one.sendall(asked)
+def more_files() -> None:
+    """Let this process, and those that it starts, have as many open files as they may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def read_streams(port: int, bodies: list[bytes]) -> tuple[dict[str, float], np.ndarray]:
+    """({events, whole, sent_s, first_s, begun_s, ending_s, last_s, cpu_s}, the gaps); times by the monotonic clock.
+
+    first_s and last_s: the first and the last event; begun_s: when all streams had one; ending_s: when the first stream ended.
+    """
+    poller, by_number = select.epoll(), dict[int, socket.socket]()
+    sent_s = time.monotonic()
+    for body in bodies:
+        one = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S)
+        one.sendall(f"{_HEAD}{len(body)}\r\n\r\n".encode() + body)
         one.setblocking(False)
-        selector.register(one, selectors.EVENT_READ, one)
-    first_s = last_s = 0.0
-    open_now = streams
-    while open_now:
-        for key, _ in selector.select():
-            piece = key.data.recv(1 << 16)
-            last_s = time.monotonic()
-            first_s = first_s or last_s
-            events += piece.count(b"data: {")
-            done = b"data: [DONE]" in piece
-            whole += done
-            if done or not piece:
-                selector.unregister(key.data)
-                key.data.close()
-                open_now -= 1
-    return {"events": events, "whole": whole, "first_s": first_s, "last_s": last_s, "cpu_s": time.process_time()}
+        by_number[one.fileno()] = one
+        poller.register(one, select.EPOLLIN)
+    times, gaps, last = array("d"), array("d"), dict[int, float]()
+    events = whole = 0
+    begun_s = ending_s = now_s = 0.0
+    while by_number:
+        for number, _ in poller.poll():
+            one = by_number[number]
+            piece = one.recv(1 << 16)
+            found = piece.count(b"data: {")
+            if found:
+                events += found
+                now_s = time.monotonic()
+                before_s = last.get(number)
+                last[number] = now_s
+                if before_s is not None:
+                    times.append(now_s)
+                    gaps.append(now_s - before_s)
+                elif len(last) == len(bodies):
+                    begun_s = now_s
+            if not piece or b"data: [DONE]" in piece:
+                whole += bool(piece)
+                ending_s = ending_s or time.monotonic()
+                poller.unregister(number)
+                by_number.pop(number).close()
+    first_s = times[0] - gaps[0] if times else now_s
+    said = {"events": events, "whole": whole, "sent_s": sent_s, "first_s": first_s, "begun_s": begun_s, "ending_s": ending_s}
+    return {**said, "last_s": now_s, "cpu_s": time.process_time()}, np.stack([np.array(times), np.array(gaps)], axis=1)
+
+
+def hold_connections(port: int, count: int) -> int:
+    """How many of so many connections, which say nothing until standard input is written to, are there at the end."""
+    held = [socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) for _ in range(count)]
+    print("open", flush=True)
+    sys.stdin.readline()
+    answered = 0
+    for one in held:
+        with one:
+            try:
+                one.sendall(_HEALTH)
+                answered += one.recv(1 << 12).startswith(b"HTTP/1.1 200")
+            except OSError:  # it is lost
+                continue
+    return answered
 
 
 if __name__ == "__main__":
-    print(json.dumps(read_streams(*map(int, sys.argv[1:4]))))
+    more_files()
+    if sys.argv[2] == "idle":
+        print(hold_connections(int(sys.argv[1]), int(sys.argv[3])))
+    else:
+        said, pairs = read_streams(int(sys.argv[1]), Path(sys.argv[2]).read_bytes().splitlines())
+        np.save(sys.argv[3], pairs)
+        print(json.dumps(said))

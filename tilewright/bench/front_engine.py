@@ -1,9 +1,11 @@
 """An engine without a model, behind the real socket: every stream gets a token a step, at a given rate.
 
-`python -m tilewright.bench.front_engine TOKENS_PER_S FOLDER CONTROL` is the engine process of `tilewright bench front`.
+`python -m tilewright.bench.front_engine TOKENS_PER_S NOTES FOLDER CONTROL` is the engine process of `tilewright bench front`.
+At its end it writes into NOTES how far apart its steps were while most streams were open.
 """
 
 import itertools
+import json
 import os
 import sys
 import time
@@ -15,6 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from tilewright.bench.front_server import quantiles_ms
 from tilewright.engine.deltas import Note, StepDeltas
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.request import SamplingParams
@@ -30,10 +33,12 @@ LEAST_STEP_S = 0.002
 """Of a step that has few streams."""
 
 
-def words() -> Tokenizer:
-    """A tokenizer of words with four letters and a space before them, as those of language models write English."""
+def words(vocab_size: int = VOCAB) -> Tokenizer:
+    """A tokenizer of words with four letters and a space before them, or more, as those of language models write English."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    names = ["Ġ" + "".join(chars) for chars in itertools.islice(itertools.product("etaoinsrhl", repeat=4), VOCAB - 257)]
+    wanted = vocab_size - 257
+    chosen = itertools.islice(itertools.product("etaoinsrhl", repeat=max(4, len(str(wanted)))), wanted)
+    names = ["Ġ" + "".join(chars) for chars in chosen]
     vocab = {name: i for i, name in enumerate([*letters, *names])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -79,6 +84,14 @@ class MockEngine:
         self._drawn = np.random.default_rng(0).integers(257, VOCAB - 1, 1 << 16).astype(np.int32)
         self._next_s = 0.0
         self._made = 0
+        self._stamps: list[tuple[float, int]] = []
+        """When a step was given, and to how many streams."""
+
+    def gaps_s(self) -> np.ndarray:
+        """Between two steps for as many streams as there were at most."""
+        times, counts = np.array(self._stamps or [(0.0, 0)]).T
+        full = counts == counts.max()
+        return np.diff(times)[full[1:] & full[:-1]]
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +141,7 @@ class MockEngine:
             keep = self._left > 0
             self._streams, self._left = streams[keep], self._left[keep]
         tokens = self._drawn[start : start + count]
+        self._stamps.append((time.perf_counter(), count))
         return StepDeltas(streams, np.ones(count, np.int32), tokens, tuple(notes[row] for row in sorted(notes)))
 
     def stats(self) -> EngineStats:
@@ -138,4 +152,7 @@ class MockEngine:
 
 if __name__ == "__main__":
     made: Any = MockEngine(float(sys.argv[1]))
-    os._exit(serve_engine(Path(sys.argv[2]), int(sys.argv[3]), lambda log: (made, Served.of(made, "mock"), None)))
+    code = serve_engine(Path(sys.argv[3]), int(sys.argv[4]), lambda log: (made, Served.of(made, "mock"), None))
+    p50, p99 = quantiles_ms(made.gaps_s())
+    Path(sys.argv[2]).write_text(json.dumps({"p50": p50, "p99": p99}))
+    os._exit(code)

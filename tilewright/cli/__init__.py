@@ -11,6 +11,7 @@ try:
     import tilewright.cli.bench
     import tilewright.cli.bench_all
     import tilewright.cli.bench_front
+    import tilewright.cli.bench_served
     import tilewright.cli.compare
     import tilewright.cli.configure
     import tilewright.cli.data

@@ -21,12 +21,15 @@ def bench_front(
     streams: Annotated[int, typer.Option(min=1, max=1 << 16, help="Streams open at once.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each stream.")] = 512,
     rate: Annotated[float, typer.Option(min=1, help="Tokens a second that the engine gives, to all streams together.")] = 250e3,
+    idle: Annotated[int, typer.Option(min=0, max=60000, help="Connections beside them that say nothing.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and parts as JSON instead of tables.")] = False,
 ) -> None:
     """Tokens a second through front processes, and the processor time of each: real HTTP, an engine without a model.
 
-    Tokens an event say whether the fronts kept up: at 1 each token was an event of its own. Microseconds are of processor time,
-    summed over the processes of a kind; the second table has the parts of a front alone.
+    Tokens an event say whether the fronts kept up: at 1 each token was an event of its own. Gaps are those between two steps of
+    the engine, and between two events of a stream where a client reads them. Microseconds are of processor time, summed over
+    the processes of a kind; growth is that of the server's memory from a quarter of the time on. The second table has the parts
+    of a front alone.
 
     Example: tilewright bench front -f 4 --rate 250000
     """
@@ -37,7 +40,7 @@ def bench_front(
         rows = []
         for count in fronts or [1, 2, 4]:
             say(f"{count} front processes, {streams} streams of {tokens} tokens ...")
-            rows.append(run_fronts(count, streams=streams, tokens=tokens, tokens_per_s=rate))
+            rows.append(run_fronts(count, streams=streams, tokens=tokens, tokens_per_s=rate, idle=idle))
         alone = parts(min(streams, 512))
         if as_json:
             print(json.dumps({"rows": rows, "us_a_token": alone}))

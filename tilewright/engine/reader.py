@@ -19,7 +19,7 @@ NOTHING = Note(0)
 class _Sample:
     """What is known of one stream."""
 
-    __slots__ = ("cached_tokens", "direct", "held", "index", "plain", "request_id", "text")
+    __slots__ = ("cached_tokens", "direct", "held", "index", "plain", "plain_one", "request_id", "text")
 
     def __init__(self, request_id: str, index: int, text: OutputText | None, *, whole: bool):
         self.request_id = request_id
@@ -29,6 +29,7 @@ class _Sample:
         self.direct: Callable[[str, int], bool] | None = None
         self.plain = None if text is None else text.plain
         """Makes text of tokens at once, where there are no stop strings."""
+        self.plain_one = None if text is None else text.plain_one
         self.held: list[int] | None = [] if whole and (text is None or text.plain) else None
         """Tokens that no delta has told yet, where nobody wants to hear of each."""
 
@@ -67,8 +68,9 @@ class Reader:
 
     def direct(self, stream: int, take: Callable[[str, int], bool]) -> None:
         """Offer (text, tokens) of rows without a note to `take` first; what it takes is in no delta."""
-        if stream in self._samples:
-            self._samples[stream].direct = take
+        sample = self._samples.get(stream)
+        if sample is not None and sample.plain is not None:
+            sample.direct = take
 
     def close(self, streams: Sequence[int]) -> None:
         """Read these no further."""
@@ -82,6 +84,8 @@ class Reader:
 
     def read(self, step: StepDeltas) -> list[Delta]:
         """What a step says of the streams that are open, in the order of its rows; a stream that ends is closed."""
+        if len(step.tokens) == len(step) and (step.counts == 1).all():
+            return self._read_ones(step)
         deltas: list[Delta] = []
         samples, tokens = self._samples, tuple(step.tokens.tolist())
         notes = {note.row: note for note in step.notes}
@@ -102,6 +106,26 @@ class Reader:
                 deltas.append(
                     Delta(sample.request_id, sample.index, tokens[start:end], text, cached_tokens=sample.cached_tokens)
                 )
+        return deltas
+
+    def _read_ones(self, step: StepDeltas) -> list[Delta]:
+        """`read` where each row has one token: most steps of most engines are such."""
+        deltas: list[Delta] = []
+        samples, streams, notes = self._samples, step.streams.tolist(), {note.row: note for note in step.notes}
+        for row, (sample, token) in enumerate(zip(map(samples.get, streams), step.tokens.tolist())):
+            if sample is None:
+                continue
+            if row in notes or sample.plain_one is None:
+                if sample.held is not None and row not in notes:
+                    sample.held.append(token)
+                else:
+                    deltas.append(self._delta(streams[row], sample, (token,), notes.get(row, NOTHING)))
+            elif sample.held is not None:
+                sample.held.append(token)
+            else:
+                text = sample.plain_one(token)
+                if sample.direct is None or not sample.direct(text, 1):
+                    deltas.append(Delta(sample.request_id, sample.index, (token,), text, cached_tokens=sample.cached_tokens))
         return deltas
 
     def _delta(self, stream: int, sample: _Sample, tokens: tuple[int, ...], note: Note) -> Delta:

@@ -76,6 +76,11 @@ class OutputText:
         """From tokens to their text, where there are no stop strings to look for; the same as `push`, token by token."""
         return self._detokenizer.push if self._stops is None else None
 
+    @property
+    def plain_one(self) -> Callable[[int], str] | None:
+        """`plain` of one token."""
+        return self._detokenizer.push_one if self._stops is None else None
+
     def push(self, token_id: int) -> tuple[str, str | None]:
         """(text that is safe to show, the stop string that ends it or None)."""
         text = self._detokenizer.push((token_id,))

@@ -209,10 +209,11 @@ class Detokenizer:
     (`Tokenizer.suffix`).
     """
 
-    __slots__ = ("_complete", "_given", "_run", "_special", "_tokenizer", "_window", "open")
+    __slots__ = ("_complete", "_given", "_run", "_special", "_suffixes", "_tokenizer", "_window", "open")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, special: bool = False):
         self._tokenizer = tokenizer
+        self._suffixes = tokenizer.suffixes
         self._special = special
         self._window = _prompt_end(tokenizer, prompt_ids)
         self._given = tokenizer.decode(self._window)  # text of the window that the reader has: the prompt's, then ours
@@ -226,15 +227,19 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens add, as far as it is complete."""
-        suffixes, text = self._tokenizer.suffixes, ""
+        text = ""
         for token in token_ids:
-            known = suffixes.get(token) if self._complete else None
+            text += self.push_one(token)
+        return text
+
+    def push_one(self, token: int) -> str:
+        """The same of one token."""
+        if self._complete:
+            known = self._suffixes.get(token)
             if known is not None:
                 self._window = [token]
-                text += known
-            else:
-                text += self._push(token)
-        return text
+                return known
+        return self._push(token)
 
     def _push(self, token: int) -> str:
         tokenizer, window = self._tokenizer, self._window

@@ -147,8 +147,8 @@ def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
     if op is not linear_op:
         return impl.name in ("triton", "invariant") and "sm90" in names
     if problem.m_bucket <= 16:
-        return impl.name in ("invariant", "sm90", "triton", "triton_tma")
-    return impl.name == "invariant" or (impl.name in ("triton", "triton_tma") and "sm90" in names)
+        return impl.name in ("invariant", "sm90", "sm90_invariant", "triton", "triton_tma")
+    return impl.name in ("invariant", "sm90_invariant") or (impl.name in ("triton", "triton_tma") and "sm90" in names)
 
 
 def sets_of(launch: Launch) -> list[tuple[Any, ...]]:

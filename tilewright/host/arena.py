@@ -6,11 +6,14 @@ descriptor; either side maps it. It can grow, for outputs whose size nobody know
 
 import mmap
 import os
+import struct
 
-__all__ = ["ALIGN", "Arena", "aligned"]
+__all__ = ["ALIGN", "SECONDS", "Arena", "aligned"]
 
 ALIGN = 64
 """Bytes: where a tensor may begin."""
+SECONDS = struct.Struct("<d")
+"""What a batch took, in front of the words of a reply: without it these are the same again and again."""
 
 
 def aligned(size: int) -> int:

@@ -35,6 +35,8 @@ __all__ = ["Ask", "Version"]
 MAX_TIMEOUT_S = 86400.0
 MAX_PLANS = 256
 """Kinds of requests that are remembered."""
+ALONE = 4
+"""Batches of one request after which the next request is taken for a lone client's."""
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -89,8 +91,11 @@ class Version:
         self._plans = dict[int | None, Plan]()
         self._soon = False
         """Whether `_pump` comes at the end of this turn of the event loop."""
-        self._failures = 0
-        self._running = 0
+        self._alone = 0
+        """The last batches, as far as each was one request."""
+        self.answers_one = False
+        """Whether the batch that is being answered is one request."""
+        self._failures = self._running = 0
         self._tasks = set[asyncio.Task[None]]()
         self._idle = asyncio.Event()
         self.closed = False
@@ -187,8 +192,11 @@ class Version:
         except Full as error:
             self.stats.refused += 1
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
-        # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest.
+        # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest. Where
+        # requests come one by one, the turn's end is time that a lone client would wait for.
         if not self._soon:
+            if self._alone >= ALONE:
+                self._pump()
             self._soon = True
             self._loop.call_soon(self._pump)
         return item
@@ -235,21 +243,23 @@ class Version:
     def _send(self, instance: Runs, batch: Batch, now_s: float) -> None:
         late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
         self._running += len(batch.items)
+        self._alone = self._alone + 1 if len(batch.items) == 1 else 0
 
         def done(reply: Reply | None) -> None:
             late.cancel()
             self._running -= len(batch.items)
-            if reply is None:
-                self._lost(instance, batch)
-            else:
-                self._finished(instance, batch, reply, now_s)
-            self._pump()
+            try:
+                if reply is None:
+                    self._lost(instance, batch)
+                else:
+                    self._finished(instance, batch, reply, now_s)
+            finally:  # an answer that cannot be made
+                self._pump()
 
         instance.run([item.rows for item in batch.items], [item.payload.inputs for item in batch.items], done)
 
     def _finished(self, instance: Runs, batch: Batch, reply: Reply, started_s: float) -> None:
-        ended_s = time.monotonic()
-        self._batcher.took(batch, ended_s - started_s)
+        ended_s, self.answers_one = time.monotonic(), len(batch.items) == 1
         times, at, answered, queued_s = self.stats.times, 0, 0, 0.0
         cuts = [Cut(wire, self.signature.batched) for wire in reply.outputs]
         for number, item in enumerate(batch.items):
@@ -265,6 +275,7 @@ class Version:
                 queued_s += started_s - item.arrival_s
                 answered += 1
             at += rows
+        self._batcher.took(batch, ended_s - started_s)
         times["queue"].add(queued_s, answered)
         # Requests of a batch have its times in common. What is neither the model's nor spent below is the way there and back.
         for kind, seconds in (

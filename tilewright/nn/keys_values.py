@@ -11,7 +11,7 @@ A model is called with one of them and takes `.layer(i)` of it for each of its l
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from tilewright import ops
 from tilewright.nn.batch import Batch, Packed
 from tilewright.nn.rope import Rope
 from tilewright.ops.paged import CODES
+from tilewright.ops.served_heads import paged_is_packed, served_heads
 from tilewright.ops.values import valued
 
 __all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", "PagedKeysValues", "ServedKeysValues"]
@@ -94,13 +95,19 @@ class PackedKeysValues:
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = ops.rms_norm(q, heads.q_norm, heads.norm_eps), ops.rms_norm(k, heads.k_norm, heads.norm_eps)
         q, k = ops.rope(q, k, batch.positions, heads.rope.cos_sin, heads.rope.interleaved)
-        lengths = {"cu_q": batch.cu_q, "cu_k": batch.cu_q, "max_q": batch.max_q_len, "max_k": batch.max_q_len}
-        o_THD = ops.attention(
-            q, k, v, causal=True, scale=heads.scale, window=heads.window, sinks=heads.sinks, softcap=heads.softcap,
-            deterministic=self.deterministic, **lengths,
-        )  # fmt: skip
-        assert isinstance(o_THD, Tensor)
-        return o_THD
+        return _within_documents(q, k, v, batch, heads, self.deterministic)
+
+
+def _within_documents(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads, deterministic: bool = False
+) -> Tensor:
+    lengths = {"cu_q": batch.cu_q, "cu_k": batch.cu_q, "max_q": batch.max_q_len, "max_k": batch.max_q_len}
+    o_THD = ops.attention(
+        q, k, v, causal=True, scale=heads.scale, window=heads.window, sinks=heads.sinks, softcap=heads.softcap,
+        deterministic=deterministic, **lengths,
+    )  # fmt: skip
+    assert isinstance(o_THD, Tensor)
+    return o_THD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +115,17 @@ class ServedKeysValues:
     """Attention within documents by the operators of a server, with the gradients of `PackedKeysValues`.
 
     In the invariant scope a token's result has the bits that a server computes for it, one token at a time or in chunks: what
-    lies between projection and attention is one kernel there, which rounds less often. With gradients attention is computed
-    twice.
+    lies between projection and attention is one kernel there, which rounds less often. Where a server's attention is the loop
+    of attention over packed rows, that is taken; elsewhere attention is computed twice with gradients.
     """
 
     batch: Batch
     """The documents, each in pages of its own."""
     pages: int
     page_size: int
+    held: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
+    """Memory of the pages by heads, their size and dtype: one layer's, then the next one's, which writes to the same
+    places. Zeroed once: what lies behind a document's end is read, and a NaN would spread."""
 
     @classmethod
     def of(cls, packed: Packed, *, page_size: int = 16) -> "ServedKeysValues":
@@ -145,11 +155,16 @@ class ServedKeysValues:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
         """Causal attention within each document."""
-        shape = (2, self.pages, k.shape[1], self.page_size, k.shape[2])
+        if heads.softcap is None and paged_is_packed(q, k.shape[1], self.page_size, heads.window, heads.sinks):
+            norms = heads.q_norm, heads.k_norm, heads.norm_eps
+            q, k = served_heads(q, k, v, batch.positions, heads.rope.cos_sin, *norms, heads.rope.interleaved)
+            return _within_documents(q, k, v, batch, heads)
+        kind = (k.shape[1], k.shape[2], k.dtype)
+        if kind not in self.held:
+            shape = (2, self.pages, k.shape[1], self.page_size, k.shape[2])
+            self.held[kind] = torch.zeros(shape, dtype=k.dtype, device=k.device)
         with torch.no_grad():
-            keys, values = torch.zeros(shape, dtype=k.dtype, device=k.device).unbind()
-            cache = PagedKeysValues(keys, values)
-            served = cache.attend(q, k, v, self.batch, heads)
+            served = PagedKeysValues(self.held[kind][0], self.held[kind][1]).attend(q, k, v, self.batch, heads)
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
             return served
         return valued(PackedKeysValues().attend(q, k, v, batch, heads), served)

@@ -58,6 +58,7 @@ from tilewright.kernels.optimizer.adamw import adamw_op
 from tilewright.kernels.optimizer.adamw_8bit import adamw_8bit_op
 from tilewright.kernels.optimizer.grad_norm import clip_scale_op, grad_squares_op
 from tilewright.kernels.optimizer.sgd import momentum_op, sgd_op
+from tilewright.kernels.quantize.both_ways import quantize_both_ways, quantize_both_ways_op
 from tilewright.kernels.quantize.fused import (
     add_rms_norm_quantize,
     add_rms_norm_quantize_op,
@@ -199,6 +200,7 @@ __all__ = [
     "permute",
     "permute_tokens",
     "quantize_blocks",
+    "quantize_both_ways",
     "quantize_fold",
     "quantize_mx",
     "quantize_rows",

@@ -8,7 +8,8 @@ An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that c
 cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
 
 With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the bits of a
-call without gradients, whose epilogue rounds once: such a product is computed twice. A quantised weight is frozen, and `linear`
+call without gradients: there an activation is always an op of its own, because its gradient needs what it was given, and a
+residual is always added before the one rounding, for which no gradient asks. A quantised weight is frozen, and `linear`
 is differentiable in x, bias and residual: forward as always, backward as if y had been computed with the dequantised
 weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
 """
@@ -34,8 +35,8 @@ from tilewright.kernels.quantize.mx_to_block import quantize_fold_op
 from tilewright.kernels.quantize.per_block import quantize_blocks_op
 from tilewright.kernels.quantize.per_row import quantize_rows_op
 from tilewright.kernels.quantize.per_tensor import quantize_static_op
-from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
-from tilewright.ops.values import invariant_scope, valued
+from tilewright.ops.linear_gradient import activated, linear_again, linear_with_gradient
+from tilewright.ops.values import invariant_scope
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
 __all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "few_rows", "linear", "linear_codes"]
@@ -175,8 +176,7 @@ def linear(
     """
     if isinstance(x, Codes):
         return _from_codes(x, weight, bias, activation, residual)
-    plain = residual is None and (activation == "none" or not invariant_scope())
-    if plain and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
+    if residual is None and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
         y = linear_again(x, weight, bias, activation)
         if y is not None:
             return y
@@ -192,12 +192,10 @@ def linear(
         )
     shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
     if isinstance(weight, Tensor) and wants_gradient(x, weight, bias, residual):
-        y = linear_with_gradient(x, weight, bias, activation, residual)
-        if invariant_scope() and (activation != "none" or residual is not None):
-            with torch.no_grad():
-                served = linear(x, weight, bias, activation, residual)
-            return valued(y, served)
-        return y
+        return linear_with_gradient(x, weight, bias, activation, residual)
+    if activation != "none" and isinstance(weight, Tensor) and invariant_scope():
+        y = activated(linear(x, weight, bias), activation)
+        return y if residual is None else y + residual
     if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
     if not lead:

@@ -1,6 +1,6 @@
 """`linear` of float weights with gradients: the product and its two backward products are all `linear_op`.
 
-    y = x w^T + b,   dx = dy w,   dw = dy^T x,   db = the sum of dy over its rows, in float32
+    y = x w^T + b (+ residual),   dx = dy w,   dw = dy^T x,   db = the sum of dy over its rows, in float32
 
 The activation follows as an op of its own, whose gradient needs what it was given; in a forward pass without gradients it is
 the product's epilogue. The bits of a gradient depend on the shapes alone. What a call has chosen is kept, by all in which two
@@ -18,26 +18,29 @@ from tilewright.hw.here import indirect, wrapped
 from tilewright.kernels.gemm.linear import linear_op, matmul, operand_ready
 from tilewright.kernels.launch.autograd import no_view, restored
 from tilewright.kernels.launch.replay import Held, call_key
+from tilewright.kernels.launch.shapes import rows_ready
 from tilewright.op import Choice, scope
 from tilewright.ops.pointwise import activation as activate
 from tilewright.ops.pointwise import gelu_mul, silu_mul
+from tilewright.ops.values import invariant_scope
 
 __all__ = ["activated", "linear_again", "linear_with_gradient"]
 
 
 class _Product(torch.autograd.Function):
-    """x [M, K], weight [N, K], bias [N] or None -> [M, N]."""
+    """x [M, K], weight [N, K], bias [N] or None, residual [M, N] or None -> [M, N], rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return linear_op(operand_ready(x), weight, bias, "none", None)
+        return linear_op(operand_ready(x), weight, bias, "none", None if residual is None else rows_ready(residual))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        return _gradients(grads[0].contiguous(), x, weight, ctx.needs_input_grad)
+        found = _gradients(grads[0].contiguous(), x, weight, ctx.needs_input_grad)
+        return *found, grads[0] if ctx.needs_input_grad[3] else None
 
 
 def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
@@ -50,7 +53,10 @@ def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -
 
 
 class _Again:
-    """What calls with the same key have chosen: of the product, and of the gradients once they were asked for."""
+    """What calls with the same key have chosen: of the product, and of the gradients once they were asked for.
+
+    A backward pass on a GPU runs in a thread of autograd's, where no scope is in force but the ordinary one.
+    """
 
     def __init__(self, product: Choice):
         self.product, self.scope = product, scope()
@@ -60,7 +66,9 @@ class _Again:
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         """The gradients of x [..., K], weight and bias that are needed."""
         rows, flat = dy.reshape(-1, dy.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
-        if wrapped(dy) or indirect() or scope() != self.scope or rows.data_ptr() % 16:
+        if scope() != self.scope:
+            self.scope, self.of_x, self.of_weight = scope(), None, None
+        if wrapped(dy) or indirect() or rows.data_ptr() % 16:
             dx, dw, db = _gradients(rows, flat, weight, needs)
             return None if dx is None else dx.view(x.shape), dw, db
         dx = dw = None
@@ -113,7 +121,10 @@ def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     """activation(x @ weight^T + bias) + residual, differentiable in all; x [..., K], checked by the caller."""
     rows = x.reshape(-1, x.shape[-1])
-    y: Any = _Product.apply(rows, weight, bias)
+    if residual is not None and activation == "none" and invariant_scope():
+        y: Any = _Product.apply(rows, weight, bias, residual.reshape(-1, weight.shape[0]))
+        return y.view(residual.shape)
+    y: Any = _Product.apply(rows, weight, bias, None)
     key = call_key((linear_op.generation, activation), x, weight, bias) if residual is None else None
     if key is not None and x.is_contiguous() and x.dim() > 1 and x.numel() and weight.numel():
         _AGAIN.keep(key, _Again(linear_op.chosen(rows, weight, bias, "none", None)))

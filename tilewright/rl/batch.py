@@ -6,9 +6,12 @@ one prompt have one `group`. Losses divide by `totals`, which count the whole st
 (`split`) or ranks: their losses and gradients add up to the whole's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,17 +75,21 @@ class Batch:
     returns: Tensor | None = None
     values: Tensor | None = None
     reference: Tensor | None = None
+    sizes: tuple[int, ...] = ()
+    """`lengths` as the host knows them, so that nothing waits for the device; (): read from there once."""
 
     def __post_init__(self) -> None:
         count, size = len(self.tokens), len(self.lengths)
+        if len(self.sizes) != size:
+            object.__setattr__(self, "sizes", tuple(self.lengths.tolist()))
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 wanted = size if field.name in _BY_SEQUENCE else count
                 if value.shape[:1] != (wanted,) or value.dim() > 1 + (field.name == "support"):
                     raise ValueError(f"{field.name} has shape {tuple(value.shape)}; wanted ({wanted},)")
-        if int(self.lengths.sum()) != count:
-            raise ValueError(f"the lengths add up to {int(self.lengths.sum())}; wanted {count}, the number of tokens")
+        if sum(self.sizes) != count:
+            raise ValueError(f"the lengths add up to {sum(self.sizes)}; wanted {count}, the number of tokens")
 
     def chosen(self, x_T: Tensor) -> Tensor:
         """x where the policy chose the token, 0 elsewhere, whatever stands there (NaN too), in value and gradient."""
@@ -106,7 +113,17 @@ class Batch:
 
     def spread(self, x_S: Tensor) -> Tensor:
         """[T]: each sequence's number at each of its tokens."""
-        return torch.repeat_interleave(x_S, self.lengths)
+        return torch.repeat_interleave(x_S, self.lengths, output_size=len(self.tokens))
+
+    @property
+    def starts(self) -> Tensor:
+        """[S]: where each sequence begins; where one without tokens would begin, another does, or the first."""
+        return (self.lengths.cumsum(0) - self.lengths) % max(1, len(self.tokens))
+
+    @property
+    def lasts(self) -> Tensor:
+        """[S]: the last token of each sequence; of one without tokens that of another."""
+        return (self.lengths.cumsum(0) - 1) % max(1, len(self.tokens))
 
     def total(self, x_T: Tensor) -> Tensor:
         """The sum over all chosen tokens."""
@@ -114,8 +131,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch with all its tensors on a device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
+        return replace(self, **{name: x.to(device) for name, x in _tensors(self).items()})
 
     def known(self, name: str) -> Tensor:
         """A field that somebody has to have filled.
@@ -147,14 +163,16 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, tempe
             raise ValueError(
                 f"sample {place} has {sizes} tokens, marks and log-probabilities; wanted as many of each, at least 1"
             )
-    sampled = torch.tensor([p for sample in samples for p in sample.logprobs], dtype=dtype)
+    sampled = _joined((sample.logprobs for sample in samples), np.float64).to(dtype)
     rewards = torch.tensor([float(sample.reward) for sample in samples], dtype=dtype)
     if not (sampled.isfinite().all() and rewards.isfinite().all()):
         raise ValueError("a reward or a log-probability is not finite; leave such samples out and count them")
-    mask = torch.tensor([bool(c) for sample in samples for c in sample.chosen])
+    mask = torch.from_numpy(np.frombuffer(bytearray().join(bytes(sample.chosen) for sample in samples), np.bool_))
+    sizes = tuple(len(sample.tokens) for sample in samples)
     return Batch(
-        tokens=torch.tensor([t for sample in samples for t in sample.tokens]),
-        lengths=torch.tensor([len(sample.tokens) for sample in samples]),
+        tokens=_joined((sample.tokens for sample in samples), np.int64),
+        lengths=torch.tensor(sizes),
+        sizes=sizes,
         mask=mask,
         sampled=sampled,
         old=sampled,
@@ -162,37 +180,54 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, tempe
         groups=torch.tensor([sample.group for sample in samples]),
         versions=torch.tensor([sample.version for sample in samples]),
         truncated=torch.tensor([sample.truncated for sample in samples]),
-        kept=torch.tensor([k for sample in samples for k in (sample.kept or [0] * len(sample.tokens))]),
+        kept=_joined((sample.kept or np.zeros(len(sample.tokens), np.int64) for sample in samples), np.int64),
         temperature=temperature,
         totals=Totals(tokens=int(mask.sum()), sequences=sum(any(sample.chosen) for sample in samples)),
     )
+
+
+def _joined(parts: Iterable[Any], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(part, dtype) for part in parts]))
 
 
 def split(batch: Batch, most_tokens: int) -> list[Batch]:
     """Cut a batch between sequences into parts of at most `most_tokens` tokens (a longer sequence is a part alone).
 
     Every part keeps the whole's `totals`, so the parts' losses add up to the whole's. Advantages come first: they need groups.
+    Parts are views, and nothing waits for the device.
     """
-    lengths = batch.lengths.tolist()
-    parts: list[list[int]] = []
-    used = most_tokens
-    for index, length in enumerate(lengths):
-        if used + length > most_tokens:
-            parts.append([])
+    bounds, used = [0], 0
+    for index, length in enumerate(batch.sizes):
+        if used + length > most_tokens and index > bounds[-1]:
+            bounds.append(index)
             used = 0
-        parts[-1].append(index)
         used += length
-    return [select(batch, torch.tensor(part, device=batch.lengths.device)) for part in parts]
+    parts, first = [], 0
+    for begin, end in pairwise([*bounds, len(batch.sizes)]):
+        sizes = batch.sizes[begin:end]
+        last = first + sum(sizes)
+        of = {True: slice(begin, end), False: slice(first, last)}
+        changed = {name: value[of[name in _BY_SEQUENCE]] for name, value in _tensors(batch).items()}
+        parts.append(replace(batch, **changed, sizes=sizes))
+        first = last
+    return parts
 
 
 def select(batch: Batch, kept: Tensor) -> Batch:
-    """The sequences of these indices, in this order; `totals` stay."""
-    ends = batch.lengths.cumsum(0)
-    spans = [torch.arange(int(ends[i] - batch.lengths[i]), int(ends[i]), device=ends.device) for i in kept.tolist()]
-    tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long, device=ends.device)
-    changed = {
-        field.name: value[kept if field.name in _BY_SEQUENCE else tokens]
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-    }
-    return replace(batch, **changed)
+    """The sequences of these indices, int64 on the CPU, in this order; `totals` stay. Nothing waits for the device."""
+    begins, chosen = [0, *accumulate(batch.sizes)], kept.tolist()
+    spans = [np.arange(begins[i], begins[i + 1]) for i in chosen]
+    tokens = torch.from_numpy(np.concatenate(spans)) if spans else kept.new_zeros(0)
+    indices = {True: _sent(kept, batch.lengths.device), False: _sent(tokens, batch.lengths.device)}
+    changed = {name: value[indices[name in _BY_SEQUENCE]] for name, value in _tensors(batch).items()}
+    return replace(batch, **changed, sizes=tuple(batch.sizes[i] for i in chosen))
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """x, which is on the CPU, on a device; the host does not wait for what the device has to do before."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

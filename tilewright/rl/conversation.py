@@ -53,8 +53,8 @@ class Conversation:
     def sample(self, reward: float) -> Sample:
         """What is learnt from it."""
         return Sample(
-            tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, kept=self.kept, reward=reward, group=self.group,
-            version=self.version, truncated=self.truncated,
+            tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, kept=self.kept if any(self.kept) else None,
+            reward=reward, group=self.group, version=self.version, truncated=self.truncated,
         )  # fmt: skip
 
     def _append(self, tokens: Sequence[int], logprobs: Sequence[float], kept: Sequence[int], *, chosen: bool) -> None:

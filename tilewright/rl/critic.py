@@ -38,8 +38,7 @@ class Critic(nn.Module):
         hidden_TE = hidden_of(self.body, batch)
         behind_T = nn.functional.linear(hidden_TE, self.weight)[:, 0].float()
         values = torch.cat([behind_T.new_zeros(1), behind_T[:-1]])
-        starts = batch.lengths.cumsum(0) - batch.lengths
-        return values.index_fill(0, starts[batch.lengths > 0], 0.0)
+        return values.index_fill(0, batch.starts, 0.0)
 
 
 def with_advantages(batch: Batch, values_T: Tensor, *, gamma: float, lam: float, whiten: bool) -> Batch:

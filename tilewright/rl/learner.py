@@ -107,28 +107,30 @@ class Learner:
         left = max(0.0, min(1.0, (config.updates - update) / max(1.0, config.decay * config.updates)))
         rate = left * min(1.0, (update + 1) / max(1, config.warmup))
         generator = torch.Generator().manual_seed(config.seed + update)
-        stats: dict[str, float] = {"entropy": -float(batch.sampled[batch.mask].mean())}
+        told: dict[str, Tensor] = {}  # on the device until the updates are on their way: nothing waits for it before
+        sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
         before: list[Tensor] | None = [] if self._once(update) else None
         loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
         policy = partial(self._policy_parts, loss_of=loss_of, bonus=left * config.entropy_bonus, before=before)
         for _ in range(config.epochs):
-            for kept in torch.randperm(len(batch.lengths), generator=generator).chunk(config.minibatches):
-                chosen = select(batch, kept.to(batch.lengths.device))
-                counts = chosen.counts()
-                chosen = replace(chosen, totals=Totals(tokens=int(counts.sum()), sequences=int((counts > 0).sum())))
+            for kept in torch.randperm(len(counts), generator=generator).chunk(config.minibatches):
+                own = [counts[i] for i in kept.tolist()]
+                totals = Totals(tokens=sum(own), sequences=sum(count > 0 for count in own))
+                chosen = replace(select(batch, kept), totals=totals)
                 if self.critic is not None:
                     result = running_sum(self._critic_parts(self.critic, chosen))
                     grads = dict(zip(trainable(self.critic), result[1:]))
                     norm, _ = self._critic_optimizer.step(grads, config.critic_learning_rate * rate)
-                    stats |= {"value_loss": float(result[0]), "value_norm": float(norm)}
+                    told |= {"value_loss": result[0], "value_norm": norm}
                 if self.critic is None or update >= config.critic_warmup:
                     result = running_sum(policy(chosen))
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
                     recode(self.model)
-                    stats |= {"loss": float(result[0]), "norm": float(norm), "applied": float(applied)}
+                    told |= {"loss": result[0], "norm": norm, "applied": applied}
                     if before is not None:
                         batch = replace(chosen, old=torch.cat(before))
+        stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in told.items()}}
         # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
         stats |= measure(batch.old, replace(batch, old=batch.sampled))
         if self.critic is not None:

@@ -4,15 +4,18 @@ They are those of the distribution that the sampler drew from: of the logits ove
 support. Where the filters are off that is the model's own distribution.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tilewright import ops
 from tilewright.engine.draws import processed
+from tilewright.kernels.softmax.cross_entropy import cross_entropy_gradient_op
 from tilewright.models import Model
 from tilewright.nn import Packed, PackedKeysValues, ServedKeysValues
 from tilewright.op import scope
-from tilewright.ops.values import valued
 from tilewright.rl.batch import Batch
 
 __all__ = ["hidden_of", "logprobs_and_entropies_of", "logprobs_of", "support_of"]
@@ -38,8 +41,7 @@ def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tenso
     entropies = _entropies(processed_TV)
     # What is drawn at t + 1 is drawn from the distribution behind t.
     entropies = torch.cat([entropies.new_zeros(1), entropies[:-1]])
-    starts = batch.lengths.cumsum(0) - batch.lengths
-    return _logprobs(processed_TV, batch), entropies.index_fill(0, starts[batch.lengths > 0], 0.0)
+    return _logprobs(processed_TV, batch), entropies.index_fill(0, batch.starts, 0.0)
 
 
 @torch.no_grad()
@@ -59,11 +61,11 @@ def support_of(model: Model, batch: Batch, width: int) -> Tensor:
 
 
 def hidden_of(model: Model, batch: Batch) -> Tensor:
-    """[T, E]: the hidden state behind each token, from one pass over the packed sequences."""
+    """[T, E]: the hidden state behind each token, from one pass over the packed sequences; nothing waits for the device."""
     ends = batch.lengths.cumsum(0)
     firsts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
-    packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=int(batch.lengths.max()))
+    packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=max(batch.sizes))
     # In the invariant scope a sampler and this pass agree bit for bit.
     return model(batch.tokens, packed, ServedKeysValues.of(packed) if scope().invariant else PackedKeysValues())
 
@@ -96,14 +98,28 @@ def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
 
 
 def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
-    ends = batch.lengths.cumsum(0)
     # The hidden state at t says the token at t + 1; the last of a sequence says nothing that was sampled.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
-    following = following.index_fill(0, ends[batch.lengths > 0] - 1, _IGNORED)
-    losses = ops.cross_entropy(processed_TV.float(), following, ignore_index=_IGNORED, reduction="none")
+    following = following.index_fill(0, batch.lasts, _IGNORED)
     if scope().invariant:
         with torch.no_grad():  # as the engine computes them
             alternatives = torch.where(following == _IGNORED, -1, 0).int()
             served, *_ = ops.top_logprobs(processed_TV, following.clamp_min(0), alternatives, 1)
-        losses = valued(losses, -served)
-    return -torch.cat([losses.new_zeros(1), losses[:-1]])
+        logprobs: Any = _Served.apply(processed_TV, following, served)
+    else:
+        logprobs = -ops.cross_entropy(processed_TV, following, ignore_index=_IGNORED, reduction="none")
+    return torch.cat([logprobs.new_zeros(1), logprobs[:-1]])
+
+
+class _Served(torch.autograd.Function):
+    """What the sampler's operator said of logits [T, V] and tokens [T], with the gradient of the log-probability."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, served: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        return served.view_as(served)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cross_entropy_gradient_op(*ctx.saved_tensors, -grads[0], _IGNORED, 0.0, 0.0)[1], None, None

@@ -45,6 +45,7 @@ LOOK_AGAIN_S = 2.0
 CONNECTION = "tilewright.connection"
 """Where the scope of a request has its connection."""
 HEAD, REST = "head", "rest"
+STATUS_LINE = b"HTTP/1.1 "
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class Connection(Shortened):
         """When the phase has lasted too long, by the event loop's clock."""
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
+        self._head = b""
+        """Of an answer whose body is not written yet."""
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
         self._inner, self.app = self.app, self._with_connection
@@ -156,7 +159,23 @@ class Connection(Shortened):
 
     def write_chunk(self, data: bytes) -> None:
         """Write a chunk of the answer that is under way, past the layers that have begun it."""
+        self._write_head()
         self._real.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def write(self, data: bytes) -> None:
+        """Write what uvicorn has made: the head of an answer together with what is written behind it in the same turn of the
+        event loop, because each call of the socket costs both sides a switch."""
+        if data.startswith(STATUS_LINE) and not self._head:
+            self._head = data
+            self.loop.call_soon(self._write_head)
+        else:
+            head, self._head = self._head, b""
+            self._real.write(head + data if head else data)
+
+    def _write_head(self) -> None:
+        head, self._head = self._head, b""
+        if head:
+            self._real.write(head)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
@@ -280,14 +299,15 @@ class Connection(Shortened):
         headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         head = h11.Response(status_code=error.status, headers=raw, reason=STATUS_PHRASES[error.status])
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            self._real.write(self.conn.send(event) or b"")
+        self._write_head()
+        self._real.write(b"".join(self.conn.send(event) or b"" for event in (head, h11.Data(data=body), h11.EndOfMessage())))
         self.linger()
 
     # Ends ------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close once all is sent; first for writing only, if the client may still be sending."""
+        self._write_head()
         unfinished = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if unfinished and self._real.can_write_eof() and not self._real.is_closing():
             self.linger()
@@ -298,6 +318,7 @@ class Connection(Shortened):
     def linger(self) -> None:
         """Close for writing, and read and drop what comes for a moment longer."""
         self.lingering = True
+        self._write_head()
         self._real.write_eof()
         self._real.resume_reading()
         self._phase = None
@@ -357,4 +378,4 @@ class _Transport:
     def write(self, data: bytes) -> None:
         """Send, unless the connection has been closed for writing."""
         if not self._connection.lingering:
-            self._real.write(data)
+            self._connection.write(data)

@@ -41,7 +41,8 @@ class Channel:
     def __init__(self, ids: Sequence[str], samples: int):
         self.ids = tuple(ids)
         self._first = {request_id: place * samples for place, request_id in enumerate(ids)}
-        self.unfinished = len(self.ids) * samples
+        self.samples = len(self.ids) * samples
+        self.unfinished = self.samples
         """Samples that are still to come to their end."""
         self.opened_s = time.perf_counter()
         self.last_token_s: dict[int, float] = {}
@@ -63,14 +64,25 @@ class Channel:
 
     def push(self, delta: Delta) -> None:
         """Add what a step produced."""
+        if self.direct is not None and self.direct.pending:
+            self._deltas += self._left(self.direct)
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             self.unfinished -= 1
         elif self.whole and self._begun and len(self._deltas) % WHOLE_DELTAS:
             return
         self._begun = True
-        self.waiting = False  # before its task runs
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the task take what has come."""
+        self.waiting = False  # before it runs
         self._changed.set()
+
+    def _left(self, direct: Direct) -> list[Delta]:
+        """What waits in the short way, to be written before what has come behind it. Its tokens have been counted there."""
+        samples = self.samples // len(self.ids)
+        return [Delta(self.ids[choice // samples], choice % samples, text=text) for choice, text in direct.left()]
 
     def stop(self, reason: str) -> None:
         """Make `take` raise `EngineStopped`."""
@@ -89,6 +101,10 @@ class Channel:
             EngineStopped: no more will come.
         """
         while not self._deltas:
+            if self.direct is not None and self.direct.pending:
+                if self.direct.wire.blocked:
+                    return self._left(self.direct)
+                self.direct.write()
             if self.unfinished == 0:
                 return []
             if self._stopped is not None:

@@ -1,7 +1,8 @@
 """The log of a serving process: lines on stderr that never raise, never block a request, and never hold anybody's text.
 
-Lines go through a bounded queue to a thread of their own, which writes them to the descriptor. If the reader of the log has
-gone, or its disk is full, lines are lost; if it merely does not read, up to `QUEUE_LINES` wait and later ones are counted:
+Lines go through a bounded queue to a thread of their own, which writes them to the descriptor, several at a time: it takes
+what has come in `PAUSE_S`, because whenever it wakes up others wait for Python's lock. If the reader of the log has gone, or
+its disk is full, lines are lost; if it merely does not read, up to `QUEUE_LINES` wait and later ones are counted:
 "27 lines of the log were lost" comes as soon as writing works again. The server goes on in each case.
 
 A line is text for people, or with `format="json"` one object: time, level, logger, message, and the fields of a request.
@@ -15,12 +16,15 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 __all__ = ["FIELDS", "Log"]
 
 QUEUE_LINES = 10_000
+PAUSE_S = 0.05
+TOGETHER_LINES = 256
 FLUSH_TIMEOUT_S = 1.0
 """How long the end of the process waits for lines that are still queued."""
 FIELDS = "fields"
@@ -121,6 +125,7 @@ class _Writer:
         self._descriptor = descriptor
         self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
         self._lost = 0
+        self._closing = threading.Event()
         # A daemon: a descriptor whose reader sleeps may hold it in a write when the process ends.
         self._thread = threading.Thread(target=self._run, name="tilewright-log", daemon=True)
 
@@ -138,6 +143,7 @@ class _Writer:
     def close(self) -> None:
         """Wait a moment until the lines are out."""
         end_s = time.monotonic() + FLUSH_TIMEOUT_S
+        self._closing.set()
         try:
             self._lines.put(None, timeout=FLUSH_TIMEOUT_S)
         except queue.Full:
@@ -145,16 +151,29 @@ class _Writer:
         self._thread.join(max(0.0, end_s - time.monotonic()))
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
+        ended = False
+        while not ended:
+            lines, ended = self._taken()
             lost, self._lost = self._lost, 0
-            if lost and not self._put(f"{lost} lines of the log were lost: nobody took them"):
+            if lost and not self._put([f"{lost} lines of the log were lost: nobody took them"]):
                 self._lost += lost
-            if not self._put(line):
-                self._lost += 1
+            if not self._put(lines):
+                self._lost += len(lines)
+            self._closing.wait(PAUSE_S)
 
-    def _put(self, line: str) -> bool:
-        """Whether the line was written."""
-        rest = line.encode(errors="backslashreplace") + b"\n"
+    def _taken(self) -> tuple[list[str], bool]:
+        """(the next lines, at least one, whether the last is among them)."""
+        lines, line = list[str](), self._lines.get()
+        while line is not None:
+            lines.append(line)
+            if len(lines) == TOGETHER_LINES or self._lines.empty():
+                return lines, False
+            line = self._lines.get_nowait()  # nobody else takes any
+        return lines, True
+
+    def _put(self, lines: Sequence[str]) -> bool:
+        """Whether the lines were written."""
+        rest = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]

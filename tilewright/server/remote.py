@@ -6,7 +6,6 @@ ended; when one is there again, the link says hello and goes on.
 """
 
 import asyncio
-import functools
 import logging
 import math
 import time
@@ -39,6 +38,8 @@ __all__ = ["RemoteEngine", "ask_for_served"]
 
 RECEIVE_QUEUE = 4096
 RECONNECT_MS = 50
+MOST_AT_ONCE = 32
+"""Messages that are heard before other tasks have their turn."""
 COUNTS_S = 0.5
 """How often the engine is told what this process has counted."""
 BEGIN_S = 30.0
@@ -136,6 +137,7 @@ class RemoteEngine(EngineLink):
         self._context = zmq_asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _options(self._socket)
+        self._at_once = zmq.Socket.shadow(self._socket)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor = self._socket.get_monitor_socket(events)
         self._socket.connect(address)
@@ -201,14 +203,33 @@ class RemoteEngine(EngineLink):
 
     async def _read(self) -> None:
         while True:
-            raw = await self._socket.recv()
-            now_s = time.perf_counter()
-            try:
+            if self._hear_all(await self._socket.recv()):
+                await asyncio.sleep(0)  # `recv` gives others no turn while there are messages
+
+    def _hear_all(self, raw: bytes) -> bool:
+        """Hear a message, and those that have come behind it: what steps have brought together is written together.
+
+        Whether there was more than one.
+        """
+        now_s = time.perf_counter()
+        heard = 0
+        self.batch.begin(now_s)
+        try:
+            while True:
+                heard += 1
                 self._hear(wire.unpack(raw), now_s)
-            except WireError as error:
-                logger.error("the engine process is not understood: %s", error)
-                self._lose(SENT_AWAY)
-                self._send(wire.pack("hello", WIRE_VERSION))
+                if heard == MOST_AT_ONCE:
+                    break
+                raw = self._at_once.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+        except WireError as error:
+            logger.error("the engine process is not understood: %s", error)
+            self._lose(SENT_AWAY)
+            self._send(wire.pack("hello", WIRE_VERSION))
+        finally:
+            self.batch.end()
+        return heard > 1
 
     def _hear(self, message: list[Any], now_s: float) -> None:
         kind = message[0]
@@ -230,9 +251,7 @@ class RemoteEngine(EngineLink):
         elif kind == "step":
             number, step = wire.read_step(message)
             self._next_step(number)
-            self.batch.begin(now_s)
             self._deliver(self._reader.read(step), now_s)
-            self.batch.end()
             if self._reader.stopped:
                 self._send(wire.pack("stop", self._reader.stopped))
                 self._reader.stopped.clear()
@@ -314,7 +333,7 @@ class RemoteEngine(EngineLink):
         """Let the plain events of a channel take the short way."""
         super().attach(channel, direct)
         for choice, stream in enumerate(self._open_streams.get(channel, ())):
-            self._reader.direct(stream, functools.partial(direct.take, choice))
+            self._reader.direct(stream, direct.lanes[choice].take)
 
     def _leave(self, channel: Channel) -> None:
         self._reader.close(self._open_streams.pop(channel, ()))

@@ -2,7 +2,8 @@
 
 A connection hands its bytes to the shortcuts of its server as long as one takes them; everything unusual goes to uvicorn.
 Answers that become ready in one turn of the event loop are made together, and then sent together (`Outbox`): a client that is
-woken by one of them goes on while the next ones are sent, and is not woken for each.
+woken by one of them goes on while the next ones are sent, and is not woken for each. Where answers come one by one, they are
+sent at once: a turn of the event loop is time that a lone client waits for.
 """
 
 import asyncio
@@ -34,8 +35,12 @@ class Short(NamedTuple):
     body: bytes
 
 
-Done = Callable[[Callable[[], Short]], None]
-"""Told once that a request is answered, with what makes the answer; that is called soon, and may raise."""
+class Done(Protocol):
+    """Told once that a request is answered."""
+
+    def __call__(self, make: Callable[[], Short], *, alone: bool = False) -> None:
+        """`make` makes the answer: soon, or now where it is told `alone`, beside no other answer; it may raise."""
+        ...
 
 
 class Taken(NamedTuple):
@@ -59,18 +64,44 @@ class Shortcut(Protocol):
 
 
 class Outbox:
-    """Answers of one turn of the event loop, which go out in the next."""
+    """Answers of one turn of the event loop, which go out in the next; or at once, as long as they come one by one."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
         """Of requests that shortcuts might take once they are whole, on all connections together."""
         self._ready: deque[tuple[Shortened, Callable[[], Short]]] = deque()
+        self._alone = True
+        """Whether no two answers went out together the last time."""
+        self._sent_one = False
+        """In this turn of the event loop."""
 
-    def add(self, connection: "Shortened", make: Callable[[], Short]) -> None:
-        """An answer is ready to be made."""
+    def add(self, connection: "Shortened", make: Callable[[], Short], *, alone: bool = False) -> None:
+        """An answer is ready to be made; `alone`: it may be now, and raise."""
+        if alone and self._alone and not (self._sent_one or self._ready):
+            self._sent_one = True
+            connection.loop.call_soon(self._next_turn)
+            self._send_one(connection, make)
+            return
         self._ready.append((connection, make))
         if len(self._ready) == 1:
             connection.loop.call_soon(self._send)
+
+    def _next_turn(self) -> None:
+        self._sent_one = False
+
+    @staticmethod
+    def _send_one(connection: "Shortened", make: Callable[[], Short]) -> None:
+        try:
+            data = connection.made(make)
+        except BaseException:
+            connection.failed()
+            raise
+        if data is not None:
+            connection.send(data)
+            if connection.holds:  # requests, which are not begun within what has told this answer
+                connection.loop.call_soon(connection.sent)
+            else:
+                connection.sent()
 
     def _send(self) -> None:
         made = list[tuple[Shortened, bytes]]()
@@ -89,6 +120,7 @@ class Outbox:
         finally:
             if self._ready:  # what one request ran into is its own: the others are answered
                 self._ready[0][0].loop.call_soon(self._send)
+            self._alone = len(made) < 2
             for connection, data in made:
                 connection.send(data)
             for connection, _ in made:
@@ -104,6 +136,7 @@ class Shortened(H11Protocol):
     _watch: Callable[[], None]
     close: Callable[[], None]
     linger: Callable[[], None]
+    _write_head: Callable[[], None]
     _answer: Callable[[ApiError], None]
 
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any):
@@ -151,10 +184,10 @@ class Shortened(H11Protocol):
         self._outbox.held_bytes += len(data) - self._counted
         self._held, self._counted = data, len(data)
 
-    def _ready(self, make: Callable[[], Short]) -> None:
+    def _ready(self, make: Callable[[], Short], *, alone: bool = False) -> None:
         """The shortcut's answer can be made; until it is sent, what the client sends on is held."""
         self._short = _begun
-        self._outbox.add(self, make)
+        self._outbox.add(self, make, alone=alone)
 
     def made(self, make: Callable[[], Short]) -> bytes | None:
         """An answer's bytes; None: nobody is there any more."""
@@ -171,9 +204,15 @@ class Shortened(H11Protocol):
         self._short = None
         self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
 
+    @property
+    def holds(self) -> bool:
+        """Whether something has come behind the request."""
+        return bool(self._held)
+
     def send(self, data: bytes) -> None:
         """Send an answer."""
         self._short = None
+        self._write_head()
         self._real.write(data)
 
     def sent(self) -> None:

@@ -147,8 +147,8 @@ class Answer(Response):
         connection = scope.get(CONNECTION)
         if connection is None or not connection.chunked or not self._reply.plain:
             return
-        last_s = channel.last_token_s
-        self._direct = Direct(connection, self._worker.batch, last_s, self._reply.frame, lambda: channel.waiting)
+        last_s, samples = channel.last_token_s, channel.samples
+        self._direct = Direct(connection, self._worker.batch, channel, last_s, self._reply.frame, samples)
         self._worker.attach(channel, self._direct)
 
     async def _stream(self, channel: Channel, scope: Scope, send: Send) -> None:

@@ -284,7 +284,7 @@ class EngineWorker(EngineLink):
         channel = self._channels.get(delta.request_id)
         if channel is None or channel.direct is None or delta.finish_reason is not None or not delta.token_ids:
             return False
-        return channel.direct.take(channel.choice(delta), delta.text, len(delta.token_ids))
+        return channel.direct.lanes[channel.choice(delta)].take(delta.text, len(delta.token_ids))
 
     def _fail(self, error: BaseException) -> None:
         self.stop_all(_failed(error))

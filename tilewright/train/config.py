@@ -65,6 +65,7 @@ class TrainConfig:
     compute: str = _option(
         "dtype", "of products in blocks: dtype; fp8 (a scale for each row) or fp8-tensor, where that is faster (sm_89 on)"
     )
+    graphs: bool = _option(False, "capture the passes as a CUDA graph: the same bits, less work for the host; on one GPU")
     seed: int = _option(0, "of random weights and of the order of documents")
     row_tokens: int = _option(1024, "tokens of a packed row: the longest context")
     micro_rows: int = _option(4, "rows that go through the model at once")

@@ -24,7 +24,16 @@ from tilewright.train.log import Log, Silent
 from tilewright.train.optim import Muon, Optimizer
 from tilewright.train.setup import Costs, learning_rate
 from tilewright.train.sharded import ShardedCheckpoints
-from tilewright.train.step import NextToken, Objective, StepResult, running_sum, spread_step, train_step
+from tilewright.train.step import (
+    NextToken,
+    Objective,
+    Passes,
+    StepResult,
+    loss_and_grads,
+    running_sum,
+    spread_step,
+    train_step,
+)
 
 __all__ = ["Held", "Run", "Summary", "bits_per_byte", "resume", "save_whole"]
 
@@ -63,6 +72,7 @@ class Run:
     held, sample: what is measured, and what writes a text with the weights as they are; None for neither.
     say: told in words how it goes, a line at a time.
     spread: this rank's share, where there are several or sums follow the tree.
+    passes: how losses and gradients are computed where there is no spread.
     """
 
     config: TrainConfig
@@ -77,6 +87,7 @@ class Run:
     held: Held | None = None
     sample: Callable[[], str] | None = None
     spread: Spread | None = None
+    passes: Passes = loss_and_grads
     step: int = 0
     tokens: int = 0
     _skipped: int = 0
@@ -141,7 +152,7 @@ class Run:
         self.tokens += sum(batch.token_ids.numel() for batch in batches)
         if self.spread is None:
             there = [batch.to(self.device) for batch in batches]
-            return train_step(self.model, self.optimizer, there, lr, self.objective, running_sum)
+            return train_step(self.model, self.optimizer, there, lr, self.objective, running_sum, self.passes)
         n_targets = sum(batch.n_targets for batch in batches)
         own = [batch.to(self.device) for i, batch in enumerate(batches) if self.spread.owns(i, len(batches))]
         return spread_step(self.spread, self.optimizer, own, n_targets, lr, self.objective)

@@ -17,6 +17,7 @@ from tilewright.models.files import read_json
 from tilewright.parallel.mesh import Mesh
 from tilewright.parallel.plan import Plan
 from tilewright.train.batch import pack
+from tilewright.train.captured import Captured, check_graphs
 from tilewright.train.compute import set_compute
 from tilewright.train.config import TrainConfig, to_toml
 from tilewright.train.data import Conversations, Marked, Mixture, Source, Texts, conversation_shards, text_shards
@@ -35,6 +36,7 @@ from tilewright.train.setup import (
     plan_memory,
     planned_model,
 )
+from tilewright.train.step import loss_and_grads
 
 __all__ = ["Encoder", "tokenizer_folder", "train"]
 
@@ -124,6 +126,7 @@ def train(
     shape = model_config(config)
     check_plan(config, shape)
     device = on_this_rank(config, device_for(config))
+    check_graphs(config, shape, device)
     with joined(config, device) as mesh:
         say = say if mesh.rank == 0 else quiet
         say(to_toml(config).rstrip())
@@ -166,7 +169,7 @@ def _run(
         model = spread.part.model
     return Run(
         config=config, model=model, optimizer=optimizer, data=data, costs=costs, device=device, say=say, held=held,
-        spread=spread,
+        spread=spread, passes=Captured(config.row_tokens, say=say) if config.graphs else loss_and_grads,
         objective=build_objective(config, device, mesh.dp), pack=pack if config.loss == "next-token" else pack_pairs,
         sample=None if sampler is None or not config.sample_every or mesh.rank else sampler(model),
     )  # fmt: skip

@@ -222,14 +222,17 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     # rotation, what attention gives; gate, up and their product.
     layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + feed_forward_numbers(shape)
     accumulated = 4 if config.micro_batches > 1 else 0
+    if config.graphs and config.micro_batches > 1:
+        accumulated += item  # a copy, before the next pass overwrites them
     if config.accumulate == "tree":
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
     chunk = min(tokens, max(2048, shape.hidden_size))
+    kept = 0 if config.compute == "dtype" else sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)  # codes of w^T
     plan = MemoryPlan(
         weights=count * item + frozen,
         gradients=count * (item + accumulated),
         optimizer=int(count * (STATE_BYTES[config.optimizer] + (4 if item == 2 else 0))),
-        activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size),
+        activations=tokens * item * (layer * shape.num_hidden_layers + 4 * shape.hidden_size) + kept,
         logits=chunk * shape.vocab_size * item + 4 * shape.vocab_size * shape.hidden_size,
         available=memory_bytes(device) if device.type == "cuda" else None,
     )

@@ -8,7 +8,7 @@ Nothing waits for the device. How often micro-batches are cut, and which rank co
 `tree_sum` makes that order a function of the number of micro-batches alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,8 +26,10 @@ from tilewright.train.optim import Muon, Optimizer
 __all__ = [
     "NextToken",
     "Objective",
+    "Passes",
     "StepResult",
     "SumOf",
+    "loss_and_grads",
     "plain_head",
     "running_sum",
     "spread_step",
@@ -112,21 +114,30 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def loss_and_grads(
+    model: Model, objective: Objective, batches: Sequence[TrainBatch], n_targets: int
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """(loss, gradient of each of `trainable(model)`) of each micro-batch, as parts of the mean over `n_targets`."""
+    weights = list(trainable(model).values())
+    for batch in batches:
+        loss = objective(model, batch) / n_targets
+        yield [loss.detach(), *torch.autograd.grad(loss, weights)]
+
+
+Passes = Callable[[Model, Objective, Sequence[TrainBatch], int], Iterable[list[Tensor]]]
+"""`loss_and_grads`, or what computes the same: `train.captured`."""
+
+
 def train_step(
-    model: Model, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf
-) -> StepResult:
+    model: Model, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf,
+    passes: Passes = loss_and_grads,
+) -> StepResult:  # fmt: skip
     """Update the weights once, from all of `batches` together. Raises ValueError where there are no targets."""
-    weights = trainable(model)
     n_targets = sum(batch.n_targets for batch in batches)
     if not n_targets:
         raise ValueError("train_step: no position of this step's batches has a target; check what the data masks")
-
-    def loss_and_grads(batch: TrainBatch) -> list[Tensor]:
-        loss = objective(model, batch) / n_targets
-        return [loss.detach(), *torch.autograd.grad(loss, list(weights.values()))]
-
-    loss, *grads = sum_of(loss_and_grads(batch) for batch in batches)
-    norm, applied = optimizer.step(dict(zip(weights, grads, strict=True)), lr)
+    loss, *grads = sum_of(passes(model, objective, batches, n_targets))
+    norm, applied = optimizer.step(dict(zip(trainable(model), grads, strict=True)), lr)
     return StepResult(loss, norm, applied)
 
 

@@ -1,9 +1,11 @@
 """Small requests that do not go through the web framework: cut, one behind the other, left, failing; and models that change."""
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +139,76 @@ def test_large_tensors_in_pieces_beside_one_another(monkeypatch: pytest.MonkeyPa
         until(lambda: outbox.held_bytes == 90_000)
         other.close()
         until(lambda: outbox.held_bytes == 0)
+
+
+class Connection:
+    """What an outbox knows of a connection; `log` is what becomes of all."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, log: list[str]):
+        self.name, self.loop, self.log = name, loop, log
+        self.holds = False
+
+    def made(self, make: Callable[[], bytes | None]) -> bytes | None:
+        return make()
+
+    def send(self, data: bytes) -> None:
+        self.log.append(f"{self.name} {data.decode()}")
+
+    def sent(self) -> None:
+        self.log.append(f"{self.name} goes on")
+
+    def failed(self) -> None:
+        self.log.append(f"{self.name} failed")
+
+
+def test_answers_that_come_one_by_one_are_sent_at_once_and_others_together() -> None:
+    log, said, errors = list[str](), list[str](), list[object]()
+
+    async def turns() -> None:
+        loop, outbox = asyncio.get_running_loop(), shortcut.Outbox()
+        loop.set_exception_handler(lambda loop, context: errors.append(context["exception"]))
+        a, b, c = (Connection(name, loop, log) for name in "abc")
+
+        def wrong() -> bytes:
+            raise LookupError("a mistake of the server's")
+
+        async def turn(*adds: tuple[Connection, Callable[[], bytes | None], bool]) -> None:
+            for connection, make, alone in adds:
+                with suppress(LookupError):
+                    outbox.add(connection, make, alone=alone)  # type: ignore[arg-type]
+            said.append(", ".join(log))
+            log.append("turn")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            said.append(", ".join(log[log.index("turn") + 1 :]))
+            log.clear()
+
+        await turn((a, lambda: b"1", True))
+        await turn((a, lambda: b"2", False))
+        await turn((a, lambda: None, True))
+        await turn((a, wrong, True))
+        await turn((a, wrong, False))
+        b.holds = True
+        await turn((b, lambda: b"3", True))
+        await turn((a, lambda: b"4", True), (b, lambda: b"5", True), (c, lambda: b"6", True))
+        await turn((a, lambda: b"7", True), (b, lambda: b"8", True))
+        await turn((a, lambda: b"9", True))
+        await turn((a, lambda: b"10", True))
+
+    asyncio.run(turns())
+    assert list(zip(said[::2], said[1::2], strict=True)) == [
+        ("a 1, a goes on", ""),
+        ("", "a 2, a goes on"),
+        ("", ""),  # its client has left
+        ("a failed", ""),
+        ("", "a failed"),
+        ("b 3", "b goes on"),
+        ("a 4, a goes on", "b 5, c 6, b goes on, c goes on"),
+        ("", "a 7, b 8, a goes on, b goes on"),
+        ("", "a 9, a goes on"),
+        ("a 10, a goes on", ""),
+    ]
+    assert [type(error) for error in errors] == [LookupError]
 
 
 def test_who_leaves_is_not_computed() -> None:

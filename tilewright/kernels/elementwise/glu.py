@@ -28,6 +28,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.activations import gelu, gelu_tanh, silu
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import gated_arguments, gated_mul_arguments, gelu_arguments
+from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
@@ -147,7 +148,8 @@ def _gated(config: Config, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     rows, gate_row_stride = rows_of(gate)
     if rows:
         grid = (ceil_div(rows, config["BLOCK_T"]) * ceil_div(cols, config["BLOCK_F"]),)
-        _gated_kernel[grid](gate, up, y, rows, gate_row_stride, rows_of(up)[1], F=cols, ACTIVATION=activation, **config)
+        numbers = (rows, gate_row_stride, rows_of(up)[1])
+        launch(_gated_kernel, grid, (gate, up, y), numbers, {"F": cols, "ACTIVATION": activation, **config})
     return y
 
 

@@ -22,6 +22,7 @@ from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.activation_backward import gelu_slope, gelu_tanh_slope, silu_slope
 from tilewright.kernels.elementwise.glu import SPACE
 from tilewright.kernels.elementwise.inputs import gated_backward_arguments
+from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.row_space import Rows, row_problem
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, rows_of
 from tilewright.op import Example, Impl, Inputs, Op
@@ -127,9 +128,9 @@ def _launch(config: Config, dy: Tensor, gate: Tensor, up: Tensor, kind: str, gat
     rows, dy_row_stride = rows_of(dy)
     if rows:
         grid = (ceil_div(rows, config["BLOCK_T"]) * ceil_div(cols, config["BLOCK_F"]),)
-        _gated_backward_kernel[grid](
-            dy, gate, up, d, rows, dy_row_stride, rows_of(gate)[1], rows_of(up)[1],
-            F=cols, ACTIVATION=kind, GATE_FIRST=gate_first, **config,
+        launch(
+            _gated_backward_kernel, grid, (dy, gate, up, d), (rows, dy_row_stride, rows_of(gate)[1], rows_of(up)[1]),
+            {"F": cols, "ACTIVATION": kind, "GATE_FIRST": gate_first, **config},
         )  # fmt: skip
     return d
 

@@ -32,6 +32,7 @@ from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.elementwise.inputs import rope_arguments
+from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -340,10 +341,13 @@ def _launch(
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     tiles = ceil_div(heads, block_h) + ceil_div(kv_heads, block_h)
     if tokens:
-        _rope_kernel[(ceil_div(tokens, config["BLOCK_T"]) * tiles,)](
-            q, k, positions, cos_sin, q_out, k_out, tokens, token_stride(q), token_stride(k),
-            H=heads, G=kv_heads, D=head_dim, HALF=half, INTERLEAVED=interleaved, INVERSE=inverse,
-            BLOCK_HALF=next_pow2(half), BLOCK_REST=next_pow2(head_dim - 2 * half), **config,
+        constants = {
+            "H": heads, "G": kv_heads, "D": head_dim, "HALF": half, "INTERLEAVED": interleaved, "INVERSE": inverse,
+            "BLOCK_HALF": next_pow2(half), "BLOCK_REST": next_pow2(head_dim - 2 * half), **config,
+        }  # fmt: skip
+        launch(
+            _rope_kernel, (ceil_div(tokens, config["BLOCK_T"]) * tiles,), (q, k, positions, cos_sin, q_out, k_out),
+            (tokens, token_stride(q), token_stride(k)), constants,
         )  # fmt: skip
     return q_out, k_out
 

@@ -18,8 +18,10 @@ file and its own reasons to refuse:
     triton       any shape and any layout
     uneven       at most 64 rows, operands that start anywhere: the weight is read in place, by classes of its rows
     uneven_tma   the same up to 1024 rows, sm_90 and up: by the copy engine. For 17 to 256 rows and weights of some size
-    invariant    `triton` with one config for all: a row's bits do not depend on its batch. The only one that can say so: the
-                 others hold for some numbers of rows, and a row moves from one to the next as its batch grows
+    sm90_invariant  `sm90` whose tiles are never shared along K: a row's bits do not depend on its batch. Weights that are
+                 aligned, of 16 bits
+    invariant    `triton` with one config for all, likewise. The others hold for some numbers of rows, and a row moves from one
+                 to the next as its batch grows
 
 float32 is multiplied as float32; TF32 is `vendor`'s, where the program asks torch for it (torch.backends.cuda.matmul).
 
@@ -39,7 +41,7 @@ from tilewright.kernels.gemm.gemv import GEMV
 from tilewright.kernels.gemm.inputs import linear_arguments
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, problem_of
 from tilewright.kernels.gemm.skinny import SKINNY
-from tilewright.kernels.gemm.sm90 import SM90
+from tilewright.kernels.gemm.sm90 import SM90, SM90_INVARIANT
 from tilewright.kernels.gemm.tile import INVARIANT, TRITON
 from tilewright.kernels.gemm.tma import TRITON_TMA
 from tilewright.kernels.gemm.unaligned_skinny import MOST_ROWS as UNEVEN_ROWS
@@ -235,7 +237,7 @@ linear_op = Op(
     make=linear_arguments,
     first=_first,
     rows_in_problem=True,
-    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, UNEVEN, UNEVEN_TMA, INVARIANT),
+    impls=(GEMV, SKINNY, VENDOR, SM90, TRITON_TMA, TRITON, UNEVEN, UNEVEN_TMA, SM90_INVARIANT, INVARIANT),
 )
 
 # ---- public functions

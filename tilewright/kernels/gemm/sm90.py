@@ -1,4 +1,4 @@
-"""The host side of sm90_kernel.py: what it takes, its descriptors and workspaces; exports the Impl `sm90`.
+"""The host side of sm90_kernel.py: what it takes, its descriptors and workspaces; the Impls `sm90`, `sm90_invariant`.
 
 An operand that the copy engine cannot address (rows that do not start at multiples of 16 bytes: a K of 4095, an unaligned view)
 is dealt with inside, in one of two ways (the axis UNALIGNED):
@@ -9,10 +9,14 @@ is dealt with inside, in one of two ways (the axis UNALIGNED):
 
 The same launch computes the few rows and columns that lie behind the last whole tile (pad_operands.py).
 
+`sm90_invariant` shares no tile between programs: then each number of y is one sum in one order, whatever tile it is in. It
+takes what is read as it lies, by the weight and by K alone; an x that lies otherwise it copies, for else the place of x in
+memory would choose between kernels, and so bits.
+
 Refuses: float32, batches, and operands that are dense along neither dimension.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from tilewright.kernels.gemm.quantized_operands import float8_span
 from tilewright.kernels.gemm.sm90_configs import (
     BLOCK_K_BYTES,
     GROUP_M,
+    INVARIANT_SPACE,
     SPACE,
     consumer_tile,
     epilogue_n,
@@ -42,7 +47,7 @@ from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config
 
-__all__ = ["SM90", "box_rows", "launch_sm90", "pieces"]
+__all__ = ["SM90", "SM90_INVARIANT", "box_rows", "launch_sm90", "pieces"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -52,6 +57,16 @@ def _refuse(device: Device, problem: Problem) -> str | None:
         return "takes one weight, not a batch of them"
     if not problem.k or not problem.n:
         return "the copy engine has no empty matrices: N or K is 0"
+    return None
+
+
+def _refuse_invariant(device: Device, problem: Problem) -> str | None:
+    if reason := _refuse(device, problem):
+        return reason
+    if problem.activation != "none":
+        return "an activation's products may be fused with sums in one tile's code and not in another's"
+    if not problem.w_aligned or problem.w_major != "k" or problem.k % 8 or problem.n % 8:
+        return "takes weights that are dense along K, K and N multiples of 8, rows that start at 16 bytes"
     return None
 
 
@@ -235,3 +250,13 @@ def launch_sm90(
 
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, work=sm90_work)
+
+
+def _launch_invariant(config: Config, x: Tensor, *args: Any) -> Tensor:
+    return _launch(config, x if x.stride(1) == 1 and is_aligned(x) else x.clone(memory_format=torch.contiguous_format), *args)
+
+
+SM90_INVARIANT = Impl(
+    name="sm90_invariant", launch=_launch_invariant, space=INVARIANT_SPACE, written_for=90, refuse=_refuse_invariant,
+    batch_invariant=True, work=sm90_work,
+)  # fmt: skip

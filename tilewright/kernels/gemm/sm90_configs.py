@@ -11,7 +11,18 @@ from tilewright.kernels.gemm.problem import Problem
 from tilewright.kernels.gemm.quantized_operands import float8_span
 from tilewright.tune.space import Config, Space
 
-__all__ = ["BLOCK_K_BYTES", "GROUP_M", "SPACE", "consumer_tile", "epilogue_n", "evened", "left_over", "ring", "shares"]
+__all__ = [
+    "BLOCK_K_BYTES",
+    "GROUP_M",
+    "INVARIANT_SPACE",
+    "SPACE",
+    "consumer_tile",
+    "epilogue_n",
+    "evened",
+    "left_over",
+    "ring",
+    "shares",
+]
 
 BLOCK_K_BYTES = 128
 GROUP_M = 8
@@ -39,8 +50,8 @@ def _config(tile: tuple[int, int, str], split_k: int, unaligned: str) -> Config:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "CONSUMERS": consumers, "SPLIT_K": split_k, "UNALIGNED": unaligned}
 
 
-def _default(device: Device, problem: Problem) -> Config:
-    """The tile with the least estimated time.
+def _default(device: Device, problem: Problem, shared: bool = True) -> Config:
+    """The tile with the least estimated time; `shared`: or of a program's share of it.
 
     The constants of `_cycles` fit some 340 measured problems on an H100 (docs/log.md). Beside the best config measured the
     choice costs 0.7 % of plain products of 16 bits, 1.5 % of those with an epilogue, 0.2 to 0.8 % of int8.
@@ -58,7 +69,7 @@ def _default(device: Device, problem: Problem) -> Config:
         if tile in _BETWEEN and _tiles(problem, block_m, block_n) > device.sms and not (many and _in_spans(problem)):
             continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
         for split, cycles in _cycles(device, problem, tile, by_class).items():
-            if cycles < best_cycles:
+            if cycles < best_cycles and (shared or split == 1):
                 best, best_split, best_cycles = tile, split, cycles
     return _config(best, best_split, "classes" if by_class else "copy")
 
@@ -213,6 +224,12 @@ SPACE = Space(
     refusal=_config_refusal,
 )
 """SPLIT_K: programs that share a tile along K; 0 shares just the tiles that are left when no more fill the card."""
+
+INVARIANT_SPACE = Space(
+    default=lambda device, problem: _default(device, problem._replace(aligned=True, x_major="k"), shared=False), axes={}
+)
+"""For operands that are aligned, x dense along K. Whatever the tile, a number of y is one sum along K, 64 steps after 64 steps
+by the instructions of a warpgroup: the tile may follow the rows, and no bit does."""
 
 # ---- pieces of work
 

@@ -24,6 +24,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, rows_of, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
 from tilewright.kernels.norm.inputs import add_norm_arguments, norm_arguments
@@ -206,9 +207,9 @@ def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tens
     rows, row_stride = rows_of(x)
     other, other_stride = (x, 0) if residual is None else (residual, rows_of(residual)[1])
     if rows:
-        _rms_norm_kernel[(ceil_div(rows, config["BLOCK_T"]),)](
-            x, other, weight, y, total, rows, row_stride, other_stride, eps,
-            D=x.shape[-1], HAS_RESIDUAL=residual is not None, **config,
+        launch(
+            _rms_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), (x, other, weight, y, total),
+            (rows, row_stride, other_stride, eps), {"D": x.shape[-1], "HAS_RESIDUAL": residual is not None, **config},
         )  # fmt: skip
     return y, total
 

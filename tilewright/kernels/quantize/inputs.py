@@ -12,6 +12,7 @@ __all__ = [
     "layer_norm_quantize_arguments",
     "norm_quantize_arguments",
     "quantize_blocks_arguments",
+    "quantize_both_ways_arguments",
     "quantize_mx_arguments",
     "quantize_rows_arguments",
     "quantize_static_arguments",
@@ -28,6 +29,13 @@ def quantize_rows_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtyp
 def quantize_blocks_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "fp8") -> Args:
     """x [M, N] and the format."""
     return inputs.randn(M, N, dtype=dtype), format
+
+
+def quantize_both_ways_arguments(
+    inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "fp8", per: str = "row"
+) -> Args:
+    """x [M, N], what has a scale of its own, and the format."""
+    return inputs.randn(M, N, dtype=dtype), per, format
 
 
 def quantize_mx_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "mxfp8") -> Args:

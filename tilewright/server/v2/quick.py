@@ -156,7 +156,7 @@ class _Request:
     def told(self, found: tuple[Wire, ...] | HostError) -> None:
         """The outputs are there, or the reason why there are none."""
         self._found = found
-        self._done(self._short)
+        self._done(self._short, alone=isinstance(found, tuple) and self.version is not None and self.version.answers_one)
 
     def ended(self, task: "asyncio.Task[Answer]") -> None:
         """The task has its answer."""

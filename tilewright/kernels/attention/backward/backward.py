@@ -33,8 +33,8 @@ they wait for each other), or a second kernel computes the scores again for dq a
 Products are accumulated in float32; p and ds are rounded to the inputs' dtype for the products that they enter, the gradients
 once at the end. The implementations, in the order in which they are asked:
 
-    sm90      Hopper, by hand in Gluon (sm90_kernel.py): five products; equal lengths, causal masks, windows under
-              them, sinks
+    sm90      Hopper, by hand in Gluon (sm90_kernel.py): five products; equal lengths, or packed documents that attend to
+              themselves; causal masks, windows under them, sinks
     triton    sm_80 and up, any head dim up to 256, any layout and mask (tile.py): seven products,
               deterministic
 
@@ -138,14 +138,17 @@ def _example(
     *args: Any,
     spoilt: int | None = None,
     deterministic: bool = True,
+    alike: bool = False,
     **more: Any,
 ) -> Example:
-    """An example of `attention` with what its forward pass gives. `spoilt`: all of that sequence is NaN."""
+    """An example of `attention` with what its forward pass gives. `spoilt`: all of that sequence is NaN. `alike`: one tensor
+    has the lengths of queries and keys."""
 
     def with_gradients(
         inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, *options: Any
     ) -> tuple[object, ...]:
         max_q, max_k, scale, causal, _, *bends = options
+        cu_k = cu_q if alike else cu_k
         out, lse = attention_op.reference(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, True, *bends)
         do = inputs.randn(*out.shape, dtype=out.dtype)
         if spoilt is not None:
@@ -161,6 +164,7 @@ EXAMPLES = (
     _example("full", ((40, 70),), (1, 1), dim=128),
     _example("causal", ((70, 70),), (1, 1), dim=128, causal=True),
     _example("packed", ((33, 40), (0, 5), (7, 0)), (2, 1), 16, packed=True, causal=True),
+    _example("packed documents", ((70, 70), (5, 5), (0, 0), (66, 66)), (2, 1), 128, packed=True, causal=True, alike=True),
     _example("no key seen", ((40, 20),), (1, 1), causal=True, dtype=torch.float16),
     _example("one query", ((1, 50),), (2, 1), causal=True),
     _example("spoilt neighbour", ((20, 30), (9, 37), (17, 31)), (1, 1), packed=True, spoilt=1),

@@ -44,6 +44,8 @@ class Problem(NamedTuple):
     softcap: bool
     sinks: bool
     alibi: bool
+    alike: bool = False
+    """Packed: whether queries and keys are the same tokens, and one tensor has the lengths of both."""
 
 
 def problem_of(
@@ -74,6 +76,7 @@ def problem_of(
         softcap is not None,
         sinks is not None,
         slopes is not None,
+        cu_q is not None and cu_q is cu_k,
     )
 
 
@@ -114,7 +117,8 @@ def arguments_of(
     bends = (left, None if causal else left, prefix, None, softcap or None, inputs.randn(H) if sinks else None, slopes)
     options = (queries, KV, D**-0.5, causal, deterministic, *bends)
     if packed:
-        cu_q, cu_k = (inputs.tensor([i * rows for i in range(B + 1)], torch.int32) for rows in (queries, KV))
+        cu_q = inputs.tensor([i * queries for i in range(B + 1)], torch.int32)
+        cu_k = cu_q if queries == KV else inputs.tensor([i * KV for i in range(B + 1)], torch.int32)
         return do, q, k, v, out, lse, cu_q, cu_k, *options
     do, q, k, v, out = (t.unflatten(0, (B, -1)) for t in (do, q, k, v, out))
     return do, q, k, v, out, lse, None, None, *options

@@ -4,9 +4,12 @@ Three kernels: one prepares two numbers a row of queries, the one in Gluon, and 
 float32 memory that every block of keys adds to, so two runs differ in the last bits unless `deterministic` has the blocks take
 turns.
 
-Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, values narrower than keys, packed sequences,
-windows without a causal mask, prefixes, soft caps and ALiBi, heads that are not beside each other in a row (a layout [heads,
-tokens, D]), and rows or heads that do not start at multiples of 16 bytes.
+Packed documents that attend to themselves are one long sequence whose queries see no key before their document: every key knows
+where its document ends.
+
+Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, values narrower than keys, other packed
+sequences, windows without a causal mask, prefixes, soft caps and ALiBi, heads that are not beside each other in a row (a layout
+[heads, tokens, D]), and rows or heads that do not start at multiples of 16 bytes.
 """
 
 import torch
@@ -40,8 +43,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
         return f"takes values as wide as keys, not {problem.head_dim}/{problem.value_dim}"
     if missing := lacks(problem, window=problem.causal, sinks=True):
         return missing
-    if problem.varlen:
-        return "takes sequences of equal length, not packed ones"
+    if problem.varlen and not (problem.alike and problem.causal):
+        return "takes packed sequences that attend to themselves under a causal mask, no others"
     if not problem.tma:
         return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
     return None
@@ -126,6 +129,22 @@ def _rows_kernel(
     tl.store(bounds_ptr + tl.num_programs(0).to(tl.int64) * BLOCK_M + at, -delta)
 
 
+@triton.jit(do_not_specialize=["tokens", "documents"])
+def _ends_kernel(cu_ptr, ends_ptr, tokens, documents, BLOCK: tl.constexpr):
+    """Where the document of each token ends, by halving the documents that it may lie in."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = low + documents
+    left = documents
+    while left > 0:
+        middle = (low + high) // 2
+        behind = tl.load(cu_ptr + 1 + middle, mask=middle < documents, other=tokens) <= at
+        low = tl.where(behind, middle + 1, low)
+        high = tl.where(behind, high, middle)
+        left = left // 2
+    tl.store(ends_ptr + at, tl.load(cu_ptr + 1 + low, mask=low < documents, other=tokens), mask=at < tokens)
+
+
 @triton.jit(do_not_specialize=["blocks", "max_q", "H"])
 def _round_kernel(
     sum_ptr, dq_ptr, blocks, max_q, H, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr
@@ -161,6 +180,13 @@ def _line_descriptor(t: Tensor, box: int) -> TensorDescriptor:
     return descriptor(t, [box])
 
 
+def _ends(cu: Tensor, tokens: int) -> Tensor:
+    """int32 [tokens]: where the document of each ends."""
+    ends = torch.empty(tokens, dtype=torch.int32, device=cu.device)
+    _ends_kernel[(-(-tokens // 1024),)](cu, ends, tokens, cu.shape[0] - 1, BLOCK=1024)
+    return ends
+
+
 def _section(card: Device, head_dim: int, causal: bool, key_blocks: int, heads: int, config: Config) -> int:
     """Key/value heads that go together, of so many of all sequences."""
     # Without a diagonal all blocks are as long, and at 128 dims the fewer heads are under way the better.
@@ -180,6 +206,11 @@ def _launch(
     dq, dk, dv, dsinks = empty_gradients(q, k, v, sinks)
     if not q.numel() or not k.numel():  # the copy engine has no empty matrices
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
+    ends, results = None, (dq, dk, dv)
+    if cu_q is not None:
+        max_q = max_k = q.shape[0]
+        ends = _ends(cu_q, max_q)
+        do, q, k, v, out, dq, dk, dv = (t[None] for t in (do, q, k, v, out, *results))
     (batch, _, heads, d), groups = q.shape, k.shape[2]
     rows, keys = config["BLOCK_M"], _keys(d)
     blocks, key_blocks = -(-max_q // rows), -(-max_k // keys)
@@ -203,7 +234,7 @@ def _launch(
     attention_backward_sm90_kernel[(staying,)](
         _descriptor(q, rows), _descriptor(do, rows), _descriptor(k, _ROWS), _descriptor(v, _ROWS),
         _line_descriptor(bounds[0], rows), _line_descriptor(bounds[1], rows), dk_desc, dv_desc, sums, dk, dv, order,
-        counter, slots, tiles, key_blocks, section, groups, heads // groups,
+        ends, counter, slots, tiles, key_blocks, section, groups, heads // groups,
         max_q, max_k, left or 0, q.stride(2), do.stride(2), k.stride(2), v.stride(2), scale, scale * LOG2_E,
         KEYS=keys, BLOCK_M=rows, D=d, STAGES=config["STAGES"], CAUSAL=causal, LEFT=left is not None, SETS=sets,
         AHEAD=bool(config["AHEAD"]), num_warps=4,
@@ -212,7 +243,7 @@ def _launch(
     if sinks is not None:
         of_rows = bounds.view(2, batch, heads, -1).transpose(1, 2).flatten(2)
         dsinks = gradient_of_sinks(sinks, -scale * of_rows[0], -of_rows[1])
-    return dq, dk, dv, dsinks
+    return *results, dsinks
 
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)

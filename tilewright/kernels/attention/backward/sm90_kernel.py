@@ -1,7 +1,7 @@
 """The gradients of attention for Hopper, scheduled by hand in Gluon: the kernel that walks the queries for a block of keys.
 
-backward.py has the formulae. bf16 or fp16; equal lengths; the host side (sm90.py) refuses
-what does not fit, prepares a number or two for each row of queries, and rounds dq in the end.
+backward.py has the formulae. bf16 or fp16; equal lengths, or packed documents that attend to themselves; the host side
+(sm90.py) refuses what does not fit, prepares a number or two for each row of queries, and rounds dq in the end.
 
 A program has KEYS keys of one key/value head, and dk and dv of these in registers. Limited by the tensor cores, and where D is
 64 as much by exponentials, hence the schedule of FlashAttention-3 (Shah et al., 2024):
@@ -36,6 +36,7 @@ from tilewright.kernels.attention.backward.sm90_mainloop import (
     finish,
     first_products,
     flat,
+    near_end,
     part_of_dq,
     scores,
     scores_ahead,
@@ -79,10 +80,10 @@ def _gradients(
     key = block * KEYS + wg * ROWS
     kv = n % SETS if SETS > 1 else 0
     phase = n // SETS & 1 if SETS > 0 else 0
-    kv_full = bars[0].index(kv)
+    near = near_end(shape, key)
     dk = gl.zeros([ROWS, D], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, D], gl.float32, D_LAYOUT)
-    mbarrier.wait(kv_full, phase)
+    mbarrier.wait(bars[0].index(kv), phase)
     end = it + shape[3] * (last - first)
     if AHEAD:
         s = scores_ahead(bufs, bars, it, end, kv * PARTS + wg, 0, M)
@@ -99,7 +100,7 @@ def _gradients(
                 dp = scores(flat(v_bufs.index(own)), flat(do_bufs.index(stage)), begin_with(delta_bufs.index(stage)))
             else:
                 s, dp = first_products(bufs, bars, it, own, 0, M)
-            p, dp = weigh(s, dp, key, j * M, shape, scale_log2, kv_full, phase, CAUSAL, LEFT)
+            p, dp = weigh(s, dp, key, j * M, near, shape, scale_log2, bars[0].index(kv), phase, CAUSAL, LEFT)
             weights = as_operand(p.to(ds_bufs.dtype), dv)
             dv = warpgroup_mma(weights, flat(do_bufs.index(stage)), dv, is_async=True)
             ds = (p * dp).to(ds_bufs.dtype)
@@ -143,6 +144,7 @@ def _gradients_wide(
     key = block * KEYS
     phase = n & 1 if SETS > 0 else 0
     zero = 0
+    near = near_end(shape, key)
     dk = gl.zeros([ROWS, COLS], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, COLS], gl.float32, D_LAYOUT)
     mbarrier.wait(kv_full.index(0), phase)
@@ -152,7 +154,8 @@ def _gradients_wide(
             side = it & 1
             zero = unknown(zero)
             s, dp = first_products(bufs, bars, it, zero, wg * HALF, HALF)
-            p, dp = weigh(s, dp, key, j * M + wg * HALF, shape, scale_log2, kv_full.index(0), phase, CAUSAL, LEFT)
+            bar = kv_full.index(0)
+            p, dp = weigh(s, dp, key, j * M + wg * HALF, near, shape, scale_log2, bar, phase, CAUSAL, LEFT)
             p_bufs.index(side).slice(wg * HALF, HALF, dim=1).store(p.to(p_bufs.dtype))
             ds_bufs.index(side).slice(wg * HALF, HALF, dim=1).store((p * dp).to(ds_bufs.dtype))
             share(ds_full.index(side))
@@ -236,7 +239,7 @@ def _buffers(
 @gluon.jit(do_not_specialize=["tiles", "key_blocks", "section", "KV_H", "GROUP", "max_q", "max_k", "left"])
 def attention_backward_sm90_kernel(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, order_ptr,
-    counter_ptr, slots_ptr, tiles, key_blocks, section, KV_H, GROUP, max_q, max_k, left,
+    ends_ptr, counter_ptr, slots_ptr, tiles, key_blocks, section, KV_H, GROUP, max_q, max_k, left,
     q_head_stride, do_head_stride, k_head_stride, v_head_stride,
     scale, scale_log2, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
@@ -247,9 +250,10 @@ def attention_backward_sm90_kernel(
     tiles: key_blocks a key/value head of each sequence.
     section: key/value heads that go together. left: with LEFT, the keys before its own that a query sees. GROUP: query heads a
     key/value head. lse_desc: -lse / scale, delta_desc: -delta, of BLOCK_M rows for every block of every query head. dq_ptr:
-    float32 zeros, BLOCK_M * D a block, in parts of 64 rows. order_ptr: None, or int32 zeros, one a part. dk_desc, dv_desc: with
-    two sets, else None. counter_ptr: one int32 of zero, left as zero, and slots_ptr: int32, 2 * SLOT a program; None if SETS
-    is 0.
+    float32 zeros, BLOCK_M * D a block, in parts of 64 rows. order_ptr: None, or int32 zeros, one a part. ends_ptr: None, or
+    int32 [max_k], where the document of each token ends: queries and keys are the same tokens then, under a causal mask.
+    dk_desc, dv_desc: with two sets, else None. counter_ptr: one int32 of zero, left as zero, and slots_ptr: int32, 2 * SLOT a
+    program; None if SETS is 0.
     """
     HELD: gl.constexpr = SETS if SETS > 1 else 1
     descs = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)
@@ -262,7 +266,7 @@ def attention_backward_sm90_kernel(
     if SETS == 2:
         bars = bars + (barriers(2, 1), (barriers(2, 2), barriers(2, 2)), (barriers(2, 1), barriers(2, 4), barriers(1, 1)))
     results = (dq_ptr, dk_ptr, dv_ptr, order_ptr)
-    shape = (key_blocks, section, KV_H, GROUP, max_q, max_k, left)
+    shape = (key_blocks, section, KV_H, GROUP, max_q, max_k, left, ends_ptr)
     strides = (q_head_stride, do_head_stride, k_head_stride, v_head_stride)
     if SETS > 0:
         slots_ptr += gl.program_id(0) * (2 * SLOT)

@@ -25,6 +25,7 @@ __all__ = [
     "finish",
     "first_products",
     "flat",
+    "near_end",
     "part_of_dq",
     "scores",
     "scores_ahead",
@@ -58,8 +59,11 @@ def scores(rows, others, begin):
 
 
 @gluon.jit
-def _visible(s, key, query, offset, max_k, left, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
-    """Scores [keys, queries] with -inf where a query does not see a key. offset: keys before the first query's."""
+def _visible(s, key, query, offset, max_k, left, ends_ptr, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
+    """Scores [keys, queries] with -inf where a query does not see a key. offset: keys before the first query's.
+
+    ends_ptr: where the document of each key ends, under a causal mask; else None.
+    """
     layout: gl.constexpr = s.type.layout
     keys = key + gl.expand_dims(gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, layout)), 1)
     if CAUSAL:
@@ -67,6 +71,8 @@ def _visible(s, key, query, offset, max_k, left, CAUSAL: gl.constexpr, LEFT: gl.
         seen = (keys <= queries + offset) & (keys < max_k)
         if LEFT:
             seen &= keys >= queries + (offset - left)
+        if ends_ptr is not None:
+            seen &= queries < gl.load(ends_ptr + gl.minimum(keys, max_k - 1))
         return gl.where(seen, s, float("-inf"))
     else:
         return gl.where(keys < max_k, s, float("-inf"))
@@ -183,12 +189,23 @@ def scores_ahead(bufs, bars, it, total, part, begin: gl.constexpr, rows: gl.cons
 
 
 @gluon.jit
-def weigh(s, dp, key, query, shape, scale_log2, bar, phase, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
-    """(weights, dO V^T, done)."""
-    max_q, max_k, left = shape[4], shape[5], shape[6]
+def near_end(shape, key):
+    """Where the document of a key ends, if documents are packed; of a warpgroup's first key it is the first such end."""
+    end = 0
+    if shape[7] is not None:
+        end = gl.load(shape[7] + gl.minimum(key, shape[5] - 1))
+    return end
+
+
+@gluon.jit
+def weigh(s, dp, key, query, end, shape, scale_log2, bar, phase, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
+    """(weights, dO V^T, done). end: `near_end` of the key."""
+    max_q, max_k, left, ends_ptr = shape[4], shape[5], shape[6], shape[7]
+    PACKED: gl.constexpr = ends_ptr is not None
     own = query + max_k - max_q
-    if (own < key + ROWS - 1 and CAUSAL) or key + ROWS > max_k or (own + s.shape[1] - 1 > key + left and LEFT):
-        s = _visible(s, key, query, max_k - max_q, max_k, left, CAUSAL, LEFT)
+    masked = (own < key + ROWS - 1 and CAUSAL) or key + ROWS > max_k or (own + s.shape[1] - 1 > key + left and LEFT)
+    if masked or (query + s.shape[1] > end and PACKED):
+        s = _visible(s, key, query, max_k - max_q, max_k, left, ends_ptr, CAUSAL, LEFT)
     p = gl.exp2(s * scale_log2)
     # The assembler would wait for dO V before the exponentials, but moves nothing across a loop. This one ends at once.
     mbarrier.wait(bar, phase)

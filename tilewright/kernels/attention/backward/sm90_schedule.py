@@ -29,9 +29,9 @@ def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.
     """(block of keys, key/value head, sequence, first block of queries that sees the keys, one past the last) of a tile.
 
     Heads go in sections; inside of one the longest blocks come first under a diagonal, but where additions keep an order:
-    nobody may wait for a program that begins later.
+    nobody may wait for a program that begins later. Of packed documents a block of keys is seen to the end of its last key's.
     """
-    key_blocks, section, KV_H, _GROUP, max_q, max_k, left = shape
+    key_blocks, section, KV_H, _GROUP, max_q, max_k, left, ends_ptr = shape
     before = tile // (section * key_blocks) * section
     within = tile % (section * key_blocks)
     heads = tiles // key_blocks
@@ -48,6 +48,9 @@ def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.
     if LEFT:
         last = gl.minimum(gl.cdiv(gl.maximum(block * KEYS + KEYS + left - (max_k - max_q), 0), M), last)
         last = gl.maximum(last, first)
+    if ends_ptr is not None:
+        end = gl.load(ends_ptr + gl.minimum(block * KEYS + KEYS, max_k) - 1)
+        last = gl.minimum(gl.cdiv(end, M), last)
     return block, head % KV_H, head // KV_H, first, last
 
 
@@ -55,10 +58,11 @@ def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.
 def turn(block, j, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr):
     """How many other blocks of keys add to the j-th block of queries before this one.
 
-    Under a diagonal the last keys that it sees come first: these begin with it, and the others come to it in their order.
+    Under a diagonal the last keys that it sees come first: these begin with it, and the others come to it in their order. Of
+    packed documents they go back to the block in which that of its first query begins, and none is left out.
     """
     if CAUSAL:
-        key_blocks, _section, _KV_H, _GROUP, max_q, max_k, _left = shape
+        key_blocks, _section, _KV_H, _GROUP, max_q, max_k, _left, _ends_ptr = shape
         # The last block of keys whose first block of queries is the j-th or one before.
         last = gl.minimum(((j + 1) * M - 1 + max_k - max_q) // KEYS, key_blocks - 1)
         return last - block

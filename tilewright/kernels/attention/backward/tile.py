@@ -20,6 +20,7 @@ from tilewright.kernels.attention.backward.problem import Gradients, Problem, em
 from tilewright.kernels.attention.problem import DTYPES, LARGEST_HEAD_DIM, LOG2_E
 from tilewright.kernels.attention.tile_masks import capped, load_rows, queries_that_see, seen_by, sequence, strides_of
 from tilewright.kernels.device.dot import dot
+from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
 from tilewright.tune.space import Config, Space
@@ -311,9 +312,9 @@ def _launch(
     blocks = {"BLOCK_D": max(16, next_pow2(d)), "BLOCK_DV": max(16, next_pow2(width))}
     delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
     tiles = ceil_div(max_q, 64)
-    _delta_kernel[(tiles * batch * heads,)](
-        do, out, delta, cu_q, tiles, max_q, total_q, heads, *strides_of(do, out), DV=width, BLOCK_M=64,
-        BLOCK_DV=blocks["BLOCK_DV"],
+    launch(
+        _delta_kernel, (tiles * batch * heads,), (do, out, delta, cu_q), (tiles, max_q, total_q, heads, *strides_of(do, out)),
+        {"DV": width, "BLOCK_M": 64, "BLOCK_DV": blocks["BLOCK_DV"]},
     )  # fmt: skip
     # Under a cap a score is tanh(scale q . k / cap) in [-1, 1], and its scale the cap.
     factor, pre = (scale, 0.0) if softcap is None else (softcap, 2 * scale / softcap * LOG2_E)
@@ -322,13 +323,11 @@ def _launch(
     constants = {"D": d, "DV": width, "LEFT": left is not None, "RIGHT": behind is not None, "SOFTCAP": softcap is not None}
     constants |= {"PREFIX": prefix > 0 or prefixes is not None, **blocks, **config}
     tiles = ceil_div(max_k, config["TILE"])
-    _keys_kernel[(tiles * batch * groups,)](
-        do, q, k, v, lse, delta, dk, dv, cu_q, cu_k, prefixes, slopes, tiles, *numbers, *strides, **constants
-    )
+    operands = (do, q, k, v, lse, delta, dk, dv, cu_q, cu_k, prefixes, slopes)
+    launch(_keys_kernel, (tiles * batch * groups,), operands, (tiles, *numbers, *strides), constants)
     tiles = ceil_div(max_q, config["TILE"])
-    _queries_kernel[(tiles * batch * heads,)](
-        do, q, k, v, lse, delta, dq, cu_q, cu_k, prefixes, slopes, tiles, *numbers, *strides, **constants
-    )
+    operands = (do, q, k, v, lse, delta, dq, cu_q, cu_k, prefixes, slopes)
+    launch(_queries_kernel, (tiles * batch * heads,), operands, (tiles, *numbers, *strides), constants)
     return dq, dk, dv, dsinks if sinks is None else gradient_of_sinks(sinks, lse, delta)
 
 

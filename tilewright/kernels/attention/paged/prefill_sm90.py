@@ -58,14 +58,15 @@ def _launch(
         q = q.contiguous()
     device = card_of(q)
     pack = _pack(heads // kv_heads)
-    units, tiles = heads // pack, tokens * pack // (_CONSUMERS * _ROWS) + batch
+    single = max_q_len == 1 and tokens == batch
+    units, tiles = heads // pack, batch if single else tokens * pack // (_CONSUMERS * _ROWS) + batch
     programs = min(units * tiles, device.sms)
     box = [min(page_size, _BLOCK_N), _PANEL]
     paged_varlen_sm90_kernel[(programs,)](
         descriptor(q, [_ROWS // pack, pack, _PANEL]), *(descriptor(t.view(-1, dim), box) for t in (k_cache, v_cache)),
         descriptor(o, [_ROWS // pack, pack, _PANEL]), o, sinks, block_table, kv_lens, cu_q,
         tickets(q.device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=q.device),
-        tiles, units, batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
+        tiles, units, int(single), batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
         block_table.stride(0), scale * LOG2_E,
         G=kv_heads, GROUP=heads // kv_heads, PACK=pack, D=dim, S=page_size, BLOCK_N=_BLOCK_N,
         STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None,

@@ -6,7 +6,9 @@ for all its heads. And keys and values come from pages: the producer, one warp, 
 (TMA) fetch a block of keys box by box, each of one page.
 
 Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on, at least ceil(its queries / BLOCK_Q) of them; what is too many is
-passed over. A warp of each program draws its tiles from a counter, the last ones, which see the most keys, first.
+passed over. A warp of each program draws its tiles from a counter, the last ones, which see the most keys, first. Where all
+sequences have one query each, b owns tile b: to look for it takes eight trips to L2 one after the other with 256 sequences,
+longer than a block of keys. That is decided at run time, so that both ways are one binary with the same bits.
 
 Limited by the tensor cores, where a sequence brings many queries. The host side is prefill_sm90.py, which refuses
 what does not fit.
@@ -40,12 +42,12 @@ def _tile_of(ticket, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, L
     The last four are as in attention/sm90_schedule.py. Rows count PACK heads of each query. A tile that was numbered for
     nothing has a first row beyond the queries.
     """
-    tiles, units = grid
+    tiles, units, single = grid
     kv_lens_ptr, cu_q_ptr, batch, room = lengths
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS // PACK
     tile = tiles - 1 - ticket // units
-    b = batch * 0
-    high = batch
+    b = tile * single
+    high = gl.where(single > 0, 0, batch)
     while b + 1 < high:
         middle = (b + high) // 2
         begins = gl.load(cu_q_ptr + middle) // BLOCK_Q + middle <= tile
@@ -54,7 +56,7 @@ def _tile_of(ticket, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, L
     q_start = gl.load(cu_q_ptr + b)
     q_len = gl.load(cu_q_ptr + b + 1) - q_start
     k_len = gl.minimum(gl.maximum(gl.load(kv_lens_ptr + b), 0), room)
-    query = (tile - (q_start // BLOCK_Q + b)) * BLOCK_Q
+    query = (tile - (q_start // BLOCK_Q * (1 - single) + b)) * BLOCK_Q
     own = query + k_len - q_len  # the key that is the first query's own
     seen = gl.minimum(k_len, own + BLOCK_Q)
     whole = gl.minimum(k_len, gl.maximum(own + 1, 0)) // N
@@ -154,19 +156,20 @@ def _deal(bars, counter_ptr, slots_ptr, grid, lengths, left, PACK: gl.constexpr,
         hand_out(ticket, place, n, slots_ptr, tile_full, tile_empty, SLOT)
 
 
-@gluon.jit(do_not_specialize=["tiles", "units", "batch", "tokens", "room", "left", "table_row_stride"])
+@gluon.jit(do_not_specialize=["tiles", "units", "single", "batch", "tokens", "room", "left", "table_row_stride"])
 def paged_varlen_sm90_kernel(
     q_desc, k_desc, v_desc, o_desc, out_ptr, sinks_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, counter_ptr, slots_ptr,
-    tiles, units, batch, tokens, room, left, table_row_stride, scale,
+    tiles, units, single, batch, tokens, room, left, table_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, S: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4 on at most tiles * units programs; the others bring their own warps.
 
     q_desc, o_desc: of q and the result [T, H, D], in boxes of 64 / PACK queries, PACK heads, 64 columns. k_desc, v_desc: of the
-    caches as [P * G * S, D], in boxes of min(S, BLOCK_N) rows and 64 columns. tiles: T // (128 / PACK) + B. units: H / PACK.
-    room: keys that a row of the block table has pages for. scale: times log2(e). sinks_ptr: None, or [H]. counter_ptr: an int32
-    of zero, left as zero. slots_ptr: int32, 2 * SLOT a program. LEFT: a row sees keys from `left` before its own.
+    caches as [P * G * S, D], in boxes of min(S, BLOCK_N) rows and 64 columns. single: 1 where all sequences have one query,
+    else 0. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys that a row of the block table has
+    pages for. scale: times log2(e). sinks_ptr: None, or [H]. counter_ptr: an int32 of zero, left as zero. slots_ptr: int32,
+    2 * SLOT a program. LEFT: a row sees keys from `left` before its own.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
@@ -187,7 +190,7 @@ def paged_varlen_sm90_kernel(
     bufs = (q_bufs, k_bufs, v_bufs, o_bufs, q_bufs, k_bufs)
     out = (o_desc, out_ptr, None, tokens, G * GROUP * D, D, sinks_ptr)
     slots_ptr += gl.program_id(0) * (2 * SLOT)
-    grid = (tiles, units)
+    grid = (tiles, units, single)
     lengths = (kv_lens_ptr, cu_q_ptr, batch, room)
     descs = (q_desc, k_desc, v_desc)
     boxes = (q_boxes, k_boxes, v_boxes)

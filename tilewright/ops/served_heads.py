@@ -1,0 +1,107 @@
+"""Queries and keys as a server makes them, with gradients; and where its attention has the bits of attention over packed rows.
+
+A server norms and rotates heads in one launch, which rounds once, and writes keys into pages (`rope_kv_write`). Here its pages
+are of one token: so keys lie as [T, G, D], and attention over packed rows reads them in place.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tilewright.hw.device import device_of
+from tilewright.kernels.attention.attention import attention_op
+from tilewright.kernels.attention.paged.attention import paged_attention_op
+from tilewright.kernels.attention.paged.rope_cache_write import rope_kv_write
+from tilewright.kernels.elementwise.rope import rope
+from tilewright.kernels.launch.shapes import rows_ready
+from tilewright.kernels.norm.backward import rms_norm_backward_op
+from tilewright.op import Scope, scope
+
+__all__ = ["paged_is_packed", "served_heads"]
+
+# T tokens, H query heads, G key/value heads, D head dim
+
+
+class _ServedHeads(torch.autograd.Function):
+    """(q, k) normed and rotated, differentiable once in q, k and the norms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, positions: Tensor,
+        cos_sin: Tensor, eps: float, interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Runs without gradients, as torch does inside of a Function."""
+        ctx.save_for_backward(q, k, q_norm, k_norm, positions, cos_sin)
+        ctx.options = eps, interleaved
+        keys, values = torch.empty(2, k.shape[0], k.shape[1], 1, k.shape[2], dtype=k.dtype, device=k.device).unbind()
+        slots = torch.arange(k.shape[0], device=k.device)
+        turned = rope_kv_write(q, k, v, positions, cos_sin, keys, values, slots, q_norm, k_norm, eps, interleaved)
+        return turned, keys.view(k.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """(of q, of k, None, of the norms), and nothing for the rest."""
+        q, k, q_norm, k_norm, positions, cos_sin = ctx.saved_tensors
+        eps, interleaved = ctx.options
+        dq, dk = rope(grads[0].contiguous(), grads[1].contiguous(), positions, cos_sin, interleaved, True)
+        of_q_norm = of_k_norm = None
+        if q_norm is not None and k_norm is not None:
+            dq, of_q_norm = rms_norm_backward_op(dq, rows_ready(q), q_norm, None, eps)
+            dk, of_k_norm = rms_norm_backward_op(dk, rows_ready(k), k_norm, None, eps)
+        return dq, dk, None, of_q_norm, of_k_norm, *[None] * 4
+
+
+def served_heads(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `ops.rope_kv_write` gives of q and writes of k, as tensors with gradients.
+
+    Args:
+        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
+        k, v: [T, G, D] of q's dtype.
+        positions: [T] int64.
+        cos_sin: [max_pos, 2, R/2] float32.
+        q_norm, k_norm: [D], weights of an RMS norm of each head before; None for none.
+        eps: of the norms.
+        interleaved: as in `ops.rope`.
+
+    Returns:
+        (q [T, H, D], k [T, G, D]), contiguous.
+    """
+    return _ServedHeads.apply(q, k, v, q_norm, k_norm, positions, cos_sin, eps, interleaved)  # pyright: ignore[reportReturnType]
+
+
+def paged_is_packed(q: Tensor, kv_heads: int, page_size: int, window: int | None, sinks: Tensor | None) -> bool:
+    """Whether paged attention, under the scope in force, is the very loop of `ops.attention` with a causal mask.
+
+    So it is with the invariant kernels for Hopper: both have one config, which the head dim decides, and one walk over blocks
+    of keys that begin at the same places. q: [T, H, D], of either.
+    """
+    return _one_loop(q.get_device(), q.dtype, q.shape[1], kv_heads, q.shape[2], page_size, window, sinks is not None, scope())
+
+
+@lru_cache
+def _one_loop(
+    index: int, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page_size: int, window: int | None, sinks: bool,
+    within: Scope,
+) -> bool:  # fmt: skip
+    if not within.invariant:
+        return False
+
+    def tensor(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    q, k, cu = tensor(2, heads, dim), tensor(2, kv_heads, dim), tensor(2, kind=torch.int32)
+    sink = tensor(heads) if sinks else None
+    cache, table, left = tensor(1, kv_heads, page_size, dim), tensor(1, 1, kind=torch.int32), window and window - 1
+    packed = attention_op.problem(q, k, k, cu, cu, 2, 2, 1.0, True, True, left, None, 0, None, None, sink)
+    paged = paged_attention_op.problem(q, cache, cache, table, cu[:1], cu, 2, 1.0, window, None, None, sink)
+    on = device_of(index)
+    return (attention_op.choose(on, packed).impl.name, paged_attention_op.choose(on, paged).impl.name) == (
+        "sm90_invariant", "invariant_sm90",
+    )  # fmt: skip
