@@ -41,7 +41,7 @@ DEFAULT_PRIORITY = 100
 """Of a request that names none, or 0; 1 is the most urgent."""
 MAX_PRIORITY = 1 << 20
 MAX_INPUTS = 1024
-MAX_KNOWN, MAX_KNOWN_BYTES = 256, 2048
+MAX_KNOWN, MAX_KNOWN_BYTES = 1024, 2048
 """JSON heads of requests that are remembered, and the longest of them."""
 UNSUPPORTED = {
     "classification": "classification is not supported: take the scores and choose",
