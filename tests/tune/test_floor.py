@@ -89,3 +89,14 @@ def test_explain_tells_no_time_below_its_floor(card: str, n: int) -> None:
     said = explain(OPS["linear"], {"M": n, "N": n, "K": n}, device_named(card))
     assert said["predicted"]["us"] >= said["roofline"]["floor_us"] * (1 - 1e-9)
     assert math.isfinite(said["predicted"]["us"])
+
+
+@pytest.mark.parametrize("op", [op for op in ALL if any(impl.work for impl in op.impls)], ids=lambda op: op.name)
+def test_every_example_of_every_op_can_be_ranked_with_all_that_takes_it(op: Op) -> None:
+    """Whoever says its work says it for the config that it has, be it the only one."""
+    device = device_named("h100")
+    for example in op.examples:
+        args = example.make(Inputs())
+        problem = op.problem(*args)
+        allowed = [impl for impl in op.impls if impl.refusal(device, problem) is None]
+        assert all(ranked.seconds >= 0 for ranked in rank(op.name, device, problem, args, allowed))

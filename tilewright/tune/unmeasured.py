@@ -124,19 +124,19 @@ def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls:
         args: of the op, or tensors like them on "meta".
         impls: those that take the problem.
     """
-    least = _least(op_name, device, args, impls)
+    least = _least(op_name, device, problem, args, impls)
     for ranked in _ordered(_predicted(op_name, device, args, impls), device, problem):
         yield ranked._replace(seconds=max(ranked.seconds, least))
 
 
-def _least(op_name: str, device: Device, args: Sequence[Any], impls: Sequence[Candidate]) -> float:
+def _least(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate]) -> float:
     """What the ceilings allow the candidate with the least work; 0 without any. One number for all keeps their order."""
     found, least = ceilings(device), []
     for impl in impls:
         certified = _certified(op_name, impl.name, device.arch)
         if impl.work is None or (certified is None and impl.space.axes):
             continue
-        work = impl.work(device, {} if certified is None else certified.columns, *args)
+        work = impl.work(device, impl.space.default(device, problem) if certified is None else certified.columns, *args)
         least.append(float(np.min(least_seconds(work, found))))
     return min(least, default=0.0)
 
