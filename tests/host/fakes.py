@@ -8,6 +8,7 @@ import numpy as np
 
 from tilewright.host.config import ModelConfig
 from tilewright.host.instance import LoadFailed, Reply
+from tilewright.host.regions import Part, Read, read_all
 from tilewright.host.tensors import Signature, TensorSpec, Wire
 
 SIGNATURE = Signature((TensorSpec("x", "FP32", (-1, 4)),), (TensorSpec("y", "FP32", (-1, 4)),), True)
@@ -43,7 +44,8 @@ class Fake:
         self.busy, self._done = True, done
         self.batches.append(list(parts))
         # What has several inputs is given their sum.
-        inputs = [[np.frombuffer(wire.data, np.float32).reshape(wire.shape) for wire in wires] for wires in batch]
+        unread = dict[int, str]()
+        inputs = [[_array(wire, number, unread) for wire in wires] for number, wires in enumerate(batch)]
         rows = np.concatenate([np.sum(arrays, axis=0, dtype=np.float32) for arrays in inputs])
         try:
             found, errors = self._computed(rows, parts)
@@ -53,7 +55,7 @@ class Fake:
             asyncio.get_running_loop().call_later(self.seconds, self.close)
             return
         wire = Wire("FP32", found.shape, np.ascontiguousarray(found, np.float32).tobytes())
-        asyncio.get_running_loop().call_later(self.seconds, self._answer, Reply((wire,), errors, self.seconds))
+        asyncio.get_running_loop().call_later(self.seconds, self._answer, Reply((wire,), errors, self.seconds, unread))
 
     def _computed(self, rows: np.ndarray, parts: Sequence[int]) -> tuple[np.ndarray, dict[int, str]]:
         """As `host/worker.py`: where a batch fails, each request is computed alone."""
@@ -76,6 +78,15 @@ class Fake:
         done, self._done = self._done, None
         if done is not None:
             done(None)
+
+
+def _array(wire: Wire, number: int, unread: dict[int, str]) -> np.ndarray:
+    """A request's input, wherever it is."""
+    data = wire.data
+    if isinstance(data, Part):
+        part, data = data, bytearray(len(data))
+        unread |= read_all([Read(number, part, memoryview(data))])
+    return np.frombuffer(data, np.float32).reshape(wire.shape)
 
 
 class Makes:

@@ -46,10 +46,14 @@ class Loaded(NamedTuple):
     buckets: tuple[int, ...]
     """Numbers of rows that batches are padded to, ascending; (): as they are."""
 
+    def moved(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Inputs on the model's device. From locked memory they are copied while this process goes on; outputs come later."""
+        return [x.to(self.device, non_blocking=True) for x in inputs]
+
     def call(self, inputs: list[Tensor]) -> list[Tensor]:
         """Outputs in the signature's order, on the host."""
         with torch.no_grad():
-            found = _named(self.module(*(x.to(self.device) for x in inputs)))
+            found = _named(self.module(*self.moved(inputs)))
         return [found[spec.name].detach().to("cpu") for spec in self.signature.outputs]
 
     @property

@@ -67,15 +67,6 @@ class Part:
     def __len__(self) -> int:
         return self._size
 
-    def json(self, size: int) -> dict[str, Any]:
-        """Where its first bytes are, as an answer says it."""
-        region = self._region
-        return {
-            "shared_memory_region": region.name,
-            "shared_memory_byte_size": size,
-            "shared_memory_offset": self._at - region.offset,
-        }
-
     def cut(self, begin: int, end: int) -> "Part":
         """The bytes from `begin` to `end`."""
         return Part(self._region, self._at + begin, min(end, self._size) - begin)

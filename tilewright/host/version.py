@@ -33,7 +33,7 @@ from tilewright.host.waiting import Cut, Plan, Told, Waiting
 __all__ = ["Ask", "Version"]
 
 MAX_TIMEOUT_S = 86400.0
-MAX_PLANS = 256
+MAX_PLANS = 1024
 """Kinds of requests that are remembered."""
 ALONE = 4
 """Batches of one request after which the next request is taken for a lone client's."""

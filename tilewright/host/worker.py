@@ -11,9 +11,11 @@ prints goes to stderr.
 """
 
 import json
+import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +28,11 @@ from tilewright.host.config import ModelConfig
 from tilewright.host.loaded import NAMES as DTYPE_NAMES
 from tilewright.host.loaded import Loaded, load
 from tilewright.host.tensors import DATATYPES, byte_size
+from tilewright.hw.device import page_locked
 
 __all__ = ["MAX_PACKET", "main"]
+
+logger = logging.getLogger(__name__)
 
 MAX_PACKET = 1 << 17
 """Bytes of a message."""
@@ -117,10 +122,20 @@ class _Instance:
     def __init__(self, loaded: Loaded, config: ModelConfig, arena: Arena, outputs_at: int):
         self._loaded, self._config, self._arena, self._outputs_at = loaded, config, arena, outputs_at
         self._views = dict[tuple[Any, ...], Tensor]()
+        self._unlock: Callable[[], object] = self._locked()
         self._asked = dict[bytes, tuple[list[int], list[tuple[int, list[int]]]]]()
         self._said = dict[tuple[Any, ...], bytes]()
         self.broken = False
         """The device is lost: every later call would fail as well."""
+
+    def _locked(self) -> Callable[[], object]:
+        """Lock the arena's pages where a GPU copies from them; what unlocks them."""
+        if self._loaded.device.type == "cuda":
+            try:
+                return page_locked(torch.frombuffer(self._arena.view, dtype=torch.uint8))
+            except OSError as error:
+                logger.warning("inputs are copied to the GPU more slowly: %s", error)
+        return lambda: None
 
     def answer(self, packet: bytes) -> bytes:
         """Compute one batch."""
@@ -195,6 +210,7 @@ class _Instance:
         """The model's outputs for `rows` rows."""
         if not self._loaded.signature.batched:
             return self._loaded.call(inputs)
+        inputs = self._loaded.moved(inputs)  # before zeros are added: what is put together is in no locked memory
         padded = self._loaded.padded(rows)
         if padded > rows:
             inputs = [torch.cat([x, x.new_zeros((padded - rows, *x.shape[1:]))]) for x in inputs]
@@ -226,8 +242,10 @@ class _Instance:
         """Lay outputs into the arena, which grows where they are larger than any before."""
         needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
         if needed > self._arena.size:
+            self._unlock()
             self._arena.grow(needed)
             self._views.clear()  # or the memory before it would stay mapped
+            self._unlock = self._locked()
         at, placed = self._outputs_at, []
         for x in outputs:
             name = DTYPE_NAMES[x.dtype]

@@ -4,11 +4,14 @@ Cards may be asked about without being here: `device_named("h100")` is what a la
 """
 
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from tilewright.hw import env
 
@@ -25,6 +28,7 @@ __all__ = [
     "device_of",
     "free_bytes",
     "memory_bytes",
+    "page_locked",
     "pci_id",
 ]
 
@@ -110,6 +114,22 @@ def free_bytes(device: torch.device) -> int:
 def memory_bytes(device: torch.device) -> int:
     """All memory of a CUDA device, in bytes."""
     return torch.cuda.mem_get_info(device)[1]
+
+
+def page_locked(memory: Tensor) -> Callable[[], None]:
+    """Lock a CPU tensor's pages, so that a GPU copies from it by itself while the process goes on.
+
+    Returns what unlocks them, which has to be called before the memory is given back. Raises OSError: CUDA refuses; the
+    memory is as it was.
+    """
+    cuda, at = torch.cuda.cudart(), memory.data_ptr()
+    assert cuda is not None
+    code = cuda.cudaHostRegister(at, memory.numel() * memory.element_size(), 0)
+    if int(code):
+        with suppress(RuntimeError):  # or the next launch would be told of it
+            torch.ones(1, device="cuda")
+        raise OSError(f"CUDA cannot lock {memory.numel() * memory.element_size()} bytes of memory: error {int(code)}")
+    return lambda: cuda.cudaHostUnregister(at)
 
 
 @cache

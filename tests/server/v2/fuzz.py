@@ -1,18 +1,21 @@
 """Random requests to a server of models, beside a client that must not feel them.
 
 `python -m tests.server.v2.fuzz --count 20000 --seed 0`. Requests are right ones that were changed: JSON, bytes, heads,
-what is cut off, and how it is sent. Every answer is HTTP; below 500, but where the model itself raises; errors are one
-sentence. The victim's answers stay right, none of its requests fails, and in the end nothing is left in the queue.
+what is cut off, and how it is sent; some have tensors in shared memory, whose file grows and shrinks meanwhile. Every answer is
+HTTP; below 500, but where the model itself raises; errors are one sentence. The victim's answers stay right, none of its
+requests fails, and in the end nothing is left in the queue.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +42,26 @@ VALUES: tuple[Any, ...] = (
         {"a": {}},
     ),
 )
-KEYS = ("name", "datatype", "shape", "data", "parameters", "binary_data_size", "inputs", "outputs", "id", "priority", "timeout")
+OBJECT = f"tilewright-fuzz-{os.getpid()}"
+FILE = Path("/dev/shm") / OBJECT
+PLACE = {"shared_memory_region": "r", "shared_memory_byte_size": 16, "shared_memory_offset": 0}
+SHARED = ("region/r/register",) * 5 + ("region/s/register", "region/r/unregister", "unregister", "region/r/x")
+KEYS = (
+    "name",
+    "datatype",
+    "shape",
+    "data",
+    "parameters",
+    "binary_data_size",
+    "inputs",
+    "outputs",
+    "id",
+    "priority",
+    "timeout",
+    "key",
+    "offset",
+    "byte_size",
+)
 HEADS = (
     *(b"Content-Length: 5", b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Content-Encoding: gzip", b"X: \xff"),
     *(b"Inference-Header-Content-Length: 7", b"Inference-Header-Content-Length: -7", b"Origin: http://evil.example", b": x"),
@@ -63,21 +85,32 @@ def request(rng: random.Random) -> tuple[bytes, bool]:
     """(a request, changed here and there; whether it is whole, so that it has to be answered)."""
     one: dict[str, Any] = {"name": "x", "datatype": "FP32", "shape": [rng.choice((1, 2)), 4]}
     array = np.ones(one["shape"], np.float32) * rng.choice((1.0, 1.0, -1.0, np.nan))
-    blob = b""
-    if rng.random() < 0.6:
+    blob, inside = b"", rng.random()
+    if inside < 0.2:
+        one["parameters"] = {**PLACE, "shared_memory_byte_size": array.nbytes, "shared_memory_offset": rng.choice((0, 16, 48))}
+    elif inside < 0.7:
         blob = array.tobytes()
         one["parameters"] = {"binary_data_size": len(blob)}
     else:
         one["data"] = array.ravel().tolist()
     said: Any = {"inputs": [one]}
+    if rng.random() < 0.2:
+        said["outputs"] = [{"name": "y", "parameters": dict(PLACE)}]
+    path = rng.choice(
+        ("/v2/models/m/infer",) * 6 + ("/predict/m", "/v2/repository/index", "/v2/models/m/versions/9/infer", "/v2/x")
+    )
+    if rng.random() < 0.1:
+        said, one, blob = {"key": OBJECT, "offset": 0, "byte_size": 64}, {}, b""
+        path = f"/v2/systemsharedmemory/{rng.choice(SHARED)}"
+    places = [of for of in (one, *said.get("outputs", ())) if isinstance(of.get("parameters"), dict)]
+    for of in places:
+        if rng.random() < 0.3:
+            of["parameters"][rng.choice(tuple(PLACE))] = rng.choice(VALUES)
     for _ in range(rng.choice((0, 1, 1, 2))):
         of = rng.choice((said, one))
         of[rng.choice(KEYS)] = rng.choice(VALUES)
     head = json.dumps(said).encode()
     body = head + blob
-    path = rng.choice(
-        ("/v2/models/m/infer",) * 6 + ("/predict/m", "/v2/repository/index", "/v2/models/m/versions/9/infer", "/v2/x")
-    )
     lines = [f"POST {path} HTTP/1.1".encode(), b"Host: 127.0.0.1", b"Content-Length: %d" % len(body)]
     if blob or rng.random() < 0.3:
         lines.append(b"Inference-Header-Content-Length: %d" % len(head))
@@ -139,12 +172,15 @@ def victim(server: Server, found: Found, ends: threading.Event) -> int:
 def run(count: int, seed: int) -> Found:
     """Send so many requests."""
     found, ends, rng = Found(), threading.Event(), random.Random(seed)
-    with serving({"m": ModelConfig(source="a:b")}, max_body_bytes=1 << 16) as server:
+    FILE.write_bytes(bytes(64))
+    with serving({"m": ModelConfig(source="a:b")}, max_body_bytes=1 << 16, shared_memory=True) as server:
         beside = threading.Thread(target=victim, args=(server, found, ends))
         beside.start()
         for _ in range(count):
             if len(found.wrong) > 10:
                 break
+            if rng.random() < 0.2:
+                os.truncate(FILE, rng.choice((0, 15, 16, 63, 64, 64, 64, 1 << 40)))
             send(server.port, *request(rng), rng, found)
         ends.set()
         beside.join()
@@ -153,6 +189,7 @@ def run(count: int, seed: int) -> Found:
             time.sleep(0.01)
         if server.host.running:
             found.wrong.append(f"{server.host.running} requests are left")
+    FILE.unlink()
     return found
 
 

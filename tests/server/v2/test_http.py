@@ -44,7 +44,7 @@ WRONG = [
     ({"parameters": {"binary_data_size": True}}, "binary_data_size True"),
     ({"parameters": {"binary_data_size": "16"}}, "binary_data_size 16"),
     ({"parameters": {"binary_data_size": 12}}, "4 bytes are left behind the tensors' binary data"),
-    ({"parameters": {"shared_memory_region": "r"}}, "shared memory is not supported"),
+    ({"parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 16}}, "shared memory is off"),
     ({"parameters": []}, "neither data nor binary_data_size"),
     ({"parameters": "x"}, "the parameters of input 'x' are no object"),
     ({"shape": [1, HUGE]}, "has shape"),

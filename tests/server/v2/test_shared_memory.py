@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from tests.host import models
+from tests.host.test_regions import open_files
 from tests.server.v2.running import Server, serving
 from tests.server.v2.test_quick import until
-from tilewright.host import regions
 from tilewright.host.config import ModelConfig
-from tilewright.host.regions import Read, Regions, read_all, shared_out
 from tilewright.server.config import ServerConfig
 from tilewright.server.v2 import http as usual_way
 
@@ -202,118 +201,6 @@ def test_requests_go_the_short_way(server: Server, monkeypatch: pytest.MonkeyPat
         c.unregister_system_shared_memory()
 
 
-# ---- what a region may be
-
-
-BAD_KEYS = ("", "/", ".", "..", "../etc", "a/b", "//a", "/a/../b", "a\0b", "a b", "sem.x", "x" * 129, None, 7, ["a"])
-
-
-@pytest.mark.parametrize("key", BAD_KEYS, ids=repr)
-def test_names_that_are_no_shared_memory_object(server: Server, key: Any) -> None:
-    status, said = server.post("/v2/systemsharedmemory/region/r/register", {"key": key, "offset": 0, "byte_size": 4})
-    assert status == 400, said
-    assert "wanted a shared memory object's name" in said["error"]
-
-
-NUMBERS: tuple[Any, ...] = ((0, 0), (0, -1), (-1, 4), (0, "4"), (0, 4.0), (True, 4), (0, None), (None, 4))
-
-
-@pytest.mark.parametrize("numbers", NUMBERS, ids=repr)
-def test_offsets_and_sizes_that_are_none(server: Server, numbers: tuple[Any, Any]) -> None:
-    with memory(64) as (key, _):
-        said = {"key": key, "offset": numbers[0], "byte_size": numbers[1]}
-        status, found = server.post("/v2/systemsharedmemory/region/r/register", said)
-        assert status == 400, found
-        assert "wanted whole numbers" in found["error"]
-
-
-def test_files_that_are_no_memory_of_the_servers_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(64))
-    shm = tmp_path / "shm"
-    shm.mkdir()
-    (shm / "link").symlink_to(secret)
-    (shm / "folder").mkdir()
-    os.mkfifo(shm / "pipe")
-    (shm / "short").write_bytes(bytes(63))
-    (shm / "good").write_bytes(bytes(64))
-    (shm / "locked").write_bytes(bytes(64))
-    mine = Regions(shm)
-    for key, words in (
-        ("nothing", "No such file"),
-        ("link", "cannot be opened"),
-        ("folder", "cannot be opened"),
-        ("pipe", "no regular file"),
-        ("short", "has 63 bytes, and the region ends at 64"),
-    ):
-        with pytest.raises(regions.Refused, match=words):
-            mine.register("r", key, 0, 64)
-    with pytest.raises(regions.Refused, match="the region ends at 65"):
-        mine.register("r", "good", 1, 64)
-    with pytest.raises(regions.Refused, match="the region ends at 4611686018427387968"):
-        mine.register("r", "good", 1 << 62, 64)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: 12345)
-        with pytest.raises(regions.Refused, match="belongs to another user"):
-            mine.register("r", "good", 0, 64)
-    assert not _open_files(tmp_path), "a file that was refused stays open"
-    mine.register("r", "good", 0, 64)
-    for name, words in (("r", "is registered already"), ("", "1 to 256"), ("n" * 257, "1 to 256"), ("a\nb", "printable")):
-        with pytest.raises(regions.Refused, match=words):
-            mine.register(name, "good", 0, 64)
-    assert len(_open_files(tmp_path)) == 1
-
-
-def _open_files(folder: Path) -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue
-        if target.startswith(str(folder)):
-            found.append(target)
-    return found
-
-
-def test_numbers_and_sizes_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "x").write_bytes(bytes(64))
-    monkeypatch.setattr(regions, "MAX_REGIONS", 3)
-    monkeypatch.setattr(regions, "MAX_BYTES", 100)
-    mine = Regions(tmp_path)
-    mine.register("a", "x", 0, 64)
-    with pytest.raises(regions.Refused, match="more than 100 bytes"):
-        mine.register("b", "x", 0, 37)
-    mine.register("b", "x", 0, 35)
-    mine.register("c", "x", 0, 1)
-    with pytest.raises(regions.Refused, match="3 shared memory regions are registered"):
-        mine.register("d", "x", 0, 1)
-    mine.unregister("a")
-    mine.register("d", "x", 0, 64)
-    mine.unregister()
-    assert mine.status() == []
-    assert not _open_files(tmp_path)
-
-
-def test_large_reads_are_shared_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "JOB_BYTES", 10)
-    data = random.Random(0).randbytes(200)
-    (tmp_path / "x").write_bytes(data)
-    mine = Regions(tmp_path)
-    mine.register("r", "x", 7, 190)
-    for sizes in ((1,), (10,), (25,), (3, 0, 30, 7, 10, 1), (0,), (9, 1, 11)):
-        into, reads, at = bytearray(sum(sizes)), [], 0
-        for number, size in enumerate(sizes):
-            part = mine.part(regions.Place("r", 100 - 2 * number, size))
-            reads.append(Read(number, part, memoryview(into)[at : at + size]))
-            at += size
-        jobs = list(shared_out(reads))
-        assert [sum(len(one.part) for one in job) for job in jobs[:-1]] == [10] * (len(jobs) - 1)
-        assert [read_all(job) for job in jobs] == [{}] * len(jobs)
-        right = b"".join(data[107 - 2 * n : 107 - 2 * n + size] for n, size in enumerate(sizes))
-        assert bytes(into) == right
-
-
 # ---- requests
 
 
@@ -410,11 +297,11 @@ def test_a_file_that_is_truncated_costs_its_own_request_only(server: Server, mod
 
 def test_a_region_that_is_unregistered_serves_the_requests_that_have_it(server: Server) -> None:
     with memory(16) as (key, handle), http.InferenceServerClient(f"127.0.0.1:{server.port}") as c:
-        clients = len(_open_files(file_of(key)))
+        clients = len(open_files(file_of(key)))
         c.register_system_shared_memory("r", key, 16)
         theirs.set_shared_memory_region(handle, [X])
         with ThreadPoolExecutor(1) as pool, http.InferenceServerClient(f"127.0.0.1:{server.port}") as own:
-            assert len(_open_files(file_of(key))) > clients
+            assert len(open_files(file_of(key))) > clients
             begun = pool.submit(own.infer, "slow", [placed(http, "x", X, "FP32", "r")])
             slow = server.host.models["slow"].versions[1]
             while not slow.waiting:  # for 300 ms, for company
@@ -423,7 +310,7 @@ def test_a_region_that_is_unregistered_serves_the_requests_that_have_it(server: 
             assert np.array_equal(begun.result(20).as_numpy("output"), RIGHT)
         with pytest.raises(InferenceServerException, match="no shared memory region 'r'"):
             c.infer("slow", [placed(http, "x", X, "FP32", "r")])
-        until(lambda: len(_open_files(file_of(key))) == clients)
+        until(lambda: len(open_files(file_of(key))) == clients)
 
 
 def test_what_is_cached_is_never_a_clients_memory(server: Server) -> None:

@@ -234,10 +234,7 @@ class Rpc:
             model_name=answer.model,
             model_version=str(answer.version),
             id=identity,
-            outputs=[
-                {"name": name, "datatype": wire.datatype, "shape": wire.shape, "parameters": _placed(places.get(name), wire)}
-                for name, wire in chosen.items()
-            ],
+            outputs=[{"name": name, "datatype": wire.datatype, "shape": wire.shape} for name, wire in chosen.items()],
             # One for each output: clients count them.
             raw_output_contents=[b"" if name in places else bytes(wire.raw) for name, wire in chosen.items()],
         )
@@ -284,12 +281,6 @@ def _value(parameter: Any) -> Any:
 
 def _values(parameters: Any) -> dict[str, Any]:
     return {name: _value(value) for name, value in parameters.items()}
-
-
-def _placed(part: Part | None, wire: Wire) -> dict[str, dict[str, Any]]:
-    """The parameters of an output."""
-    said = {} if part is None else part.json(len(wire.data))
-    return {name: {"string_param" if isinstance(value, str) else "int64_param": value} for name, value in said.items()}
 
 
 def _inputs(request: Any, regions: Regions | None) -> dict[str, Wire]:
