@@ -34,7 +34,8 @@ def gradients(made: tuple[Tensor, Tensor], of: list[Tensor]) -> tuple[Tensor, ..
 def test_numbers_and_gradients_are_those_of_norm_and_rope(normed: bool, rotated: int, interleaved: bool) -> None:
     table, (q, k, *norms) = rope_table(rotated, 8, 100.0), leaves(normed)
     q_norm, k_norm = norms or (None, None)
-    found = served_heads(q, k, torch.zeros_like(k), POSITIONS, table, q_norm, k_norm, 1e-6, interleaved)
+    rows = torch.arange(TOKENS)
+    found = served_heads(q, k, torch.zeros_like(k), POSITIONS, rows, table, q_norm, k_norm, 1e-6, interleaved)
     ours = gradients(found, [q, k, *norms])
     a, b = [ops.rms_norm(x, w, 1e-6) for x, w in zip((q, k), norms)] if normed else (q, k)
     wanted = ops.rope(a, b, POSITIONS, table, interleaved)

@@ -123,6 +123,8 @@ class ServedKeysValues:
     """The documents, each in pages of its own."""
     pages: int
     page_size: int
+    rows: Tensor
+    """[T] int64: 0, 1, ... T - 1."""
     held: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
     """Memory of the pages by heads, their size and dtype: one layer's, then the next one's, which writes to the same
     places. Zeroed once: what lies behind a document's end is read, and a NaN would spread."""
@@ -147,7 +149,7 @@ class ServedKeysValues:
             max_q_len=packed.max_q_len,
             logits_rows=packed.positions.new_zeros(0),
         )
-        return cls(batch=batch, pages=pages, page_size=page_size)
+        return cls(batch=batch, pages=pages, page_size=page_size, rows=torch.arange(tokens, device=cu.device))
 
     def layer(self, index: int) -> "ServedKeysValues":
         """What a layer's attention is called with."""
@@ -157,7 +159,7 @@ class ServedKeysValues:
         """Causal attention within each document."""
         if heads.softcap is None and paged_is_packed(q, k.shape[1], self.page_size, heads.window, heads.sinks):
             norms = heads.q_norm, heads.k_norm, heads.norm_eps
-            q, k = served_heads(q, k, v, batch.positions, heads.rope.cos_sin, *norms, heads.rope.interleaved)
+            q, k = served_heads(q, k, v, batch.positions, self.rows, heads.rope.cos_sin, *norms, heads.rope.interleaved)
             return _within_documents(q, k, v, batch, heads)
         kind = (k.shape[1], k.shape[2], k.dtype)
         if kind not in self.held:

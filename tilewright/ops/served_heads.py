@@ -31,13 +31,12 @@ class _ServedHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, positions: Tensor,
-        cos_sin: Tensor, eps: float, interleaved: bool,
+        slots: Tensor, cos_sin: Tensor, eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Runs without gradients, as torch does inside of a Function."""
         ctx.save_for_backward(q, k, q_norm, k_norm, positions, cos_sin)
         ctx.options = eps, interleaved
         keys, values = torch.empty(2, k.shape[0], k.shape[1], 1, k.shape[2], dtype=k.dtype, device=k.device).unbind()
-        slots = torch.arange(k.shape[0], device=k.device)
         turned = rope_kv_write(q, k, v, positions, cos_sin, keys, values, slots, q_norm, k_norm, eps, interleaved)
         return turned, keys.view(k.shape)
 
@@ -52,12 +51,12 @@ class _ServedHeads(torch.autograd.Function):
         if q_norm is not None and k_norm is not None:
             dq, of_q_norm = rms_norm_backward_op(dq, rows_ready(q), q_norm, None, eps)
             dk, of_k_norm = rms_norm_backward_op(dk, rows_ready(k), k_norm, None, eps)
-        return dq, dk, None, of_q_norm, of_k_norm, *[None] * 4
+        return dq, dk, None, of_q_norm, of_k_norm, *[None] * 5
 
 
 def served_heads(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, interleaved: bool,
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
+    k_norm: Tensor | None, eps: float, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `ops.rope_kv_write` gives of q and writes of k, as tensors with gradients.
 
@@ -65,6 +64,7 @@ def served_heads(
         q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
         k, v: [T, G, D] of q's dtype.
         positions: [T] int64.
+        slots: [T] int64, 0, 1, ... T - 1; many layers take the same.
         cos_sin: [max_pos, 2, R/2] float32.
         q_norm, k_norm: [D], weights of an RMS norm of each head before; None for none.
         eps: of the norms.
@@ -73,7 +73,7 @@ def served_heads(
     Returns:
         (q [T, H, D], k [T, G, D]), contiguous.
     """
-    return _ServedHeads.apply(q, k, v, q_norm, k_norm, positions, cos_sin, eps, interleaved)  # pyright: ignore[reportReturnType]
+    return _ServedHeads.apply(q, k, v, q_norm, k_norm, positions, slots, cos_sin, eps, interleaved)  # pyright: ignore[reportReturnType]
 
 
 def paged_is_packed(q: Tensor, kv_heads: int, page_size: int, window: int | None, sinks: Tensor | None) -> bool:

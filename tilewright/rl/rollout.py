@@ -26,6 +26,8 @@ from tilewright.rl.told import Output, Told
 __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
 
 _ALIGNMENT = 512
+_PAGE, _LONG = 32, 256
+"""Tokens of a page where samples are long: the copy engine fetches keys page by page, and small ones keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class Sampler:
             max_model_len=max_len,
             max_seqs=seqs,
             invariant=invariant,
+            page_size=_PAGE if max_len >= _LONG and model.config.latent is None else None,
             kv_cache_bytes=cache_bytes,
             max_waiting=1 << 20,
         )

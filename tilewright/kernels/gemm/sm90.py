@@ -16,6 +16,7 @@ memory would choose between kernels, and so bits.
 Refuses: float32, batches, and operands that are dense along neither dimension.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ from tilewright.kernels.gemm.work import sm90_work
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
+from tilewright.kernels.launch.plan import Plan, Planned
+from tilewright.kernels.launch.replay import first_launch, pointer_kind
 from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
 from tilewright.tune.space import Config
@@ -222,6 +225,23 @@ def launch_sm90(
     With y_scale, one float32, y is int8 or float8 and holds the codes of the result by that scale. 8-bit operands must be dense
     along K, with rows that start at multiples of 16 bytes.
     """
+    call = _call(config, y, x, weight, bias, activation, residual, x_scales, w_scales, pdl, y_scale)
+    sm90_kernel[(call.programs,)](*call.arguments, **call.constants)
+    return y
+
+
+class _Call(NamedTuple):
+    """A launch of the kernel."""
+
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+
+def _call(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
+    x_scales: Tensor | None, w_scales: Tensor | None, pdl: bool, y_scale: Tensor | None,
+) -> _Call:  # fmt: skip
     function, gated = ACTIVATIONS[activation]
     width, halves = y.shape[1], 1 + gated
     device = card_of(x)
@@ -234,26 +254,53 @@ def launch_sm90(
     tiles = ready.tiles_m * ceil_div(ready.width * halves, block_n)
     work = pieces(config, device, y, tiles, ready.steps, x.element_size() == 1)
     residual_stride = 0 if residual is None else residual.stride(0)
-    sm90_kernel[(work.programs,)](
+    arguments = (
         ready.x_desc, ready.x_low_desc, ready.w_desc, y_desc, y, x_scales, w_scales, y_scale, bias, residual,
         work.scratch, work.counters, ready.m, ready.width, x.shape[1], ready.steps, work.waves, work.share, work.parts - 1,
         ready.lead, x.stride(0), residual_stride, y_stride,
-        CONSUMERS=config["CONSUMERS"], X_MAJOR=ready.x_major, W_MAJOR=ready.w_major, HALVES=halves,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, GROUP_M=GROUP_M,
-        EPILOGUE_N=y_box[1], EPILOGUE_BUFS=buffers,
-        TILE_LAYOUT=box_layout(y_box, y.dtype),
-        SPAN=float8_span(x.dtype, x.shape[1]) // block_k, STREAM=config["SPLIT_K"] != 1, CLASSES=ready.classes,
-        ACTIVATION=function, VECTOR=next(v for v in (8, 4, 2, 1) if width % v == 0),
-        num_warps=4, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
     )  # fmt: skip
-    return y
+    constants = {
+        "CONSUMERS": config["CONSUMERS"], "X_MAJOR": ready.x_major, "W_MAJOR": ready.w_major, "HALVES": halves,
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "GROUP_M": GROUP_M,
+        "EPILOGUE_N": y_box[1], "EPILOGUE_BUFS": buffers, "TILE_LAYOUT": box_layout(y_box, y.dtype),
+        "SPAN": float8_span(x.dtype, x.shape[1]) // block_k, "STREAM": config["SPLIT_K"] != 1, "CLASSES": ready.classes,
+        "ACTIVATION": function, "VECTOR": next(v for v in (8, 4, 2, 1) if width % v == 0), "num_warps": 4,
+        **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
+    }  # fmt: skip
+    return _Call(work.programs, arguments, constants)
 
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, work=sm90_work)
 
 
-def _launch_invariant(config: Config, x: Tensor, *args: Any) -> Tensor:
-    return _launch(config, x if x.stride(1) == 1 and is_aligned(x) else x.clone(memory_format=torch.contiguous_format), *args)
+def _key(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Hashable:
+    added = None if residual is None else (residual.stride(), *(pointer_kind(residual) or ()))
+    places = x.get_device(), x.dtype, x.shape, x.stride(), weight.shape, weight.stride()
+    return *places, pointer_kind(bias), added, *config.values()
+
+
+def _first_launch(
+    config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Plan:  # fmt: skip
+    call = _call(config, y, x, weight, bias, "none", residual, None, None, False, None)
+    owners = (0, None, 1, 2, 2, None, None, None, 3, 4)  # which operand each argument points into
+    operands = (x, weight, y, bias, residual)
+    return Plan(first_launch(sm90_kernel, (call.programs,), call.arguments, call.constants, owners, operands))
+
+
+_PLANS = Planned(_key, _first_launch)
+
+
+def _launch_invariant(
+    config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:  # fmt: skip
+    """The short way (launch/plan.py): a pass that learns has hundreds of products, whose launches cost more than they do."""
+    if x.stride(1) != 1 or not is_aligned(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+    y = empty_output(x, weight, gated=False)
+    if y.numel():
+        _PLANS.fill(config, y, (x, weight, bias, residual), (x, weight, y, bias, residual))
+    return y
 
 
 SM90_INVARIANT = Impl(
