@@ -1,4 +1,4 @@
-"""The memory of a model on a GPU is locked while it is mapped, and only then. The GPU is made up: what is locked is asked here."""
+"""The memory of a model on a GPU is locked while it is mapped, and only then. The GPU is a fake that records the calls."""
 
 from types import SimpleNamespace
 from typing import Any
