@@ -14,6 +14,14 @@ class _Plain:
 
     cdiv = staticmethod(triton.cdiv)
     minimum, maximum = staticmethod(min), staticmethod(max)
+    load = staticmethod(lambda place: place)
+
+
+class _Ends(list[int]):
+    """A pointer to the end of each key's document."""
+
+    def __add__(self, place: Any) -> Any:
+        return self[place]
 
 
 _KERNEL: Any = sm90_work.keys_of
@@ -33,7 +41,7 @@ def test_tiles(dealt: tuple[int, ...], causal: bool, ordered: bool) -> None:
     """Each block of keys of each head is one tile's, and the queries that see it are visited, no block of them for nothing."""
     batch, queries, keys, heads, width, section = dealt
     key_blocks, rows = -(-keys // width), 64
-    shape = (key_blocks, section, heads, 1, queries, keys, 0)
+    shape = (key_blocks, section, heads, 1, queries, keys, 0, None)
     tiles = key_blocks * batch * heads
     found: list[tuple[int, int, int]] = []
     lengths: dict[int, list[int]] = {}
@@ -47,3 +55,16 @@ def test_tiles(dealt: tuple[int, ...], causal: bool, ordered: bool) -> None:
     assert sorted(found) == [(b, h, block) for b in range(batch) for h in range(heads) for block in range(key_blocks)]
     for section_lengths in lengths.values():  # the longest first, or last where they wait for each other's additions
         assert section_lengths == sorted(section_lengths, reverse=not ordered)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_documents(causal: bool) -> None:
+    """A tile's queries begin with its own first key under a diagonal, and end with the document of its last key."""
+    ends = _Ends(end for start, end in ((0, 70), (70, 71), (71, 400), (400, 520)) for _ in range(start, end))
+    tokens, width, rows, blocks = len(ends), 128, 64, 5
+    for tile in range(blocks):
+        shape = (blocks, 1, 1, 1, tokens, tokens, 0, ends)
+        block, _head, _sequence, first, last = keys_of(tile, blocks, shape, width, rows, causal, False, None)
+        end = ends[min((block + 1) * width, tokens) - 1]
+        assert last == -(-end // rows)
+        assert first == (block * width // rows if causal else 0)
