@@ -1,5 +1,6 @@
 """Which keys a tile of attention's backward on Hopper has: the kernel's own function, run as Python."""
 
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -14,14 +15,21 @@ class _Plain:
 
     cdiv = staticmethod(triton.cdiv)
     minimum, maximum = staticmethod(min), staticmethod(max)
-    load = staticmethod(lambda place: place)
+    load = staticmethod(lambda pointer: pointer.numbers[pointer.at])
 
 
-class _Ends(list[int]):
-    """A pointer to the end of each key's document."""
+@dataclass(frozen=True)
+class _Pointer:
+    """A pointer into a list of numbers."""
 
-    def __add__(self, place: Any) -> Any:
-        return self[place]
+    numbers: list[int]
+    at: int = 0
+
+    def __add__(self, by: int) -> "_Pointer":
+        return replace(self, at=self.at + by)
+
+    def __sub__(self, by: int) -> "_Pointer":
+        return self + -by
 
 
 _KERNEL: Any = sm90_work.keys_of
@@ -60,10 +68,10 @@ def test_tiles(dealt: tuple[int, ...], causal: bool, ordered: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_packed_documents(causal: bool) -> None:
     """A tile's queries begin with its own first key under a diagonal, and end with the document of its last key."""
-    ends = _Ends(end for start, end in ((0, 70), (70, 71), (71, 400), (400, 520)) for _ in range(start, end))
+    ends = [end for start, end in ((0, 70), (70, 71), (71, 400), (400, 520)) for _ in range(start, end)]
     tokens, width, rows, blocks = len(ends), 128, 64, 5
     for tile in range(blocks):
-        shape = (blocks, 1, 1, 1, tokens, tokens, 0, ends)
+        shape = (blocks, 1, 1, 1, tokens, tokens, 0, _Pointer(ends))
         block, _head, _sequence, first, last = keys_of(tile, blocks, shape, width, rows, causal, False, None)
         end = ends[min((block + 1) * width, tokens) - 1]
         assert last == -(-end // rows)
