@@ -45,7 +45,8 @@ def test_neighbours_that_run_otherwise_are_cliffs() -> None:
 
 def test_scopes_and_cards() -> None:
     with invariant():
-        assert explain(find_op("linear"), {"M": 1, "N": 256, "K": 256}, H100)["impl"] == "invariant"
+        for card, impl in ((H100, "sm90_invariant"), (device_named("a100"), "invariant")):
+            assert explain(find_op("linear"), {"M": 1, "N": 256, "K": 256}, card)["impl"] == impl
     said = explain(find_op("linear"), {"M": 512, "N": 1024, "K": 1024}, device_named("a100"))
     assert "sm_90" in said["others"]["triton_tma"]
     assert "data sheet" in said["roofline"]["ceilings"]

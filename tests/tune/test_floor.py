@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -40,9 +41,8 @@ def predictions(op: Op, card: str, args: tuple[Any, ...]) -> Iterator[tuple[str,
         if impl.work is None or impl.refusal(device, problem) is not None:
             continue
         facts = config_facts(op.name, impl.name, device.arch)
-        space = [impl.space.default(device, problem), *list(impl.space.configs(device, problem))[:8]]
-        configs = space if impl.space.axes else [{}]
-        for config in configs:
+        first = impl.space.configs(device, problem) if impl.space.axes else ()
+        for config in (impl.space.default(device, problem), *islice(first, 8)):
             work, fact = impl.work(device, config, *args), facts.get(config_key(config))
             if work.unit not in ceilings(device).flops or not (work.library or (fact is not None and fact.error is None)):
                 continue
