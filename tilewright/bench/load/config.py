@@ -31,6 +31,7 @@ class LoadConfig:
     output_tokens: str = option("64", "tokens of an answer, or a range")
     shared_prefix: int = option(0, "tokens with which every prompt begins")
     batch: int = option(1, "size of the dimensions that a v2 model leaves open")
+    shared_memory: bool = option(False, "leave a v2 model's tensors in shared memory, on the service's own machine")
     duration: float = option(30.0, "seconds of a stage in which requests are sent; a trace is sent to its end")
     warmup: float = option(5.0, "seconds at the beginning of a stage that are not counted")
     until_stable: float | None = option(None, "end a stage early, once three windows of so many seconds agree within 10 %")
@@ -64,6 +65,8 @@ class LoadConfig:
             raise ValueError("endpoint v2 needs --model, the name under which the service has it")
         if self.endpoint == "v2" and set(self.objective.bounds) - {"e2e"}:
             raise ValueError("a v2 service does not stream: wanted an objective of e2e alone")
+        if self.shared_memory and self.endpoint != "v2":
+            raise ValueError(f"shared_memory is for endpoint v2, and the endpoint is {self.endpoint}")
         _ = self.lengths, self.objective, self.loads
 
     @property

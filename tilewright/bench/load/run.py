@@ -18,7 +18,8 @@ from tilewright.bench.load.prompts import Prompts
 from tilewright.bench.load.sample import Sample
 from tilewright.bench.load.schedule import BLOCK_TOKENS, Planned, Stage, arrivals, read_trace
 from tilewright.bench.load.summary import WINDOWS, Summary, spread, summarise
-from tilewright.bench.load.target import V2, OpenAI, Target, open_session
+from tilewright.bench.load.target import OpenAI, Target, open_session
+from tilewright.bench.load.v2 import V2, describe
 
 __all__ = ["Outcome", "line", "load", "stages"]
 
@@ -40,11 +41,17 @@ class Outcome:
     """By stage."""
     began_at: float = 0.0
     """Seconds since 1970."""
+    tensors: str | None = None
+    """How a v2 model's tensors travelled: json, binary or shared memory."""
+    rows: int | None = None
+    """Of a v2 request, where the model leaves the first dimension open."""
 
     def to_json(self) -> dict[str, Any]:
         """Everything but single requests."""
         config = asdict(self.config) | {"api_key": None if self.config.api_key is None else "given"}
         head = {"tilewright": __version__, "url": self.url, "model": self.model, "began_at": self.began_at}
+        if self.tensors is not None:
+            head |= {"tensors": self.tensors, "rows": self.rows}
         return {**head, "config": config, "stages": [summary.to_json() for summary in self.summaries]}
 
 
@@ -100,22 +107,28 @@ async def load(
     async with open_session(config.timeout, config.api_key) as session:
         model, target = await _target(session, url, config)
         outcome = Outcome(url=url, model=model, config=config, began_at=time.time())
-        for stage in planned:
-            state = await drive(
-                stage, target, most_in_flight=config.max_in_flight, look=functools.partial(_look, stage, config, look)
-            )
-            summary = _summary(stage, state, config)
-            outcome.summaries.append(summary)
-            outcome.samples.append(state.samples)
-            say(line(summary))
+        if isinstance(target, V2):
+            outcome.tensors, outcome.rows = target.way, target.rows
+        try:
+            for stage in planned:
+                await target.begin(stage.concurrency)
+                state = await drive(
+                    stage, target, most_in_flight=config.max_in_flight, look=functools.partial(_look, stage, config, look)
+                )
+                summary = _summary(stage, state, config, outcome.rows)
+                outcome.summaries.append(summary)
+                outcome.samples.append(state.samples)
+                say(line(summary))
+        finally:
+            await target.close()
     return outcome
 
 
 async def _target(session: aiohttp.ClientSession, url: str, config: LoadConfig) -> tuple[str, Target]:
     if config.endpoint == "v2":
         assert config.model is not None
-        inputs = await V2.inputs_of(session, url, config.model, config.batch)
-        return config.model, V2(session, url, config.model, inputs, config.seed)
+        asked = await describe(session, url, config.model, config.batch)
+        return config.model, V2(session, url, asked, seed=config.seed, shared=config.shared_memory)
     model = config.model or await OpenAI.model_of(session, url)
     prompts = Prompts(config.seed, config.shared_prefix, round(BLOCK_TOKENS * config.length_scale))
     chat = config.endpoint == "chat"
@@ -134,7 +147,7 @@ def _look(stage: Stage, config: LoadConfig, look: Look, state: Drive) -> None:
     look(stage.label, state)
 
 
-def _summary(stage: Stage, state: Drive, config: LoadConfig) -> Summary:
+def _summary(stage: Stage, state: Drive, config: LoadConfig, rows: int | None) -> Summary:
     begin_s, end_s = config.warmup, stage.duration_s
     if state.stable_until_s is not None and config.until_stable is not None:
         end_s = state.stable_until_s
@@ -143,12 +156,15 @@ def _summary(stage: Stage, state: Drive, config: LoadConfig) -> Summary:
         # A stage that ends with its last request: what was sent, and until the last answer.
         end_s = max((sample.end_s for sample in state.samples), default=0.0) + 1e-9
         begin_s = begin_s if begin_s < end_s / 2 else 0.0
-    return summarise(stage.label, state.samples, config.objective, begin_s=begin_s, end_s=end_s, concurrency=stage.concurrency)
+    bounds = {"begin_s": begin_s, "end_s": end_s}
+    return summarise(stage.label, state.samples, config.objective, **bounds, concurrency=stage.concurrency, rows=rows)
 
 
 def line(summary: Summary) -> str:
     """A stage in a line."""
     parts = [f"{summary.label}: {summary.request_rate:.2f} requests/s"]
+    if summary.row_rate is not None:
+        parts.append(f"{summary.row_rate:.0f} rows/s")
     if summary.token_rate:
         parts.append(f"{summary.token_rate:.0f} tokens/s")
     for name, found in summary.latencies.items():

@@ -37,6 +37,8 @@ class Summary:
     failed: int
     request_rate: float
     """Answers that ended in the window."""
+    row_rate: float | None
+    """Rows of the answers that ended in the window; None: requests have no rows."""
     token_rate: float
     """Output tokens that arrived in the window."""
     prompt_token_rate: float
@@ -71,8 +73,9 @@ def summarise(
     begin_s: float,
     end_s: float,
     concurrency: int | None = None,
+    rows: int | None = None,
 ) -> Summary:
-    """A stage's numbers over the window from `begin_s` to `end_s` seconds of it."""
+    """A stage's numbers over the window from `begin_s` to `end_s` seconds of it, of requests that had so many `rows`."""
     window_s = max(end_s - begin_s, 1e-9)
     ours = [sample for sample in samples if begin_s <= sample.planned_s < end_s]
     states = Counter(sample.status for sample in ours)
@@ -83,6 +86,7 @@ def summarise(
     median = latencies.get("tpot", {}).get("p50")
     lags = [sample.sent_s - sample.planned_s for sample in ours]
     problems = Counter(sample.detail or sample.status for sample in ours if sample.status != OK)
+    rate = sum(s.status == OK and begin_s <= s.end_s < end_s for s in samples) / window_s
     return Summary(
         label=label,
         concurrency=concurrency,
@@ -92,7 +96,8 @@ def summarise(
         completed=len(done),
         rejected=states[REJECTED],
         failed=states[FAILED],
-        request_rate=sum(s.status == OK and begin_s <= s.end_s < end_s for s in samples) / window_s,
+        request_rate=rate,
+        row_rate=None if rows is None else rows * rate,
         token_rate=_tokens_between(samples, begin_s, end_s) / window_s,
         prompt_token_rate=prompt / window_s,
         cached_share=sum(sample.cached_tokens for sample in done) / prompt if prompt else 0.0,

@@ -1,11 +1,10 @@
-"""Services that can be asked: OpenAI's completions and chat, as streams, and the Open Inference Protocol v2.
+"""Services that can be asked: what all have in common, and OpenAI's completions and chat, as streams. v2.py has the rest.
 
 A target prepares a body before its time has come, so that making a long prompt does not hold up the schedule, and then sends
 it. What it writes down is when the pieces of the answer arrived; a service that answers 429 or 503 has rejected the request.
 """
 
 import json
-import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,22 +14,23 @@ from tilewright.bench.load.prompts import Prompts
 from tilewright.bench.load.sample import FAILED, OK, REJECTED, Sample
 from tilewright.bench.load.schedule import Planned
 
-__all__ = ["V2", "OpenAI", "Target", "open_session"]
+__all__ = ["Http", "OpenAI", "Target", "get_json", "open_session"]
 
 Clock = Callable[[], float]
 MAX_EVENT_BYTES = 4 << 20
 """Longest event of a stream, and longest error, that is read."""
-_NUMBERS = {
-    **{f"INT{bits}": "int" for bits in (8, 16, 32, 64)},
-    **{f"UINT{bits}": "int" for bits in (8, 16, 32, 64)},
-    **{f"FP{bits}": "float" for bits in (16, 32, 64)},
-    "BOOL": "bool",
-    "BYTES": "text",
-}
 
 
 class Target(Protocol):
     """A service."""
+
+    async def begin(self, in_flight: int | None) -> None:
+        """Get ready for a stage with so many requests in flight; None: nobody knows how many. Raises OSError or ValueError."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what the service was given to keep. Raises nothing that the service could cause."""
+        ...
 
     def prepare(self, planned: Planned) -> bytes:
         """The body of a request."""
@@ -51,7 +51,7 @@ def open_session(timeout_s: float, api_key: str | None = None) -> aiohttp.Client
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 18)
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> Any:
+async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
     """The JSON that a service answers. Raises OSError or ValueError with a sentence."""
     try:
         async with session.get(url) as response:
@@ -64,17 +64,25 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
         raise OSError(f"{url} does not answer in time") from None
 
 
-class _Http:
+class Http:
     """What both protocols do."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str):
         self._session, self._url = session, url
+        self._headers = dict[str, str]()
+        """Of this target's requests, beside the session's."""
+
+    async def begin(self, in_flight: int | None) -> None:
+        """See `Target`."""
+
+    async def close(self) -> None:
+        """See `Target`."""
 
     async def send(self, body: bytes, sample: Sample, clock: Clock) -> None:
         """See `Target`."""
         sample.sent_s = clock()
         try:
-            async with self._session.post(self._url, data=body) as response:
+            async with self._session.post(self._url, data=body, headers=self._headers) as response:
                 if response.status == 200:
                     await self._read(response, sample, clock)
                 else:
@@ -91,7 +99,7 @@ class _Http:
         raise NotImplementedError
 
 
-class OpenAI(_Http):
+class OpenAI(Http):
     """`/v1/completions` with prompts of token ids, or `/v1/chat/completions` with text; both streamed."""
 
     def __init__(
@@ -107,7 +115,7 @@ class OpenAI(_Http):
     @classmethod
     async def model_of(cls, session: aiohttp.ClientSession, url: str) -> str:
         """The first model that a service lists."""
-        listed = await _get(session, f"{url}/v1/models")
+        listed = await get_json(session, f"{url}/v1/models")
         models = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
             raise ValueError(f"{url}/v1/models lists no model; name one with --model")
@@ -175,50 +183,3 @@ def _message(text: str) -> str:
     except ValueError:
         pass
     return " ".join(text.split())[:200]
-
-
-class V2(_Http):
-    """`/v2/models/NAME/infer` with random tensors of the shapes that the model's metadata gives."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, inputs: list[dict[str, Any]], seed: int):
-        super().__init__(session, f"{url}/v2/models/{model}/infer")
-        self._inputs, self._rng = inputs, random.Random(seed)
-
-    @classmethod
-    async def inputs_of(cls, session: aiohttp.ClientSession, url: str, model: str, batch: int) -> list[dict[str, Any]]:
-        """Name, datatype and shape of each input; dimensions that may vary are `batch`."""
-        metadata = await _get(session, f"{url}/v2/models/{model}")
-        try:
-            inputs = [
-                {"name": one["name"], "datatype": one["datatype"], "shape": [n if n > 0 else batch for n in one["shape"]]}
-                for one in metadata["inputs"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"the metadata of {model!r} is not that of the v2 protocol ({error})") from None
-        unknown = [one["datatype"] for one in inputs if one["datatype"] not in _NUMBERS]
-        if unknown:
-            raise ValueError(f"an input of {model!r} has the datatype {unknown[0]!r}, wanted one of {', '.join(_NUMBERS)}")
-        return inputs
-
-    def prepare(self, planned: Planned) -> bytes:
-        """See `Target`."""
-        inputs = [{**one, "data": self._data(one)} for one in self._inputs]
-        return json.dumps({"inputs": inputs}, separators=(",", ":")).encode()
-
-    def _data(self, one: dict[str, Any]) -> list[Any]:
-        count, kind = 1, _NUMBERS[one["datatype"]]
-        for dim in one["shape"]:
-            count *= dim
-        draw: dict[str, Callable[[], Any]] = {
-            "int": lambda: self._rng.randrange(100),
-            "float": lambda: round(self._rng.random(), 4),
-            "bool": lambda: self._rng.random() < 0.5,
-            "text": lambda: "text",
-        }
-        return [draw[kind]() for _ in range(count)]
-
-    async def _read(self, response: aiohttp.ClientResponse, sample: Sample, clock: Clock) -> None:
-        answer = json.loads(await response.read())
-        if not isinstance(answer, dict) or not isinstance(answer.get("outputs"), list):
-            raise ValueError("the answer has no outputs")
-        sample.status = OK
