@@ -1,0 +1,361 @@
+"""A network for images behind HTTP, beside its own rate without a server.
+
+    python scripts/measure_images.py --out FOLDER --server-cores 0-15 --client-cores 16-31
+
+`tilewright serve` gets ResNet-50 (of `tilewright compare`, random weights) in fp16 with dynamic batching and `--shared-memory`;
+`tilewright load` asks it in a closed loop, with several requests in flight from several processes where one would be what
+limits. Then the server ends, and one process measures the same optimised model: rows a second with everything on the
+device, and from locked memory of the host and back. Each result is a line of FOLDER/results.jsonl as it comes; the server's
+log is FOLDER/server.log.
+
+Everything ends after `--total` seconds: what does not fit is left out, the most telling measurements come first, and the last
+`--offline-seconds` are kept for the rate without a server.
+
+`--device cpu --model resnet18 --size 64 --sizes 1,8,16` runs the same on a machine without a GPU.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CODE = """
+import os, sys, threading, time, traceback
+import torch
+from tilewright.bench.compare.models import load_model
+
+def say_where():
+    main = threading.main_thread().ident
+    while not os.path.exists({ready!r}):
+        time.sleep(10)
+        frames = traceback.extract_stack(sys._current_frames()[main])[::-1]
+        ours = [f"{{os.path.basename(f.filename)}}:{{f.lineno}} {{f.name}}" for f in frames if "tilewright" in f.filename]
+        print("loading:", frames[0].name, *ours[:12], sep=" < ", file=sys.stderr, flush=True)
+
+class Bytes(torch.nn.Module):
+    def __init__(self, net, dtype):
+        super().__init__()
+        self.net, self.dtype = net, dtype
+    def forward(self, image):
+        return self.net(image.to(self.dtype) / 255)
+
+def build():
+    threading.Thread(target=say_where, daemon=True).start()
+    net = load_model({model!r}).module
+    dtype = torch.float16 if {fp16!r} else torch.float32
+    net = net.to(dtype)
+    shape = (1, 3, {size}, {size})
+    generator = torch.Generator().manual_seed(0)
+    if {uint8!r}:
+        return Bytes(net, dtype), torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    return net, torch.rand(shape, generator=generator).to(dtype)
+"""
+NAME = "images"
+READY = "ready"
+"""File that ends what the model's process says of its loading."""
+CASES = [
+    # rows of a request, requests in flight, client processes, shared memory; the most telling first
+    (64, 4, 1, True),
+    (1, 1, 1, True),
+    (1, 256, 4, True),
+    (16, 16, 2, True),
+    (64, 8, 1, True),
+    (64, 4, 1, False),
+    (1, 64, 2, True),
+    (64, 1, 1, True),
+]
+
+
+class Run:
+    """What is asked, until when, and where results go."""
+
+    def __init__(self, asked: argparse.Namespace):
+        self.asked, self.end_s, self._began_s = asked, time.monotonic() + asked.total, time.monotonic()
+        asked.out.mkdir(parents=True, exist_ok=True)
+        self.results = asked.out / "results.jsonl"
+
+    def left_s(self) -> float:
+        """Seconds until everything has to have ended."""
+        return self.end_s - time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line on the screen, with the time since the beginning."""
+        print(f"[{time.monotonic() - self._began_s:6.1f} s] {text}", flush=True)
+
+    def note(self, **result: Any) -> None:
+        """A line of the results."""
+        line = json.dumps({"at_s": round(time.monotonic() - self._began_s, 1), **result})
+        with self.results.open("a") as file:
+            file.write(line + "\n")
+        self.say(line)
+
+
+def on_cores(cores: str | None) -> list[str]:
+    """The words before a command that has to stay on some cores."""
+    return ["taskset", "-c", cores] if cores else []
+
+
+def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
+    """End a process and all that it began."""
+    for number, wait_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+# ---- the server
+
+
+def written(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """Write the model's code and its repository; the environment of processes that need them."""
+    sizes, fp16 = [int(n) for n in asked.sizes.split(",")], asked.precision == "fp16"
+    fields = {"model": asked.model, "fp16": fp16, "size": asked.size, "uint8": asked.input == "uint8"}
+    code = CODE.format(**fields, ready=str(folder / READY))
+    (folder / "served_images.py").write_text(code)
+    (folder / "models" / NAME / "1").mkdir(parents=True)
+    options = {"source": "served_images:build", "precision": asked.precision, "device": asked.device}
+    options |= {"max_batch": max(sizes), "preferred": sizes, "max_wait_s": 30}
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items())
+    (folder / "models" / NAME / "model.toml").write_text("[model]\n" + text)
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [str(folder), root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return one.getsockname()[1]
+
+
+@contextlib.contextmanager
+def serving(run: Run, folder: Path, env: dict[str, str]) -> Iterator[str]:
+    """The URL of a server that is ready. Ends the program where it is not in time."""
+    port, log = free_port(), run.asked.out / "server.log"
+    words = [*on_cores(run.asked.server_cores), sys.executable, "-m", "tilewright.cli", "serve"]
+    words += ["--repository", str(folder / "models"), "--package", "served_images", "--shared-memory", "--port", str(port)]
+    with log.open("wb") as file:
+        server = subprocess.Popen(words, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True)
+    try:
+        if wait_until_ready(run, server, f"http://127.0.0.1:{port}"):
+            (folder / READY).touch()
+            yield f"http://127.0.0.1:{port}"
+        else:
+            run.say("the server's log ends with\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:]))
+            run.note(what="failed", why="the server is not ready in time, or ended", code=server.poll())
+            yield ""
+    finally:
+        end(server, 10.0)
+
+
+def wait_until_ready(run: Run, server: "subprocess.Popen[Any]", url: str) -> bool:
+    """Whether the server takes requests before only the time without it is left."""
+    began_s = said_s = time.monotonic()
+    while server.poll() is None and run.left_s() > run.asked.offline_seconds + 10:
+        try:
+            with urllib.request.urlopen(f"{url}/v2/models/{NAME}/ready", timeout=2) as answer:
+                if answer.status == 200:
+                    run.note(what="ready", seconds=round(time.monotonic() - began_s, 1))
+                    return True
+            state = f"status {answer.status}"
+        except urllib.error.HTTPError as error:
+            state = f"status {error.code}"
+        except OSError as error:
+            state = str(error)
+        if time.monotonic() - said_s >= 10:
+            said_s = time.monotonic()
+            lines = (run.asked.out / "server.log").read_text(errors="replace").splitlines()
+            run.say(f"not ready ({state}); its log: {lines[-1][:200] if lines else 'empty'}")
+        time.sleep(0.2)
+    return False
+
+
+def wait_for(run: Run, file: Path | None) -> None:
+    """Wait until the file is there, or the time for one measurement is all that is left."""
+    while file is not None and not file.exists():
+        if run.left_s() < run.asked.offline_seconds + run.asked.seconds + 10:
+            return run.note(what="failed", why=f"{file} is not there in time: other work may still run on the card")
+        time.sleep(0.2)
+    if file is not None:
+        run.say(f"{file} is there")
+
+
+# ---- the load
+
+
+def load(run: Run, url: str, env: dict[str, str], case: tuple[int, int, int, bool]) -> None:
+    """One stage of requests, by one process or several at once."""
+    rows, in_flight, processes, shared = case
+    asked, words = run.asked, [*on_cores(run.asked.client_cores), sys.executable, "-m", "tilewright.cli", "load", url]
+    words += ["--endpoint", "v2", "--model", NAME, "--batch", str(rows), "--concurrency", str(in_flight // processes)]
+    words += ["--duration", str(asked.seconds), "--warmup", "1", "--json", *(["--shared-memory"] if shared else [])]
+    case_said = {"rows": rows, "in_flight": in_flight, "processes": processes, "shared_memory": shared}
+    clients = [
+        subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        for _ in range(processes)
+    ]
+    end_s, stages, wrong = time.monotonic() + min(asked.seconds + 15, run.left_s() - asked.offline_seconds), [], ""
+    for client in clients:
+        try:
+            out, err = client.communicate(timeout=max(1.0, end_s - time.monotonic()))
+            if client.returncode:
+                wrong = err.strip()[-400:]
+            else:
+                found = json.loads(out)
+                stages.append({**found["stages"][0], "tensors": found["tensors"]})
+        except subprocess.TimeoutExpired:
+            wrong = "no result in time"
+        finally:
+            end(client, 2.0)
+    if wrong:
+        return run.note(what="failed", why=wrong, **case_said)
+    latencies = [stage["latencies"].get("e2e", {}) for stage in stages]
+    run.note(
+        what="served",
+        **case_said,
+        tensors=stages[0]["tensors"],
+        rows_per_s=round(sum(stage["row_rate"] or 0.0 for stage in stages), 1),
+        # Of several clients, which ask the same: the mean of their medians, the largest of their tails.
+        p50_ms=round(1e3 * sum(one.get("p50", 0.0) for one in latencies) / len(latencies), 3),
+        p99_ms=round(1e3 * max(one.get("p99", 0.0) for one in latencies), 3),
+        refused=sum(stage["rejected"] for stage in stages),
+        failed=sum(stage["failed"] for stage in stages),
+        problems={key: value for stage in stages for key, value in stage["problems"].items()},
+        spread=max((stage["spread"] or 0.0) for stage in stages),
+    )
+
+
+# ---- without a server
+
+
+def offline(folder: Path, sizes: list[int], seconds: float) -> None:
+    """Print the rates of the served model in this process, a JSON line each."""
+    import dataclasses
+
+    import torch
+
+    from tilewright.host.config import read_config
+    from tilewright.host.loaded import load, rows_of
+
+    config = read_config(folder / "models" / NAME / "model.toml")
+    loaded = load(dataclasses.replace(config, preferred=tuple(sizes), max_batch=max(sizes)), None)
+    cuda = loaded.device.type == "cuda"
+    wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+    _, example = __import__("served_images").build()
+    for rows in sizes:
+        host = rows_of(example, rows)
+        host = host.pin_memory() if cuda else host
+        device = host.to(loaded.device)
+        ways: dict[str, Callable[[], Any]] = {
+            "device": lambda device=device: loaded.module(device),
+            "host": lambda host=host: loaded.call([host]),
+        }
+        for way, call in ways.items():
+            rate = rate_of(call, wait, rows, seconds)
+            print(json.dumps({"what": "offline", "rows": rows, "tensors_in": way, "rows_per_s": round(rate, 1)}), flush=True)
+
+
+def rate_of(call: Callable[[], Any], wait: Callable[[], None], rows: int, seconds: float) -> float:
+    """Rows a second of calls one behind the other, for so many seconds after a warm-up."""
+    import torch
+
+    with torch.no_grad():
+        for _ in range(3):
+            call()
+        wait()
+        count, began_s = 0, time.perf_counter()
+        while time.perf_counter() - began_s < seconds:
+            for _ in range(8):
+                call()
+            wait()
+            count += 8
+        return rows * count / (time.perf_counter() - began_s)
+
+
+def measure_offline(run: Run, folder: Path, env: dict[str, str]) -> None:
+    """`offline` in a process of its own, which may hang."""
+    words = [*on_cores(run.asked.server_cores), sys.executable, __file__, "--offline", str(folder)]
+    words += ["--offline-sizes", run.asked.offline_sizes, "--out", str(run.asked.out), "--seconds", str(run.asked.seconds)]
+    with (run.asked.out / "offline.log").open("wb") as log:
+        process = subprocess.Popen(
+            words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+    assert process.stdout is not None
+    timer = threading.Timer(max(1.0, run.left_s() - 2), lambda: end(process, 0.5))
+    timer.start()
+    try:
+        for line in process.stdout:
+            with contextlib.suppress(ValueError):
+                run.note(**json.loads(line))
+        if process.wait():
+            text = (run.asked.out / "offline.log").read_text(errors="replace")[-400:]
+            run.note(what="failed", why=f"the rate without a server did not end in time, or failed: {text}")
+    finally:
+        timer.cancel()
+        end(process, 0.5)
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--model", default="resnet50", help="as `tilewright compare` knows it")
+    parser.add_argument("--size", type=int, default=224, help="height and width of images")
+    parser.add_argument("--input", choices=("float", "uint8"), default="float", help="what images are sent as")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu")
+    parser.add_argument("--precision", choices=("fp32", "fp16"), help="default: fp16 on cuda, fp32 on a cpu")
+    parser.add_argument("--sizes", default="1,32,64,128,256", help="numbers of rows that batches are padded to")
+    parser.add_argument("--offline-sizes", default="64,256", help="numbers of rows without a server")
+    parser.add_argument("--server-cores", help="such as 0-15, for taskset")
+    parser.add_argument("--client-cores", help="such as 16-31")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement, the first of which is a warm-up")
+    parser.add_argument("--wait-for", type=Path, help="file: begin to send requests once it is there, when the card is free")
+    parser.add_argument("--total", type=float, default=600.0, help="seconds after which everything has ended")
+    parser.add_argument("--offline-seconds", type=float, default=45.0, help="kept of them for the rate without a server")
+    parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.out = asked.out.resolve()
+    asked.precision = asked.precision or ("fp32" if asked.device == "cpu" else "fp16")
+    return asked
+
+
+def main() -> None:
+    """Serve, ask, end the server, measure without it."""
+    asked = arguments()
+    if asked.offline is not None:
+        offline(asked.offline, [int(n) for n in asked.offline_sizes.split(",")], min(2.0, asked.seconds / 2))
+        return
+    run = Run(asked)
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        env = written(asked, folder)
+        with serving(run, folder, env) as url:
+            wait_for(run, asked.wait_for)
+            for case in CASES if url else []:
+                if case[0] > max(int(n) for n in asked.sizes.split(",")):
+                    continue
+                if run.left_s() < asked.offline_seconds + asked.seconds + 6:
+                    run.note(what="left out", why="no time", rows=case[0], in_flight=case[1], shared_memory=case[3])
+                    continue
+                load(run, url, env, case)
+        run.say("the server has ended")
+        measure_offline(run, folder, env)
+
+
+if __name__ == "__main__":
+    main()
