@@ -18,7 +18,7 @@ __all__ = ["Slot", "Slots"]
 
 MAX_SLOTS = 1000
 """A server of this project has 1,024 regions."""
-FREE_BYTES = 64 << 20
+FREE_BYTES = 1 << 20
 """That are left of /dev/shm."""
 CLOSE_S = 5.0
 """How long the service may take to forget the regions."""
