@@ -1,6 +1,7 @@
 """`tilewright load`: requests to a service on a schedule, and what its users would have felt."""
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -66,8 +67,18 @@ def _load(url: str, config: LoadConfig) -> "Outcome":
 
     from tilewright.bench.load.run import load as run
 
+    async def work() -> "Outcome":
+        task = asyncio.current_task()
+        assert task is not None
+        # In order, as by Ctrl-C: the service is told to forget the regions of shared memory.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await run(url, config, look=look, say=say if not sys.stderr.isatty() else _above)
+
     with _shown() as look:
-        return asyncio.run(run(url, config, look=look, say=say if not sys.stderr.isatty() else _above))
+        try:
+            return asyncio.run(work())
+        except asyncio.CancelledError:
+            raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 def _above(line: str) -> None:

@@ -115,6 +115,7 @@ def _row(one: Summary) -> dict[str, str]:
         "load": one.label,
         "asked /s": f"{one.offered_rate:.2f}",
         "answered /s": f"{one.request_rate:.2f}",
+        "rows /s": "–" if one.row_rate is None else f"{one.row_rate:,.0f}",
         "tokens /s": f"{one.token_rate:,.0f}",
         "tokens /s a user": f"{one.user_token_rate:.1f}" if one.user_token_rate else "–",
         "good /s": f"{one.goodput:.2f}",

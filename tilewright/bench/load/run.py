@@ -18,7 +18,7 @@ from tilewright.bench.load.prompts import Prompts
 from tilewright.bench.load.sample import Sample
 from tilewright.bench.load.schedule import BLOCK_TOKENS, Planned, Stage, arrivals, read_trace
 from tilewright.bench.load.summary import WINDOWS, Summary, spread, summarise
-from tilewright.bench.load.target import OpenAI, Target, open_session
+from tilewright.bench.load.target import Http, OpenAI, open_session
 from tilewright.bench.load.v2 import V2, describe
 
 __all__ = ["Outcome", "line", "load", "stages"]
@@ -124,7 +124,7 @@ async def load(
     return outcome
 
 
-async def _target(session: aiohttp.ClientSession, url: str, config: LoadConfig) -> tuple[str, Target]:
+async def _target(session: aiohttp.ClientSession, url: str, config: LoadConfig) -> tuple[str, Http]:
     if config.endpoint == "v2":
         assert config.model is not None
         asked = await describe(session, url, config.model, config.batch)

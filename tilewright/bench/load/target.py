@@ -24,14 +24,6 @@ MAX_EVENT_BYTES = 4 << 20
 class Target(Protocol):
     """A service."""
 
-    async def begin(self, in_flight: int | None) -> None:
-        """Get ready for a stage with so many requests in flight; None: nobody knows how many. Raises OSError or ValueError."""
-        ...
-
-    async def close(self) -> None:
-        """Give back what the service was given to keep. Raises nothing that the service could cause."""
-        ...
-
     def prepare(self, planned: Planned) -> bytes:
         """The body of a request."""
         ...
@@ -65,7 +57,7 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 class Http:
-    """What both protocols do."""
+    """What both protocols do: a `Target`, and what comes before and after its stages."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str):
         self._session, self._url = session, url
@@ -73,10 +65,10 @@ class Http:
         """Of this target's requests, beside the session's."""
 
     async def begin(self, in_flight: int | None) -> None:
-        """See `Target`."""
+        """Get ready for a stage with so many requests in flight; None: nobody knows how many. Raises OSError or ValueError."""
 
     async def close(self) -> None:
-        """See `Target`."""
+        """Give back what the service was given to keep. Raises nothing that the service could cause."""
 
     async def send(self, body: bytes, sample: Sample, clock: Clock) -> None:
         """See `Target`."""

@@ -115,7 +115,7 @@ async def describe(session: aiohttp.ClientSession, url: str, model: str, batch: 
         raise ValueError(f"an input of {model!r} has the datatype {unknown[0]!r}, wanted one of {', '.join(_NUMBERS)}")
     for one in (*inputs, *outputs):
         if prod(one.shape) > MAX_TENSOR_BYTES or (one.size or 0) > MAX_TENSOR_BYTES:
-            raise ValueError(f"{one.name!r} of shape {list(one.shape)} is larger than {MAX_TENSOR_BYTES >> 30} GiB")
+            raise ValueError(f"{one.name!r} of shape {list(one.shape)} is larger than {MAX_TENSOR_BYTES} bytes")
     try:
         service = await get_json(session, f"{url}/v2")
     except ValueError:
@@ -153,12 +153,12 @@ class V2(Http):
             raise ValueError(f"{asked.model!r} takes BF16, and {url}/v2 does not list binary_tensor_data: JSON cannot say it")
 
     async def begin(self, in_flight: int | None) -> None:
-        """See `Target`."""
+        """See `Http`."""
         if self._slots is not None and in_flight is not None:
             await self._slots.reserve(in_flight)
 
     async def close(self) -> None:
-        """See `Target`."""
+        """See `Http`."""
         if self._slots is not None:
             await self._slots.close()
 
