@@ -340,6 +340,7 @@ def main() -> None:
     if asked.offline is not None:
         offline(asked.offline, [int(n) for n in asked.offline_sizes.split(",")], min(2.0, asked.seconds / 2))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # in order: the server has its own session
     run = Run(asked)
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)

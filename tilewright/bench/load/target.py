@@ -70,6 +70,10 @@ class Http:
     async def close(self) -> None:
         """Give back what the service was given to keep. Raises nothing that the service could cause."""
 
+    def prepare(self, planned: Planned) -> bytes:
+        """See `Target`."""
+        raise NotImplementedError
+
     async def send(self, body: bytes, sample: Sample, clock: Clock) -> None:
         """See `Target`."""
         sample.sent_s = clock()
