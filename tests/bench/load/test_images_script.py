@@ -1,0 +1,42 @@
+"""`scripts/measure_images.py` from its server to its last line, with a small network on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+NETWORK = """
+import torch
+from torch import nn
+def build():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return net, torch.randn(1, 3, 16, 16)
+"""
+WORDS = ("--device", "cpu", "--model", "small_net:build", "--size", "16", "--sizes", "1,4", "--offline-sizes", "4")
+
+
+@pytest.mark.long
+def test_a_small_network(tmp_path: Path) -> None:
+    (tmp_path / "small_net.py").write_text(NETWORK)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    words = [*WORDS, "--input", "uint8", "--seconds", "2", "--total", "400", "--out", str(tmp_path / "out")]
+    command = [sys.executable, str(ROOT / "scripts" / "measure_images.py"), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=450, check=False)
+    log = (tmp_path / "out" / "server.log").read_text()
+    assert done.returncode == 0, done.stderr + log
+    found = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [one["what"] for one in found] == ["ready", *["served"] * 3, *["offline"] * 2], (found, log)
+    served = [one for one in found if one["what"] == "served"]
+    assert [(one["rows"], one["in_flight"], one["tensors"]) for one in served] == [
+        (1, 1, "shared memory"),
+        (1, 256, "shared memory"),
+        (1, 64, "shared memory"),
+    ]
+    assert all(one["rows_per_s"] > 0 and one["p50_ms"] > 0 and not one["failed"] for one in served), served
+    assert [(one["rows"], one["tensors_in"]) for one in found[-2:]] == [(4, "device"), (4, "host")]
+    assert all(one["rows_per_s"] > 0 for one in found[-2:])
