@@ -13,6 +13,7 @@ Who goes when:
       again later (preemption by recompute), at its place in the queue. The first always progresses.
     - A waiting request starts when there are pages for all its known tokens, for the rest of the prompts already started,
       and for one more page for each running request; otherwise it would be preempted as soon as it had begun.
+    - Where there is no place for all who wait, they start in groups, a few steps apart (`groups.py`).
     - What a cached page holds that somebody else gets goes to host memory, where there is room, and is as good as cached there:
       the step that needs it begins by copying it back.
     - Pages in the prefix cache are shared instead of computed, when a request starts and at each page boundary while its
@@ -186,6 +187,15 @@ class Scheduler(Tenants):
         return asked
 
     def _start_waiting(self, plan: StepPlan) -> None:
+        first = self.waiting.first if self.waiting else None
+        if self._groups.holds(first, len(self.running), prompts=bool(plan.prefill or self._prompts)):
+            return
+        before = len(self.running)
+        self._start_fitting(plan)
+        wants_place = self.waiting and plan.budget > len(plan.others)
+        self._groups.started(len(self.running) - before, len(self.running), self.waiting.first if wants_place else None)
+
+    def _start_fitting(self, plan: StepPlan) -> None:
         blocks = self.blocks
         while self.waiting and self._slots and plan.budget > len(plan.others):
             request = self.waiting.first

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.decoding import Decoders
+from tilewright.engine.groups import StartGroups
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.prefixes import Prefixes
 from tilewright.engine.request import Request, RequestTooLong, State
@@ -80,6 +81,7 @@ class Tenants:
     def _clear(self) -> None:
         self.running: dict[Request, None] = {}  # a set, by `Request.order`
         self.waiting = WaitingQueue(self.max_waiting, self._clock)
+        self._groups = StartGroups()
         self._prompts: dict[Request, None] = {}  # those of them whose prompts are computed, in the same order
         self.decoders = Decoders(self.max_seqs, self.blocks.page_size, registers=self.blocks.prefix_cache)
         self.drafts: Mapping[Request, Sequence[int]] = {}
