@@ -10,6 +10,7 @@ from tests.engine.test_stops import cut
 from tests.simulation.scenario import VOCAB
 from tilewright.engine.blocks import BlockPool, page_digest
 from tilewright.engine.core import Engine
+from tilewright.engine.groups import STEPS
 from tilewright.engine.request import Delta, QueueFull, Request, SamplingParams, State
 from tilewright.engine.windows import Windows
 
@@ -119,6 +120,8 @@ class Ledger:
         self._watch_queue()
         self.known: dict[bytes, list[int]] = {}
         """Digest of a page -> what layer 0 of it must hold."""
+        self.held: tuple[Request | None, int] = None, 0
+        """Who waits first although there is a place, and for how many steps."""
 
     def _watch_queue(self) -> None:
         """Note who is taken into the queue and when; check who is refused, and who is given up."""
@@ -149,6 +152,7 @@ class Ledger:
         """After a step. Raises AssertionError."""
         self.steps += 1
         self._queues()
+        self._places()
         self._pages()
         self._host_pages()
         for request in self.engine.scheduler.running:
@@ -179,6 +183,20 @@ class Ledger:
             patient = request.max_wait_s is None or request.preemptions or waited_s <= request.max_wait_s
             assert patient, "a request waits beyond its deadline"
         assert set(queued) == set(self.engine._outputs), "the engine and its scheduler know different requests"
+
+    def _places(self) -> None:
+        """Who waits first starts within a few steps once there is a slot, and more pages than it and all others may ask for.
+        Guesses may take the whole budget of a step, so that nobody can start in it."""
+        scheduler, windows = self.engine.scheduler, self.engine.scheduler.windows
+        first = scheduler.waiting.first if scheduler.waiting and scheduler._slots and not scheduler._prompts else None
+        if first is not None:
+            pages = scheduler.blocks.pages_for(len(first)) + 2 + 2 * len(scheduler.running)
+            windowed = windows is None or windows.pool.available >= min(pages, windows.most) + 2 * len(scheduler.running)
+            if self.drafts or scheduler.blocks.available < pages or not windowed:
+                first = None
+        before, steps = self.held
+        self.held = first, 0 if first is None else 1 if first is not before else steps + 1
+        assert self.held[1] <= STEPS, f"a request waits for {self.held[1]} steps, and there is a place"
 
     def _pages(self) -> None:
         running, windows = self.engine.scheduler.running, self.engine.scheduler.windows

@@ -14,6 +14,7 @@ from tilewright.engine import prefixes
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.decoding import Decoders
+from tilewright.engine.groups import StartGroups
 from tilewright.engine.host_pages import HostPages
 from tilewright.engine.schedule import Scheduler
 from tilewright.engine.waiting import WaitingQueue
@@ -267,6 +268,10 @@ def _a_windowed_page_is_not_given_back() -> AbstractContextManager[Any]:
     return _wrapped(Windows, "held", make)
 
 
+def _a_group_waits_until_nobody_runs() -> AbstractContextManager[Any]:
+    return patch.object(StartGroups, "holds", lambda self, first, running, *, prompts: self._left is not None and running > 0)
+
+
 @contextmanager
 def _a_stopped_engine_tells_nobody() -> Iterator[None]:
     with patch.object(EngineWorker, "_fail", lambda self, error: None):
@@ -285,6 +290,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         _priorities_are_ignored, _a_faulty_row_fails_its_neighbours, _pages_of_a_withdrawn_row_are_trusted,
         _accepted_drafts_are_not_counted_as_computed, _drafts_are_written_beyond_the_pages, _a_wrong_draft_is_believed,
         _a_stopped_engine_tells_nobody, _windows_are_left_a_page_early, _a_windowed_page_is_not_given_back,
+        _a_group_waits_until_nobody_runs,
     )
 }  # fmt: skip
 """What is wrong -> a context in which it is."""

@@ -192,8 +192,8 @@ class Scheduler(Tenants):
             return
         before = len(self.running)
         self._start_fitting(plan)
-        wants_place = self.waiting and plan.budget > len(plan.others)
-        self._groups.started(len(self.running) - before, len(self.running), self.waiting.first if wants_place else None)
+        no_place = self.waiting and (not self._slots or plan.budget > len(plan.others))
+        self._groups.started(len(self.running) - before, len(self.running), self.waiting.first if no_place else None)
 
     def _start_fitting(self, plan: StepPlan) -> None:
         blocks = self.blocks
