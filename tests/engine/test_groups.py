@@ -5,7 +5,6 @@ import pytest
 from tests.engine.fake_runner import scheduler
 from tests.engine.pair import Pair, request
 from tilewright.engine.groups import STEPS
-from tilewright.engine.request import State
 from tilewright.engine.step import Step
 
 
