@@ -1,18 +1,18 @@
-"""When waiting requests start: at once where there is room for them, and in groups where there is never enough.
+"""When waiting requests start: at once if there is room for them, in groups if the engine is full.
 
-A step that computes a prompt costs more than one in which every request decodes: on a GPU it is not a captured graph, and on a
-CPU attention is computed once for each length, which requests that started together share. An engine that is full has a place
-free after nearly every step. Filled one by one, nearly every step would compute a prompt.
+A step that computes a prompt costs more than one in which every row decodes. On a GPU it does not replay a captured graph. On a
+CPU, attention makes one call for each length, and requests that started together have the same length. In a full engine a slot
+becomes free after nearly every step; if each were filled at once, nearly every step would compute a prompt.
 
-So while requests are left waiting for a slot or for pages, the next ones start together, up to `STEPS` steps after the last
-that started. Nobody is held back
+So while requests are left waiting for a slot or for pages, the next ones start together, up to `STEPS` steps after the last start.
+This delays nobody
 
-    - who finds no queue, or a queue that the last start did not leave behind;
-    - who comes before those that were left waiting: of a higher priority, or preempted;
+    - who arrives when there is no queue, or when the last start left nobody waiting;
+    - who comes before those that were left waiting, because of a higher priority or after a preemption;
     - in a step that computes a prompt anyway;
-    - once one request of `SHARE` that ran after the last start has ended: idle places cost more than prompts.
+    - once one in `SHARE` of the requests that ran after the last start has ended, because empty slots cost more than prompts.
 
-The order of starts stays as it is. Pure Python, and a function of its calls.
+The order of starts does not change. Pure Python, and a function of its calls.
 """
 
 from tilewright.engine.request import Request
@@ -20,24 +20,25 @@ from tilewright.engine.request import Request
 __all__ = ["SHARE", "STEPS", "StartGroups"]
 
 STEPS = 4
-"""The loss is bounded: a request starts three steps later at most, one and a half on average. Two steps bring half as much."""
+"""A free slot stays empty for at most three steps, and one and a half on average."""
 SHARE = 4
+"""At most a quarter of the rows may be empty."""
 
 
 class StartGroups:
-    """Of one engine's queue: who is left waiting for a place, and for how many steps nobody has started."""
+    """Remembers, for one engine, who was left waiting for a slot or pages, and how many steps ago the last request started."""
 
     def __init__(self) -> None:
         self._left: tuple[int, int] | None = None
         self._running = self._steps = 0
 
     def holds(self, first: Request | None, running: int, *, prompts: bool) -> bool:
-        """Whether nobody starts in this step. Asked once a step.
+        """Return whether no request may start in this step. Call it once in each step.
 
         Args:
-            first: who would start next, if anybody waits.
-            running: requests that run.
-            prompts: the step computes a prompt in any case.
+            first: the request that would start next, or None if none waits.
+            running: number of running requests.
+            prompts: whether the step computes a prompt in any case.
         """
         self._steps += 1
         if first is None or self._left is None or prompts or first.order < self._left:
@@ -45,7 +46,10 @@ class StartGroups:
         return self._steps < STEPS and running * SHARE > self._running * (SHARE - 1)
 
     def started(self, count: int, running: int, left: Request | None) -> None:
-        """So many have started in this step, and so many run now. `left`: the first who waits for a slot or for pages."""
+        """Note that `count` requests started in this step and `running` run now.
+
+        `left` is the first request that waits for a slot or for pages, or None.
+        """
         self._left = None if left is None else left.order
         if count:
             self._steps, self._running = 0, running

@@ -13,7 +13,7 @@ Who goes when:
       again later (preemption by recompute), at its place in the queue. The first always progresses.
     - A waiting request starts when there are pages for all its known tokens, for the rest of the prompts already started,
       and for one more page for each running request; otherwise it would be preempted as soon as it had begun.
-    - Where there is no place for all who wait, they start in groups, a few steps apart (`groups.py`).
+    - When there are not enough slots or pages for all that wait, they start in groups, a few steps apart (`groups.py`).
     - What a cached page holds that somebody else gets goes to host memory, where there is room, and is as good as cached there:
       the step that needs it begins by copying it back.
     - Pages in the prefix cache are shared instead of computed, when a request starts and at each page boundary while its
