@@ -4,7 +4,7 @@ A step that computes a prompt costs more than one in which every row decodes. On
 CPU, attention makes one call for each length, and requests that started together have the same length. In a full engine a slot
 becomes free after nearly every step; if each were filled at once, nearly every step would compute a prompt.
 
-So while requests are left waiting for a slot or for pages, the next ones start together, up to `STEPS` steps after the last start.
+So while requests are left waiting for a slot or pages, the next ones start together, up to `STEPS` steps after the last start.
 This delays nobody
 
     - who arrives when there is no queue, or when the last start left nobody waiting;
