@@ -1,6 +1,7 @@
 """The project's own Python files, read as text and syntax, for the tests that hold the house rules."""
 
 import ast
+import gc
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -9,6 +10,10 @@ from typing import Any
 __all__ = ["ROOT", "Source", "planted", "sources"]
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = (
+    ast.Import, ast.ImportFrom, ast.Call, ast.keyword, ast.Attribute, ast.ExceptHandler, ast.FunctionDef, ast.AsyncFunctionDef
+)  # fmt: skip
+"""Nodes that some rule looks at, a fifth of all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +25,15 @@ class Source:
 
     @cached_property
     def nodes(self) -> tuple[Any, ...]:
-        """Every node of its syntax tree, from the top down: each rule looks at all of them."""
-        return tuple(ast.walk(ast.parse(self.text)))
+        """Every node of `KINDS` in its syntax tree, from the top down: each rule looks at all of them."""
+        # The collector would walk millions of nodes, which stay, again and again.
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            return tuple(node for node in ast.walk(ast.parse(self.text)) if isinstance(node, KINDS))
+        finally:
+            if was:
+                gc.enable()
 
     @property
     def module(self) -> str:

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from tilewright.bench.dims import find_op, parse_dims
 from tilewright.cli import app
 from tilewright.hw import env
-from tilewright.op import Op
+from tilewright.hw.device import CARD_OF_ARCH
+from tilewright.op import Inputs, Op
 from tilewright.ops import ALL
 
 needs_compiler = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
@@ -22,8 +23,32 @@ def run(*words: str) -> Any:
 @needs_compiler
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_every_op_has_a_judgement(op: Op) -> None:
-    arch = "100" if op.name == "mx_linear" else "90"  # on Hopper it launches the kernels of another op
-    done = run(op.name, "--arch", arch, "--json")
+    """Of an example that the tests of certificates compile too."""
+    card = CARD_OF_ARCH[_arch(op)]
+    examples = [op.examples[0], op.examples[len(op.examples) // 2]]
+    problems = {example.label: op.problem(*example.make(Inputs())) for example in examples}
+    label = max(problems, key=lambda name: sum(impl.refusal(card, problems[name]) is None for impl in op.impls))
+    check_judgements(op, "--example", label)
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+def test_every_op_has_a_judgement_at_the_shapes_of_its_bench(op: Op) -> None:
+    check_judgements(op)
+
+
+@needs_compiler
+def test_without_words_the_shapes_of_the_bench_are_judged() -> None:
+    check_judgements(find_op("softmax"))
+
+
+def _arch(op: Op) -> int:
+    return 100 if op.name == "mx_linear" else 90  # on Hopper it launches the kernels of another op
+
+
+def check_judgements(op: Op, *words: str) -> None:
+    done = run(op.name, *words, "--arch", str(_arch(op)), "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [one["impl"] for one in found] == [impl.name for impl in op.impls]

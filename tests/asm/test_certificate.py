@@ -1,7 +1,9 @@
 """The committed certificates against what the kernels compile to today, and the words for what got worse.
 
 `make certify` compiles every case and every config, in minutes. This file compiles a sample, always the same one: of the cases
-the first example of each op, for sm_90 one from the middle too; of the configs one of each implementation and card.
+the first example of each op, for sm_90 one from the middle too; of the configs one of each implementation. In `make test` cards
+take turns: beside sm_90 an op's cases are compiled for one other card, and an implementation's config for one card. The tests
+marked long take every card.
 """
 
 import copy
@@ -47,23 +49,61 @@ def told(found: list[str]) -> str:
     return "\n".join([*lines, f"and {len(found) - 40} more"] if len(found) > 40 else lines)
 
 
+OTHERS = [arch for arch in CARD_OF_ARCH if arch != 90]
+TUNED = [op for op in ALL if any(impl.space.axes for impl in op.impls)]
+
+
 @needs_compiler
-@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
-def test_no_case_got_worse(op: Op) -> None:
+@pytest.mark.parametrize(("turn", "op"), enumerate(ALL), ids=[op.name for op in ALL])
+def test_no_case_got_worse(turn: int, op: Op) -> None:
     was = held(op)
     labels = [op.examples[0].label, op.examples[len(op.examples) // 2].label]
-    others = [arch for arch in CARD_OF_ARCH if arch != 90]
     found = regressions(was, certify(op, Inputs, archs=[90], labels=labels, keep=_none))
-    found += regressions(was, certify(op, Inputs, archs=others, labels=labels[:1], keep=_none))
+    found += regressions(was, certify(op, Inputs, archs=[OTHERS[turn % len(OTHERS)]], labels=labels[:1], keep=_none))
+    assert not found, told(found)
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+def test_no_case_got_worse_on_any_other_card(op: Op) -> None:
+    was = held(op)
+    found = regressions(was, certify(op, Inputs, archs=OTHERS, labels=[op.examples[0].label], keep=_none))
     assert not found, told(found)
 
 
 @needs_compiler
-@pytest.mark.parametrize("op", [op for op in ALL if any(i.space.axes for i in op.impls)], ids=lambda op: op.name)
-def test_no_config_got_worse(op: Op) -> None:
+@pytest.mark.parametrize(("turn", "op"), enumerate(TUNED), ids=[op.name for op in TUNED])
+def test_no_config_got_worse(turn: int, op: Op) -> None:
+    was = held(op)
+    places, of_sample = taking_turns(was, turn), sampled(was, CONFIGS)
+    found = certify(op, Inputs, labels=[], keep=lambda place, key: place in places and of_sample(place, key))
+    assert found["configs"].keys() == places
+    assert not regressions(was, found), told(regressions(was, found))
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.parametrize("op", TUNED, ids=lambda op: op.name)
+def test_no_config_got_worse_on_any_card(op: Op) -> None:
     was = held(op)
     found = regressions(was, certify(op, Inputs, labels=[], keep=sampled(was, CONFIGS)))
     assert not found, told(found)
+
+
+def taking_turns(certificate: Any, turn: int) -> set[str]:
+    """For each implementation one of its places (implementation/sm_90): another card for the next operator."""
+    places: dict[str, list[str]] = {}
+    for place in certificate["configs"]:
+        places.setdefault(place.partition("/")[0], []).append(place)
+    return {sorted(found)[turn % len(found)] for found in places.values()}
+
+
+def test_every_implementation_has_its_turn_on_every_card() -> None:
+    certificate = {"configs": dict.fromkeys(("a/sm_80", "a/sm_90", "a/sm_100", "b/sm_90"))}
+    turns = [taking_turns(certificate, turn) for turn in range(3)]
+    assert set().union(*turns) == set(certificate["configs"])
+    assert all(len(places) == 2 for places in turns)
 
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)

@@ -50,6 +50,7 @@ CASES = {
     "batched, rows of y begin elsewhere in each": ((3, 35, 64), (2240, 64, 1), 0, (2, 0, 1)),
     "batched, both odd": ((3, 35, 21), (735, 21, 1), 2, (0, 2, 1)),
     "strided": ((60, 83), (97, 1), 7, (1, 0)),
+    "batched and strided": ((2, 131, 67), (133 * 131, 133, 1), 3, (0, 2, 1)),
     "four dimensions": ((2, 3, 5, 7), (105, 35, 7, 1), 0, (3, 1, 0, 2)),
     "expanded": ((21, 35), (0, 1), 1, (1, 0)),
     "windows that overlap": ((21, 35), (2, 1), 1, (1, 0)),
@@ -76,8 +77,9 @@ def test_every_config(case: str, dtype: torch.dtype) -> None:
 def test_large_batches_of_strided_ones(dtype: torch.dtype) -> None:
     """By the public function, which chooses `words` for them."""
     x = laid((2, 515, 513), (513 * 515, 513, 1), 3, dtype)
-    for cut in (x, x[1:], x[:, :513]):
-        assert permute_op.choice_for(cut, [0, 2, 1]).impl.name == "words"
+    cuts = (x, x[:, :513], x[1:, :513])
+    assert [permute_op.choice_for(cut, [0, 2, 1]).impl.name for cut in cuts] == ["words"] * 3
+    for cut in cuts if GPU else cuts[2:]:  # a matrix of this size takes the interpreter seconds
         assert torch.equal(ops.permute(cut, (0, 2, 1)), cut.mT)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tilewright.hw import env
 from tilewright.hw.device import device_named
 from tilewright.kernels.gemm.linear import linear_op
 from tilewright.kernels.gemm.quantized.block_scaled import block_scaled_linear_op
@@ -37,6 +38,7 @@ def problems(op: Op, kinds: tuple[dict[str, Any], ...]) -> Iterator[Any]:
             yield op.problem(*make(Inputs("meta"), M=m, N=n, K=k, **way, **kind))
 
 
+@pytest.mark.skipif(env.interpreting(), reason="launches nothing: the run without the interpreter shows it")
 @pytest.mark.parametrize(("op", "kinds"), OPS, ids=[op.name for op, _ in OPS])
 def test_a_default_is_of_its_space(op: Op, kinds: tuple[dict[str, Any], ...]) -> None:
     cards = [device_named(name) for name in ("a100", "l4", "h100", "h200", "b200")]

@@ -1,4 +1,4 @@
-"""Every implementation of every product at its extremes: sums of 65,536 terms, the largest codes, what is not finite."""
+"""Every implementation of every product at its extremes: long sums, the largest codes, what is not finite."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,20 +25,22 @@ Args = tuple[Any, ...]
 
 pytestmark = pytest.mark.skipif(not DEVICE.runs_triton, reason="no GPU here: kernels are checked in the TRITON_INTERPRET=1 run")
 
+# The interpreter's sums are torch's: there a length shows what a kernel does at its steps, and on a GPU how they add up.
+K = 65536 if GPU else 8192
 LONG: dict[str, tuple[Op, dict[str, Any]]] = {
-    "one row": (linear_op, {"M": 1, "N": 16, "K": 65536}),
-    "few rows": (linear_op, {"M": 9, "N": 16, "K": 65536, "residual": True}),
-    "rows": (linear_op, {"M": 24, "N": 16, "K": 65536, "bias": True}),
-    "rows of float32": (linear_op, {"M": 5, "N": 8, "K": 65536, "dtype": torch.float32}),
-    "int8": (scaled_linear_op, {"M": 24, "N": 16, "K": 65536, "dtype": INT8}),
-    "fp8": (scaled_linear_op, {"M": 24, "N": 16, "K": 65536, "dtype": E4M3}),
+    "one row": (linear_op, {"M": 1, "N": 16, "K": K}),
+    "few rows": (linear_op, {"M": 9, "N": 16, "K": K, "residual": True}),
+    "rows": (linear_op, {"M": 24, "N": 16, "K": K, "bias": True}),
+    "rows of float32": (linear_op, {"M": 5, "N": 8, "K": K, "dtype": torch.float32}),
+    "int8": (scaled_linear_op, {"M": 24, "N": 16, "K": K, "dtype": INT8}),
+    "fp8": (scaled_linear_op, {"M": 24, "N": 16, "K": K, "dtype": E4M3}),
     "fp8, a span and two steps": (scaled_linear_op, {"M": 24, "N": 16, "K": 1024 + 144, "dtype": E4M3}),
     "e5m2 of three spans": (scaled_linear_op, {"M": 9, "N": 16, "K": 2048 + 16, "dtype": E5M2}),
-    "fp8 to float32": (cast_linear_op, {"M": 24, "N": 16, "K": 16384, "dtype": E4M3, "out": torch.float32}),
-    "fp8 blocks": (block_scaled_linear_op, {"M": 24, "N": 16, "K": 65536}),
-    "mxfp8": (mx_linear_op, {"M": 24, "N": 16, "K": 65536}),
-    "int8 weight": (mixed_linear_op, {"M": 9, "N": 16, "K": 65536, "format": "int8"}),
-    "int4 weight": (mixed_linear_op, {"M": 24, "N": 16, "K": 65536, "format": "int4", "group": 128, "zeros": True}),
+    "fp8 to float32": (cast_linear_op, {"M": 24, "N": 16, "K": K // 4, "dtype": E4M3, "out": torch.float32}),
+    "fp8 blocks": (block_scaled_linear_op, {"M": 24, "N": 16, "K": K}),
+    "mxfp8": (mx_linear_op, {"M": 24, "N": 16, "K": K}),
+    "int8 weight": (mixed_linear_op, {"M": 9, "N": 16, "K": K, "format": "int8"}),
+    "int4 weight": (mixed_linear_op, {"M": 24, "N": 16, "K": K, "format": "int4", "group": 128, "zeros": True}),
 }
 if GPU:  # a minute in the interpreter
     LONG["rows that start anywhere"] = (linear_op, {"M": 18, "N": 8, "K": 65540})
@@ -90,7 +92,7 @@ def test_spans_of_float8_match_in_every_kind_of_tile(choices: tuple[int, int, st
     conformance.check(scaled_linear_op, sm90, config, args)
 
 
-@pytest.mark.parametrize("signs", [(-128, -128), (-128, 127), (127, 127)], ids=str)
+@pytest.mark.parametrize("signs", [(-128, -128), (-128, 127), *([(127, 127)] if GPU else ())], ids=str)
 def test_the_largest_sums_of_int8_are_exact(signs: tuple[int, int]) -> None:
     """K is at most 131072. 128 * 128 * 131072 is 2^31, which is too much by one: codes of -128 alone get a shorter sum."""
     k = 131072 - 16 * (signs == (-128, -128))

@@ -122,7 +122,13 @@ def test_fused_is_the_two_calls(op: Op, example: Example, impl: Impl) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("op", "cols"), [(op, n) for op in EXACT + FUSED for n in (96, 6144) if "mx" not in op.name or n == 96]
+    ("op", "cols"),
+    [
+        (op, n)
+        for op in EXACT + FUSED
+        for n in (96, 640 if op is quantize_both_ways_op else 6144)
+        if "mx" not in op.name or n == 96
+    ],
 )
 def test_every_config(op: Op, cols: int) -> None:
     """The bits do not depend on the config, but for sums of squares; wide rows in held and in re-read blocks."""

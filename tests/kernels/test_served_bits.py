@@ -17,7 +17,7 @@ from tilewright.rl.quantised import code
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-LENGTHS = (9, 150, 1) if ON_GPU else (3, 5)
+LENGTHS = (9, 150, 1) if ON_GPU else (1, 5)
 PAGE_SIZE = 16 if ON_GPU else 4
 HEAD_DIM = 16
 CONFIG = ModelConfig(

@@ -12,6 +12,11 @@ from tests.simulation.world import run_scenario
 
 EPISODES = 400
 """Within so many episodes a planted fault must show."""
+RARE = {
+    "pages of the host are not pinned": 28, "pages of a withdrawn row are trusted": 16, "a stopped engine tells nobody": 60,
+    "stop tokens count one token early": 61,
+}  # fmt: skip
+"""Faults that few episodes show -> the first that did when this was written: it comes first, and all others behind it."""
 
 
 def test_no_promise_is_broken(tmp_path: Path) -> None:
@@ -41,8 +46,14 @@ def test_a_scenario_is_the_same_run_twice(seed: int) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(name: str) -> None:
+    seeds = [RARE.get(name, 0), *range(EPISODES)]
     with MUTANTS[name]():
-        assert any(broken(draw_scenario(seed)) is not None for seed in range(EPISODES)), f"nobody noticed: {name}"
+        assert any(broken(draw_scenario(seed)) is not None for seed in seeds), f"nobody noticed: {name}"
+
+
+def test_rare_faults_are_planted_ones() -> None:
+    assert RARE.keys() <= MUTANTS.keys()
+    assert max(RARE.values()) < EPISODES
 
 
 def test_a_failure_is_shrunk() -> None:

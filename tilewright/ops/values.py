@@ -10,10 +10,13 @@ from tilewright.op import scope
 __all__ = ["invariant_scope", "valued"]
 
 
-@torch.compiler.assume_constant_result
 def invariant_scope() -> bool:
     """Whether the invariant scope is in force; under torch.compile that of the trace: Dynamo reads no context variable."""
     return scope().invariant
+
+
+# All that torch.compiler.assume_constant_result does, but for the import of Dynamo: 1.5 s of every start of a process.
+invariant_scope._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Valued(torch.autograd.Function):

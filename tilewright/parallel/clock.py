@@ -10,10 +10,6 @@ on takes no time.
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
-
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from tilewright.parallel.plan import Plan
 
@@ -22,7 +18,6 @@ __all__ = ["Clock", "bubble", "order", "simulated"]
 Pass = tuple[int, str, int]
 """(part of the layers, F forward, B backward, I backward for inputs or W for weights, micro-batch)."""
 
-_TORCH: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 _LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _TAKES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -35,7 +30,9 @@ def bubble(plan: Plan, micro_batches: int) -> float:
 
 def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
     """What each rank does, one after the other."""
-    if plan.schedule in _TORCH:
+    if plan.schedule in ("interleaved", "zero-bubble"):
+        from tilewright.parallel.stages import SCHEDULES
+
         places = {part: part % plan.pp for part in range(plan.parts)}
         stages = [
             SimpleNamespace(
@@ -44,7 +41,7 @@ def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
             )
             for turn in range(plan.virtual)
         ]  # fmt: skip
-        made = _TORCH[plan.schedule](stages, micro_batches, loss_fn=lambda a, b: a, scale_grads=False)
+        made = SCHEDULES[plan.schedule](stages, micro_batches, loss_fn=lambda a, b: a, scale_grads=False)
         listed = ([a for a in made.pipeline_order[rank] if a is not None] for rank in range(plan.pp))
         return [[(a.stage_index, _LETTERS[a.computation_type.name], a.microbatch_index) for a in row] for row in listed]
     found: list[list[Pass]] = []

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from tilewright.parallel.plan import Plan
 from tilewright.parallel.ranks import Ranks
@@ -20,12 +18,6 @@ from tilewright.parallel.reduce import RunningSum, TreeSum, tree_sum
 from tilewright.parallel.replicate import over_chunks
 
 __all__ = ["Batch", "Pipeline", "keep_layers"]
-
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
-}  # fmt: skip
-_ONE_PART = (ScheduleGPipe, Schedule1F1B)
 
 
 class Batch(Protocol):
@@ -115,27 +107,6 @@ class _Kept(torch.autograd.Function):
         return (None, None, *(kept * grad_outputs[0] for kept in ctx.grads))
 
 
-class _Stage(PipelineStage):
-    """A part of the layers whose gradients are handed over behind each micro-batch."""
-
-    taken: Callable[[], None]
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:  # fmt: skip
-        """As torch's; where it makes the gradients of weights, too, they are taken."""
-        found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:
-            self.taken()
-        return found
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """As torch's, and the gradients are taken."""
-        found = super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.taken()
-        return found
-
-
 class Pipeline:
     """This rank's parts of the layers.
 
@@ -148,20 +119,22 @@ class Pipeline:
     """
 
     def __init__(self, model: Any, plan: Plan, ranks: Ranks, layers: int, stream: Tensor, device: torch.device):
+        from tilewright.parallel.stages import SCHEDULES, Stage  # two seconds to import, and few runs have a pipeline
+
         last, self._device = plan.parts - 1, device
         self._parts: list[_Layers] = []
-        self._stages: list[_Stage] = []
+        self._stages: list[Stage] = []
         for part in (ranks.rank + turn * plan.pp for turn in range(plan.virtual)):
             module = _Layers(model, plan.layers_of(part, layers), part == 0, part == last)
             between = (stream.detach().requires_grad_(True), stream.detach().requires_grad_(True))
-            stage = _Stage(
+            stage = Stage(
                 module, part, plan.parts, device, input_args=() if part == 0 else between,
                 output_args=(torch.empty(1, device="meta", requires_grad=True),) if part == last else between,
                 group=ranks.group,
             )  # fmt: skip
             self._parts.append(module)
             self._stages.append(stage)
-        self._kind = _SCHEDULES[plan.schedule]
+        self._kind, self._one_part = SCHEDULES[plan.schedule], plan.schedule in ("gpipe", "1f1b")
         self._schedules: dict[int, Any] = {}
 
     def sums(
@@ -192,7 +165,7 @@ class Pipeline:
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
-            stages: Any = self._stages[0] if self._kind in _ONE_PART else self._stages
+            stages: Any = self._stages[0] if self._one_part else self._stages
             self._schedules[count] = self._kind(stages, count, loss_fn=lambda loss, target: loss.sum(), scale_grads=False)
         return self._schedules[count]
 
