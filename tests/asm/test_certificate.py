@@ -54,7 +54,7 @@ TUNED = [op for op in ALL if any(impl.space.axes for impl in op.impls)]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("turn", "op"), enumerate(ALL), ids=[op.name for op in ALL])
+@pytest.mark.parametrize(("turn", "op"), list(enumerate(ALL)), ids=[op.name for op in ALL])
 def test_no_case_got_worse(turn: int, op: Op) -> None:
     was = held(op)
     labels = [op.examples[0].label, op.examples[len(op.examples) // 2].label]
@@ -73,7 +73,7 @@ def test_no_case_got_worse_on_any_other_card(op: Op) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("turn", "op"), enumerate(TUNED), ids=[op.name for op in TUNED])
+@pytest.mark.parametrize(("turn", "op"), list(enumerate(TUNED)), ids=[op.name for op in TUNED])
 def test_no_config_got_worse(turn: int, op: Op) -> None:
     was = held(op)
     places, of_sample = taking_turns(was, turn), sampled(was, CONFIGS)
