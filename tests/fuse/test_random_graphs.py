@@ -14,7 +14,7 @@ from tests.fuse import random_graphs
 from tests.fuse.random_graphs import BAD, Verdict, draw, judge, minimise
 from tests.fuse.random_program import Input, Program, error
 
-SEED, COUNT, LONG = 20_000, 60, 2200
+SEED, COUNT, PARTS, LONG = 20_000, 185, 5, 2200
 
 
 def _failures(seeds: range, backend: str, sizes_every: int) -> list[str]:
@@ -30,10 +30,10 @@ def _failures(seeds: range, backend: str, sizes_every: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_programs_through_optimize(part: int) -> None:
-    first = SEED + part * COUNT // 2
-    found = _failures(range(first, first + COUNT // 2), "own", sizes_every=5)
+    first = SEED + part * COUNT // PARTS
+    found = _failures(range(first, first + COUNT // PARTS), "own", sizes_every=5)
     assert not found, "\n".join(found)
 
 
