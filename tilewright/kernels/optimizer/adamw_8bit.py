@@ -13,11 +13,13 @@ that is not zero never becomes zero, or its step would be a division by eps.
     p (master): flat float32; m_codes, v_codes: uint8 like p; m_scales, v_scales: float32 [elements / 256];
     weights, grads, rates, control: as in adamw.py.
 
-Limited by bytes: with bf16 gradients and weights 8 in and 8 out for each element. That leaves about 100 instructions and few
-special functions an element, so powers of ten are products of constants, and a group divides by its scale once.
+Limited by bytes: with bf16 gradients and weights 8 in and 8 out for each element. That leaves about 100 instructions each, of
+comparisons and integer instructions about 60. Codes are decoded by a table of 256 levels in shared memory. The encoder finds
+no power of ten: on each of them codes are a linear function of the value, and the right one of these functions is the lowest.
 Not supported: stochastic rounding; unlike bitsandbytes, tensors that stay in 32 bits (use AdamW for those).
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -150,49 +152,52 @@ def _make(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16
 
 
 @triton.jit
-def _to_the(j, ONE: tl.constexpr, TWO: tl.constexpr, FOUR: tl.constexpr):
-    """b^j for j from 0 to 7, of the constants b, b^2 and b^4."""
-    power = tl.where((j & 1) != 0, ONE, 1.0) * tl.where((j & 2) != 0, TWO, 1.0)
-    return power * tl.where((j & 4) != 0, FOUR, 1.0)
+def _place(share, TOP: tl.constexpr):
+    """Where numbers in [0, 1] lie between the levels, from level 1 up: level n is at n, and it is linear between neighbours.
+
+    Line k, of the levels from 10^(k - 1 - TOP) to 10^(k - TOP), is 2^k (8 / 9 + 10^(TOP - k) share / 0.9) - 1. Lines get
+    steeper towards zero, and neighbours meet at a level, so that the lowest is the right one.
+    """
+    place = share * (2.0**TOP / 0.9) + (2.0**TOP * (8.0 / 9.0) - 1.0)
+    for down in tl.static_range(1, TOP):
+        line = share * (2.0**TOP / 0.9 * 5.0**down) + (2.0 ** (TOP - down) * (8.0 / 9.0) - 1.0)
+        place = tl.minimum(place, line)
+    return place
 
 
 @triton.jit
-def _decoded(n, TOP: tl.constexpr):
-    """The level of codes 0, 1, 2 ...; n is int32."""
-    wide = n.to(tl.float32)
-    k = (wide.to(tl.int32, bitcast=True) >> 23) - 127
-    part = (wide + 1.0) * ((127 - k) << 23).to(tl.float32, bitcast=True)  # (n + 1) / 2^k
-    value = _to_the(TOP - k, 0.1, 0.01, 0.0001) * (1.0 - 0.9 * (2.0 - part))  # exactly 1 at the top
-    return tl.where(n > 0, value, 0.0)
+def _byte(place, ZERO: tl.constexpr):
+    """ZERO + the nearest whole number, as uint8. From 2^23 to 2^24 a float32 counts in ones: the addition rounds."""
+    return (place + (12582912.0 + ZERO)).to(tl.int32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
-def _encoded(share, TOP: tl.constexpr):
-    """The nearest code of numbers in [0, 1], int32. Neighbouring powers of ten agree where they meet: which one is taken
-    there does not matter."""
-    # share >= 2^-halvings, so its power of ten is this one or the next: 77 / 256 is a little less than log10(2).
-    halvings = 127 - (share.to(tl.int32, bitcast=True) >> 23)
-    tens = tl.minimum(tl.maximum(((halvings - 1) * 77) >> 8, 0), TOP - 1)
-    scaled = share * _to_the(tens + 1, 10.0, 100.0, 10000.0)
-    below = scaled <= 1.0
-    tens = tl.where(below, tens + 1, tens)
-    power = ((127 + TOP - tens) << 23).to(tl.float32, bitcast=True)  # 2^k
-    place = power * (scaled * tl.where(below, 1.0 / 0.9, 0.1 / 0.9) + (1.0 - 0.1 / 0.9)) - 1.0
-    # Between 0 and the lowest level, 10^-TOP, the nearest is a matter of its own.
-    lowest = tl.where(scaled < 0.5, 0.0, 1.0)
-    return tl.where(tens == TOP, lowest, tl.floor(place + 0.5)).to(tl.int32)
+def _encoded_signed(m, inverse):
+    """The codes of m; `inverse` is 1 / scale."""
+    share = tl.abs(m) * inverse
+    # Between zero and level 1 a line of its own.
+    place = tl.minimum(_place(share, 6), share * 1e6)
+    sign = m.to(tl.int32, bitcast=True) & -0x80000000
+    return _byte((place.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), 128)
+
+
+@triton.jit
+def _encoded(v, inverse):
+    """The codes of v >= 0; what is not zero is level 1 at least."""
+    place = tl.maximum(_place(v * inverse, 7), 1.0)
+    return _byte(place * tl.where(v > 0.0, 1.0, 0.0), 0)
 
 
 @triton.jit
 def _inverse(scales):
-    """1 / scale; of a group of zeros 1. A scale below float32's normal numbers would have none: its group becomes zeros."""
-    return tl.where(scales >= 1.2e-38, 1.0 / scales, tl.where(scales > 0.0, 0.0, 1.0))
+    """1 / scale. A scale of zero, or below float32's normal numbers, has none: its group becomes zeros."""
+    return tl.where(scales >= 1.2e-38, 1.0 / scales, 0.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["like_ptr"])
 def _adamw_8bit_kernel(
     p_ptr, m_codes_ptr, m_scales_ptr, v_codes_ptr, v_scales_ptr, weights_ptr, like_ptr, owners_ptr, spans_ptr, addresses_ptr,
-    rates_ptr, control_ptr, lr, eps,
+    rates_ptr, control_ptr, levels_ptr, lr, eps,
     HAS_WEIGHTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(control_ptr + 8) != 0.0:
@@ -200,22 +205,19 @@ def _adamw_8bit_kernel(
         start = tl.program_id(0).to(tl.int64) * BLOCK
         at = start + tl.arange(0, BLOCK)
         groups = start // GROUP + tl.arange(0, GROUPS)
+        m_levels, v_levels = tl.load(levels_ptr + tl.arange(0, 256)), tl.load(levels_ptr + 256 + tl.arange(0, 256))
         p = tl.load(p_ptr + at)
         m_codes, v_codes = tl.load(m_codes_ptr + at), tl.load(v_codes_ptr + at)
         m_scales, v_scales = tl.load(m_scales_ptr + groups)[:, None], tl.load(v_scales_ptr + groups)[:, None]
         owner = tl.load(owners_ptr + start // CHUNK)
         grad = load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK, CHUNK)
         p, grad = tl.reshape(p, [GROUPS, GROUP]), tl.reshape(grad, [GROUPS, GROUP])
-        signed = tl.reshape(m_codes, [GROUPS, GROUP]).to(tl.int32) - 128
-        m = _decoded(tl.abs(signed), 6) * m_scales
-        m = tl.where(signed < 0, -m, m)
-        v = _decoded(tl.reshape(v_codes, [GROUPS, GROUP]).to(tl.int32), 7) * v_scales
+        m = tl.reshape(tl.gather(m_levels, m_codes.to(tl.int32), 0), [GROUPS, GROUP]) * m_scales
+        v = tl.reshape(tl.gather(v_levels, v_codes.to(tl.int32), 0), [GROUPS, GROUP]) * v_scales
         p, m, v = adamw_step(p, m, v, grad, rates_ptr, owner, control_ptr, lr, eps)
         m_scales, v_scales = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
-        n = _encoded(tl.abs(m) * _inverse(m_scales)[:, None], 6)
-        m_codes = (128 + tl.where(m < 0.0, -n, n)).to(tl.uint8)
-        n = _encoded(v * _inverse(v_scales)[:, None], 7)
-        v_codes = tl.where(v > 0.0, tl.maximum(n, 1), n).to(tl.uint8)
+        m_codes = _encoded_signed(m, _inverse(m_scales)[:, None])
+        v_codes = _encoded(v, _inverse(v_scales)[:, None])
         p = tl.reshape(p, [BLOCK])
         tl.store(p_ptr + at, p)
         tl.store(m_codes_ptr + at, tl.reshape(m_codes, [BLOCK]))
@@ -226,6 +228,14 @@ def _adamw_8bit_kernel(
             tl.store(weights_ptr + at, p.to(weights_ptr.dtype.element_ty))
 
 
+@cache
+def _levels(device: torch.device) -> Tensor:
+    """What codes of the first and of the second moment mean where the scale is 1: float32 [2, 256]."""
+    n = torch.arange(256)
+    first = _level((n - 128).abs(), 6) * (n - 128).sign()
+    return torch.stack([first, _level(n, 7)]).float().to(device)
+
+
 def _launch(
     config: Config, master: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor,
     weights: Tensor | None, grads: list[Tensor], rates: Tensor, control: Tensor, lr: float, eps: float,
@@ -234,7 +244,7 @@ def _launch(
     if master.numel():
         _adamw_8bit_kernel[(master.numel() // config["BLOCK"],)](
             master, m_codes, m_scales, v_codes, v_scales, master if weights is None else weights, grads[0], *table[:3], rates,
-            control, lr, eps, HAS_WEIGHTS=weights is not None, CHUNK=CHUNK, GROUP=GROUP, **config,
+            control, _levels(master.device), lr, eps, HAS_WEIGHTS=weights is not None, CHUNK=CHUNK, GROUP=GROUP, **config,
         )  # fmt: skip
 
 
