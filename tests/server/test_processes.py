@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,8 +44,10 @@ def fronts_of(server: ServerProcess) -> list[int]:
 
 def connections(pid: int, port: int) -> set[int]:
     """The ports of the clients that a process has a connection with."""
-    inodes = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
-    found = set()
+    inodes, found = set(), set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # a front that starts closes files while they are listed
+            inodes.add(os.readlink(fd))
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if int(fields[1].rpartition(":")[2], 16) == port and f"socket:[{fields[9]}]" in inodes:
