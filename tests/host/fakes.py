@@ -1,13 +1,16 @@
 """Model processes that are functions on the event loop: what they compute, and how they break, is the test's to say."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
 
 from tilewright.host.config import ModelConfig
-from tilewright.host.instance import LoadFailed, Reply
+from tilewright.host.instance import RECALLED, Done, LoadFailed, Reply
 from tilewright.host.regions import Part, Read, read_all
 from tilewright.host.tensors import Signature, TensorSpec, Wire
 
@@ -29,19 +32,44 @@ class Hangs(Exception):
 
 
 class Fake:
-    """An instance whose model is `compute`, from an array of rows to an array of rows."""
+    """An instance whose model is `compute`, from an array of rows to an array of rows; it has `places` for batches."""
 
-    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], seconds: float = 0.0):
-        self.compute, self.seconds = compute, seconds
-        self.busy = self.closed = False
+    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], seconds: float = 0.0, places: int = 1):
+        self.compute, self.seconds, self.places = compute, seconds, places
+        self.closed = False
         self.batches: list[list[int]] = []
+        """Rows of the requests of each batch that was begun."""
+        self.handed: list[list[int]] = []
         self.capacity, self.most = 1 << 20, None
-        self._done: Callable[[Reply | None], None] | None = None
+        self._waiting = deque[tuple[Sequence[int], Sequence[Sequence[Wire]], Done, float]]()
+        self._recalled = False
 
-    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:
-        assert not self.busy
+    @property
+    def busy(self) -> bool:
+        return self.closed or bool(self._waiting)
+
+    @property
+    def room(self) -> bool:
+        return not self.closed and 0 < len(self._waiting) < self.places
+
+    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
         assert not self.closed
-        self.busy, self._done = True, done
+        assert len(self._waiting) < self.places
+        self.handed.append(list(parts))
+        self._waiting.append((parts, batch, done, until_s))
+        if len(self._waiting) == 1:
+            self._begin()
+
+    def recall(self) -> None:
+        self._recalled = len(self._waiting) > 1
+
+    def _begin(self) -> None:
+        """Compute the first batch, unless it is too late."""
+        parts, batch, _, until_s = self._waiting[0]
+        if self._recalled or time.monotonic() >= until_s:
+            self._recalled = False
+            asyncio.get_running_loop().call_soon(self._answer, RECALLED)
+            return
         self.batches.append(list(parts))
         # What has several inputs is given their sum.
         unread = dict[int, str]()
@@ -68,16 +96,18 @@ class Fake:
         return np.concatenate([own for own, _ in alone]), {i: errors[0] for i, (_, errors) in enumerate(alone) if errors}
 
     def _answer(self, reply: Reply) -> None:
-        done, self._done = self._done, None
-        if done is not None:
-            self.busy = False
+        if self._waiting:
+            done = self._waiting.popleft()[2]
+            if self._waiting:
+                self._begin()  # before the server hears of the other
             done(reply)
 
     def close(self) -> None:
-        self.closed = self.busy = True
-        done, self._done = self._done, None
-        if done is not None:
-            done(None)
+        self.closed = True
+        told = None
+        while self._waiting:
+            self._waiting.popleft()[2](told)
+            told = RECALLED
 
 
 def _array(wire: Wire, number: int, unread: dict[int, str]) -> np.ndarray:
@@ -92,8 +122,14 @@ def _array(wire: Wire, number: int, unread: dict[int, str]) -> np.ndarray:
 class Makes:
     """Starts fakes: `compute` is made anew for each, from the config's source, the folder and how many came before."""
 
-    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], seconds: float = 0.0, signature: Signature = SIGNATURE):
-        self.compute, self.seconds, self.signature = compute, seconds, signature
+    def __init__(
+        self,
+        compute: Callable[[np.ndarray], np.ndarray],
+        seconds: float = 0.0,
+        signature: Signature = SIGNATURE,
+        places: int = 1,
+    ):
+        self.compute, self.seconds, self.signature, self.places = compute, seconds, signature, places
         self.made: list[Fake] = []
         self.failing: str | None = None
 
@@ -108,7 +144,7 @@ class Makes:
                 raise LoadFailed("its weights are damaged")
             factor = float(said)
         compute = self.compute
-        self.made.append(Fake(lambda x: compute(x) * np.float32(factor), self.seconds))
+        self.made.append(Fake(lambda x: compute(x) * np.float32(factor), self.seconds, self.places))
         return self.made[-1], self.signature
 
 

@@ -10,6 +10,15 @@ instance of the model is free, and says what that instance should compute now, o
   waited for `max_delay_s`, or has to leave to meet its deadline.
 - An item whose deadline has passed is never computed: `expire` hands it back.
 
+Where a batch takes long to lay out, `take_ahead` gives the next one while the instance still computes another. It must not make
+batches smaller than they would be otherwise, nor let anybody overtake:
+
+- Only a batch that nobody who comes later could join is taken ahead: the same items would leave together when the instance is
+  free. One that still has room stays in the queue until then.
+- An item that comes later and is more urgent than one of them `overtakes` the batch. It is recalled then, and `restore` puts
+  its items back to where they were.
+- Where a deadline is near, nothing is taken ahead. Whoever begins the batch looks at the clock once more.
+
 What follows (and is tested on a simulated clock): with an instance free, no item waits longer than `max_delay_s`; with all
 instances busy, one that finds room in the next batch waits for the delay and for the batch that runs, whichever ends later.
 
@@ -18,7 +27,7 @@ bound of the queue ends their wait.
 """
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +35,8 @@ __all__ = ["Batch", "BatchPolicy", "Batcher", "Full", "Item"]
 
 SLACK_S = 1e-3
 """How long before a deadline an item leaves that would have waited for company until then."""
+DUE_BATCHES = 2
+"""How many times a batch's duration a deadline has to be away for its item to be taken ahead."""
 SMOOTHING = 0.2
 """How much the latest batch weighs in what is known of the speed."""
 
@@ -105,6 +116,7 @@ class Batcher:
         self._numbers = 0
         self._waiting = 0
         self._rows_waiting = 0
+        self._ahead: Batch | None = None
         self._row_s: float | None = None
         self._batch_s = 0.0
 
@@ -120,21 +132,28 @@ class Batcher:
         """How long a new item would wait for its start, as far as the batches that were measured tell."""
         if self._row_s is None:
             return 0.0
-        return self._batch_s + self._rows_waiting * self._row_s / max(1, instances)
+        return self._batch_s + self._rows_to_begin() * self._row_s / max(1, instances)
+
+    def _rows_to_begin(self) -> int:
+        return self._rows_waiting + (0 if self._ahead is None else self._ahead.rows)
 
     def add(self, item: Item, instances: int = 1, *, taken: bool = False) -> None:
         """Queue an item; one that was `taken` before however long it will wait. Raises Full: the queue has no room."""
         policy = self.policy
         if self._waiting >= policy.max_waiting:
             raise Full(self._waiting, self.wait_s(instances), "the most that this model's queue holds")
-        if self._rows_waiting >= policy.max_rows and not taken and (wait_s := self.wait_s(instances)) > policy.max_wait_s:
+        if self._rows_to_begin() >= policy.max_rows and not taken and (wait_s := self.wait_s(instances)) > policy.max_wait_s:
             most = f"which takes about {wait_s:.1f} s, more than max_wait_s={policy.max_wait_s:g}"
             raise Full(self._waiting, wait_s, most)
         self._numbers += 1
         item.number = self._numbers
+        self._enter(item)
+
+    def _enter(self, item: Item) -> None:
         heapq.heappush(self._heap, (item.priority, item.number, item))
         if item.deadline_s is not None:
             heapq.heappush(self._deadlines, (item.deadline_s, item.number, item))
+        item.gone = False
         self._waiting += 1
         self._rows_waiting += item.rows
 
@@ -154,10 +173,14 @@ class Batcher:
             self._deadlines.clear()
         elif len(self._heap) > 64 + 2 * self._waiting:
             # Withdrawn and expired items lie in the heaps until they come up; an owner that only withdraws must not fill them.
-            self._heap = [entry for entry in self._heap if not entry[2].gone]
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
-            heapq.heapify(self._heap)
-            heapq.heapify(self._deadlines)
+            self._clean()
+
+    def _clean(self) -> None:
+        """Drop what lies in the heaps and is no longer in the queue."""
+        self._heap = [entry for entry in self._heap if not entry[2].gone]
+        self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
+        heapq.heapify(self._heap)
+        heapq.heapify(self._deadlines)
 
     def expire(self, now_s: float) -> list[Item]:
         """Take out the items whose deadline has passed."""
@@ -180,10 +203,41 @@ class Batcher:
             if size is None:
                 return None
             chosen = self._prefix(chosen, size)
+        return self._left(chosen)
+
+    def _left(self, chosen: list[Item]) -> Batch:
         items = tuple(chosen)
         for item in items:
             self._leave(item)
         return Batch(items, sum(item.rows for item in items))
+
+    def take_ahead(self, now_s: float) -> Batch | None:
+        """The batch after the one that runs, where it is certain already. Tell `begun` or `restore` what became of it."""
+        leader = self._leader()
+        if self._ahead is not None or leader is None or self._rows_waiting < self._most(leader):
+            return None
+        chosen, full = self._led()
+        due = min((item.deadline_s for item in chosen if item.deadline_s is not None), default=None)
+        if not full or (due is not None and due < now_s + DUE_BATCHES * self._batch_s):
+            return None
+        self._ahead = self._left(chosen)
+        return self._ahead
+
+    def begun(self) -> None:
+        """The batch that was taken ahead is the one that runs."""
+        self._ahead = None
+
+    def overtakes(self, item: Item) -> bool:
+        """Whether an item is more urgent than one of those that were taken ahead."""
+        return self._ahead is not None and any(item.priority < other.priority for other in self._ahead.items)
+
+    def restore(self, batch: Batch, wanted: Callable[[Item], bool] = lambda item: True) -> None:
+        """Put the items of a batch that was never begun back to where they were, as far as somebody still wants them."""
+        if self._ahead is batch:
+            self._ahead = None
+        self._clean()
+        for item in filter(wanted, batch.items):
+            self._enter(item)
 
     def next_s(self, *, free: bool = True) -> float | None:
         """When `expire`, or `take` where an instance is `free`, will say something new if nothing arrives until then."""
@@ -219,13 +273,17 @@ class Batcher:
         most = self.policy.max_rows if leader.most is None else min(leader.most, self.policy.max_rows)
         return max(most, leader.rows)
 
-    def _led(self) -> tuple[list[Item], bool]:
-        """(the leader and who can ride with it, in order; whether nobody else could join them)."""
+    def _leader(self) -> Item | None:
+        """Who leads the next batch."""
         while self._heap and self._heap[0][2].gone:
             heapq.heappop(self._heap)
-        if not self._heap:
+        return self._heap[0][2] if self._heap else None
+
+    def _led(self) -> tuple[list[Item], bool]:
+        """(the leader and who can ride with it, in order; whether nobody else could join them)."""
+        leader = self._leader()
+        if leader is None:
             return [], False
-        leader = self._heap[0][2]
         chosen, rows, most = list[Item](), 0, self._most(leader)
         # Where all of them may fit, sorting them is less work than walking.
         order = (

@@ -2,6 +2,10 @@
 
 All of it runs on one event loop and never waits for the model: a batch is laid into shared memory, one packet is sent, and the
 answer calls back.
+
+An instance whose inputs are large has places for two batches: while one is computed, the next is laid out and its packet sent,
+so that the model goes on without a pause. Until it begins, the second batch can be recalled. The model's process, not the
+server, says whether it has begun: it compares the clock with the time that the server wrote beside the batch.
 """
 
 import asyncio
@@ -11,18 +15,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from tilewright.host.arena import SECONDS, Arena, aligned
+from tilewright.host.arena import NOT_BEGUN, SECONDS, Arena, aligned
 from tilewright.host.config import ModelConfig
-from tilewright.host.regions import INLINE_BYTES, Part, Read, read_all, shared_out
+from tilewright.host.regions import INLINE_BYTES, Part, Read, read_all, read_beside, shared_out
 from tilewright.host.tensors import Signature, Wire, byte_size
 
-__all__ = ["Instance", "LoadFailed", "Nursery", "Reply", "Runs"]
+__all__ = ["RECALLED", "Done", "Instance", "LoadFailed", "Nursery", "Reply", "Runs"]
 
 MAX_PACKET = 1 << 17
 MAX_KEPT = 256
@@ -37,7 +44,7 @@ class LoadFailed(ValueError):
 
 
 class Reply(NamedTuple):
-    """What a batch came to. `outputs` are views of shared memory, good until the next batch."""
+    """What a batch came to. `outputs` are views of shared memory, good until the function that is told has returned."""
 
     outputs: tuple[Wire, ...]
     """Of all requests together, in the signature's order; () where no request has an answer."""
@@ -48,15 +55,34 @@ class Reply(NamedTuple):
     """Request's number -> why its inputs could not be read from where it said that they were."""
 
 
+RECALLED = Reply((), {}, 0.0)
+"""What is told of a batch that was never begun: it was recalled, its time was over, or the instance ended before."""
+Done = Callable[[Reply | None], None]
+"""Told once what a batch came to; None: the instance is gone, in the middle of this batch."""
+
+
 class Runs(Protocol):
     """What computes batches: a process, or in tests whatever one likes."""
 
-    busy: bool
     capacity: int
     most: int | None
 
-    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:
-        """Compute a batch and call `done` once; None: the instance is gone."""
+    @property
+    def busy(self) -> bool:
+        """Whether it has a batch, or is closed."""
+        ...
+
+    @property
+    def room(self) -> bool:
+        """Whether it takes another batch behind the one that it has."""
+        ...
+
+    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
+        """Compute a batch, after the one that it has, and call `done` once; it must not begin after `until_s`."""
+        ...
+
+    def recall(self) -> None:
+        """Do not begin the batch behind the one that runs; its `done` is told, by RECALLED unless it has begun."""
         ...
 
     def close(self) -> None:
@@ -114,6 +140,69 @@ class Nursery:
         self._process = self._socket = None
 
 
+class _Place:
+    """Where a batch lies, and what is remembered of those that lay there."""
+
+    def __init__(self, number: int, arena: Arena):
+        self.number, self.arena = number, arena
+        self.packets = dict[tuple[Any, ...], bytes]()
+        self.replies = dict[bytes, tuple[tuple[Wire, ...], dict[int, str]]]()
+        self.used = False
+
+    def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[Read]]:
+        """(the packet of a batch whose bytes are here now, what is still to be read)."""
+        view, at, inputs, rows, reads = self.arena.view, 0, [], sum(parts), list[Read]()
+        for column in range(len(batch[0])):
+            began = at
+            for number, request in enumerate(batch):
+                data = request[column].data
+                if isinstance(data, Part):
+                    reads.append(Read(number, data, view[at : at + len(data)]))
+                else:
+                    view[at : at + len(data)] = data
+                at += len(data)
+            shape = batch[0][column].shape
+            inputs.append((began, shape if len(batch) == 1 else (rows, *shape[1:])))
+            at = aligned(at)
+        kind = (*parts, *inputs)
+        packet = self.packets.get(kind)
+        if packet is None:
+            words = json.dumps({"parts": parts, "inputs": inputs}).encode()
+            packet = _kept(self.packets, kind, bytes([self.number]) + words)
+        return packet, reads
+
+    def read(self, text: bytes) -> tuple[tuple[Wire, ...], dict[int, str]]:
+        """What a reply says, kept where it has no errors: batches of the same shapes are answered with the same words."""
+        known = self.replies.get(text)
+        if known is not None:
+            return known
+        said: dict[str, Any] = json.loads(text)
+        if said["bytes"] != self.arena.size:
+            self.arena.remap(said["bytes"])
+            self.replies.clear()
+        view = self.arena.view
+        wires = tuple(
+            Wire(kind, tuple(shape), view[offset : offset + byte_size(kind, shape)]) for offset, kind, shape in said["outputs"]
+        )
+        errors = {int(number): error for number, error in said["errors"].items()}
+        return (wires, errors) if errors else _kept(self.replies, text, (wires, errors))
+
+
+@dataclass(slots=True, eq=False)
+class _Handed:
+    """A batch that an instance has."""
+
+    place: _Place
+    done: Done
+    packet: bytes
+    jobs: deque[list[Read]] = field(default_factory=deque)
+    """What threads have still to read."""
+    unread: dict[int, str] = field(default_factory=dict)
+    ready: bool = False
+    """Nothing is left to read."""
+    sent: bool = False
+
+
 class Instance:
     """One model process. Make it with `start`."""
 
@@ -123,19 +212,26 @@ class Instance:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             self._pidfd = -1
-        self._arena: Arena | None = None
-        self._packets = dict[tuple[Any, ...], bytes]()
-        self._replies = dict[bytes, tuple[tuple[Wire, ...], dict[int, str]]]()
+        self._places: tuple[_Place, ...] = ()
+        self._batches = deque[_Handed]()
+        """In the order of their answers."""
         self.capacity = 0
         """Bytes that the inputs of one batch may have."""
         self.most: int | None = None
         """Most rows of a batch, where the model was made for no more."""
-        self._done: Callable[[Reply | None], None] | None = None
-        self._unread = dict[int, str]()
-        self._reading: asyncio.Task[None] | None = None
+        self._reading = set[asyncio.Task[None]]()
         self._loop = asyncio.get_running_loop()
-        self.busy = False
         self.closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has a batch, or is closed."""
+        return self.closed or bool(self._batches)
+
+    @property
+    def room(self) -> bool:
+        """Whether it takes another batch behind the one that it has."""
+        return len(self._places) > 1 and not self.closed and not all(place.used for place in self._places)
 
     @classmethod
     async def start(
@@ -160,7 +256,7 @@ class Instance:
         await self._loop.sock_sendall(self._channel, json.dumps(first).encode())
         await _readable(self._loop, self._channel)
         try:
-            data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 1)
+            data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 2)
         except ConnectionError:
             data, fds = b"", []
         if not data:
@@ -168,57 +264,74 @@ class Instance:
         said = json.loads(data)
         if "failed" in said:
             raise LoadFailed(said["failed"])
-        self._arena, self.capacity, self.most = Arena(fds[0], said["bytes"]), said["capacity"], said["most"]
+        self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
+        self.capacity, self.most = said["capacity"], said["most"]
         self._loop.add_reader(self._channel.fileno(), self._answered)
         return Signature.of(said["signature"])
 
-    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Callable[[Reply | None], None]) -> None:
-        """Compute a batch and call `done` once; None: the process is gone.
+    def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
+        """Compute a batch, after the one that it has, and call `done` once.
 
         Args:
             parts: rows of each request.
             batch: inputs of each request, in the signature's order; requests' tensors differ in the first dimension only.
+            done: told what it came to; None: the process is gone.
+            until_s: the batch must not begin later, by `time.monotonic`.
         """
-        assert self._arena is not None
-        assert not self.busy
-        view, at, inputs, rows, reads = self._arena.view, 0, [], sum(parts), list[Read]()
-        for column in range(len(batch[0])):
-            began = at
-            for number, request in enumerate(batch):
-                data = request[column].data
-                if isinstance(data, Part):
-                    reads.append(Read(number, data, view[at : at + len(data)]))
-                else:
-                    view[at : at + len(data)] = data
-                at += len(data)
-            shape = batch[0][column].shape
-            inputs.append((began, shape if len(batch) == 1 else (rows, *shape[1:])))
-            at = aligned(at)
-        self.busy, self._done, self._unread = True, done, {}
-        kind = (*parts, *inputs)
-        packet = self._packets.get(kind)
-        if packet is None:
-            packet = _kept(self._packets, kind, json.dumps({"parts": parts, "inputs": inputs}).encode())
-        if sum(len(read.part) for read in reads) > INLINE_BYTES:
-            self._reading = self._loop.create_task(self._read_regions(reads, packet))
+        place = next(place for place in self._places if not place.used)
+        place.used = True
+        if len(self._places) > 1:
+            place.arena.begin_by(self.capacity, until_s)
+        packet, reads = place.laid_out(parts, batch)
+        handed = _Handed(place, done, packet)
+        self._batches.append(handed)
+        if sum([len(read.part) for read in reads]) > INLINE_BYTES:
+            handed.jobs.extend(shared_out(reads))
+            task = self._loop.create_task(self._read_regions(handed))
+            self._reading.add(task)
+            task.add_done_callback(self._reading.discard)
             return
         if reads:
-            self._unread = read_all(reads)
-        self._send(packet)
+            handed.unread = read_all(reads)
+        handed.ready = True
+        self._send()
 
-    async def _read_regions(self, reads: list[Read], packet: bytes) -> None:
+    async def _read_regions(self, handed: _Handed) -> None:
         """Read the batch's inputs beside the event loop, and send it."""
-        jobs = [asyncio.to_thread(read_all, job) for job in shared_out(reads)]
-        for unread in await asyncio.gather(*jobs):
-            self._unread |= unread
-        if not self.closed:
-            self._send(packet)
+        handed.unread = await read_beside(handed.jobs)
+        handed.ready = True
+        if handed in self._batches:
+            self._send()
+        else:
+            handed.place.used = False
 
-    def _send(self, packet: bytes) -> None:
-        try:
-            self._channel.send(packet)
-        except OSError:
-            self._gone()
+    def _send(self) -> None:
+        """Send the packets of the batches that are laid out, in their order."""
+        for handed in list(self._batches):
+            if not handed.ready:
+                return
+            if not handed.sent:
+                try:
+                    self._channel.send(handed.packet)
+                except BlockingIOError:  # the packet before it is as long, and has not been taken yet
+                    return
+                except OSError:
+                    self.close()
+                    return
+                handed.sent = True
+
+    def recall(self) -> None:
+        """Do not begin the batch behind the one that runs; its `done` is told, by RECALLED unless it has begun."""
+        if len(self._batches) < 2:
+            return
+        handed = self._batches[1]
+        if handed.sent:
+            handed.place.arena.begin_by(self.capacity, 0.0)
+            return
+        handed.jobs.clear()
+        handed.place.used = not handed.ready  # threads may still write there
+        self._batches.pop()
+        self._loop.call_soon(handed.done, RECALLED)
 
     def _answered(self) -> None:
         try:
@@ -228,36 +341,19 @@ class Instance:
         except OSError:
             data = b""
         if not data:
-            self._gone()
+            self.close()
             return
-        seconds, text = SECONDS.unpack_from(data)[0], data[SECONDS.size :]
-        wires, errors = self._replies.get(text) or self._read(text)
-        done, self._done, self.busy = self._done, None, False
-        assert done is not None
-        done(Reply(wires, errors, seconds, self._unread))
-
-    def _read(self, text: bytes) -> tuple[tuple[Wire, ...], dict[int, str]]:
-        """What a reply says, kept where it has no errors: batches of the same shapes are answered with the same words."""
-        said: dict[str, Any] = json.loads(text)
-        assert self._arena is not None
-        if said["bytes"] != self._arena.size:
-            self._arena.remap(said["bytes"])
-            self._replies.clear()
-        view = self._arena.view
-        wires = tuple(
-            Wire(kind, tuple(shape), view[offset : offset + byte_size(kind, shape)]) for offset, kind, shape in said["outputs"]
-        )
-        errors = {int(number): error for number, error in said["errors"].items()}
-        return (wires, errors) if errors else _kept(self._replies, text, (wires, errors))
-
-    def _gone(self) -> None:
-        done, self._done = self._done, None
-        self.close()
-        if done is not None:
-            done(None)
+        handed = self._batches.popleft()
+        handed.place.used = False
+        self._send()
+        if data == NOT_BEGUN:
+            handed.done(RECALLED)
+            return
+        wires, errors = handed.place.read(data[SECONDS.size :])
+        handed.done(Reply(wires, errors, SECONDS.unpack_from(data)[0], handed.unread))
 
     def close(self) -> None:
-        """Kill the process, whatever it is in. `done` of a running batch is called with None."""
+        """Kill the process, whatever it is in. `done` of the running batch is told None, that of one behind it RECALLED."""
         if self.closed:
             return
         self.closed = True
@@ -267,11 +363,14 @@ class Instance:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
-        if self._arena is not None:
-            self._arena.close()
-        done, self._done, self.busy = self._done, None, True
-        if done is not None:
-            done(None)
+        for place in self._places:
+            place.arena.close()
+        told: Reply | None = None
+        while self._batches:
+            handed = self._batches.popleft()
+            handed.jobs.clear()
+            handed.done(told)
+            told = RECALLED
 
 
 def _kept(among: dict[K, V], key: K, value: V) -> V:

@@ -55,6 +55,17 @@ class Stats:
     """Rows -> batches of so many rows: the way there and back, and the model's time."""
     shadow: Shadow = field(default_factory=Shadow)
 
+    def answered(self, count: int, queued_s: float, began_s: float, ended_s: float, model_s: float) -> None:
+        """Requests of one batch were answered: `queued_s` together, the rest is the batch's, and each of them waited for it."""
+        self.times["queue"].add(queued_s, count)
+        # What is neither the model's nor spent on the answers is the way there and back.
+        for kind, seconds in (
+            ("compute_infer", model_s),
+            ("compute_input", ended_s - began_s - model_s),
+            ("compute_output", time.monotonic() - ended_s),
+        ):
+            self.times[kind].add(seconds * count, count)
+
     def batch(self, rows: int, whole_s: float, model_s: float) -> None:
         """A batch was computed."""
         self.executions += 1

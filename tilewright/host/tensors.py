@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tilewright.host.errors import Refused
 from tilewright.host.regions import Part
 
-__all__ = ["DATATYPES", "Datatype", "Signature", "TensorSpec", "Wire", "byte_size", "checked"]
+__all__ = ["DATATYPES", "Datatype", "Signature", "TensorSpec", "Wire", "byte_size", "checked", "zeros"]
 
 MAX_DIMS = 16
 """Dimensions that a shape may have."""
@@ -150,3 +150,12 @@ def checked(model: str, signature: Signature, inputs: Mapping[str, Wire], max_ro
     if rows is not None and not 1 <= rows <= max_rows:
         raise Refused(f"model {model}: the request has {rows} rows, wanted 1 to {max_rows}")
     return 1 if rows is None else rows
+
+
+def zeros(signature: Signature) -> list[Wire]:
+    """Inputs of one row that are zeros; other open dimensions are 8."""
+    shapes = [tuple((1 if at == 0 else 8) if n == -1 else n for at, n in enumerate(s.shape)) for s in signature.inputs]
+    return [
+        Wire(spec.datatype, shape, bytes(byte_size(spec.datatype, shape)))
+        for spec, shape in zip(signature.inputs, shapes, strict=True)
+    ]

@@ -11,6 +11,12 @@ What a broken model costs, and whom:
 |                                     |             |                       | other process of it lives                    |
 
 A request is tried a second time only where it shared its batch: whoever kills two processes is to blame.
+
+The only instance of a model with large inputs gets its next batch while it computes one, where the batcher is certain of it
+(`take_ahead`). A batch that is behind another has not begun: it is recalled when somebody more urgent comes or nobody waits for
+it any more, and its requests go back to their places in the queue, as they do when the process is lost before their turn. After
+a recall, and while the last batch failed, the next one waits until the instance is free. With several instances nothing is
+handed over ahead: they overlap anyhow, and a batch could not go to another one that is free first.
 """
 
 import asyncio
@@ -19,44 +25,25 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from math import inf
 
 from tilewright.host.batcher import Batch, Batcher, Full, Item
 from tilewright.host.circuit import Circuit
 from tilewright.host.config import ModelConfig
-from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Refused, Unavailable
-from tilewright.host.instance import LoadFailed, Reply, Runs
+from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unavailable
+from tilewright.host.instance import RECALLED, LoadFailed, Reply, Runs
 from tilewright.host.stats import Stats
-from tilewright.host.tensors import Signature, Wire, byte_size, checked
-from tilewright.host.waiting import Cut, Plan, Told, Waiting
+from tilewright.host.tensors import Signature, Wire, zeros
+from tilewright.host.waiting import Ask, Plans, Run, Told, Waiting, fail
 
 __all__ = ["Ask", "Version"]
 
 MAX_TIMEOUT_S = 86400.0
-MAX_PLANS = 1024
-"""Kinds of requests that are remembered."""
 ALONE = 4
 """Batches of one request after which the next request is taken for a lone client's."""
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
-
-
-@dataclass(slots=True)
-class Ask:
-    """What a request may say beside its tensors."""
-
-    priority: int = 0
-    """Smaller is more urgent."""
-    timeout_s: float | None = None
-    """How long it may wait for its start."""
-    sequence: int | str | None = None
-    note: Callable[..., None] | None = None
-    """Told what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
-    starts: bool = False
-    ends: bool = False
-    kind: int | None = None
-    """Requests with the same number have the same names, datatypes, shapes and sizes of inputs: one of them is checked."""
 
 
 class Version:
@@ -88,11 +75,15 @@ class Version:
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._plans = dict[int | None, Plan]()
+        self._plans = Plans(name, signature, self._policy.max_rows)
         self._soon = False
         """Whether `_pump` comes at the end of this turn of the event loop."""
         self._alone = 0
         """The last batches, as far as each was one request."""
+        self._last: Run | None = None
+        """The latest batch that was handed over."""
+        self._behind: Run | None = None
+        """The same, while another is computed before it."""
         self.answers_one = False
         """Whether the batch that is being answered is one request."""
         self._failures = self._running = 0
@@ -152,7 +143,7 @@ class Version:
 
         def give_up() -> None:
             answer.over = True
-            self._batcher.withdraw(item)
+            self._withdraw(item)
 
         return give_up
 
@@ -163,17 +154,20 @@ class Version:
         try:
             return await answer
         finally:
-            self._batcher.withdraw(item)
-            if ask.note is not None and waiting.times is not None:
-                began_s, ended_s, rows, model_s = waiting.times
-                ask.note("queue", now_s, began_s, model=self.name, version=self.number)
-                ask.note("compute", began_s, ended_s, model=self.name, version=self.number, rows=rows, model_s=model_s)
+            self._withdraw(item)
+            if ask.note is not None:
+                waiting.note(ask.note, now_s, model=self.name, version=self.number)
+
+    def _withdraw(self, item: Item) -> None:
+        """Nobody waits for it any more, if anybody did."""
+        if not self._batcher.withdraw(item) and self._behind is not None and self._behind.unwanted():
+            self._recall()
 
     def _queued(
         self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | Told"
     ) -> Item:
         """A request in the queue. Raises HostError: it is not taken."""
-        rows, size, key = self._plans.get(ask.kind) or self._planned(inputs, ask)
+        rows, size, key = self._plans.get(ask.kind) or self._plans.made(inputs, ask)
         self._check_open(now_s)
         wires = [inputs[spec.name] for spec in self.signature.inputs]
         if size > self._capacity:
@@ -192,6 +186,8 @@ class Version:
         except Full as error:
             self.stats.refused += 1
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
+        if self._batcher.overtakes(item):
+            self._recall()
         # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest. Where
         # requests come one by one, the turn's end is time that a lone client would wait for.
         if not self._soon:
@@ -200,17 +196,6 @@ class Version:
             self._soon = True
             self._loop.call_soon(self._pump)
         return item
-
-    def _planned(self, inputs: Mapping[str, Wire], ask: Ask) -> Plan:
-        """What there is to know of a request's inputs, kept for others of its kind. Raises Refused."""
-        rows = checked(self.name, self.signature, inputs, self._policy.max_rows)
-        wires = [inputs[spec.name] for spec in self.signature.inputs]
-        plan = Plan(rows, sum(len(wire.data) for wire in wires), tuple(wire.shape[1:] for wire in wires))
-        if ask.kind is not None:
-            self._plans[ask.kind] = plan
-            if len(self._plans) > MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return plan
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:
@@ -227,10 +212,12 @@ class Version:
         for item in self._batcher.expire(now_s):
             self.stats.expired += 1
             waited_s = now_s - item.arrival_s
-            self._fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
+            fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
         free = [instance for instance in self._instances if not instance.busy]
         while free and (batch := self._batcher.take(now_s)) is not None:
             self._send(free.pop(), batch, now_s)
+        if not free:
+            self._send_ahead(now_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -240,73 +227,86 @@ class Version:
         elif self.closed and not self._running:
             self._idle.set()
 
-    def _send(self, instance: Runs, batch: Batch, now_s: float) -> None:
-        late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+    def _send_ahead(self, now_s: float) -> None:
+        """Give the only instance its next batch while it computes one."""
+        if self.config.instances > 1 or not self._instances or self._failures or self._behind is not None:
+            return
+        instance = self._instances[0]
+        if instance.room and not (self._last is not None and self._last.recalled):
+            batch = self._batcher.take_ahead(now_s)
+            if batch is not None:
+                self._send(instance, batch, now_s, ahead=True)
+
+    def _send(self, instance: Runs, batch: Batch, now_s: float, *, ahead: bool = False) -> None:
+        run = self._last = Run(batch, now_s)
+        until_s = inf
+        if ahead:
+            self._behind = run
+            until_s = min((item.deadline_s for item in batch.items if item.deadline_s is not None), default=inf)
+        else:
+            run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
         self._running += len(batch.items)
         self._alone = self._alone + 1 if len(batch.items) == 1 else 0
 
         def done(reply: Reply | None) -> None:
-            late.cancel()
             self._running -= len(batch.items)
+            if run is self._behind:
+                self._behind = None
+            elif run.late is not None:
+                run.late.cancel()
+            if self._behind is not None:
+                self._begins(instance, self._behind)
             try:
                 if reply is None:
                     self._lost(instance, batch)
+                elif reply is RECALLED:
+                    self._returned(batch)
                 else:
-                    self._finished(instance, batch, reply, now_s)
+                    self._finished(instance, run, reply)
             finally:  # an answer that cannot be made
                 self._pump()
 
-        instance.run([item.rows for item in batch.items], [item.payload.inputs for item in batch.items], done)
+        parts, inputs = [item.rows for item in batch.items], [item.payload.inputs for item in batch.items]
+        instance.run(parts, inputs, done, until_s)
 
-    def _finished(self, instance: Runs, batch: Batch, reply: Reply, started_s: float) -> None:
-        ended_s, self.answers_one = time.monotonic(), len(batch.items) == 1
-        times, at, answered, queued_s = self.stats.times, 0, 0, 0.0
-        cuts = [Cut(wire, self.signature.batched) for wire in reply.outputs]
-        for number, item in enumerate(batch.items):
-            rows, answer = item.rows, item.payload.answer
-            item.payload.times = started_s, ended_s, batch.rows, reply.seconds
-            if number in reply.unread:
-                self._fail(item, Refused(f"{self.label}: {reply.unread[number]}"))
-            elif number in reply.errors:
-                self._fail(item, Failed(f"{self.label}: {reply.errors[number]}"))
-            elif not answer.done():
-                answer.set_result(tuple([cut.rows(at, rows) for cut in cuts]))
-                self.stats.inferences += rows
-                queued_s += started_s - item.arrival_s
-                answered += 1
-            at += rows
-        self._batcher.took(batch, ended_s - started_s)
-        times["queue"].add(queued_s, answered)
-        # Requests of a batch have its times in common. What is neither the model's nor spent below is the way there and back.
-        for kind, seconds in (
-            ("compute_infer", reply.seconds),
-            ("compute_input", ended_s - started_s - reply.seconds),
-            ("compute_output", time.monotonic() - ended_s),
-        ):
-            times[kind].add(seconds * answered, answered)
+    def _begins(self, instance: Runs, run: Run) -> None:
+        """The batch before it was answered."""
+        self._behind, run.began_s = None, time.monotonic()
+        run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+        self._batcher.begun()
+
+    def _recall(self) -> None:
+        """Let the batch that is behind another one come back, unless it has begun."""
+        if self._behind is not None and not self._behind.recalled:
+            self._behind.recalled = True
+            self._instances[0].recall()
+
+    def _returned(self, batch: Batch) -> None:
+        """A batch was never begun."""
+        self._batcher.restore(batch, lambda item: not item.payload.answer.done())
+        if self.closed and not self._instances:
+            self._drop(Unavailable(f"{self.label} was unloaded"))
+
+    def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
+        batch, ended_s = run.batch, time.monotonic()
+        self.answers_one = len(batch.items) == 1
+        answered, rows, queued_s = run.tell(reply, ended_s, self.label, self.signature)
+        self.stats.inferences += rows
+        self._batcher.took(batch, ended_s - run.began_s)
+        self.stats.answered(answered, queued_s, run.began_s, ended_s, reply.seconds)
         if len(reply.errors) < len(batch.items):
             self._failures = 0
             self.circuit.worked()
-            self.stats.batch(batch.rows, ended_s - started_s, reply.seconds)
+            self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds)
         else:
             self._failures += 1
-            if self._failures >= self.config.max_failures:
+            if self._failures >= self.config.max_failures and not instance.busy:  # else the next batch tells
                 self._probe(instance)
-
-    @staticmethod
-    def _fail(item: Item, error: HostError) -> None:
-        if not item.payload.answer.done():
-            item.payload.answer.set_exception(error)
 
     # ---- what breaks
 
     def _probe(self, instance: Runs) -> None:
         """Compute zeros: a model that cannot even do that is broken, else the clients' inputs are to blame."""
-        shapes = [tuple((1 if at == 0 else 8) if n == -1 else n for at, n in enumerate(s.shape)) for s in self.signature.inputs]
-        zeros = [
-            Wire(spec.datatype, shape, bytes(byte_size(spec.datatype, shape)))
-            for spec, shape in zip(self.signature.inputs, shapes, strict=True)
-        ]
         late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
         def done(reply: Reply | None) -> None:
@@ -319,7 +319,7 @@ class Version:
             self._failures = 0
             self._pump()
 
-        instance.run([1], [zeros], done)
+        instance.run([1], [zeros(self.signature)], done)
 
     def _hangs(self, instance: Runs) -> None:
         logger.error("%s: a batch ran for more than %g s; its process is killed", self.label, self.config.batch_timeout_s)
@@ -330,16 +330,14 @@ class Version:
         for item in batch.items:
             waiting: Waiting = item.payload
             if len(batch.items) == 1 or waiting.tried or self.closed:
-                self._fail(
-                    item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request")
-                )
+                fail(item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request"))
             elif not waiting.answer.done():
                 waiting.tried = True
                 alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, next(_numbers), item.rows, waiting)
                 try:
                     self._batcher.add(alone, taken=True)
                 except Full as error:
-                    self._fail(item, Overloaded(f"{self.label}: {error}", 1.0))
+                    fail(item, Overloaded(f"{self.label}: {error}", 1.0))
         self._replace(instance)
 
     def _replace(self, instance: Runs) -> None:
@@ -374,7 +372,7 @@ class Version:
 
     def _drop(self, error: HostError) -> None:
         for item in self._batcher.drain():
-            self._fail(item, error)
+            fail(item, error)
 
     # ---- the end
 

@@ -1,9 +1,13 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
 Messages are JSON, one a packet. First comes {"config", "folder", "threads"}; the answer is {"signature", "bytes", "capacity",
-"most"} with the arena's descriptor, or {"failed": sentence}. Then each {"parts": rows of each request, "inputs": [[offset,
-shape], ...]} is answered by the seconds that it took as eight bytes, and {"outputs": [[offset, datatype, shape], ...],
-"errors": {request: sentence}, "bytes"}. Messages that came before are neither read nor written again.
+"most"} with the descriptors of one arena or two, or {"failed": sentence}. Then each batch is a byte, the number of the arena
+that it lies in, and {"parts": rows of each request, "inputs": [[offset, shape], ...]}. The answer is the seconds that it took
+as eight bytes, and {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "bytes"}. Messages that came
+before are neither read nor written again.
+
+Batches are answered in the order in which they come; with two arenas, the second may come while the first is computed. An arena
+says until when its batch may begin. One that comes to its turn later is answered by NOT_BEGUN alone.
 
 Where a batch of several requests fails, each of them is computed alone: what one client sends must not cost the others their
 answers. A NaN that the model makes of finite inputs is an error of that request, unless the config allows it. What the model
@@ -23,10 +27,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilewright.host.arena import SECONDS, Arena, aligned
+from tilewright.host.arena import ALIGN, NOT_BEGUN, SECONDS, Arena, aligned
 from tilewright.host.config import ModelConfig
 from tilewright.host.loaded import NAMES as DTYPE_NAMES
 from tilewright.host.loaded import Loaded, load
+from tilewright.host.regions import INLINE_BYTES
 from tilewright.host.tensors import DATATYPES, byte_size
 from tilewright.hw.device import page_locked
 
@@ -37,6 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_PACKET = 1 << 17
 """Bytes of a message."""
 MAX_ERROR_CHARS = 300
+MAX_STAGED_BYTES = 1 << 30
+"""Inputs of a batch from which on the memory for a second one would be too much: on a GPU its pages are locked."""
 MAX_KEPT = 256
 """Tensors in shared memory, and messages, that are kept for batches of the same shape."""
 
@@ -53,15 +60,21 @@ def main(channel: socket.socket) -> None:
         torch.set_num_threads(first["threads"])
         loaded = load(config, None if first["folder"] is None else Path(first["folder"]))
         output_bytes = _warm_up(loaded, config)
-        arena, outputs_at = _arena(loaded, config, output_bytes)
+        arenas, capacity = _arenas(loaded, config, output_bytes)
     except Exception as error:  # noqa: BLE001 (whatever a user's model raises while it loads is said, and ends the process)
         _send(channel, {"failed": _sentence(error)})
         return
-    said = {"signature": loaded.signature.json(), "bytes": arena.size, "capacity": outputs_at, "most": loaded.most}
-    socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd])
-    instance = _Instance(loaded, config, arena, outputs_at)
+    for arena in arenas:
+        arena.begin_by(capacity)
+    instances = [_Instance(loaded, config, arena, capacity + ALIGN) for arena in arenas]
+    said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
+    socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd for arena in arenas])
     while packet := channel.recv(MAX_PACKET):
-        channel.send(instance.answer(packet))
+        instance, arena = instances[packet[0]], arenas[packet[0]]
+        if not arena.may_begin(capacity, time.monotonic()):
+            channel.send(NOT_BEGUN)
+            continue
+        channel.send(instance.answer(packet[1:]))
         if instance.broken:
             return
 
@@ -106,14 +119,15 @@ def _zeros(datatype: str, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=getattr(torch, DATATYPES[datatype].torch))
 
 
-def _arena(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[Arena, int]:
-    """(memory for the largest batch, where outputs begin in it)."""
+def _arenas(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[list[Arena], int]:
+    """(memory for the largest batch, twice where laying out its inputs takes long; the bytes of its inputs)."""
     inputs, rows = 0, max(config.max_batch, *loaded.buckets, 1)
     for spec in loaded.signature.inputs:
         inner = spec.shape[1:] if loaded.signature.batched else spec.shape
         fixed = byte_size(spec.datatype, inner) * (rows if loaded.signature.batched else 1)
         inputs += aligned(config.max_bytes if -1 in inner else fixed)
-    return Arena.create(inputs + output_bytes), inputs
+    staged = config.instances == 1 and INLINE_BYTES < inputs <= MAX_STAGED_BYTES
+    return [Arena.create(inputs + ALIGN + output_bytes) for _ in range(1 + staged)], inputs
 
 
 class _Instance:
