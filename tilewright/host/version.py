@@ -80,10 +80,10 @@ class Version:
         """Whether `_pump` comes at the end of this turn of the event loop."""
         self._alone = 0
         """The last batches, as far as each was one request."""
-        self._last: Run | None = None
-        """The latest batch that was handed over."""
         self._behind: Run | None = None
-        """The same, while another is computed before it."""
+        """The batch that was handed over while another is computed."""
+        self._recalled = False
+        """Whether it was recalled, or has been since a batch was handed over to a free instance."""
         self.answers_one = False
         """Whether the batch that is being answered is one request."""
         self._failures = self._running = 0
@@ -229,22 +229,20 @@ class Version:
 
     def _send_ahead(self, now_s: float) -> None:
         """Give the only instance its next batch while it computes one."""
-        if self.config.instances > 1 or not self._instances or self._failures or self._behind is not None:
+        if self.config.instances > 1 or not self._instances or self._failures or self._recalled or self._behind is not None:
             return
         instance = self._instances[0]
-        if instance.room and not (self._last is not None and self._last.recalled):
-            batch = self._batcher.take_ahead(now_s)
-            if batch is not None:
-                self._send(instance, batch, now_s, ahead=True)
+        if instance.room and (batch := self._batcher.take_ahead(now_s)) is not None:
+            self._send(instance, batch, now_s, ahead=True)
 
     def _send(self, instance: Runs, batch: Batch, now_s: float, *, ahead: bool = False) -> None:
-        run = self._last = Run(batch, now_s)
-        until_s = inf
+        run, until_s = Run(batch, now_s), inf
         if ahead:
             self._behind = run
             until_s = min((item.deadline_s for item in batch.items if item.deadline_s is not None), default=inf)
         else:
             run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+            self._recalled = False
         self._running += len(batch.items)
         self._alone = self._alone + 1 if len(batch.items) == 1 else 0
 
@@ -277,8 +275,8 @@ class Version:
 
     def _recall(self) -> None:
         """Let the batch that is behind another one come back, unless it has begun."""
-        if self._behind is not None and not self._behind.recalled:
-            self._behind.recalled = True
+        if self._behind is not None and not self._recalled:
+            self._recalled = True
             self._instances[0].recall()
 
     def _returned(self, batch: Batch) -> None:

@@ -64,7 +64,6 @@ class Run:
     """When it was handed over; of one that was handed over ahead, when the batch before it was answered."""
     late: asyncio.TimerHandle | None = None
     """What ends it when it hangs; None: another one is before it."""
-    recalled: bool = False
 
     def unwanted(self) -> bool:
         """Whether nobody waits for any of it."""
