@@ -13,51 +13,88 @@ from tilewright.host.batcher import Batch, Batcher, BatchPolicy, Full, Item
 
 @dataclass
 class World:
-    """One queue, some instances, and a clock that jumps from event to event."""
+    """One queue, some instances, and a clock that jumps from event to event.
+
+    `ahead`: the only instance gets its next batch while it computes one.
+    """
 
     policy: BatchPolicy
     instances: int = 1
     batch_s: float = 0.01
     row_s: float = 0.0
+    ahead: bool = False
     now_s: float = 0.0
     started: dict[int, float] = field(default_factory=dict)
     expired: list[Item] = field(default_factory=list)
     batches: list[tuple[float, Batch, list[Item]]] = field(default_factory=list)
-    """(when, what, who was left in the queue)."""
+    """(when it was begun, what, who was left in the queue)."""
+    taken_ahead: int = 0
+    recalled: int = 0
+
+    def __post_init__(self) -> None:
+        self.batcher, self.free = Batcher(self.policy), self.instances
+        self.events: list[tuple[float, int, Item | Batch]] = []
+        self.waiting = dict[int, Item]()
+        """Who has arrived, and was neither begun nor expired."""
+        self.behind: Batch | None = None
+        self.again = True
+        """Whether a batch may be taken ahead: none was recalled since the instance was free."""
 
     def run(self, arrivals: list[Item]) -> None:
         """Let all of them arrive, and run until the queue is empty and all instances are free."""
-        batcher, free = Batcher(self.policy), self.instances
-        events: list[tuple[float, int, Item | Batch]] = [(item.arrival_s, i, item) for i, item in enumerate(arrivals)]
-        heapq.heapify(events)
-        number, waiting = len(arrivals), dict[int, Item]()
+        batcher = self.batcher
+        self.events = [(item.arrival_s, i, item) for i, item in enumerate(arrivals)]
+        heapq.heapify(self.events)
         while True:
-            due = batcher.next_s(free=free > 0) if len(batcher) else None
-            times = [t for t in (due, events[0][0] if events else None) if t is not None]
+            due = batcher.next_s(free=self.free > 0) if len(batcher) else None
+            times = [t for t in (due, self.events[0][0] if self.events else None) if t is not None]
             if not times:
                 break
             self.now_s = max(self.now_s, min(times))
-            while events and events[0][0] <= self.now_s:
-                _, _, what = heapq.heappop(events)
-                if isinstance(what, Item):
-                    batcher.add(what, self.instances)
-                    waiting[id(what)] = what
-                else:
-                    free += 1
-                    batcher.took(what, self.batch_s)
+            while self.events and self.events[0][0] <= self.now_s:
+                self._happens(heapq.heappop(self.events)[2])
             for item in batcher.expire(self.now_s):
                 self.expired.append(item)
-                del waiting[id(item)]
-            while free and (batch := batcher.take(self.now_s)) is not None:
-                free, number = free - 1, number + 1
-                for item in batch.items:
-                    assert id(item) not in self.started
-                    self.started[id(item)] = self.now_s
-                    del waiting[id(item)]
-                self.batches.append((self.now_s, batch, list(waiting.values())))
-                heapq.heappush(events, (self.now_s + self.batch_s + batch.rows * self.row_s, number, batch))
-        assert not waiting
+                del self.waiting[id(item)]
+            while self.free and (batch := batcher.take(self.now_s)) is not None:
+                self.free, self.again = self.free - 1, True
+                self._begins(batch)
+            if self.ahead and not self.free and self.behind is None and self.again:
+                self.behind = batcher.take_ahead(self.now_s)
+                self.taken_ahead += self.behind is not None
+        assert not self.waiting
+        assert self.behind is None
         assert len(batcher) == batcher.rows_waiting == 0
+
+    def _happens(self, what: Item | Batch) -> None:
+        batcher, behind = self.batcher, self.behind
+        if isinstance(what, Item):
+            batcher.add(what, self.instances)
+            self.waiting[id(what)] = what
+            if behind is not None and batcher.overtakes(what):
+                batcher.restore(behind)
+                self.behind, self.again = None, False
+                self.recalled += 1
+            return
+        batcher.took(what, self.batch_s)
+        self.behind = None
+        if behind is None:
+            self.free += 1
+        elif all(item.deadline_s is None or self.now_s < item.deadline_s for item in behind.items):
+            batcher.begun()
+            self._begins(behind)
+        else:
+            self.free += 1
+            batcher.restore(behind)
+
+    def _begins(self, batch: Batch) -> None:
+        for item in batch.items:
+            assert id(item) not in self.started
+            self.started[id(item)] = self.now_s
+            del self.waiting[id(item)]
+        self.batches.append((self.now_s, batch, list(self.waiting.values())))
+        end_s = self.now_s + self.batch_s + batch.rows * self.row_s
+        heapq.heappush(self.events, (end_s, 1000 + len(self.batches), batch))
 
 
 policies = st.builds(
@@ -86,9 +123,9 @@ def items(drawn: list[tuple[float, int, int, str, float | None]], most: int) -> 
 
 
 @settings(max_examples=150, deadline=None)
-@given(policies, traffic, st.integers(1, 3))
-def test_everybody_is_computed_once_or_expires(policy: BatchPolicy, drawn: list, instances: int) -> None:
-    world = World(policy, instances)
+@given(policies, traffic, st.integers(1, 3), st.booleans())
+def test_everybody_is_computed_once_or_expires(policy: BatchPolicy, drawn: list, instances: int, ahead: bool) -> None:
+    world = World(policy, instances, ahead=ahead and instances == 1)
     arrivals = items(drawn, policy.max_rows)
     world.run(arrivals)
     late = {id(item) for item in world.expired}
@@ -103,9 +140,11 @@ def test_everybody_is_computed_once_or_expires(policy: BatchPolicy, drawn: list,
 
 
 @settings(max_examples=150, deadline=None)
-@given(policies, traffic, st.integers(1, 3))
-def test_nobody_is_passed_by_somebody_less_urgent_or_younger(policy: BatchPolicy, drawn: list, instances: int) -> None:
-    world = World(policy, instances)
+@given(policies, traffic, st.integers(1, 3), st.booleans())
+def test_nobody_is_passed_by_somebody_less_urgent_or_younger(
+    policy: BatchPolicy, drawn: list, instances: int, ahead: bool
+) -> None:
+    world = World(policy, instances, ahead=ahead and instances == 1)
     world.run(items(drawn, policy.max_rows))
     for _, batch, left in world.batches:
         leader = batch.items[0]
@@ -130,18 +169,62 @@ def test_with_an_instance_free_nobody_waits_longer_than_the_delay(policy: BatchP
 
 
 @settings(max_examples=150, deadline=None)
-@given(policies, traffic, st.floats(0.001, 0.05))
+@given(policies, traffic, st.floats(0.001, 0.05), st.booleans())
 def test_who_finds_room_in_the_next_batch_waits_for_the_delay_and_one_batch(
-    policy: BatchPolicy, drawn: list, batch_s: float
+    policy: BatchPolicy, drawn: list, batch_s: float, ahead: bool
 ) -> None:
     """One instance, one key, one priority: whoever arrives while at most a batch of rows is before them."""
-    world = World(policy, batch_s=batch_s)
+    world = World(policy, batch_s=batch_s, ahead=ahead)
     arrivals = items([(at, rows, 0, "a", None) for at, rows, _, _, _ in drawn], policy.max_rows)
     world.run(arrivals)
     for at, item in enumerate(arrivals):
         before = [o for o in arrivals[:at] if world.started[id(o)] > item.arrival_s]
         if sum(o.rows for o in before) + item.rows <= policy.max_rows and not policy.preferred:
             assert world.started[id(item)] - item.arrival_s <= policy.max_delay_s + batch_s + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(policies, traffic, st.floats(0.001, 0.05))
+def test_batches_that_are_taken_ahead_are_those_that_leave_anyhow(policy: BatchPolicy, drawn: list, batch_s: float) -> None:
+    """The same requests together, begun at the same time."""
+    begun = []
+    for ahead in (False, True):
+        world = World(policy, batch_s=batch_s, ahead=ahead)
+        arrivals = items([(at, rows, priority, key, None) for at, rows, priority, key, _ in drawn], policy.max_rows)
+        world.run(arrivals)
+        begun.append([(at, [item.number for item in batch.items]) for at, batch, _ in world.batches])
+    assert begun[0] == begun[1]
+
+
+def test_batches_are_taken_ahead_and_recalled() -> None:
+    """That the tests above try both: a backlog, and urgent requests that come into it."""
+    world = World(BatchPolicy(max_rows=4), ahead=True)
+    world.run([Item(1, 0.0) for _ in range(40)] + [Item(1, 0.0251, -1), Item(1, 0.0252, -1), Item(1, 0.0351)])
+    assert world.recalled == 1
+    assert world.taken_ahead == 9
+    at, batch, _ = world.batches[3]
+    assert at == pytest.approx(0.03)
+    assert [item.priority for item in batch.items] == [-1, -1, 0, 0]
+
+
+def test_a_batch_that_is_not_certain_is_not_taken_ahead() -> None:
+    batcher = Batcher(BatchPolicy(max_rows=4, preferred=(2,)))
+    batcher.took(Batch((), 4), 0.1)
+    for _ in range(3):
+        batcher.add(Item(1, 0.0))
+    assert batcher.take_ahead(1.0) is None  # neither the delay nor a preferred size is a reason
+    batcher.add(Item(1, 0.0, deadline_s=1.19))
+    assert batcher.take_ahead(1.0) is None  # it could be over before the one that runs
+    late = Item(1, 0.0, priority=-1)
+    batcher.add(late)
+    batch = batcher.take_ahead(0.98)
+    assert batch is not None
+    assert batch.items[0] is late
+    assert batcher.take_ahead(0.98) is None  # one at a time
+    assert batcher.wait_s() == pytest.approx(0.1 + 5 * 0.025)
+    batcher.restore(batch, lambda item: item is not late)
+    assert len(batcher) == 4
+    assert [item.number for item in batcher.drain()] == [1, 2, 3, 4]
 
 
 def test_preferred_sizes_leave_at_once_and_the_rest_after_the_delay() -> None:

@@ -1,7 +1,10 @@
 """Models in processes of their own: what crosses the border, and what breaks behind it. One server process for all tests."""
 
 import asyncio
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,8 @@ import pytest
 import torch
 
 from tests.host import models
+from tests.host.asking import until
+from tilewright.host import regions
 from tilewright.host.compare import array_of
 from tilewright.host.config import ModelConfig
 from tilewright.host.errors import Failed, HostError, Refused
@@ -25,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ends": {},
     "nans": {"nan": "allow"},
     "padded": {"same_shape": True, "max_batch": 8},
+    "slow": {"max_batch": 8, "inputs": {"x": (-1, -1)}, "max_bytes": 8 << 18},
 }
 
 
@@ -175,3 +181,91 @@ def test_a_process_that_is_lost_is_replaced_and_others_are_answered(running: Run
 
     assert np.array_equal(running(again())["output"], marked(rows(0.5)))
     assert running.host.models["marked"].versions[1].stats.restarts >= restarts + 1
+
+
+WIDTH = 1 << 16
+
+
+def wide_rows(value: float, count: int = 8) -> np.ndarray:
+    return np.full((count, WIDTH), value, np.float32)
+
+
+def test_large_inputs_are_read_while_the_model_computes(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six batches whose reading takes a tenth of a second of two threads, and computing as long."""
+    assert len(running.host.models["slow"].versions[1]._instances[0]._places) == 2
+    for name in ("marked", "two"):  # a batch of theirs is soon laid out
+        assert len(running.host.models[name].versions[1]._instances[0]._places) == 1
+    (tmp_path / "x").write_bytes(b"".join(wide_rows(value).tobytes() for value in range(6)))
+    memory = regions.Regions(tmp_path)
+    size = 8 * WIDTH * 4
+    memory.register("r", "x", 0, 6 * size)
+    jobs = list[int]()
+
+    def slowly(reads: list[regions.Read]) -> dict[int, str]:
+        jobs.append(1)
+        time.sleep(0.1)
+        return read_all(reads)
+
+    read_all = regions.read_all
+    monkeypatch.setattr(regions, "read_all", slowly)
+    monkeypatch.setattr(regions, "_cores", lambda: 2)
+
+    async def ask(value: int) -> None:
+        part = memory.part(regions.Place("r", value * size, size))
+        answer = await running.host.infer("slow", None, {"x": Wire("FP32", (8, WIDTH), part)}, Ask())
+        assert (array_of(answer.outputs["output"]) == 2 * value).all()
+
+    async def all_of_them() -> float:
+        began_s = time.monotonic()
+        await asyncio.gather(*(ask(value) for value in range(6)))
+        return time.monotonic() - began_s
+
+    assert running(all_of_them()) < 1.05  # one after the other it is 1.2 s
+    assert len(jobs) == 12
+
+
+def test_outputs_that_need_more_memory_come_from_both_places(running: Running) -> None:
+    instance = running.host.models["slow"].versions[1]._instances[0]
+
+    async def together() -> list[Any]:
+        return list(await asyncio.gather(*(running.answered("slow", x=wide_rows(value)) for value in range(5))))
+
+    for value, found in enumerate(running(together())):
+        assert (found["output"] == 2 * value).all()
+    assert all(place.arena.size >= 2 * 8 * WIDTH * 4 for place in instance._places)
+
+
+def test_who_is_more_urgent_is_computed_before_the_batch_that_was_handed_over(running: Running) -> None:
+    version, order = running.host.models["slow"].versions[1], list[float]()
+
+    async def ask(value: float, count: int, priority: int = 0) -> None:
+        wire = Wire("FP32", (count, WIDTH), wide_rows(value, count).tobytes())
+        answer = await running.host.infer("slow", None, {"x": wire}, Ask(priority))
+        assert (array_of(answer.outputs["output"]) == 2 * value).all()
+        order.append(value)
+
+    async def together() -> None:
+        large = [asyncio.ensure_future(ask(value, 8)) for value in (1, 2, 3)]
+        await until(lambda: version._behind is not None)
+        await asyncio.gather(ask(4, 1, -1), *large)
+
+    executions = version.stats.executions
+    running(together())
+    assert order == [1, 4, 2, 3]
+    assert version.stats.executions == executions + 4
+
+
+def test_a_batch_behind_one_that_ends_the_process_is_computed_by_the_next_process(running: Running) -> None:
+    async def together() -> list[Any]:
+        asks = (running.answered("slow", x=wide_rows(value)) for value in (1.0, -2.0, 3.0))
+        return list(await asyncio.gather(*asks, return_exceptions=True))
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    one, lost, behind = running(together())
+    assert (one["output"] == 2).all()
+    assert isinstance(lost, Failed)
+    assert (behind["output"] == 6).all()
+    assert running.host.models["slow"].versions[1].stats.restarts == 1
+    assert len(os.listdir("/proc/self/fd")) == descriptors
