@@ -210,7 +210,7 @@ def test_large_inputs_are_read_while_the_model_computes(
 
     read_all = regions.read_all
     monkeypatch.setattr(regions, "read_all", slowly)
-    monkeypatch.setattr(regions, "_cores", lambda: 2)
+    monkeypatch.setattr(regions, "_threads", lambda: 2)
 
     async def ask(value: int) -> None:
         part = memory.part(regions.Place("r", value * size, size))

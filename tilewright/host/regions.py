@@ -35,7 +35,7 @@ MAX_BYTES = 64 << 30
 JOB_BYTES = 1 << 20
 """What one thread reads at a time."""
 MAX_READERS = 16
-"""Threads that read; more would only wait for the same memory."""
+"""Threads that read at most; more would only wait for the same memory."""
 MISSING = "shared memory is off: send the tensor's data, or start the server with --shared-memory"
 
 
@@ -208,7 +208,7 @@ def read_all(reads: Iterable[Read]) -> dict[int, str]:
 
 async def read_beside(jobs: deque[list[Read]]) -> dict[int, str]:
     """`read_all` of all jobs, in threads. Who empties the queue ends it early."""
-    loop, count = asyncio.get_running_loop(), min(len(jobs), _cores())
+    loop, count = asyncio.get_running_loop(), min(len(jobs), _threads())
     wrong = await asyncio.gather(*(loop.run_in_executor(_readers(), _read_jobs, jobs) for _ in range(count)))
     return {request: why for some in wrong for request, why in some.items()}
 
@@ -225,14 +225,15 @@ def _read_jobs(jobs: deque[list[Read]]) -> dict[int, str]:
 
 
 @cache
-def _cores() -> int:
-    return min(MAX_READERS, len(os.sched_getaffinity(0)))
+def _threads() -> int:
+    """A few more than there are cores, on which other processes run as well."""
+    return min(MAX_READERS, len(os.sched_getaffinity(0)) + 4)
 
 
 @cache
 def _readers() -> ThreadPoolExecutor:
     """Threads of their own: batches are read in the order in which they were formed, with nothing else between."""
-    return ThreadPoolExecutor(_cores(), "tilewright-read")
+    return ThreadPoolExecutor(_threads(), "tilewright-read")
 
 
 def shared_out(reads: Sequence[Read]) -> Iterator[list[Read]]:
