@@ -227,6 +227,17 @@ def test_a_batch_that_is_not_certain_is_not_taken_ahead() -> None:
     assert [item.number for item in batcher.drain()] == [1, 2, 3, 4]
 
 
+def test_who_may_still_fit_before_the_one_that_did_not_overtakes() -> None:
+    batcher = Batcher(BatchPolicy(max_rows=4))
+    for item in (Item(3, 0.0, 0), Item(2, 0.0, 5)):
+        batcher.add(item)
+    batch = batcher.take_ahead(0.0)
+    assert batch is not None
+    assert batch.rows == 3
+    assert not batcher.overtakes(Item(1, 0.0, 5))
+    assert batcher.overtakes(Item(1, 0.0, 4))
+
+
 def test_preferred_sizes_leave_at_once_and_the_rest_after_the_delay() -> None:
     batcher = Batcher(BatchPolicy(max_rows=8, max_delay_s=0.01, preferred=(2, 4)))
     for at in range(5):

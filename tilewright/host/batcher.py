@@ -13,10 +13,10 @@ instance of the model is free, and says what that instance should compute now, o
 Where a batch takes long to lay out, `take_ahead` gives the next one while the instance still computes another. It must not make
 batches smaller than they would be otherwise, nor let anybody overtake:
 
-- Only a batch that nobody who comes later could join is taken ahead: the same items would leave together when the instance is
-  free. One that still has room stays in the queue until then.
-- An item that comes later and is more urgent than one of them `overtakes` the batch. It is recalled then, and `restore` puts
-  its items back to where they were.
+- Only a batch that is full, or whose next item no longer fits, is taken ahead: the same items would leave together when the
+  instance is free. One that has room stays in the queue until then.
+- An item that comes later and is more urgent than the last of them, or than the one that did not fit, `overtakes` the batch. It
+  is recalled then, and `restore` puts its items back to where they were.
 - Where a deadline is near, nothing is taken ahead. Whoever begins the batch looks at the clock once more.
 
 What follows (and is tested on a simulated clock): with an instance free, no item waits longer than `max_delay_s`; with all
@@ -117,6 +117,8 @@ class Batcher:
         self._waiting = 0
         self._rows_waiting = 0
         self._ahead: Batch | None = None
+        self._ahead_until = 0
+        """The priority of whoever ended it: its last item, or the one that no longer fitted."""
         self._row_s: float | None = None
         self._batch_s = 0.0
 
@@ -194,10 +196,10 @@ class Batcher:
 
     def take(self, now_s: float) -> Batch | None:
         """The batch that a free instance should compute now; None: wait for `next_s`. Call `expire` first."""
-        chosen, full = self._led()
+        chosen, last = self._led()
         if not chosen:
             return None
-        if not full and now_s < self._leaves_s(chosen):
+        if last is None and now_s < self._leaves_s(chosen):
             rows = sum(item.rows for item in chosen)
             size = max((size for size in self.policy.preferred if size <= rows), default=None)
             if size is None:
@@ -216,11 +218,11 @@ class Batcher:
         leader = self._leader()
         if self._ahead is not None or leader is None or self._rows_waiting < self._most(leader):
             return None
-        chosen, full = self._led()
+        chosen, last = self._led()
         due = min((item.deadline_s for item in chosen if item.deadline_s is not None), default=None)
-        if not full or (due is not None and due < now_s + DUE_BATCHES * self._batch_s):
+        if last is None or (due is not None and due < now_s + DUE_BATCHES * self._batch_s):
             return None
-        self._ahead = self._left(chosen)
+        self._ahead, self._ahead_until = self._left(chosen), last.priority
         return self._ahead
 
     def begun(self) -> None:
@@ -228,8 +230,8 @@ class Batcher:
         self._ahead = None
 
     def overtakes(self, item: Item) -> bool:
-        """Whether an item is more urgent than one of those that were taken ahead."""
-        return self._ahead is not None and any(item.priority < other.priority for other in self._ahead.items)
+        """Whether an item that has come since may belong into the batch that was taken ahead, or before it."""
+        return self._ahead is not None and item.priority < self._ahead_until
 
     def restore(self, batch: Batch, wanted: Callable[[Item], bool] = lambda item: True) -> None:
         """Put the items of a batch that was never begun back to where they were, as far as somebody still wants them."""
@@ -279,11 +281,14 @@ class Batcher:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
-    def _led(self) -> tuple[list[Item], bool]:
-        """(the leader and who can ride with it, in order; whether nobody else could join them)."""
+    def _led(self) -> tuple[list[Item], Item | None]:
+        """(the leader and who can ride with it, in order; whom they end with: the last, or the one that no longer fits).
+
+        None in its place: there is room for others.
+        """
         leader = self._leader()
         if leader is None:
-            return [], False
+            return [], None
         chosen, rows, most = list[Item](), 0, self._most(leader)
         # Where all of them may fit, sorting them is less work than walking.
         order = (
@@ -293,12 +298,12 @@ class Batcher:
             if item.key != leader.key:
                 continue
             if rows + item.rows > most:
-                return chosen, True
+                return chosen, item
             chosen.append(item)
             rows += item.rows
             if rows == most:
-                return chosen, True
-        return chosen, False
+                return chosen, item
+        return chosen, None
 
     def _in_order(self) -> Iterator[Item]:
         """The queue from the most urgent and oldest on, without taking it apart: a walk over the heap's tree."""
