@@ -117,6 +117,7 @@ class Batcher:
         self._waiting = 0
         self._rows_waiting = 0
         self._ahead: Batch | None = None
+        self._rows_ahead = 0
         self._ahead_until = 0
         """The priority of whoever ended it: its last item, or the one that no longer fitted."""
         self._row_s: float | None = None
@@ -134,17 +135,18 @@ class Batcher:
         """How long a new item would wait for its start, as far as the batches that were measured tell."""
         if self._row_s is None:
             return 0.0
-        return self._batch_s + self._rows_to_begin() * self._row_s / max(1, instances)
-
-    def _rows_to_begin(self) -> int:
-        return self._rows_waiting + (0 if self._ahead is None else self._ahead.rows)
+        return self._batch_s + (self._rows_waiting + self._rows_ahead) * self._row_s / max(1, instances)
 
     def add(self, item: Item, instances: int = 1, *, taken: bool = False) -> None:
         """Queue an item; one that was `taken` before however long it will wait. Raises Full: the queue has no room."""
         policy = self.policy
         if self._waiting >= policy.max_waiting:
             raise Full(self._waiting, self.wait_s(instances), "the most that this model's queue holds")
-        if self._rows_to_begin() >= policy.max_rows and not taken and (wait_s := self.wait_s(instances)) > policy.max_wait_s:
+        if (
+            self._rows_waiting + self._rows_ahead >= policy.max_rows
+            and not taken
+            and (wait_s := self.wait_s(instances)) > policy.max_wait_s
+        ):
             most = f"which takes about {wait_s:.1f} s, more than max_wait_s={policy.max_wait_s:g}"
             raise Full(self._waiting, wait_s, most)
         self._numbers += 1
@@ -223,11 +225,12 @@ class Batcher:
         if last is None or (due is not None and due < now_s + DUE_BATCHES * self._batch_s):
             return None
         self._ahead, self._ahead_until = self._left(chosen), last.priority
+        self._rows_ahead = self._ahead.rows
         return self._ahead
 
     def begun(self) -> None:
         """The batch that was taken ahead is the one that runs."""
-        self._ahead = None
+        self._ahead, self._rows_ahead = None, 0
 
     def overtakes(self, item: Item) -> bool:
         """Whether an item that has come since may belong into the batch that was taken ahead, or before it."""
@@ -236,7 +239,7 @@ class Batcher:
     def restore(self, batch: Batch, wanted: Callable[[Item], bool] = lambda item: True) -> None:
         """Put the items of a batch that was never begun back to where they were, as far as somebody still wants them."""
         if self._ahead is batch:
-            self._ahead = None
+            self._ahead, self._rows_ahead = None, 0
         self._clean()
         for item in filter(wanted, batch.items):
             self._enter(item)

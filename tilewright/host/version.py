@@ -167,7 +167,7 @@ class Version:
         self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | Told"
     ) -> Item:
         """A request in the queue. Raises HostError: it is not taken."""
-        rows, size, key = self._plans.get(ask.kind) or self._plans.made(inputs, ask)
+        rows, size, key = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
         self._check_open(now_s)
         wires = [inputs[spec.name] for spec in self.signature.inputs]
         if size > self._capacity:
@@ -186,7 +186,7 @@ class Version:
         except Full as error:
             self.stats.refused += 1
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
-        if self._batcher.overtakes(item):
+        if self._behind is not None and self._batcher.overtakes(item):
             self._recall()
         # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest. Where
         # requests come one by one, the turn's end is time that a lone client would wait for.
@@ -216,7 +216,7 @@ class Version:
         free = [instance for instance in self._instances if not instance.busy]
         while free and (batch := self._batcher.take(now_s)) is not None:
             self._send(free.pop(), batch, now_s)
-        if not free:
+        if not free and len(self._batcher) and self._instances:
             self._send_ahead(now_s)
         if self._timer is not None:
             self._timer.cancel()
@@ -229,7 +229,7 @@ class Version:
 
     def _send_ahead(self, now_s: float) -> None:
         """Give the only instance its next batch while it computes one."""
-        if self.config.instances > 1 or not self._instances or self._failures or self._recalled or self._behind is not None:
+        if self._failures or self._recalled or self._behind is not None or self.config.instances > 1:
             return
         instance = self._instances[0]
         if instance.room and (batch := self._batcher.take_ahead(now_s)) is not None:

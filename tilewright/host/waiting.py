@@ -134,11 +134,8 @@ class Plans:
 
     def __init__(self, name: str, signature: Signature, max_rows: int):
         self._name, self._signature, self._max_rows = name, signature, max_rows
-        self._kept = dict[int, Plan]()
-
-    def get(self, kind: int | None) -> Plan | None:
-        """What is known of such requests."""
-        return None if kind is None else self._kept.get(kind)
+        self.kept = dict[int | None, Plan]()
+        """By the kind's number."""
 
     def made(self, inputs: Mapping[str, Wire], ask: Ask) -> Plan:
         """What there is to know of a request's inputs, kept for others of its kind. Raises Refused."""
@@ -146,9 +143,9 @@ class Plans:
         wires = [inputs[spec.name] for spec in self._signature.inputs]
         plan = Plan(rows, sum(len(wire.data) for wire in wires), tuple(wire.shape[1:] for wire in wires))
         if ask.kind is not None:
-            self._kept[ask.kind] = plan
-            if len(self._kept) > MAX_PLANS:
-                del self._kept[next(iter(self._kept))]
+            self.kept[ask.kind] = plan
+            if len(self.kept) > MAX_PLANS:
+                del self.kept[next(iter(self.kept))]
         return plan
 
 
