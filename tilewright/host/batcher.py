@@ -322,9 +322,13 @@ class Batcher:
                 yield item
 
     def _leaves_s(self, chosen: list[Item]) -> float:
-        """When these leave though they could have more company: their delay is over, or a deadline is near."""
-        leaves = min(item.arrival_s for item in chosen) + self.policy.max_delay_s
-        due = min((item.deadline_s for item in chosen if item.deadline_s is not None), default=None)
+        """When these leave though they could have more company: a delay is over, or a deadline is near.
+
+        It need not be their own. Whoever cannot ride with them waits until they have left, and for nothing else.
+        """
+        waiting = chosen if len(chosen) == self._waiting else [entry[2] for entry in self._heap if not entry[2].gone]
+        leaves = min(item.arrival_s for item in waiting) + self.policy.max_delay_s
+        due = min((item.deadline_s for item in waiting if item.deadline_s is not None), default=None)
         # A deadline is about the start. One that is nearer than the delay leaves a moment for timers that are late.
         return leaves if due is None else min(leaves, due - SLACK_S)
 
