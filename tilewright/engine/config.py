@@ -38,40 +38,54 @@ class EngineConfig:
     Raises ValueError for a value that no device or model can make right.
     """
 
-    model: str = option("bookworm", "the embedded model's name, a model folder, or a name on the Hugging Face hub")
-    device: str | None = option(None, "torch device, such as cuda:0 or cpu; default: the first GPU, else the CPU")
-    dtype: str | None = option(None, "bfloat16, float16 or float32; default: the model's own where the device has it")
+    model: str = option("bookworm", "bookworm (the embedded model), a model folder, or a name on the Hugging Face hub")
+    device: str | None = option(
+        None, "torch device, such as cuda:0 or cpu; default: the first GPU, or the CPU if there is none"
+    )
+    dtype: str | None = option(None, "bfloat16, float16 or float32; default: the model's own dtype if the device supports it")
     quantize: str | None = option(
-        None, f"quantise the weights while loading: {', '.join(QUANTIZE)}; default: as the model's folder has them"
+        None, f"quantise the weights while loading: {', '.join(QUANTIZE)}; default: the format in the model's folder"
     )
-    max_model_len: int | None = option(None, "tokens of prompt and answer together; default: what the model was made for")
-    max_seqs: int = option(256, "requests that run at once; a CPU runs 64 at most")
-    page_size: int | None = option(None, "tokens in a page of the KV cache; default: 64 for latents and 8-bit codes, else 16")
-    kv_cache: str | None = option(None, f"store keys and values as {' or '.join(KV_CACHE)}; default: in the model's dtype")
-    kv_cache_bytes: int | None = option(None, "bytes for the KV cache; default: from memory_fraction")
-    host_cache_bytes: int | None = option(None, "bytes of host memory for what the KV cache gives up; default: none")
-    memory_fraction: float = option(0.9, "share of the device's memory for weights, workspace and KV cache together")
-    max_tokens_per_step: int = option(8192, "tokens of one pass of the model, at least max_seqs; a CPU takes 256 at most")
-    prefill_chunk: int | None = option(None, "prompt tokens of one request in one pass; default: max_tokens_per_step")
-    max_waiting: int = option(4096, "requests that may wait; beyond it they are refused")
-    prefix_cache: bool = option(True, "share pages of the KV cache between requests that begin alike")
-    prompt_graphs: bool = option(False, "capture steps of up to 1,024 tokens that compute prompts beside decoding rows, too")
-    speculate: str | None = option(None, f"guess tokens ahead, without loss, by {' or '.join(SPECULATE)}; see also draft")
+    max_model_len: int | None = option(None, "most tokens of prompt and answer together; default: the model's context length")
+    max_seqs: int = option(256, "most requests that run at once; on a CPU at most 64")
+    page_size: int | None = option(None, "tokens in a page of the KV cache; default: 64 for an MLA or 8-bit cache, else 16")
+    kv_cache: str | None = option(None, f"format of the KV cache: {' or '.join(KV_CACHE)}; default: the model's dtype")
+    kv_cache_bytes: int | None = option(None, "size of the KV cache in bytes; default: follows from memory_fraction")
+    host_cache_bytes: int | None = option(None, "bytes of host memory that keep pages evicted from the KV cache; default: none")
+    memory_fraction: float = option(
+        0.9, "share of the device's memory for weights, workspace and KV cache together, above 0 and at most 1"
+    )
+    max_tokens_per_step: int = option(8192, "most tokens in one pass of the model, at least max_seqs; on a CPU at most 256")
+    prefill_chunk: int | None = option(None, "most prompt tokens of one request in one pass; default: max_tokens_per_step")
+    max_waiting: int = option(4096, "most requests that may wait; further requests are refused")
+    prefix_cache: bool = option(True, "share pages of the KV cache between requests whose prompts begin with the same tokens")
+    prompt_graphs: bool = option(
+        False, "also capture steps as CUDA graphs that process prompts and decode together, up to 1,024 tokens"
+    )
+    speculate: str | None = option(
+        None,
+        f"speculative decoding without a draft model, by {' or '.join(SPECULATE)}; the results stay the same; see also draft",
+    )
     draft: str | None = option(
-        None, "guess tokens ahead by a small model of the same vocabulary, or a draft head: folder or hub name"
+        None, "speculative decoding with this draft model (same vocabulary) or draft head: a folder or hub name"
     )
-    draft_tokens: int = option(8, "tokens guessed ahead of one request in one pass at most")
+    draft_tokens: int = option(8, "speculative decoding: most tokens guessed for a request in one pass, 1 to 15")
     adapters: tuple[str, ...] | None = option(
-        None, "NAME=FOLDER of a LoRA adapter that requests may ask for by its name; may be given several times"
+        None, "NAME=FOLDER: load a LoRA adapter that requests select by NAME; may be given several times"
     )
-    max_adapters: int = option(0, "LoRA adapters that there is room for; default: as many as are given")
-    max_adapter_rank: int = option(16, "largest rank of a LoRA adapter")
-    invariant: bool = option(False, "the same bits for a request whatever else is in the batch; slower")
-    tp: int = option(1, "cards that share each layer: its heads and its feed-forward width are cut")
-    pp: int = option(1, "cards that have some of the layers each")
-    slices: int = option(0, "cut layers into so many sums whatever tp is: the same slices, the same bits; default: tp")
-    bundle: str | None = option(None, "folder that `tilewright warmup` made for this use: no kernel is compiled then")
-    strict: bool = option(False, "fail a step that compiles a kernel after the start, instead of logging it")
+    max_adapters: int = option(0, "most LoRA adapters loaded at once; default: the number given at the start")
+    max_adapter_rank: int = option(16, "largest rank that a LoRA adapter may have")
+    invariant: bool = option(False, "a request gets identical bits whatever else is in its batch; slower")
+    tp: int = option(1, "tensor parallelism: number of GPUs that share each layer")
+    pp: int = option(1, "pipeline parallelism: number of GPUs that the layers are divided among")
+    slices: int = option(
+        0,
+        "parts into which each layer's sums are cut; runs with equal slices give identical bits for every tp; 0: as many as tp",
+    )
+    bundle: str | None = option(
+        None, "folder written by `tilewright warmup` with compiled kernels, so that the server compiles none"
+    )
+    strict: bool = option(False, "fail a step that compiles a kernel after the start; by default this is only logged")
 
     def __post_init__(self) -> None:
         least = {"max_seqs": 1, "page_size": 1, "max_tokens_per_step": self.max_seqs, "max_waiting": 1}

@@ -35,15 +35,17 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HostConfig:
-    """What a server of ordinary models is told at its start; the models that it names get the last three."""
+    """Options of a server of ordinary models. The last three apply to the models named on the command line."""
 
-    repository: str | None = _option(None, "a folder of ordinary models with numbered versions")
+    repository: str | None = _option(None, "folder of ordinary models, each with numbered versions")
     packages: tuple[str, ...] | None = _option(
-        None, "a package whose functions the repository's files may name; may be given several times"
+        None, "Python package from which models in the repository may load functions; may be given several times"
     )
-    precision: str | None = _option(None, "optimise the models: fp32, fp16, bf16 or int8; default: as they are")
-    max_batch: int = _option(64, "most rows of a batch")
-    max_delay_ms: float = _option(0.0, "milliseconds that a request may wait for company")
+    precision: str | None = _option(
+        None, "optimise the models in this precision: fp32, fp16, bf16 or int8; default: no optimisation"
+    )
+    max_batch: int = _option(64, "most rows in a batch")
+    max_delay_ms: float = _option(0.0, "longest time in milliseconds that a request waits for others to share its batch")
 
 
 def check_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a server is told at its start: where it listens and how much one client may ask for."""
+"""The server's configuration: where it listens and how much one client may ask for."""
 
 import math
 import re
@@ -25,45 +25,55 @@ class ServerConfig:
         ValueError: a value out of range; the message names the field.
     """
 
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
-    port: int = option(8000, "port to listen on; 0 takes any free one")
-    api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer <key>`; default: none")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces")
+    port: int = option(8000, "port to listen on; 0: any free port")
+    api_key: str | None = option(None, "key that clients must send as `Authorization: Bearer <key>`; default: no key is needed")
     grpc_port: int | None = option(
-        None, "port of the Open Inference Protocol over gRPC, for ordinary models; 0 takes any free one; default: none"
+        None, "port for ordinary models over gRPC (Open Inference Protocol); 0: any free port; default: no gRPC"
     )
     shared_memory: bool = option(
-        False, "let clients of this machine hand tensors of ordinary models over in shared memory; see docs/deploy.md"
+        False, "let clients on this machine pass the tensors of ordinary models in shared memory; see docs/deploy.md"
     )
-    max_body_bytes: int = option(16 << 20, "largest request body, in MiB")
-    max_connections: int = option(4096, "connections open at once; idle ones are closed for new ones")
-    replicas: int = option(1, "servers of the model on this machine, behind one router; each takes a GPU of its own if it can")
-    ray: bool = option(False, "start the replicas on a Ray cluster: the one that runs here, or one that this command starts")
-    max_replicas: int | None = option(None, "with --ray: replicas that may run under load; default: as many as --replicas")
-    scale_down_after_s: float = option(120.0, "with --ray: seconds of less load after which a replica ends")
+    max_body_bytes: int = option(16 << 20, "largest request body that is accepted, in MiB")
+    max_connections: int = option(
+        4096, "most connections open at once; at the limit, idle connections are closed to make room for new ones"
+    )
+    replicas: int = option(
+        1, "copies of the model on this machine, behind one router; each gets its own GPU if there are enough"
+    )
+    ray: bool = option(False, "start the replicas on a Ray cluster: one that is running, or else one that this command starts")
+    max_replicas: int | None = option(
+        None, "with --ray: most replicas that may run under load; default: the number of --replicas"
+    )
+    scale_down_after_s: float = option(120.0, "with --ray: stop an extra replica after this many seconds of lower load")
     fronts: int = option(
-        0, "front processes that serve HTTP for an engine in a process of its own; 0: all of it in one process"
+        0, "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both"
     )
-    drain_timeout_s: float = option(60.0, "seconds that running requests have to finish after SIGTERM or Ctrl-C")
+    drain_timeout_s: float = option(60.0, "seconds to let running requests finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(
-        None, "origin of a web page that may use this server, such as https://chat.example; may be given several times"
+        None,
+        "allow web pages from this origin to use the server (CORS), such as https://chat.example; may be given several times",
     )
-    log_level: str = option("info", f"what is logged: {', '.join(LOG_LEVELS)}; each request is a line of info")
-    log_format: str = option("text", f"lines of the log: {' or '.join(LOG_FORMATS)}")
+    log_level: str = option("info", f"least important messages to log: {', '.join(LOG_LEVELS)}; each request is logged at info")
+    log_format: str = option("text", f"format of the log lines: {' or '.join(LOG_FORMATS)}")
     tool_format: str = option(
-        "auto", f"how the model writes tool calls: auto (its chat template tells), none, {', '.join(TOOL_FORMATS)}"
+        "auto",
+        f"format in which the model writes tool calls: auto (found from its chat template), none, {', '.join(TOOL_FORMATS)}",
     )
     adapter_dir: str | None = option(
-        None, "folder below which clients may load and unload LoRA adapters while the server runs; default: they may not"
+        None, "folder from which clients may load LoRA adapters while the server runs; default: clients cannot load adapters"
     )
     traces: str | None = option(
-        None, "collector of OpenTelemetry traces, such as http://127.0.0.1:4318; each request is a trace; default: none"
+        None, "send a trace of each request to this OpenTelemetry collector, such as http://127.0.0.1:4318; default: no traces"
     )
-    trace_share: float = option(1.0, "share of the requests that are traced, where the client does not say")
+    trace_share: float = option(1.0, "share of the requests to trace, 0 to 1, if the client does not decide itself")
     head_timeout_s: float = 10.0
     """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
     body_timeout_s: float = 60.0
     """Longest time that a request body may take to arrive."""
-    max_wait_s: float = option(2.0, "seconds that a request may wait to be started; it is refused where it would wait longer")
+    max_wait_s: float = option(
+        2.0, "longest time in seconds that a request may wait for its start; it is refused if the expected wait is longer"
+    )
     write_timeout_s: float = 30.0
     """A client that takes no byte of its answer for this long loses its connection."""
     step_timeout_s: float = 120.0

@@ -1,4 +1,7 @@
-"""What a run is: one frozen dataclass, read from TOML, from whose fields the command line is made. Imports no torch."""
+"""The configuration of a training run: a frozen dataclass, read from TOML; its fields are the options of `tilewright train`.
+
+Imports no torch.
+"""
 
 import difflib
 import math
@@ -43,72 +46,109 @@ class TrainConfig:
     Raises ValueError for a value that no model or data can make right.
     """
 
-    model: str = _option("bookworm", "the embedded model, a model folder, a hub name, or the name of a shape (qwen3-0.6b ...)")
-    init: str = _option("load", "load the weights of model, or begin with random ones")
-    init_std: float = _option(0.02, "standard deviation of random weights")
-    depth_scaled: bool = _option(True, "random weights: divide those of output layers by sqrt(2 * layers), as GPT-2 does")
+    model: str = _option(
+        "bookworm",
+        "model to train: bookworm (the embedded model), a model folder, a Hugging Face hub name, or a shape such as qwen3-0.6b",
+    )
+    init: str = _option("load", "initial weights: load (the model's own) or random")
+    init_std: float = _option(0.02, "standard deviation of randomly initialised weights")
+    depth_scaled: bool = _option(
+        True, "with random weights, divide those of each block's output projections by sqrt(2 * layers), as GPT-2 does"
+    )
     mup_base: int | None = _option(
-        None, "muP: hidden size whose learning rate and init_std hold at this width; default: no muP"
+        None, "turn on muP: lr and init_std are meant for this hidden size and are rescaled to the model's; default: no muP"
     )
-    tokenizer: str | None = _option(None, "folder with a tokenizer.json, or bookworm; default: that of model")
-    data: tuple[str, ...] = _option((), "files (JSON lines, parquet, text; compressed or not), or folders of token shards")
-    weights: tuple[float, ...] | None = _option(None, "share of each of data in the tokens; default: equal shares")
-    text_field: str = _option("text", "field of JSON lines and parquet that has the text")
-    chat: bool = _option(False, "data are conversations: loss on the assistant's messages alone, by the chat template")
-    shuffle: bool = _option(True, "read documents in a new order each epoch; no: as they lie in the shards")
+    tokenizer: str | None = _option(None, "folder with a tokenizer.json, or bookworm; default: the model's tokenizer")
+    data: tuple[str, ...] = _option(
+        (), "training data: files (JSON lines, parquet or text, also compressed) or folders of token shards"
+    )
+    weights: tuple[float, ...] | None = _option(
+        None, "one number for each entry of data: its share of the training tokens; default: equal shares"
+    )
+    text_field: str = _option("text", "field that holds the text in JSON lines and parquet files")
+    chat: bool = _option(
+        False, "the data are conversations: apply the chat template, and compute the loss on the assistant's messages only"
+    )
+    shuffle: bool = _option(True, "shuffle the documents anew in each epoch; otherwise read them in the order of the shards")
     piece_tokens: int = _option(
-        0, "cut texts into pieces of this many tokens before they are shuffled, so that an update reads many texts; 0: do not"
+        0,
+        "cut texts into pieces of this many tokens before shuffling, so that each update reads from many texts; 0: do not cut",
     )
-    out: str = _option("run", "folder of the run: checkpoints, log.jsonl, the final model")
-    device: str | None = _option(None, "cpu, cuda or cuda:N; default: the first GPU, else the CPU")
-    dtype: str = _option("bfloat16", "bfloat16 or float32, of weights and products; master weights are float32")
+    out: str = _option("run", "folder for the run's checkpoints, log.jsonl and final model")
+    device: str | None = _option(None, "device: cpu, cuda or cuda:N; default: the first GPU, or the CPU if there is none")
+    dtype: str = _option(
+        "bfloat16",
+        "dtype of the weights and matrix products: bfloat16 or float32; the optimizer's master weights are always float32",
+    )
     compute: str = _option(
-        "dtype", "of products in blocks: dtype; fp8 (a scale for each row) or fp8-tensor, where that is faster (sm_89 on)"
+        "dtype",
+        "precision of the matrix products in the blocks: dtype (that of the weights) or, from compute "
+        "capability 8.9, fp8 (a scale for each row) or fp8-tensor, used for the products that it makes faster",
     )
-    graphs: bool = _option(False, "capture the passes as a CUDA graph: the same bits, less work for the host; on one GPU")
-    seed: int = _option(0, "of random weights and of the order of documents")
-    row_tokens: int = _option(1024, "tokens of a packed row: the longest context")
-    micro_rows: int = _option(4, "rows that go through the model at once")
-    micro_batches: int = _option(1, "passes whose gradients are added up for one update")
-    accumulate: str = _option("running", "how they are added: running, or tree (the same bits on any number of ranks)")
-    steps: int = _option(100, "updates")
-    optimizer: str = _option("adamw", f"one of {', '.join(OPTIMIZERS)}")
-    lr: float = _option(3e-4, "highest learning rate")
-    lr_floor: float = _option(0.0, "last learning rate")
-    schedule: str = _option("cosine", f"one of {', '.join(_SCHEDULES)}")
-    warmup: int = _option(10, "updates of linear growth of the learning rate")
-    decay: int | None = _option(None, "wsd: updates of the decay at the end; default: a tenth of steps")
-    beta1: float = _option(0.9, "decay of the mean of gradients; what momentum keeps of itself")
-    beta2: float = _option(0.95, "decay of the mean of their squares")
-    eps: float = _option(1e-8, "added to the root of that mean")
-    weight_decay: float = _option(0.1, "of matrices")
-    max_norm: float = _option(1.0, "gradients are scaled down to this norm; inf: never")
-    loss: str = _option("next-token", "next-token; dpo or ipo: data are pairs of a chosen and a rejected answer")
-    dpo_beta: float = _option(0.1, "dpo, ipo: how much a pair's log-ratio counts; large: stay near the model as it was")
-    dpo_smoothing: float = _option(0.0, "dpo: the share of pairs that may be the wrong way round, below 0.5")
-    lora_rank: int = _option(0, "train a low-rank adapter of this rank beside a frozen model; 0: train the model")
-    lora_alpha: float = _option(16.0, "the adapter's product is scaled by alpha / rank")
-    lora_rslora: bool = _option(False, "scale by alpha / sqrt(rank)")
-    lora_dropout: float = _option(0.0, "share of a layer's input that its adapter does not see while training")
-    lora_targets: tuple[str, ...] = _option((), "layers with an adapter: q_proj, *.layers.0.* ...; default: all of the blocks")
-    lora_base: str = _option("float", "float, or int4: the frozen weights in 4 bits (QLoRA)")
-    lora_adapter: str | None = _option(None, "folder of the adapter to go on from, ours or of peft; its sizes are taken")
-    z_loss: float = _option(0.0, "weight of log(softmax sum)^2 in the loss")
-    label_smoothing: float = _option(0.0, "share of the target that all tokens have in equal parts")
-    deterministic: bool = _option(True, "the same bits from the same run; no: kernels may add in any order, on a GPU")
-    max_skipped: int = _option(10, "updates in a row that may be skipped because gradients are not finite")
-    log_every: int = _option(10, "updates between lines on the screen")
-    save_every: int = _option(100, "updates between checkpoints; the last is always saved")
-    save_async: bool = _option(True, "write checkpoints while training goes on")
-    keep: int = _option(2, "checkpoints that stay")
-    eval_data: str | None = _option(None, "file of texts that are never trained on: bits per byte are measured on them")
-    eval_every: int = _option(100, "updates between measurements on eval_data; once more at the end")
-    eval_rows: int = _option(64, "rows of eval_data that are measured; 0: all")
-    sample_every: int = _option(0, "updates between texts that the model writes; 0: none")
-    sample_prompt: str = _option("", "what it continues")
-    sample_tokens: int = _option(64, "tokens that it writes")
-    parallel: Plan = _option(Plan(), "spread over devices, such as dp=2,zero=3,tp=2,sp,pp=2; default: one device")  # noqa: RUF009
-    tensorboard: bool = _option(False, "also write the log for TensorBoard, to the folder of the run")
+    graphs: bool = _option(
+        False, "capture forward and backward pass as a CUDA graph: identical results with less work for the host; one GPU only"
+    )
+    seed: int = _option(0, "seed of the random weights and of the order of documents")
+    row_tokens: int = _option(1024, "length of a packed row in tokens; this is also the longest context")
+    micro_rows: int = _option(4, "rows in one forward and backward pass")
+    micro_batches: int = _option(1, "passes whose gradients are summed for one update")
+    accumulate: str = _option(
+        "running",
+        "how these gradients are summed: running (one after the other) or tree (identical results on any number of ranks)",
+    )
+    steps: int = _option(100, "number of updates")
+    optimizer: str = _option("adamw", f"optimizer: one of {', '.join(OPTIMIZERS)}")
+    lr: float = _option(3e-4, "peak learning rate")
+    lr_floor: float = _option(0.0, "learning rate at the end of the schedule")
+    schedule: str = _option("cosine", f"learning rate schedule: one of {', '.join(_SCHEDULES)}")
+    warmup: int = _option(10, "updates during which the learning rate grows linearly to lr")
+    decay: int | None = _option(None, "wsd schedule: length of the final decay, in updates; default: a tenth of steps")
+    beta1: float = _option(0.9, "decay of the running mean of the gradients (momentum)")
+    beta2: float = _option(0.95, "decay of the running mean of the squared gradients")
+    eps: float = _option(1e-8, "number added to the root of the mean squared gradient, to avoid division by zero")
+    weight_decay: float = _option(0.1, "weight decay, applied to matrices only")
+    max_norm: float = _option(1.0, "clip the gradients to this total norm; inf: no clipping")
+    loss: str = _option("next-token", "loss: next-token, or dpo or ipo for data of pairs of a chosen and a rejected answer")
+    dpo_beta: float = _option(
+        0.1, "dpo and ipo: strength of the pull towards the original model; larger values keep the trained model closer to it"
+    )
+    dpo_smoothing: float = _option(
+        0.0, "dpo: share of the pairs assumed to have chosen and rejected answers swapped; 0 to below 0.5"
+    )
+    lora_rank: int = _option(0, "train a LoRA adapter of this rank and freeze the model; 0: train the model itself")
+    lora_alpha: float = _option(16.0, "the adapter's output is multiplied by lora_alpha / lora_rank")
+    lora_rslora: bool = _option(False, "rank-stabilised LoRA: multiply by lora_alpha / sqrt(lora_rank) instead")
+    lora_dropout: float = _option(0.0, "dropout on the adapter's input during training; 0 to below 1")
+    lora_targets: tuple[str, ...] = _option(
+        (),
+        "names or patterns of the layers that get an adapter, such as *.layers.0.*; default: all linear layers of the blocks",
+    )
+    lora_base: str = _option("float", "format of the frozen weights: float, or int4 for 4-bit weights (QLoRA)")
+    lora_adapter: str | None = _option(
+        None,
+        "folder of an adapter to continue from, saved by tilewright or peft; its settings are used, and "
+        "its rank must equal lora_rank",
+    )
+    z_loss: float = _option(0.0, "weight of the z-loss, the squared logarithm of the softmax sum; 0: off")
+    label_smoothing: float = _option(0.0, "share of the target probability that is spread evenly over all tokens; 0: off")
+    deterministic: bool = _option(True, "repeating the run gives identical bits; otherwise GPU kernels may add in any order")
+    max_skipped: int = _option(
+        10, "end the run after this many updates in a row were skipped because a gradient was not finite"
+    )
+    log_every: int = _option(10, "print a line after every so many updates")
+    save_every: int = _option(100, "save a checkpoint after every so many updates; the last update is always saved")
+    save_async: bool = _option(True, "write checkpoints in the background while training continues")
+    keep: int = _option(2, "number of newest checkpoints to keep")
+    eval_data: str | None = _option(
+        None, "file of held-out texts, on which bits per byte are measured; they are not trained on"
+    )
+    eval_every: int = _option(100, "measure on eval_data after every so many updates, and once at the end")
+    eval_rows: int = _option(64, "rows of eval_data to measure; 0: all")
+    sample_every: int = _option(0, "let the model write a sample text after every so many updates; 0: never")
+    sample_prompt: str = _option("", "prompt that the sample text continues")
+    sample_tokens: int = _option(64, "length of the sample text in tokens")
+    parallel: Plan = _option(Plan(), "parallel plan, such as dp=2,zero=3,tp=2,sp,pp=2; default: one device")  # noqa: RUF009
+    tensorboard: bool = _option(False, "also write a TensorBoard log into the run's folder")
 
     def __post_init__(self) -> None:
         for name in ("data", "weights", "lora_targets"):

@@ -1,4 +1,4 @@
-"""What a load test is told: one frozen dataclass, from which the options of `tilewright load` are made."""
+"""The configuration of a load test: a frozen dataclass, from which the options of `tilewright load` are made."""
 
 from dataclasses import dataclass
 
@@ -16,31 +16,47 @@ ARRIVALS = ("poisson", "constant")
 class LoadConfig:
     """A load test. Raises ValueError for values that make none."""
 
-    endpoint: str = option("completions", f"what is asked: {', '.join(ENDPOINTS)} (the Open Inference Protocol)")
-    model: str | None = option(None, "the model's name; default: the first that the service lists")
-    concurrency: str | None = option(
-        None, "users that each wait for their answer, such as 1,2,4,8: a stage for each (closed loop)"
+    endpoint: str = option(
+        "completions", f"API to send requests to: {', '.join(ENDPOINTS)} (v2 is the Open Inference Protocol)"
     )
-    rate: str | None = option(None, "requests a second whatever becomes of them, such as 2,4,8: a stage for each (open loop)")
-    arrivals: str = option("poisson", f"distances of an open loop: {' or '.join(ARRIVALS)}")
-    trace: str | None = option(None, "recorded requests instead: CSV or JSON lines, .xz and .gz too (docs/load.md)")
-    speed: float = option(1.0, "send a trace so many times as fast as it was recorded")
-    length_scale: float = option(1.0, "factor of a trace's lengths")
-    limit: int | None = option(None, "most requests of a stage")
-    prompt_tokens: str = option("128", "tokens of a prompt, or a range such as 64-256")
-    output_tokens: str = option("64", "tokens of an answer, or a range")
-    shared_prefix: int = option(0, "tokens with which every prompt begins")
-    batch: int = option(1, "size of the dimensions that a v2 model leaves open")
-    shared_memory: bool = option(False, "leave a v2 model's tensors in shared memory, on the service's own machine")
-    duration: float = option(30.0, "seconds of a stage in which requests are sent; a trace is sent to its end")
-    warmup: float = option(5.0, "seconds at the beginning of a stage that are not counted")
-    until_stable: float | None = option(None, "end a stage early, once three windows of so many seconds agree within 10 %")
-    slo: str | None = option(None, "what a good answer keeps, such as ttft=200ms,itl=20ms (also tpot, e2e)")
-    ignore_eos: bool = option(True, "ask for answers of exactly the given length, an extension that many servers have")
-    timeout: float = option(600.0, "seconds that an answer may take")
-    max_in_flight: int = option(4096, "requests that are open at once at most")
-    api_key: str | None = option(None, "sent as `Authorization: Bearer <key>`")
-    seed: int = option(0, "of prompts, lengths and arrivals")
+    model: str | None = option(None, "name of the model; default: the first one that the service lists; v2 needs it")
+    concurrency: str | None = option(
+        None,
+        "closed loop: number of users, each of whom waits for an answer before asking again; 1,2,4,8 "
+        "runs one stage for each number",
+    )
+    rate: str | None = option(
+        None, "open loop: requests sent per second, without waiting for answers; 2,4,8 runs one stage for each rate"
+    )
+    arrivals: str = option("poisson", f"times between the requests of an open loop: {' or '.join(ARRIVALS)}")
+    trace: str | None = option(
+        None, "replay a recorded trace: a CSV or JSON lines file, also as .xz or .gz; docs/load.md describes the format"
+    )
+    speed: float = option(1.0, "replay a trace this many times faster than it was recorded")
+    length_scale: float = option(1.0, "multiply the lengths of a trace's prompts and answers by this factor")
+    limit: int | None = option(None, "most requests in a stage; default: no limit")
+    prompt_tokens: str = option("128", "length of a prompt in tokens, or a range such as 64-256")
+    output_tokens: str = option("64", "length of an answer in tokens, or a range such as 64-256")
+    shared_prefix: int = option(0, "number of tokens that all prompts have in common at their beginning")
+    batch: int = option(1, "size of the dimensions that a v2 model leaves open, such as the batch")
+    shared_memory: bool = option(
+        False, "pass a v2 model's tensors in shared memory; only on the machine on which the service runs"
+    )
+    duration: float = option(30.0, "seconds during which a stage sends requests; a trace is always sent to its end")
+    warmup: float = option(5.0, "seconds at the beginning of a stage that are left out of the results")
+    until_stable: float | None = option(
+        None, "end a stage early once three windows of this many seconds agree within 10 %; at most a third of duration"
+    )
+    slo: str | None = option(
+        None, "latency limits of a good answer, such as ttft=200ms,itl=20ms; tpot and e2e may be given as well"
+    )
+    ignore_eos: bool = option(
+        True, "ask for answers of exactly the given length; many servers support this request field, but OpenAI's API does not"
+    )
+    timeout: float = option(600.0, "seconds after which a request counts as failed")
+    max_in_flight: int = option(4096, "most requests in flight at once")
+    api_key: str | None = option(None, "API key, sent as `Authorization: Bearer <key>`")
+    seed: int = option(0, "seed of the prompts, lengths and arrival times")
 
     def __post_init__(self) -> None:
         if self.endpoint not in ENDPOINTS:
