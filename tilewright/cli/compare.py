@@ -27,27 +27,48 @@ _MARKS = {"pass": "[green]✓ pass[/green]", "fail": "[red]✗ fail[/red]", "und
 )
 def compare(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="resnet50, vit_b16@32 ..., or MODULE:FUNCTION that returns (model, inputs)")],
-    ours: Annotated[str, typer.Option(help="engine: eager, graph, compile, aoti, onnxruntime, openvino, optimize, cmd:...")],
-    baseline: Annotated[str, typer.Option(help="the engine to be faster than, likewise; docs/compare.md tells their options")],
-    claim: Annotated[float, typer.Option(help="every layer must be this many times faster")] = 1.5,
-    report: Annotated[Path | None, typer.Option(help="write it: .html, .json, .md, or .trace.json for a timeline")] = None,
-    budget: Annotated[float, typer.Option(help="seconds for building and measuring; it ends earlier when decided")] = 120.0,
-    beside: Annotated[
-        list[str] | None, typer.Option(help="a further engine, timed as the whole model alone; may be given several times")
+    model: Annotated[
+        str,
+        typer.Option(
+            help="a known model with an optional batch size, such as resnet50 or vit_b16@32, or MODULE:FUNCTION "
+            "that returns (model, inputs)"
+        ),
+    ],
+    ours: Annotated[
+        str, typer.Option(help="engine under test: eager, graph, compile, aoti, onnxruntime, openvino, optimize or cmd:COMMAND")
+    ],
+    baseline: Annotated[
+        str, typer.Option(help="engine to compare with, from the same list; docs/compare.md describes the engines' options")
+    ],
+    claim: Annotated[float, typer.Option(help="speedup that every layer must reach")] = 1.5,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="write a report to this file; the ending sets its kind: .html, .json, .md, or .trace.json for a timeline"
+        ),
     ] = None,
-    whole: Annotated[bool, typer.Option("--whole", help="the whole model as one segment, nothing else is built")] = False,
+    budget: Annotated[
+        float, typer.Option(help="most seconds for building and measuring; the command stops earlier once the result is clear")
+    ] = 120.0,
+    beside: Annotated[
+        list[str] | None, typer.Option(help="also time the whole model on this engine; may be given several times")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="compare only the model as a whole, not its layers")] = False,
     counters: Annotated[
-        bool, typer.Option(help="when all is measured, ask the engines for their own counters (seconds): they prove nothing")
+        bool,
+        typer.Option(
+            help="after the measurement, also collect the engines' own performance counters (takes seconds); the "
+            "verdict does not depend on them"
+        ),
     ] = True,
-    seed: Annotated[int, typer.Option(help="of the weights and of the order of runs")] = 0,
-    threads: Annotated[int | None, typer.Option(help="of a call on a CPU; default: PyTorch's")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the weights and of the order of the runs")] = 0,
+    threads: Annotated[int | None, typer.Option(help="threads of each call on a CPU; default: PyTorch's number")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON instead of a table")] = False,
 ) -> None:
-    """Time every layer on two engines without opening them, and say whether each is CLAIM times faster.
+    """Time every layer of a model on two engines, and check whether each layer is at least CLAIM times faster.
 
-    Exit codes: 0 pass, 1 fail, 3 undecided. What could not be run or answered wrong is an error, also with 1.
+    Exit codes: 0 pass, 1 fail, 3 undecided. An engine that does not run or gives wrong outputs is an error, also with code 1.
     """
     with plain_errors(context), ends_on_sigterm():
         if report is not None and (report.suffix not in _WRITERS or not report.parent.is_dir()):

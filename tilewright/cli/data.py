@@ -14,7 +14,7 @@ data = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Clean text for training: archives and files in, documents and token shards out.",
+    help="Turn archives and files into clean documents and token shards for training.",
 )
 app.add_typer(data, name="data")
 
@@ -27,14 +27,18 @@ app.add_typer(data, name="data")
 )
 def clean(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Argument(help="TOML file: what to read, which steps, what to write")],
-    out: Annotated[Path, typer.Option(help="folder for the output, new; a run that was stopped goes on in it")],
-    processes: Annotated[int, typer.Option(min=1, help="worker processes")] = 2,
-    memory_gb: Annotated[float, typer.Option(min=0.5, help="memory that all processes together may use")] = 4.0,
-    executor: Annotated[str, typer.Option(help="local, or ray for several machines that share the folder")] = "local",
+    recipe: Annotated[Path, typer.Argument(help="TOML recipe: input, processing steps and output")],
+    out: Annotated[
+        Path, typer.Option(help="new folder for the output; with the folder of an interrupted run, that run continues")
+    ],
+    processes: Annotated[int, typer.Option(min=1, help="number of worker processes")] = 2,
+    memory_gb: Annotated[float, typer.Option(min=0.5, help="memory for all processes together, in GiB")] = 4.0,
+    executor: Annotated[
+        str, typer.Option(help="local (this machine), or ray for several machines that share the output folder")
+    ] = "local",
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of a table")] = False,
 ) -> None:
-    """Read, filter, deduplicate and tokenize what a recipe names; write documents, token shards and a report."""
+    """Read, filter, deduplicate and tokenize texts as a recipe says; write documents, token shards and a report."""
     with ends_on_sigterm(), plain_errors(context):
         from tilewright.data.recipe import load
         from tilewright.data.report import table, write_html
@@ -56,11 +60,11 @@ def clean(
 @data.command()
 def diff(
     context: typer.Context,
-    before: Annotated[Path, typer.Argument(help="output folder of one recipe")],
-    after: Annotated[Path, typer.Argument(help="output folder of another recipe over the same input")],
-    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+    before: Annotated[Path, typer.Argument(help="output folder of the first recipe")],
+    after: Annotated[Path, typer.Argument(help="output folder of the second recipe, run on the same input")],
+    as_json: Annotated[bool, typer.Option("--json", help="print the comparison as JSON")] = False,
 ) -> None:
-    """Compare the outputs of two recipes: which documents only one of them kept, and what differs in their steps."""
+    """Compare the outputs of two recipes: documents that only one of them kept, and differences between their steps."""
     with ends_on_sigterm(), plain_errors(context):
         from tilewright.data.diff import compare, lines
 
@@ -71,12 +75,15 @@ def diff(
 @data.command("train-quality")
 def train_quality(
     context: typer.Context,
-    good: Annotated[Path, typer.Option(help="file of texts to keep: JSON lines, parquet, ...")],
-    bad: Annotated[Path, typer.Option(help="file of texts to remove")],
-    out: Annotated[Path, typer.Option(help="model file to write (.safetensors), for the step quality")],
-    text_field: Annotated[str, typer.Option(help="field that holds the text")] = "text",
+    good: Annotated[Path, typer.Option(help="file with examples of good text (JSON lines, parquet or text)")],
+    bad: Annotated[Path, typer.Option(help="file with examples of bad text")],
+    out: Annotated[Path, typer.Option(help="write the classifier to this .safetensors file")],
+    text_field: Annotated[str, typer.Option(help="field that holds the text in JSON lines and parquet files")] = "text",
 ) -> None:
-    """Train the classifier that the step "quality" uses, from two sets of texts; a tenth of each is held out to measure it."""
+    """Train the text classifier that the step "quality" uses, from examples of good and bad text.
+
+    A tenth of each file is held out, and the classifier's accuracy is measured on it.
+    """
     with ends_on_sigterm(), plain_errors(context):
         from tilewright.data.quality import train_files
 

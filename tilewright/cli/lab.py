@@ -27,21 +27,24 @@ app.add_typer(lab, name="lab")
 def gradient_flow_command(
     context: typer.Context,
     norm: Annotated[
-        str, typer.Option(help="where norms stand: pre, post, peri, deepnorm, none; several with commas")
+        str, typer.Option(help="placement of the norms: pre, post, peri, deepnorm or none; separate several with commas")
     ] = "pre,post",
-    layers: Annotated[str, typer.Option(help="depths, with commas")] = "6,12,24",
-    width: Annotated[int, typer.Option(help="features of a token, a multiple of 16")] = 64,
-    batch: Annotated[int, typer.Option(help="sequences of a step")] = 16,
-    length: Annotated[int, typer.Option(help="tokens of a sequence")] = 32,
-    steps: Annotated[int, typer.Option(help="steps of training; 0 looks at the initialisation alone")] = 0,
+    layers: Annotated[str, typer.Option(help="numbers of layers, separated by commas")] = "6,12,24",
+    width: Annotated[int, typer.Option(help="hidden size, a multiple of 16")] = 64,
+    batch: Annotated[int, typer.Option(help="sequences in one training step")] = 16,
+    length: Annotated[int, typer.Option(help="length of a sequence in tokens")] = 32,
+    steps: Annotated[int, typer.Option(help="training steps; 0: measure at initialisation only")] = 0,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW")] = 1e-3,
-    warmup: Annotated[int, typer.Option(help="steps in which the learning rate grows to its value")] = 0,
-    seed: Annotated[int, typer.Option(help="of weights and data")] = 0,
+    warmup: Annotated[int, typer.Option(help="steps during which the learning rate grows linearly from 0")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the weights and data")] = 0,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
-    svg: Annotated[Path | None, typer.Option(help="draw them into this SVG file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the numbers into this SVG file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON instead of a table")] = False,
 ) -> None:
-    """Gradients, activations and updates by layer, at initialisation and while a small transformer trains on a Markov chain."""
+    """Measure gradients, activations and updates in each layer of a small transformer, at initialisation and during training.
+
+    The training data come from a Markov chain.
+    """
     with plain_errors(context):
         from tilewright.train.lab.chart import specification
         from tilewright.train.lab.chart import svg as drawn
@@ -99,22 +102,22 @@ def _print(flows: "list[Flow]") -> None:
 )
 def coordinate_check_command(
     context: typer.Context,
-    widths: Annotated[str, typer.Option(help="hidden sizes, multiples of 16, with commas")] = "64,128,256,512",
-    base: Annotated[int, typer.Option(help="hidden size at which muP is the usual parametrisation")] = 64,
-    layers: Annotated[int, typer.Option(help="of each model")] = 2,
-    batch: Annotated[int, typer.Option(help="sequences of a step")] = 8,
-    length: Annotated[int, typer.Option(help="tokens of a sequence")] = 32,
-    steps: Annotated[int, typer.Option(help="of training")] = 4,
+    widths: Annotated[str, typer.Option(help="hidden sizes, multiples of 16, separated by commas")] = "64,128,256,512",
+    base: Annotated[int, typer.Option(help="hidden size at which muP equals the standard parametrisation")] = 64,
+    layers: Annotated[int, typer.Option(help="number of layers of each model")] = 2,
+    batch: Annotated[int, typer.Option(help="sequences in one training step")] = 8,
+    length: Annotated[int, typer.Option(help="length of a sequence in tokens")] = 32,
+    steps: Annotated[int, typer.Option(help="number of training steps")] = 4,
     lr: Annotated[float, typer.Option(help="learning rate of AdamW at the base width")] = 3e-3,
-    seeds: Annotated[int, typer.Option(help="models of each width")] = 3,
+    seeds: Annotated[int, typer.Option(help="number of models of each hidden size, each with its own seed")] = 3,
     out: Annotated[Path | None, typer.Option(help="write all numbers to this JSON file")] = None,
-    svg: Annotated[Path | None, typer.Option(help="draw them into this SVG file")] = None,
+    svg: Annotated[Path | None, typer.Option(help="draw the numbers into this SVG file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print all numbers as JSON instead of a table")] = False,
 ) -> None:
-    """How far activations move in a few steps, by width: with muP (mup_base of `tilewright train`) and without.
+    """Check how activations change with the hidden size in a few training steps, with and without muP.
 
-    The table has exponents of the width: 0 where a step moves wide models as far as narrow ones, so that one learning rate does
-    for both.
+    The table shows the change as a power of the hidden size. An exponent of 0 means that a step changes wide and narrow models
+    equally, so that one learning rate suits both. `tilewright train` turns muP on with mup_base.
     """
     with plain_errors(context):
         from tilewright.train.lab.chart import coordinates_specification

@@ -39,7 +39,11 @@ class _RL(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-rl = typer.Typer(cls=_RL, no_args_is_help=True, help="Improve a policy by rewards; CONFIG.toml alone is `rl run CONFIG.toml`.")
+rl = typer.Typer(
+    cls=_RL,
+    no_args_is_help=True,
+    help="Reinforcement learning of language models; `rl CONFIG.toml` is short for `rl run CONFIG.toml`.",
+)
 app.add_typer(rl, name="rl")
 
 
@@ -51,20 +55,20 @@ app.add_typer(rl, name="rl")
 )
 def run(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="TOML; docs/rl.md lists its fields")],
+    config: Annotated[Path, typer.Argument(help="TOML config; docs/rl.md lists its fields")],
     out: Annotated[
-        Path | None, typer.Option(help="folder for checkpoints, log, samples and the model; default: the config's")
+        Path | None, typer.Option(help="folder for checkpoints, log, samples and the final model; default: that of the config")
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="write the numbers of each step to this file, a line of JSON a step")] = None,
-    updates: Annotated[int | None, typer.Option(help="steps; default: the config's")] = None,
-    seed: Annotated[int | None, typer.Option(help="default: the config's")] = None,
-    every: Annotated[int, typer.Option(help="print each so many-th step")] = 10,
-    samples: Annotated[int, typer.Option(help="print so many samples beside each printed step, at most 4")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print each step as a line of JSON")] = False,
+    log: Annotated[Path | None, typer.Option(help="write one line of JSON for each step to this file")] = None,
+    updates: Annotated[int | None, typer.Option(help="number of steps; default: that of the config")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the run; default: that of the config")] = None,
+    every: Annotated[int, typer.Option(help="print one step in every so many")] = 10,
+    samples: Annotated[int, typer.Option(help="print this many samples with each printed step, 0 to 4")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print every step as one line of JSON")] = False,
 ) -> None:
-    """Sample answers, score them, learn; sampler and trainer are one model in one process. Prints a row every few steps.
+    """Train a model by rewards: sample answers, score them, update the weights. Prints a line every few steps.
 
-    With a folder to keep it in, the same command again goes on behind the last checkpoint.
+    With an output folder, the same command continues an interrupted run from its last checkpoint.
     """
     with plain_errors(context), ends_on_sigterm():
         from dataclasses import replace
@@ -121,18 +125,20 @@ def _warn(row: dict[str, Any], config: "RLConfig", exact: bool) -> None:
 )
 def tasks(
     context: typer.Context,
-    environments: Annotated[list[str], typer.Argument(help="such as countdown:numbers=3 and addition:digits=3")],
-    out: Annotated[Path, typer.Option(help="folder to write tasks.jsonl and model/ into")],
-    count: Annotated[int, typer.Option(help="texts", min=1, max=100_000_000)] = 100_000,
-    layers: Annotated[int, typer.Option(help="of the model", min=1, max=1024)] = 2,
-    hidden: Annotated[int, typer.Option(help="width of the model, a multiple of 16", min=16, max=65536)] = 64,
-    seed: Annotated[int, typer.Option(help="other seeds give other texts and weights", min=0, max=(1 << 20) - 1)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was written as JSON")] = False,
+    environments: Annotated[
+        list[str], typer.Argument(help="environments that the tasks come from, such as countdown:numbers=3 addition:digits=3")
+    ],
+    out: Annotated[Path, typer.Option(help="output folder for tasks.jsonl and model/")],
+    count: Annotated[int, typer.Option(help="number of texts", min=1, max=100_000_000)] = 100_000,
+    layers: Annotated[int, typer.Option(help="number of layers of the model", min=1, max=1024)] = 2,
+    hidden: Annotated[int, typer.Option(help="hidden size of the model, a multiple of 16", min=16, max=65536)] = 64,
+    seed: Annotated[int, typer.Option(help="seed of the texts and weights", min=0, max=(1 << 20) - 1)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print a summary of the output as JSON")] = False,
 ) -> None:
-    """Write solved tasks as texts, and a small model with random weights that reads their characters.
+    """Write solved tasks as training texts, and a small character-level model with random weights.
 
-    `tilewright train` pretrains the model on the texts, and `tilewright rl` improves it: no weights are downloaded. None of the
-    tasks is one that `rl` trains or measures on.
+    Pretrain the model on the texts with `tilewright train`, then improve it with `tilewright rl`; nothing is downloaded. The
+    texts contain none of the tasks that `rl` trains or evaluates on.
     """
     with plain_errors(context):
         from tilewright.rl.config import RLConfig

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["scaling"]
 
 scaling = typer.Typer(
-    help="How large a model and how much data a budget buys: plan runs, fit a law to them, predict.",
+    help="Scaling laws: plan training runs, fit a law to their losses, predict the best model size for a budget.",
     no_args_is_help=True,
     epilog="[b]Examples[/b]\n\n"
     "tilewright scaling plan --budget 3e19 --card h200 --out plan.json\n\n"
@@ -26,33 +26,43 @@ scaling = typer.Typer(
 )
 app.add_typer(scaling, name="scaling")
 
-_Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+_Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 
 @scaling.command()
 def plan(
     context: typer.Context,
-    budget: Annotated[float, typer.Option(help="FLOPs of the largest runs, each")],
-    budgets: Annotated[int, typer.Option(help="how many budgets, the largest among them")] = 5,
-    ratio: Annotated[float, typer.Option(help="from one budget to the next")] = 10**0.5,
-    sizes: Annotated[int, typer.Option(help="models a budget")] = 5,
+    budget: Annotated[float, typer.Option(help="largest budget, in FLOPs of one run")],
+    budgets: Annotated[int, typer.Option(help="number of budgets, including the largest")] = 5,
+    ratio: Annotated[float, typer.Option(help="factor between one budget and the next")] = 10**0.5,
+    sizes: Annotated[int, typer.Option(help="number of model sizes for each budget")] = 5,
     span: Annotated[
-        float, typer.Option(help="the largest of them over the expected best size, and that over the smallest")
+        float,
+        typer.Option(
+            help="range of the sizes: from the expected best size divided by this factor to the best size times it; 1.2 to 100"
+        ),
     ] = 3.0,
-    vocab: Annotated[int, typer.Option(help="tokens of the vocabulary")] = 32_000,
-    sequence: Annotated[int, typer.Option(help="tokens of a training sequence; attention's FLOPs depend on it")] = 1024,
-    tied: Annotated[bool, typer.Option("--tied", help="one matrix is embedding and head")] = False,
-    head_dim: Annotated[int, typer.Option(help="dims of an attention head; widths are its multiples")] = 64,
+    vocab: Annotated[int, typer.Option(help="size of the vocabulary")] = 32_000,
+    sequence: Annotated[
+        int, typer.Option(help="length of a training sequence in tokens; attention's FLOPs depend on it")
+    ] = 1024,
+    tied: Annotated[bool, typer.Option("--tied", help="embedding and output layer share one matrix")] = False,
+    head_dim: Annotated[int, typer.Option(help="size of an attention head; hidden sizes are multiples of it")] = 64,
     layers: Annotated[
-        int | None, typer.Option(help="of every model; default: a model is as deep as its width asks for")
+        int | None, typer.Option(help="number of layers of every model; default: chosen from the hidden size")
     ] = None,
-    prior: Annotated[Path | None, typer.Option(help="law.json of an earlier fit; default: the Chinchilla runs'")] = None,
-    card: Annotated[str, typer.Option(help="GPU that the hours are for")] = "h200",
-    utilisation: Annotated[float, typer.Option(help="share of the card's peak that training reaches")] = 0.35,
+    prior: Annotated[
+        Path | None,
+        typer.Option(
+            help="law.json of an earlier fit, from which the best sizes are estimated; default: the law of the Chinchilla runs"
+        ),
+    ] = None,
+    card: Annotated[str, typer.Option(help="GPU for which the hours are estimated")] = "h200",
+    utilisation: Annotated[float, typer.Option(help="share of the GPU's peak speed that training is assumed to reach")] = 0.35,
     out: Annotated[Path | None, typer.Option(help="write the plan to this file")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Lay out runs of several sizes at several budgets, so that each budget's best size lies between them."""
+    """Plan runs of several model sizes at several budgets, so that the best size of each budget lies within the range."""
     with plain_errors(context):
         from tilewright.scaling.analysis import read_analysis
         from tilewright.scaling.law import Law
@@ -96,12 +106,18 @@ def _print_plan(made: "Plan", needed: list[float], machine: str) -> None:
 @scaling.command()
 def run(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(help="what `plan --out` wrote")],
-    config: Annotated[Path, typer.Argument(help="config of `tilewright train`: data, tokenizer, eval_data, batch, lr")],
-    out: Annotated[Path, typer.Option(help="folder of the series; the table is runs.csv in it")] = Path("series"),
-    jobs: Annotated[int, typer.Option(help="runs at a time: small models leave most of a card idle")] = 1,
+    plan: Annotated[Path, typer.Argument(help="plan file, written by `plan --out`")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="TOML config of `tilewright train` with data, tokenizer, eval_data, batch size and learning rate"),
+    ],
+    out: Annotated[Path, typer.Option(help="folder for the runs; their losses are written to runs.csv in it")] = Path("series"),
+    jobs: Annotated[int, typer.Option(help="number of runs at a time; several small models can share one GPU")] = 1,
 ) -> None:
-    """Make the runs of a plan with `tilewright train`, a row of runs.csv each. The same command again goes on."""
+    """Train all models of a plan with `tilewright train` and write one row of runs.csv for each.
+
+    If it is interrupted, the same command continues it.
+    """
     with plain_errors(context):
         from tilewright.scaling.plan import read_plan
         from tilewright.scaling.run import run_plan
@@ -116,21 +132,44 @@ def run(
 @scaling.command()
 def fit(
     context: typer.Context,
-    data: Annotated[Path, typer.Argument(help="CSV, a run a line: loss, and two of parameters, tokens, FLOPs")],
-    params_column: Annotated[str | None, typer.Option(help="column of the parameters")] = None,
-    tokens_column: Annotated[str | None, typer.Option(help="column of the tokens")] = None,
-    flops_column: Annotated[str | None, typer.Option(help="column of the FLOPs")] = None,
-    loss_column: Annotated[str | None, typer.Option(help="column of the final loss, in nats a token")] = None,
-    drop_highest: Annotated[int, typer.Option(help="leave out this many runs of the highest losses")] = 0,
-    delta: Annotated[float, typer.Option(help="where the Huber loss of log L becomes a line")] = 1e-3,
-    bootstrap: Annotated[int, typer.Option(help="resampled fits that the intervals come from")] = 1000,
-    seed: Annotated[int, typer.Option(help="of the resampling")] = 0,
-    test: Annotated[str | None, typer.Option(help="E,A,B,alpha,beta: could the runs come from this law; or hoffmann")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the law to this file, for predict and plan")] = None,
-    plots: Annotated[Path | None, typer.Option(help="folder for SVG plots")] = None,
+    data: Annotated[
+        Path, typer.Argument(help="CSV file with one run on each line: its loss, and two of parameters, tokens and FLOPs")
+    ],
+    params_column: Annotated[
+        str | None, typer.Option(help="name of the column with the number of parameters; default: found by its name")
+    ] = None,
+    tokens_column: Annotated[
+        str | None, typer.Option(help="name of the column with the number of training tokens; default: found by its name")
+    ] = None,
+    flops_column: Annotated[
+        str | None, typer.Option(help="name of the column with the FLOPs; default: found by its name")
+    ] = None,
+    loss_column: Annotated[
+        str | None, typer.Option(help="name of the column with the final loss in nats per token; default: found by its name")
+    ] = None,
+    drop_highest: Annotated[int, typer.Option(help="leave out this many runs, those with the highest losses")] = 0,
+    delta: Annotated[float, typer.Option(help="threshold of the Huber loss on log L, above which it is linear")] = 1e-3,
+    bootstrap: Annotated[
+        int, typer.Option(help="number of bootstrap fits from which the confidence intervals are computed")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(help="seed of the bootstrap")] = 0,
+    test: Annotated[
+        str | None,
+        typer.Option(
+            help="test whether the runs fit a given law: E,A,B,alpha,beta or hoffmann (the law of the Chinchilla paper)"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write the fitted law to this file, for `predict` and `plan --prior`")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="write SVG plots into this folder")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Fit L = E + A/N^alpha + B/D^beta to runs, with intervals, two other methods, and warnings where there is doubt."""
+    """Fit L = E + A/N^alpha + B/D^beta to runs, with 95 % intervals.
+
+    L is the loss, N the number of parameters and D the number of training tokens. Two other methods are shown for comparison,
+    and a warning is printed where the fit is in doubt.
+    """
     with plain_errors(context), ends_on_sigterm():
         from tilewright.scaling.analysis import analyse
         from tilewright.scaling.fit import rejection
@@ -216,12 +255,12 @@ def _print_fit(saved: dict[str, Any]) -> None:
 @scaling.command()
 def predict(
     context: typer.Context,
-    law: Annotated[Path, typer.Argument(help="what `fit --out` wrote")],
-    flops: Annotated[float | None, typer.Option(help="a budget: its best size and its loss")] = None,
-    plan: Annotated[Path | None, typer.Option(help="a plan: the loss of each of its runs instead")] = None,
+    law: Annotated[Path, typer.Argument(help="law file, written by `fit --out`")],
+    flops: Annotated[float | None, typer.Option(help="budget in FLOPs: predict its best model size, tokens and loss")] = None,
+    plan: Annotated[Path | None, typer.Option(help="plan file: predict the loss of each of its runs instead")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Say the best parameters, tokens and loss for a budget, or the losses of a plan's runs, with 95 % intervals."""
+    """Predict the best size, tokens and loss for a budget, or the loss of each run of a plan, with 95 % intervals."""
     with plain_errors(context):
         from tilewright.scaling.analysis import predict as predict_from
         from tilewright.scaling.analysis import read_analysis
