@@ -45,18 +45,27 @@ class Built(NamedTuple):
 )
 def asm(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="an op: matmul, softmax, rms_norm ...")],
+    op: Annotated[str, typer.Argument(help="operator, such as matmul, softmax or rms_norm")],
     dims: Annotated[
-        list[str] | None, typer.Argument(help="M=4096 dtype=bf16; else one of `bench OP`'s, the last taken")
+        list[str] | None,
+        typer.Argument(
+            help="dimensions and dtype, such as M=4096 dtype=bf16; default: the last problem of `bench OP` that "
+            "the implementation accepts"
+        ),
     ] = None,
-    impl: Annotated[str | None, typer.Option(help="one implementation; all by default")] = None,
-    example: Annotated[str | None, typer.Option(help="one of the op's examples instead of dimensions")] = None,
-    arch: Annotated[str, typer.Option(help="architectures, as 80,90,100")] = "80,90,100",
-    config: Annotated[list[str] | None, typer.Option("--config", help="BLOCK_M=128: change the default config; repeat")] = None,
-    show: Annotated[str | None, typer.Option(help="print the ttgir, ptx or sass instead")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    impl: Annotated[str | None, typer.Option(help="only this implementation; default: all")] = None,
+    example: Annotated[str | None, typer.Option(help="use this example of the operator instead of dimensions")] = None,
+    arch: Annotated[str, typer.Option(help="GPU architectures, separated by commas, such as 80,90,100")] = "80,90,100",
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config", help="change a parameter of the default config, such as BLOCK_M=128; may be given several times"
+        ),
+    ] = None,
+    show: Annotated[str | None, typer.Option(help="print this code instead: ttgir, ptx or sass")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Compile an op's kernels without a GPU and judge them: registers, occupancy, instructions, memory accesses, layouts."""
+    """Compile an operator's kernels without a GPU; report registers, occupancy, instructions, memory accesses and layouts."""
     with plain_errors(context):
         if show is not None and show not in SHOWN:
             raise typer.BadParameter(f"--show is {show!r}, wanted one of {', '.join(SHOWN)}")

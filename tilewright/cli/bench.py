@@ -27,18 +27,18 @@ class _Bench(TyperGroup):
 
 
 bench = typer.Typer(
-    cls=_Bench, no_args_is_help=True, help="Measure operators and the engine; write JSON that names device and versions."
+    cls=_Bench, no_args_is_help=True, help="Measure operators and the engine. JSON results record the device and the versions."
 )
 app.add_typer(bench, name="bench")
 
-_Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file, after each row.")]
+_Out = Annotated[Path | None, typer.Option("--out", help="Write the results to this JSON file; it is updated after each row.")]
 _Resume = Annotated[
     bool,
-    typer.Option("--resume", help="Go on with --out where an earlier process stopped; new rows go to a part beside it."),
+    typer.Option("--resume", help="Continue an interrupted measurement of --out; new rows go to a second file next to it."),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")]
 _SETTLE_HELP = (
-    "Seconds that a call runs alone before it is timed: at its power limit a card's clock takes 0.5 s and more to follow."
+    "Seconds for which a call runs alone before it is timed, so that the GPU clock settles (0.5 s or more at the power limit)."
 )
 _Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
@@ -73,12 +73,12 @@ def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 @bench.command("ops")
 def bench_ops(
     context: typer.Context,
-    names: Annotated[list[str] | None, typer.Argument(help="Operators to measure; all of them when left out.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Operators to measure; default: all.")] = None,
     out: _Out = None,
     resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
-    """Memory-bound operators: microseconds, TB/s, and the share of a device copy of the same bytes (1 = copy speed).
+    """Measure memory-bound operators: microseconds, TB/s, and speed relative to copying the same bytes (1 = copy speed).
 
     Example: tilewright bench ops rms_norm softmax --out ops.json
     """
@@ -105,26 +105,31 @@ def bench_ops(
 @bench.command("engine")
 def bench_engine(
     context: typer.Context,
-    shape: Annotated[str, typer.Argument(help="Model shape, random weights: qwen3-0.6b, qwen3-8b, llama-1b, llama-8b.")],
+    shape: Annotated[str, typer.Argument(help="Shape, with random weights: qwen3-0.6b, qwen3-8b, llama-1b or llama-8b.")],
     workload: Annotated[
-        list[str] | None, typer.Option("--workload", "-w", help="W1, W2, B1, B8, B64, S64, E0, E50[L|P], P4096, R2000; any.")
+        list[str] | None, typer.Option("--workload", "-w", help="Workload (see above), such as W1; may be given several times.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process: the first is cold.")] = 2,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    max_model_len: Annotated[int, typer.Option(min=2, help="Tokens of prompt and answer together.")] = 4096,
-    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a page of the cache; default: the engine's.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="Format of the weights: int8, fp8, int4 ...; default: dtype.")] = None,
-    kv_cache: Annotated[str | None, typer.Option(help="Codes of keys and values: int8 or fp8; default: dtype.")] = None,
-    max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Tokens of one pass of the model.")] = 8192,
-    speculate: Annotated[str | None, typer.Option(help="Guess tokens ahead: ngram; default: not.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each workload in one process; the first is not warmed up.")] = 2,
+    dtype: Annotated[str, typer.Option(help="Dtype of the model: bfloat16, float16 or float32.")] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(min=2, help="Most tokens of prompt and answer together.")] = 4096,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a KV cache page; default: the engine's choice.")
+    ] = None,
+    quantize: Annotated[str | None, typer.Option(help="Quantise the weights: int8, fp8, int4 ...; default: off.")] = None,
+    kv_cache: Annotated[str | None, typer.Option(help="KV cache format: int8 or fp8; default: the model's dtype.")] = None,
+    max_tokens_per_step: Annotated[int, typer.Option(min=256, help="Most tokens in one pass of the model.")] = 8192,
+    speculate: Annotated[str | None, typer.Option(help="Speculative decoding: ngram; default: off.")] = None,
     out: _Out = None,
     resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
-    """Output tokens a second of the engine on fixed workloads (W1 256 ragged requests, W2 1024/1024, B1 and B64 decoding).
+    """Measure the engine's output tokens per second on fixed workloads.
 
-    P4096 is about prompts, E50 against E0 about penalties and log-probabilities. R2000 counts the kernels compiled while
-    2,000 random requests are served. Example: tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
+    W1: 256 requests of different lengths. W2: 1024 tokens in, 1024 out. B1, B8, B64: decoding 1, 8 or 64 requests. S64: 64
+    sampled requests. P4096: long prompts. E50 against E0: cost of penalties and log-probabilities; E50L, E50P: of one of them.
+    R2000: kernels compiled while serving 2,000 random requests.
+
+    Example: tilewright bench engine qwen3-0.6b -w W1 -w B1 --out engine.json
     """
     with plain_errors(context):
         from tilewright.bench.engine import WORKLOADS, run_engine
@@ -160,13 +165,18 @@ def bench_engine(
 @bench.command("engine-host")
 def bench_engine_host(
     context: typer.Context,
-    running: Annotated[int, typer.Option(min=1, max=4096, help="Requests that decode.")] = 512,
-    tokens: Annotated[int, typer.Option("--context", min=32, max=1 << 16, help="Tokens of each prompt.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, max=1 << 16, help="Steps to measure.")] = 300,
-    speculate: Annotated[bool, typer.Option("--speculate", help="Look in each text for what comes next.")] = False,
+    running: Annotated[int, typer.Option(min=1, max=4096, help="Number of requests that decode at once.")] = 512,
+    tokens: Annotated[int, typer.Option("--context", min=32, max=1 << 16, help="Length of each prompt in tokens.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, max=1 << 16, help="Number of decode steps to measure.")] = 300,
+    speculate: Annotated[
+        bool,
+        typer.Option(
+            "--speculate", help="Also measure n-gram speculation, which looks up likely next tokens in each request's own text."
+        ),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
-    """What a decode step costs the host: processor microseconds of each part, without a device. Needs no GPU.
+    """Measure the host's processor time for each part of a decode step, in microseconds. Needs no GPU.
 
     Example: tilewright bench engine-host --running 512
     """
@@ -180,19 +190,31 @@ def bench_engine_host(
 @bench.command("layers")
 def bench_layers(
     context: typer.Context,
-    formats: Annotated[list[str], typer.Argument(help="int8, fp8, fp8-block, mxfp8, int4, int8-weight; one or more.")],
-    shapes: Annotated[str | None, typer.Option(help='"64x4096x4096;1x4096x4096": rows, outputs, inputs.')] = None,
-    counts: Annotated[
-        list[int] | None, typer.Option("--rows", min=1, max=1 << 20, help="The projections, with so many rows; any.")
+    formats: Annotated[list[str], typer.Argument(help="One or more formats: int8, fp8, fp8-block, mxfp8, int4, int8-weight.")],
+    shapes: Annotated[
+        str | None, typer.Option(help='Layers as ROWSxOUTPUTSxINPUTS, such as "64x4096x4096;1x4096x4096".')
     ] = None,
-    activation: Annotated[str, typer.Option(help="none, or silu_mul: gate and up projections in one.")] = "none",
-    invariant: Annotated[bool, typer.Option("--invariant", help="The layers as inside `with invariant()`: its price.")] = False,
+    counts: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--rows",
+            min=1,
+            max=1 << 20,
+            help="Measure the standard projections with this many rows; may be given several times.",
+        ),
+    ] = None,
+    activation: Annotated[str, typer.Option(help="Activation: none, or silu_mul (gate and up projections fused).")] = "none",
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Measure the batch-invariant layers, as inside `with invariant()`.")
+    ] = False,
     settle: _Settle = 0.0,
     out: _Out = None,
     resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
-    """Quantised linear layers, quantising of the activation included, against F.linear in bf16. Default: the projections.
+    """Compare quantised linear layers, including the quantisation of activations, with F.linear in bf16.
+
+    Without --shapes, the projections of common models are measured.
 
     Example: tilewright bench layers int8 fp8 --out layers.json
     """
@@ -219,14 +241,18 @@ def bench_layers(
 @bench.command("attention-8bit")
 def bench_attention_8bit(
     context: typer.Context,
-    formats: Annotated[list[str], typer.Argument(help="fp8, int8; one or both.")],
-    shapes: Annotated[str | None, typer.Option(help='"B=2 KV=8192 H=16 G=16 causal=true;B=1 KV=16384".')] = None,
+    formats: Annotated[list[str], typer.Argument(help="Formats to measure: fp8, int8 or both.")],
+    shapes: Annotated[
+        str | None, typer.Option(help='Shapes, such as "B=2 KV=8192 H=16 G=16 causal=true;B=1 KV=16384".')
+    ] = None,
     settle: _Settle = 0.0,
     out: _Out = None,
     resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
-    """Attention in 8 bits, quantising included, against ours in 16 bits. Default: 8192 to 32768 keys, head dim 128.
+    """Compare 8-bit attention, including quantisation, with the package's 16-bit attention.
+
+    Without --shapes, 8192 to 32768 keys with a head size of 128 are measured.
 
     Example: tilewright bench attention-8bit fp8 --settle 0.5 --out attention-8bit.json
     """
@@ -265,20 +291,28 @@ def _three_sizes(text: str) -> tuple[int, int, int]:
 @bench.command("op", hidden=True)
 def bench_op(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="An operator: matmul, softmax, paged_attention ...")],
-    dims: Annotated[list[str] | None, typer.Argument(help="Dimensions, M=4096 N=4096 K=4096 dtype=bf16.")] = None,
-    shapes: Annotated[str | None, typer.Option(help='Several: "M=1,N=4096,K=4096;M=64,N=4096,K=4096".')] = None,
-    named: Annotated[str | None, typer.Option("--set", help="Products: decode, projections, squares or awkward.")] = None,
-    against: Annotated[str, typer.Option(help="torch, inductor, vendor or none.")] = "torch",
-    prefer: Annotated[str | None, typer.Option(help="Measure this implementation, not the one that is chosen.")] = None,
-    aligned: Annotated[bool, typer.Option("--aligned", help="Products: time the next aligned shape too.")] = False,
-    counters: Annotated[bool, typer.Option("--counters", help="Add hardware counters by Nsight Compute.")] = False,
+    op: Annotated[str, typer.Argument(help="Operator, such as matmul, softmax or paged_attention.")],
+    dims: Annotated[
+        list[str] | None, typer.Argument(help="Dimensions and dtype, such as M=4096 N=4096 K=4096 dtype=bf16.")
+    ] = None,
+    shapes: Annotated[str | None, typer.Option(help='Several, such as "M=1,N=4096,K=4096;M=64,N=4096,K=4096".')] = None,
+    named: Annotated[
+        str | None, typer.Option("--set", help="Matrix products: decode, projections, squares or awkward (unaligned sizes).")
+    ] = None,
+    against: Annotated[
+        str, typer.Option(help="Compare with torch, inductor, vendor (the vendor's library) or none.")
+    ] = "torch",
+    prefer: Annotated[str | None, typer.Option(help="Measure this implementation, not the one chosen by default.")] = None,
+    aligned: Annotated[
+        bool, typer.Option("--aligned", help="Matrix products: also time the next larger aligned shape.")
+    ] = False,
+    counters: Annotated[bool, typer.Option("--counters", help="Also collect hardware counters with Nsight Compute.")] = False,
     settle: _Settle = 0.0,
     out: _Out = None,
     resume: _Resume = False,
     as_json: _Json = False,
 ) -> None:
-    """One operator against what it replaces, measured in turns in one process.
+    """Compare one operator with the implementation it replaces, measured alternately in one process.
 
     Example: tilewright bench matmul M=64 N=14336 K=4096 --against vendor
     """

@@ -14,19 +14,26 @@ __all__ = ["bench_all"]
 @bench.command("all")
 def bench_all(
     context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the set: benchmarks/results/h200.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results, such as benchmarks/results/h200.")],
     budget: Annotated[
-        float | None, typer.Option(min=0.1, help="Minutes: stop in time, between rows; the same command goes on.")
+        float | None,
+        typer.Option(min=0.1, help="Stop after this many minutes, between two rows; the same command continues later."),
     ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="A group, or the first word of several: layers, engine, compare; any.")
+        list[str] | None,
+        typer.Option(
+            help="Measure only this group, or all groups whose name begins with this word, such as layers; may be "
+            "given several times."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print groups, rows, seconds and commands.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the groups with their rows, seconds and commands.")
+    ] = False,
 ) -> None:
-    """Measure what README.md and docs/results.md print, on one card; what is in the folder already is not measured again.
+    """Measure everything that README.md and docs/results.md show, on one GPU. Results already in the folder are kept.
 
-    A folder is of one commit, one card and one set of versions. Exit code 1 where a group failed, 0 also where the budget ended
-    before the set was whole. Where the code is a copy without .git, TILEWRIGHT_COMMIT names its commit. Example:
+    A folder holds results of one commit, one GPU model and one set of versions. The exit code is 1 if a group failed, and 0
+    otherwise, also if the time ran out first. If the code has no .git folder, set TILEWRIGHT_COMMIT to its commit. Example:
 
     tilewright bench all --out benchmarks/results/h200 --budget 9
     """

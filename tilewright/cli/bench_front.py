@@ -16,20 +16,25 @@ __all__ = ["bench_front"]
 def bench_front(
     context: typer.Context,
     fronts: Annotated[
-        list[int] | None, typer.Option("--fronts", "-f", min=1, max=64, help="Front processes; any. [default: 1, 2, 4]")
+        list[int] | None,
+        typer.Option(
+            "--fronts", "-f", min=1, max=64, help="Number of front processes; may be given several times. [default: 1, 2, 4]"
+        ),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, max=1 << 16, help="Streams open at once.")] = 512,
-    tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens of each stream.")] = 512,
-    rate: Annotated[float, typer.Option(min=1, help="Tokens a second that the engine gives, to all streams together.")] = 250e3,
-    idle: Annotated[int, typer.Option(min=0, max=60000, help="Connections beside them that say nothing.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print rows and parts as JSON instead of tables.")] = False,
+    streams: Annotated[int, typer.Option(min=1, max=1 << 16, help="Number of streams open at once.")] = 512,
+    tokens: Annotated[int, typer.Option(min=1, max=1 << 20, help="Tokens in each stream.")] = 512,
+    rate: Annotated[
+        float, typer.Option(min=1, help="Tokens per second that the engine produces, for all streams together.")
+    ] = 250e3,
+    idle: Annotated[int, typer.Option(min=0, max=60000, help="Additional idle connections.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
 ) -> None:
-    """Tokens a second through front processes, and the processor time of each: real HTTP, an engine without a model.
+    """Measure tokens per second through front processes and their processor time, over HTTP, with an engine without a model.
 
-    Tokens an event say whether the fronts kept up: at 1 each token was an event of its own. Gaps are those between two steps of
-    the engine, and between two events of a stream where a client reads them. Microseconds are of processor time, summed over
-    the processes of a kind; growth is that of the server's memory from a quarter of the time on. The second table has the parts
-    of a front alone.
+    Tokens per event show whether the front processes kept up: 1 means that every token was sent in an event of its own. Gaps
+    are measured between two steps of the engine, and between two events as a client reads them. Microseconds are processor
+    time, summed over all processes of a kind. Growth is that of the server's memory after the first quarter of the run. The
+    second table shows the time of each part of a front process by itself.
 
     Example: tilewright bench front -f 4 --rate 250000
     """

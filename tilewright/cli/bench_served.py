@@ -14,19 +14,28 @@ __all__ = ["bench_served"]
 @bench.command("served")
 def bench_served(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A shape with random weights, such as qwen3-0.6b, or what `serve` takes.")],
-    fronts: Annotated[int, typer.Option("--fronts", "-f", min=1, max=64, help="Front processes.")] = 4,
-    streams: Annotated[int, typer.Option(min=1, max=1 << 14, help="Requests at once.")] = 512,
-    tokens_in: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of each prompt.")] = 128,
-    tokens_out: Annotated[int, typer.Option(min=2, max=1 << 16, help="Tokens of each answer.")] = 512,
-    runs: Annotated[int, typer.Option(min=1, max=64, help="Runs, alone and served; the first is cold.")] = 2,
-    device: Annotated[str | None, typer.Option(help="torch device; default: the first GPU, else the CPU.")] = None,
+    model: Annotated[
+        str, typer.Argument(help="A shape with random weights, such as qwen3-0.6b, or any model that `serve` accepts.")
+    ],
+    fronts: Annotated[int, typer.Option("--fronts", "-f", min=1, max=64, help="Number of front processes.")] = 4,
+    streams: Annotated[int, typer.Option(min=1, max=1 << 14, help="Number of requests at once.")] = 512,
+    tokens_in: Annotated[int, typer.Option(min=1, max=1 << 16, help="Length of each prompt in tokens.")] = 128,
+    tokens_out: Annotated[int, typer.Option(min=2, max=1 << 16, help="Length of each answer in tokens.")] = 512,
+    runs: Annotated[
+        int, typer.Option(min=1, max=64, help="Runs of the engine alone and behind HTTP; the first one includes the warm-up.")
+    ] = 2,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Torch device, such as cuda:0 or cpu; default: the first GPU, or the CPU if there is none."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON instead of a table.")] = False,
 ) -> None:
-    """Tokens a second and gaps between tokens, of one engine alone and of the same engine behind HTTP.
+    """Compare tokens per second and the gaps between tokens of an engine alone and of the same engine behind HTTP.
 
-    `share` is that of the tokens a second over the whole run, `decode_share` that of the time in which all streams decoded;
-    `adds_ms` are what HTTP adds to the gaps between tokens. Example: tilewright bench served qwen3-0.6b --streams 512
+    `share` is the speed behind HTTP divided by the speed alone, over the whole run; `decode_share` is the same while all
+    streams decode. `adds_ms` is how much longer HTTP makes the gaps between tokens.
+
+    Example: tilewright bench served qwen3-0.6b --streams 512
     """
     with plain_errors(context):
         require("tilewright bench served", "fastapi", "uvicorn", "prometheus_client", "tokenizers", "zmq", "msgpack")

@@ -28,38 +28,21 @@ _MARKS = {"pass": "[green]✓ pass[/green]", "fail": "[red]✗ fail[/red]", "und
 def compare(
     context: typer.Context,
     model: Annotated[
-        str,
-        typer.Option(
-            help="a known model with an optional batch size, such as resnet50 or vit_b16@32, or MODULE:FUNCTION "
-            "that returns (model, inputs)"
-        ),
+        str, typer.Option(help="known model, such as resnet50 or vit_b16@32, or MODULE:FUNCTION that returns (model, inputs)")
     ],
-    ours: Annotated[
-        str, typer.Option(help="engine under test: eager, graph, compile, aoti, onnxruntime, openvino, optimize or cmd:COMMAND")
-    ],
-    baseline: Annotated[
-        str, typer.Option(help="engine to compare with, from the same list; docs/compare.md describes the engines' options")
-    ],
+    ours: Annotated[str, typer.Option(help="engine: eager, graph, compile, aoti, onnxruntime, openvino, optimize or cmd:...")],
+    baseline: Annotated[str, typer.Option(help="engine to compare with; docs/compare.md describes all engines")],
     claim: Annotated[float, typer.Option(help="speedup that every layer must reach")] = 1.5,
     report: Annotated[
-        Path | None,
-        typer.Option(
-            help="write a report to this file; the ending sets its kind: .html, .json, .md, or .trace.json for a timeline"
-        ),
+        Path | None, typer.Option(help="write a report to this .html, .json, .md or .trace.json (timeline) file")
     ] = None,
-    budget: Annotated[
-        float, typer.Option(help="most seconds for building and measuring; the command stops earlier once the result is clear")
-    ] = 120.0,
+    budget: Annotated[float, typer.Option(help="seconds for building and measuring, fewer if the result is clear")] = 120.0,
     beside: Annotated[
         list[str] | None, typer.Option(help="also time the whole model on this engine; may be given several times")
     ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="compare only the model as a whole, not its layers")] = False,
     counters: Annotated[
-        bool,
-        typer.Option(
-            help="after the measurement, also collect the engines' own performance counters (takes seconds); the "
-            "verdict does not depend on them"
-        ),
+        bool, typer.Option(help="then read the engines' own performance counters; they do not affect the verdict")
     ] = True,
     seed: Annotated[int, typer.Option(help="seed of the weights and of the order of the runs")] = 0,
     threads: Annotated[int | None, typer.Option(help="threads of each call on a CPU; default: PyTorch's number")] = None,

@@ -29,19 +29,29 @@ def _values(name: str, text: str) -> tuple[str | None, ...]:
 def configure(
     context: typer.Context,
     model: Model = "bookworm",
-    slo: Annotated[str, typer.Option(help="what a good answer keeps: ttft, itl, tpot, e2e")] = "ttft=200ms,itl=20ms",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 128,
-    replicas: Annotated[str, typer.Option(help="numbers of replicas that may be chosen, such as 1,2,4")] = "1",
-    quantize: Annotated[str, typer.Option(help="formats of the weights that may be chosen, such as none,fp8")] = "none",
-    kv_cache: Annotated[str, typer.Option(help="formats of the KV cache that may be chosen, such as none,fp8")] = "none",
-    points: Annotated[int, typer.Option(min=1, max=100, help="configurations that are measured at most")] = 15,
-    seconds: Annotated[float, typer.Option(min=1.0, help="of a measurement")] = 20.0,
-    device: Annotated[str | None, typer.Option(help="torch device; default: the first GPU, else the CPU")] = None,
-    out: Annotated[Path | None, typer.Option(help="TOML file to write, for `tilewright serve --config`")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    slo: Annotated[
+        str, typer.Option(help="latency limits of a good answer: any of ttft, itl, tpot and e2e")
+    ] = "ttft=200ms,itl=20ms",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="length of a prompt in tokens")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="length of an answer in tokens")] = 128,
+    replicas: Annotated[str, typer.Option(help="numbers of replicas to try, such as 1,2,4")] = "1",
+    quantize: Annotated[str, typer.Option(help="formats of the weights to try, such as none,fp8")] = "none",
+    kv_cache: Annotated[str, typer.Option(help="formats of the KV cache to try, such as none,fp8")] = "none",
+    points: Annotated[int, typer.Option(min=1, max=100, help="most configurations to measure")] = 15,
+    seconds: Annotated[float, typer.Option(min=1.0, help="seconds for each measurement")] = 20.0,
+    device: Annotated[
+        str | None,
+        typer.Option(help="torch device, such as cuda:0 or cpu; default: the first GPU, or the CPU if there is none"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write the best configuration to this TOML file, for `tilewright serve --config`")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Find the best configuration: all are predicted from bytes and FLOPs, the most promising are served and measured."""
+    """Find the best server configuration for a model and latency limits.
+
+    The speed of every configuration is predicted from bytes and FLOPs; the most promising ones are then served and measured.
+    """
     with plain_errors(context), ends_on_sigterm():
         require("tilewright configure", "aiohttp", "fastapi", "uvicorn", "tokenizers")
         from tilewright.bench.configure.predict import Workload

@@ -50,11 +50,11 @@ class Finding(NamedTuple):
 @app.command(epilog="[b]Examples[/b]\n\ntilewright doctor\n\ntilewright doctor --json")
 def doctor(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Say what works on this machine, what is missing, and how to get it.
+    """Check what works on this machine, what is missing, and how to install it.
 
-    Exit code 1 where something is broken. What is optional and missing is no error.
+    The exit code is 1 if something is broken. A missing optional part is not an error.
     """
     with plain_errors(context):
         found = [finding for check in CHECKS for finding in check()]

@@ -18,16 +18,21 @@ __all__ = ["explain"]
 )
 def explain(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="an op: matmul, softmax, paged_attention ...")],
-    dims: Annotated[list[str] | None, typer.Argument(help="dimensions: M=4096 N=4096 K=4096 dtype=bf16")] = None,
-    card: Annotated[
-        str | None, typer.Option(help="a card that need not be here: h100, a100 ...; default: the GPU here")
+    op: Annotated[str, typer.Argument(help="operator, such as matmul, softmax or paged_attention")],
+    dims: Annotated[
+        list[str] | None, typer.Argument(help="dimensions and dtype, such as M=4096 N=4096 K=4096 dtype=bf16")
     ] = None,
-    prefer: Annotated[str | None, typer.Option(help="as inside `with prefer(NAME)`")] = None,
-    invariant: Annotated[bool, typer.Option("--invariant", help="as inside `with invariant()`")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    card: Annotated[
+        str | None, typer.Option(help="GPU such as h100; it need not be in this machine; default: the GPU of this machine")
+    ] = None,
+    prefer: Annotated[str | None, typer.Option(help="explain the call as inside `with prefer(NAME)`")] = None,
+    invariant: Annotated[bool, typer.Option("--invariant", help="explain the call as inside `with invariant()`")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Which implementation and config a call takes and why, its floor, its kernels, cliffs nearby, and what to try."""
+    """Explain which implementation and config a call uses and why.
+
+    Also shown: the lower bound on its time, its kernels, nearby sizes that are much slower, and what to try.
+    """
     with plain_errors(context):
         from tilewright import op as ops
         from tilewright.bench.dims import find_op, nearest

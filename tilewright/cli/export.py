@@ -24,25 +24,33 @@ MOST = 1 << 24
 )
 def export(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns (model, inputs), FILE.onnx, or resnet50 ...")],
-    out: Annotated[Path, typer.Option(help="the folder, new or empty")],
-    precision: Annotated[str | None, typer.Option(help="fp32, fp16, bf16 or int8; default: fp32, with --card fp16")] = None,
-    max_batch: Annotated[int, typer.Option(help="most rows of a batch")] = 64,
+    model: Annotated[
+        str, typer.Argument(help="MODULE:FUNCTION that returns (model, inputs), FILE.onnx, or a known model such as resnet50")
+    ],
+    out: Annotated[Path, typer.Option(help="new or empty output folder")],
+    precision: Annotated[
+        str | None, typer.Option(help="precision: fp32, fp16, bf16 or int8; default: fp32, or fp16 with --card")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(help="most rows in a batch")] = 64,
     sizes: Annotated[
-        list[int] | None, typer.Option(help="rows that batches are padded to, several times; default: powers of two")
+        list[int] | None,
+        typer.Option(help="batch size that smaller batches are padded to; may be given several times; default: powers of two"),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=N,N...", help="of an ONNX model's input whose dimensions are open; may be given several times"
+            metavar="NAME=N,N...", help="shape of an ONNX model's input that has open dimensions; may be given several times"
         ),
     ] = None,
-    card: Annotated[str | None, typer.Option(help="compile the kernels for this card, such as h100; needs no GPU")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="kernels compiled at a time; default: the processor's cores")] = None,
+    card: Annotated[str | None, typer.Option(help="also compile the kernels for this GPU, such as h100; needs no GPU")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="number of kernels to compile at a time; default: the number of processor cores")
+    ] = None,
 ) -> None:
-    """Export a model: its optimised graph as data, its weights, and with --card its compiled kernels.
+    """Export a model as a folder with its optimised graph, its weights and, with --card, its compiled kernels.
 
-    Exit code 1 where it cannot be exported; the message says what of it.
+    The folder can be served without the model's code. The exit code is 1 if the model cannot be exported; the message names the
+    part that cannot.
     """
     with plain_errors(context), ends_on_sigterm():
         from tilewright.host.config import ModelConfig

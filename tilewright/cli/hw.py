@@ -22,20 +22,28 @@ _EXAMPLES = (
     "tilewright hw occupancy --arch 90 --threads 256 --registers 128 --shared 65536\n\n"
     "tilewright hw waves --blocks 120 --sms 108"
 )
-hw = typer.Typer(help="What machine is this: GPUs, links, NCCL, ceilings; occupancy and waves of a kernel.", epilog=_EXAMPLES)
+hw = typer.Typer(
+    help="Describe this machine: GPUs, links, NCCL and measured ceilings. Compute a kernel's occupancy and waves.",
+    epilog=_EXAMPLES,
+)
 app.add_typer(hw, name="hw")
 
-_Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+_Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 Facts = dict[str, Any]
 
 
 @hw.callback(invoke_without_command=True)
 def machine(
     context: typer.Context,
-    measure: Annotated[bool, typer.Option("--measure", help="measure what the GPUs reach, a minute at most; kept")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="measure the GPUs' highest bandwidth and speed and keep the result; takes a minute at most"
+        ),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Print the machine: devices, the links between them, NCCL, ceilings."""
+    """Print the machine's devices, the links between them, NCCL, and the ceilings (highest measured speeds)."""
     if context.invoked_subcommand is not None:
         return
     with plain_errors(context):
@@ -276,14 +284,14 @@ def _print_links(found: Facts, out: "Console") -> None:
 @hw.command("occupancy")
 def occupancy_of(
     context: typer.Context,
-    threads: Annotated[int, typer.Option(help="threads of a block")],
-    registers: Annotated[int, typer.Option(help="registers of a thread")],
-    arch: Annotated[int, typer.Option(help="80, 86, 87, 89, 90, 100, 103, 120 or 121")] = 90,
-    shared: Annotated[int, typer.Option(help="bytes of shared memory of a block")] = 0,
-    barriers: Annotated[int, typer.Option(help="named barriers of a block")] = 0,
+    threads: Annotated[int, typer.Option(help="threads per block")],
+    registers: Annotated[int, typer.Option(help="registers per thread")],
+    arch: Annotated[int, typer.Option(help="GPU architecture: 80, 86, 87, 89, 90, 100, 103, 120 or 121")] = 90,
+    shared: Annotated[int, typer.Option(help="shared memory per block, in bytes")] = 0,
+    barriers: Annotated[int, typer.Option(help="named barriers per block")] = 0,
     as_json: _Json = False,
 ) -> None:
-    """Blocks of a kernel that one SM holds, what limits them, and the next step in each direction."""
+    """Compute how many blocks of a kernel fit on one SM, what limits them, and which changes raise or lower the number."""
     with plain_errors(context):
         from tilewright.hw.occupancy import occupancy
 
@@ -301,12 +309,12 @@ def occupancy_of(
 @hw.command("waves")
 def waves_of(
     context: typer.Context,
-    blocks: Annotated[int, typer.Option(help="thread blocks of the grid")],
-    sms: Annotated[int, typer.Option(help="SMs of the card: 108 A100, 132 H100, 148 B200")] = 132,
-    blocks_per_sm: Annotated[int, typer.Option(help="blocks that one SM holds")] = 1,
+    blocks: Annotated[int, typer.Option(help="number of thread blocks in the grid")],
+    sms: Annotated[int, typer.Option(help="number of SMs of the GPU: A100 108, H100 132, B200 148")] = 132,
+    blocks_per_sm: Annotated[int, typer.Option(help="number of blocks that fit on one SM")] = 1,
     as_json: _Json = False,
 ) -> None:
-    """Waves of a grid, its tail, and the share of the card's time that is used."""
+    """Compute the waves of a grid, the size of the last wave, and the share of the GPU's time that is used."""
     with plain_errors(context):
         from tilewright.hw.waves import waves
 

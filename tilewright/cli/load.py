@@ -34,17 +34,20 @@ __all__ = ["load"]
 def load(
     context: typer.Context,
     given: dict[str, Any],
-    url: Annotated[str | None, typer.Argument(help="the service, such as http://127.0.0.1:8000")] = None,
-    report: Annotated[Path | None, typer.Option(help="HTML file to write, with the curves")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write")] = None,
+    url: Annotated[str | None, typer.Argument(help="address of the service, such as http://127.0.0.1:8000")] = None,
+    report: Annotated[Path | None, typer.Option(help="write an HTML report with curves to this file")] = None,
+    out: Annotated[Path | None, typer.Option(help="write the results to this JSON file")] = None,
     self_check: Annotated[
-        bool, typer.Option("--self-check", help="measure a service of known latencies instead, and compare")
+        bool,
+        typer.Option(
+            "--self-check", help="check the load generator itself: measure a built-in service with known latencies and compare"
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Load a service: users that wait (--concurrency), a rate (--rate) or a recorded trace (--trace).
+    """Load test a service with waiting users (--concurrency), a fixed rate (--rate) or a recorded trace (--trace).
 
-    Latencies count from the time at which a request was meant to be sent. What the service refuses counts against it.
+    Latencies are counted from the scheduled send time of a request. Refused requests count against the service.
     """
     with plain_errors(context), ends_on_sigterm():
         require("tilewright load", "aiohttp")

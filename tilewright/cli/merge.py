@@ -17,14 +17,18 @@ __all__ = ["merge"]
 )
 def merge(
     context: typer.Context,
-    base: Annotated[str, typer.Argument(help="the model: the embedded one's name, a folder, or a name on the hub")],
-    adapter: Annotated[Path, typer.Argument(help="folder of its adapter, as tilewright train or peft saves it")],
-    out: Annotated[Path, typer.Option(help="folder of the merged model; new or empty")],
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32 of the weights; default: the base's")] = None,
+    base: Annotated[
+        str, typer.Argument(help="base model: bookworm (the embedded model), a model folder, or a name on the Hugging Face hub")
+    ],
+    adapter: Annotated[Path, typer.Argument(help="folder of the adapter, saved by `tilewright train` or peft")],
+    out: Annotated[Path, typer.Option(help="new or empty folder for the merged model")],
+    dtype: Annotated[
+        str | None, typer.Option(help="dtype of the merged weights: bfloat16, float16 or float32; default: that of the base")
+    ] = None,
 ) -> None:
-    """Add a LoRA adapter to the weights of its base, and save the model.
+    """Add a LoRA adapter to the weights of its base model, and save the result as a model folder.
 
-    The product of the adapter's matrices is float32, and its sum with the weights is rounded once, as peft does it.
+    The product of the adapter's matrices is computed in float32, and the sum with the weights is rounded once, as in peft.
     """
     with plain_errors(context):
         say(f"Loading {base} ...")

@@ -24,11 +24,13 @@ Row = dict[str, Any]
 )
 def operators(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="an operator, or a part of its name; default: all")] = None,
-    card: Annotated[list[str] | None, typer.Option(help="a card: h100, a100 ...; repeat; default: a100, h100, b200")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    name: Annotated[str | None, typer.Argument(help="operator, or part of its name; default: all operators")] = None,
+    card: Annotated[
+        list[str] | None, typer.Option(help="GPU, such as h100; may be given several times; default: a100, h100 and b200")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """List the operators: what each computes, and the implementations that a card has of it."""
+    """List the operators, what each computes, and its implementations on each GPU."""
     with plain_errors(context):
         from tilewright.hw.device import device_named
         from tilewright.ops import ALL

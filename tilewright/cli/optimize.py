@@ -18,22 +18,30 @@ __all__ = ["optimize"]
 )
 def optimize(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="resnet50@32 ..., MODULE:FUNCTION that returns (model, inputs), or FILE.onnx")],
+    model: Annotated[
+        str, typer.Argument(help="known model such as resnet50@32, MODULE:FUNCTION that returns (model, inputs), or FILE.onnx")
+    ],
     precision: Annotated[
         str | None,
-        typer.Option(help="fp32, fp16, bf16, or int8: fp16 with quantised products; default: fp16 on a GPU, fp32 on a CPU"),
+        typer.Option(
+            help="precision: fp32, fp16, bf16, or int8 (fp16 with quantised products); default: fp16 on a GPU, fp32 on a CPU"
+        ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="relative RMS error that outputs may have; default: what the precision may")
+        float | None, typer.Option(help="largest relative RMS error of the outputs; default: depends on the precision")
     ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="on a GPU: search every launch thoroughly first; takes minutes")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
-    out: Annotated[Path | None, typer.Option(help="write the report here, as JSON")] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="on a GPU: first search the best config of every kernel launch; takes minutes")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, or the CPU if there is none")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="write the report as JSON to this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of text")] = False,
 ) -> None:
-    """Optimise a model and print the report: every fusion taken or refused and why, bytes saved, and the error.
+    """Optimise a model and print a report: each fusion that was made or refused and why, the bytes saved, and the error.
 
-    Exit code 1 where the outputs are too far from the float model's, or nothing of the model can be traced.
+    The exit code is 1 if the outputs differ too much from the float model's, or if no part of the model can be traced.
     """
     with plain_errors(context), ends_on_sigterm():
         if out is not None and (out.is_dir() or not out.parent.is_dir()):

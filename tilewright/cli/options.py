@@ -93,8 +93,8 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        is_eager=True, callback=_read_config, help="TOML file with values of these options; those of the command line win"
+        is_eager=True, callback=_read_config, help="TOML file with values for these options; the command line takes precedence"
     ),
 ]
 
-Model = Annotated[str, typer.Argument(help="the embedded model's name, a model folder, or a name on the Hugging Face hub")]
+Model = Annotated[str, typer.Argument(help="bookworm (the embedded model), a model folder, or a name on the Hugging Face hub")]

@@ -16,12 +16,16 @@ __all__ = ["place"]
 )
 def place(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="MODULE:FUNCTION that returns (model, inputs), FILE.onnx, or resnet50 ...")],
-    max_batch: Annotated[int, typer.Option(min=1, help="most rows of a batch")] = 64,
-    explain: Annotated[bool, typer.Option("--explain", help="say of each size what every device would take, and why")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    model: Annotated[
+        str, typer.Argument(help="MODULE:FUNCTION that returns (model, inputs), FILE.onnx, or a known model such as resnet50")
+    ],
+    max_batch: Annotated[int, typer.Option(min=1, help="largest batch size to measure")] = 64,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="show the time on every device for each batch size, and the reasons")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Measure a model on the processor and the cards here, and say from which batch on which of them is the first."""
+    """Measure a model on the CPU and GPUs of this machine, and print which device is fastest for which batch sizes."""
     with plain_errors(context), ends_on_sigterm():
         from tilewright.bench.compare.models import load_model
         from tilewright.bench.place import place as placed

@@ -26,24 +26,34 @@ _MOST_PROMPTS = 32
 def quantize(
     context: typer.Context,
     model: Model,
-    format: Annotated[str, typer.Option(help=f"{', '.join(QUANTIZE)}; docs/quantization.md says what they mean")],
-    out: Annotated[Path, typer.Option(help="folder for the quantised model, new or empty")],
+    format: Annotated[str, typer.Option(help=f"format: {', '.join(QUANTIZE)}; docs/quantization.md explains them")],
+    out: Annotated[Path, typer.Option(help="new or empty folder for the quantised model")],
     skip: Annotated[
-        list[str] | None, typer.Option(help="layers that stay as they are; may be given several times; default: lm_head")
+        list[str] | None, typer.Option(help="layer that is not quantised; may be given several times; default: lm_head")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="text file: errors in the report are then of outputs on it, and int4 codes fit it")
+        Path | None, typer.Option(help="calibration text: the report shows errors on it, and int4 weights are fitted to it")
     ] = None,
     migrate: Annotated[
-        float | None, typer.Option(help="int8 and fp8 with --calibrate: move outliers into the weights; 0.5 is usual")
+        float | None,
+        typer.Option(
+            help="int8 and fp8 with --calibrate: strength with which outliers of the activations are moved into "
+            "the weights; 0.5 is usual"
+        ),
     ] = None,
     activation: Annotated[
-        str, typer.Option(help="dynamic; with --calibrate static (int8, fp8) or static-zero (int8): one scale for all tokens")
+        str,
+        typer.Option(
+            help="scales of the activations: dynamic (computed in each call), or with --calibrate one for all tokens: "
+            "static (int8, fp8) or static-zero (int8, with a zero point)"
+        ),
     ] = "dynamic",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, else the CPU")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; default: the first GPU, or the CPU if there is none")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON instead of a table")] = False,
 ) -> None:
-    """Quantise a model's linear layers and save it: safetensors, config and tokenizer. Prints a row a layer."""
+    """Quantise a model's linear layers and save it as a model folder. Prints one row for each layer."""
     with plain_errors(context), ends_on_sigterm():
         if format not in QUANTIZE:
             raise ValueError(f"--format is {format!r}, wanted one of {', '.join(QUANTIZE)}")

@@ -37,10 +37,7 @@ def plan(
     ratio: Annotated[float, typer.Option(help="factor between one budget and the next")] = 10**0.5,
     sizes: Annotated[int, typer.Option(help="number of model sizes for each budget")] = 5,
     span: Annotated[
-        float,
-        typer.Option(
-            help="range of the sizes: from the expected best size divided by this factor to the best size times it; 1.2 to 100"
-        ),
+        float, typer.Option(help="sizes range from the expected best size / this factor to that size * it; 1.2 to 100")
     ] = 3.0,
     vocab: Annotated[int, typer.Option(help="size of the vocabulary")] = 32_000,
     sequence: Annotated[
@@ -52,10 +49,7 @@ def plan(
         int | None, typer.Option(help="number of layers of every model; default: chosen from the hidden size")
     ] = None,
     prior: Annotated[
-        Path | None,
-        typer.Option(
-            help="law.json of an earlier fit, from which the best sizes are estimated; default: the law of the Chinchilla runs"
-        ),
+        Path | None, typer.Option(help="law.json of an earlier fit, to estimate the best sizes; default: the Chinchilla law")
     ] = None,
     card: Annotated[str, typer.Option(help="GPU for which the hours are estimated")] = "h200",
     utilisation: Annotated[float, typer.Option(help="share of the GPU's peak speed that training is assumed to reach")] = 0.35,
@@ -135,17 +129,11 @@ def fit(
     data: Annotated[
         Path, typer.Argument(help="CSV file with one run on each line: its loss, and two of parameters, tokens and FLOPs")
     ],
-    params_column: Annotated[
-        str | None, typer.Option(help="name of the column with the number of parameters; default: found by its name")
-    ] = None,
-    tokens_column: Annotated[
-        str | None, typer.Option(help="name of the column with the number of training tokens; default: found by its name")
-    ] = None,
-    flops_column: Annotated[
-        str | None, typer.Option(help="name of the column with the FLOPs; default: found by its name")
-    ] = None,
+    params_column: Annotated[str | None, typer.Option(help="column of the parameter count; default: found by its name")] = None,
+    tokens_column: Annotated[str | None, typer.Option(help="column of the training tokens; default: found by its name")] = None,
+    flops_column: Annotated[str | None, typer.Option(help="column of the FLOPs; default: found by its name")] = None,
     loss_column: Annotated[
-        str | None, typer.Option(help="name of the column with the final loss in nats per token; default: found by its name")
+        str | None, typer.Option(help="column of the loss in nats per token; default: found by name")
     ] = None,
     drop_highest: Annotated[int, typer.Option(help="leave out this many runs, those with the highest losses")] = 0,
     delta: Annotated[float, typer.Option(help="threshold of the Huber loss on log L, above which it is linear")] = 1e-3,
@@ -154,10 +142,7 @@ def fit(
     ] = 1000,
     seed: Annotated[int, typer.Option(help="seed of the bootstrap")] = 0,
     test: Annotated[
-        str | None,
-        typer.Option(
-            help="test whether the runs fit a given law: E,A,B,alpha,beta or hoffmann (the law of the Chinchilla paper)"
-        ),
+        str | None, typer.Option(help="law to test against the runs: E,A,B,alpha,beta or hoffmann (Chinchilla paper)")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="write the fitted law to this file, for `predict` and `plan --prior`")
@@ -167,8 +152,7 @@ def fit(
 ) -> None:
     """Fit L = E + A/N^alpha + B/D^beta to runs, with 95 % intervals.
 
-    L is the loss, N the number of parameters and D the number of training tokens. Two other methods are shown for comparison,
-    and a warning is printed where the fit is in doubt.
+    L: loss, N: parameters, D: training tokens. Two other methods are shown for comparison; doubtful fits print a warning.
     """
     with plain_errors(context), ends_on_sigterm():
         from tilewright.scaling.analysis import analyse

@@ -65,25 +65,28 @@ def serve(
     model: Model = "bookworm",
     config: ConfigFile = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="the same from a file, which does not show in the process list")
+        Path | None, typer.Option(help="read the API key from this file, so that it does not show in the process list")
     ] = None,
-    served_name: Annotated[str | None, typer.Option(help="the model's name in the API; default: its own")] = None,
+    served_name: Annotated[str | None, typer.Option(help="name of the model in the API; default: its own name")] = None,
     beside: Annotated[
         list[str] | None,
         typer.Option(
             "--model",
             metavar="[NAME=]SOURCE",
-            help="an ordinary model: MODULE:FUNCTION, or a folder of `tilewright export`; may be given several times",
+            help="also serve this ordinary model: MODULE:FUNCTION, or a folder written by `tilewright export`; "
+            "may be given several times",
             rich_help_panel=ORDINARY,
         ),
     ] = None,
 ) -> None:
-    """Serve a model: OpenAI's API under /v1, a playground at /; ordinary models under /v2 and /predict.
+    """Serve a language model with OpenAI's API under /v1 and a playground at /, and ordinary models under /v2 and /predict.
 
-    MODEL is a language model, or an ordinary one: MODULE:FUNCTION that returns (torch.nn.Module, example inputs), or a folder
-    of `tilewright export`. With --model or --repository and no MODEL there is no language model.
+    MODEL is a language model or an ordinary model. An ordinary model is a MODULE:FUNCTION that returns (torch.nn.Module,
+    example inputs), or a folder written by `tilewright export`. With --model or --repository and without MODEL, no language
+    model is served.
 
-    The first Ctrl-C or SIGTERM lets running requests finish, the second aborts them. While the model loads, the first ends it.
+    The first Ctrl-C or SIGTERM lets running requests finish, a second one aborts them. While the model is still loading, the
+    first one ends the command.
     """
     with plain_errors(context), ends_on_sigterm():
         if api_key_file is not None:
@@ -250,21 +253,38 @@ def run(
     context: typer.Context,
     engine: dict[str, Any],
     model: Model = "bookworm",
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="text to go on from; default: stdin")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the model's chat template")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of the text as it comes")] = False,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="prompt to continue; default: read from stdin")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="apply the model's chat template to the prompt")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print one JSON object at the end instead of streaming the text")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(help="most tokens to generate", rich_help_panel=SAMPLING)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", rich_help_panel=SAMPLING)] = 1.0,
-    top_p: Annotated[float, typer.Option(help="1 is off", rich_help_panel=SAMPLING)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off", rich_help_panel=SAMPLING)] = 0,
-    min_p: Annotated[float, typer.Option(help="0 is off", rich_help_panel=SAMPLING)] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="sampling temperature; 0: always take the most likely token", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="sample from the most likely tokens that together have this probability; 1: off", rich_help_panel=SAMPLING
+        ),
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="sample from this many most likely tokens; 0: off", rich_help_panel=SAMPLING)] = 0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="drop tokens less likely than this share of the most likely token; 0: off", rich_help_panel=SAMPLING),
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same text", rich_help_panel=SAMPLING)] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="end before this text; may be given several times", rich_help_panel=SAMPLING)
+        list[str] | None, typer.Option(help="stop before this text; may be given several times", rich_help_panel=SAMPLING)
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens", rich_help_panel=SAMPLING)] = False,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="ignore the end-of-text token and generate --max-tokens tokens", rich_help_panel=SAMPLING
+        ),
+    ] = False,
 ) -> None:
-    """Generate text once: it streams to stdout as it comes, progress goes to stderr."""
+    """Generate text once. The text is streamed to stdout, progress goes to stderr."""
     with plain_errors(context), ends_on_sigterm():
         if prompt is None and sys.stdin.isatty():
             raise typer.BadParameter("no prompt: give --prompt, or text on stdin")

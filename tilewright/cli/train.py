@@ -51,17 +51,18 @@ def run(
     context: typer.Context,
     values: dict[str, Any],
     config: Annotated[
-        Path | None, typer.Argument(help="TOML file with fields named like the options: row_tokens = 1024")
+        Path | None, typer.Argument(help="TOML file; its fields are named like the options, such as row_tokens = 1024")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print how the run ended as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result of the run as JSON")] = False,
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="print what to run on each of so many machines, and end")
+        int | None,
+        typer.Option(min=1, max=4096, help="do not train; print the commands that start the run on this many machines"),
     ] = None,
 ) -> None:
-    """Train a model, or go on with a stopped run: pretraining on texts, fine-tuning on texts or conversations.
+    """Pretrain a model on texts, or fine-tune it on texts, conversations or preference pairs.
 
-    A run lives in the folder --out: checkpoints, log.jsonl with a line for each update, and at the end model/, a folder that
-    every other verb takes. The same command again goes on behind the last checkpoint.
+    The folder --out gets checkpoints, log.jsonl with a line for each update, and at the end model/, a folder that all other
+    commands accept. The same command continues an interrupted run from its last checkpoint.
     """
     with plain_errors(context), ends_on_sigterm():
         over = {name: value for name, value in values.items() if value not in (None, [])}

@@ -20,7 +20,11 @@ class _Train(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-train = typer.Typer(cls=_Train, no_args_is_help=True, help="Train models, and plan what a training step keeps in memory.")
+train = typer.Typer(
+    cls=_Train,
+    no_args_is_help=True,
+    help="Train models, and plan the memory of a training step; `train CONFIG.toml` is short for `train run CONFIG.toml`.",
+)
 app.add_typer(train, name="train")
 
 

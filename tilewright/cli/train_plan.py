@@ -28,18 +28,23 @@ _GIB = 1 << 30
 def plan_command(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="a shape (qwen3-0.6b, qwen3-8b, llama-1b, llama-8b), bookworm, or a model folder")
+        str, typer.Argument(help="shape (qwen3-0.6b, qwen3-8b, llama-1b or llama-8b), bookworm, or a model folder")
     ],
-    tokens: Annotated[int, typer.Option(help="tokens of one micro-batch")] = 4096,
-    length: Annotated[int, typer.Option(help="tokens of a document in it")] = 4096,
-    card: Annotated[str, typer.Option(help="whose roofline gives the times; it need not be here")] = "h100",
-    budget: Annotated[float | None, typer.Option(help="GiB for activations: say which tensors are kept, and why")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    tokens: Annotated[int, typer.Option(help="number of tokens in one micro-batch")] = 4096,
+    length: Annotated[int, typer.Option(help="length of each document in it, in tokens")] = 4096,
+    card: Annotated[
+        str, typer.Option(help="GPU for which times are estimated by its roofline; it need not be in this machine")
+    ] = "h100",
+    budget: Annotated[
+        float | None,
+        typer.Option(help="memory for activations, in GiB: show which tensors to keep, and why; default: compare ten budgets"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Memory of activations against time of recomputation, for ten budgets or for one, without running anything.
+    """Plan which activations to keep and which to recompute in the backward pass, for one memory budget or for ten.
 
-    Times are rooflines of the card, so they are least times; bytes are what autograd really holds. Weights, gradients and the
-    optimizer's state come on top.
+    Nothing is run. Times are rooflines of the GPU, that is, lower bounds. Bytes are those that autograd holds; weights,
+    gradients and the optimizer's state come on top.
     """
     with plain_errors(context):
         import torch

@@ -31,25 +31,27 @@ class _VerbOrOp(TyperGroup):
 
 
 tune = typer.Typer(
-    cls=_VerbOrOp, no_args_is_help=True, help="Measure configs once; keep, move, freeze and show what was measured."
+    cls=_VerbOrOp,
+    no_args_is_help=True,
+    help="Find the fastest kernel config of an operator, and keep, exchange, freeze and show the measurements.",
 )
 app.add_typer(tune, name="tune")
 
-_File = Annotated[Path | None, typer.Option("--database", help="The database, instead of the user's own.")]
-_Card = Annotated[str | None, typer.Option("--card", help="Rows of this card: its name, or h100, a100 ...")]
-_Op = Annotated[str | None, typer.Option("--op", help="Rows of this op.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_File = Annotated[Path | None, typer.Option("--database", help="Database file; default: the user's own.")]
+_Card = Annotated[str | None, typer.Option("--card", help="Only rows of this GPU: its name, or a short form such as h100.")]
+_Op = Annotated[str | None, typer.Option("--op", help="Only rows of this operator.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @tune.command("export")
 def tune_export(
     context: typer.Context,
-    out: Annotated[Path | None, typer.Argument(help="The file; stdout when left out.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="Output file; default: stdout.")] = None,
     op: _Op = None,
     card: _Card = None,
     database: _File = None,
 ) -> None:
-    """Write rows as JSONL, one a line.
+    """Write the measurements of the database as JSON lines.
 
     Example: tilewright tune export h100.jsonl --card h100
     """
@@ -70,13 +72,13 @@ def tune_export(
 @tune.command("import")
 def tune_import(
     context: typer.Context,
-    files: Annotated[list[str], typer.Argument(help="JSONL files; - is stdin.")],
+    files: Annotated[list[str], typer.Argument(help="JSON lines files; - means stdin.")],
     database: _File = None,
     as_json: _Json = False,
 ) -> None:
-    """Add rows from JSONL; those that are there already are left alone, so it may be repeated.
+    """Add measurements from JSON lines files to the database. Rows that it has already are skipped.
 
-    Each file is taken whole or, when a line of it is wrong, not at all. Example: tilewright tune import h100.jsonl
+    If a file has an invalid line, nothing of that file is added. Example: tilewright tune import h100.jsonl
     """
     from tilewright.tune.database import Database
     from tilewright.tune.exchange import import_rows
@@ -94,11 +96,11 @@ def tune_import(
 @tune.command("merge")
 def tune_merge(
     context: typer.Context,
-    others: Annotated[list[Path], typer.Argument(help="Databases; they are only read.")],
+    others: Annotated[list[Path], typer.Argument(help="Databases to read; they are not changed.")],
     database: _File = None,
     as_json: _Json = False,
 ) -> None:
-    """Add the rows of other databases. Example: tilewright tune merge /mnt/node7/tune.sqlite"""
+    """Add the measurements of other databases. Example: tilewright tune merge /mnt/node7/tune.sqlite"""
     from tilewright.tune.database import Database
     from tilewright.tune.exchange import merge
 
@@ -113,12 +115,14 @@ def tune_freeze(
     card: _Card = None,
     op: _Op = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The file; the package's tune/tables/CARD.json when left out.")
+        Path | None, typer.Option("--out", help="Output file; default: tune/tables/CARD.json of the package.")
     ] = None,
     database: _File = None,
     as_json: _Json = False,
 ) -> None:
-    """Write the best row of every problem and implementation of one card as a table that every rank of a job can read.
+    """Write the best config of every problem and implementation on one GPU to a table file.
+
+    All ranks of a job can read the file, so that they choose the same kernels.
 
     Example: tilewright tune freeze --card h100 --out h100.json
     """
@@ -139,16 +143,16 @@ def tune_freeze(
 @tune.command("show")
 def tune_show(
     context: typer.Context,
-    op: Annotated[str | None, typer.Argument(help="Rows of this op; of all when left out.")] = None,
+    op: Annotated[str | None, typer.Argument(help="Only rows of this operator; default: all operators.")] = None,
     card: _Card = None,
     table: Annotated[Path | None, typer.Option("--table", help="Show a frozen table instead of the database.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every measurement, failures too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every measurement, including failed ones.")] = False,
     database: _File = None,
     as_json: _Json = False,
 ) -> None:
-    """Who won each problem, and by how much; the vendor's library is one of them.
+    """Show the fastest implementation of each problem and its margin. The vendor's library is one of the implementations.
 
-    The margin is by what share the next implementation takes longer; noise is what the spread of both explains of it.
+    The margin is how much longer the next implementation takes. The noise is the part of it that the spread of both explains.
 
     Example: tilewright tune show linear --card h100
     """

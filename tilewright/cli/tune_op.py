@@ -27,23 +27,33 @@ _EPILOG = (
 
 
 @tune.command(
-    "op", epilog=_EPILOG, help="Search: `tilewright tune OP M=... N=...`, the best config of one problem, measured here."
+    "op",
+    epilog=_EPILOG,
+    help="Measure configs of one problem on this machine and keep the best: `tilewright tune OP M=... N=...`.",
 )
 def tune_op(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="an op: matmul, softmax, paged_attention ...", metavar="OP")],
-    dims: Annotated[list[str] | None, typer.Argument(help="dimensions: M=4096 N=4096 K=4096 dtype=bf16")] = None,
-    top: Annotated[int, typer.Option(min=1, help="configs measured, besides the default and libraries")] = 8,
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="measure every certified config")] = False,
-    time_limit: Annotated[float, typer.Option(min=1.0, help="seconds for compiling one config, and for measuring one")] = 25.0,
-    invariant: Annotated[bool, typer.Option("--invariant", help="for calls inside `with invariant()`")] = False,
-    force: Annotated[bool, typer.Option("--force", help="search although the problem was measured before")] = False,
-    card: Annotated[str | None, typer.Option(help="with --dry-run: a card that need not be here, h100, a100 ...")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be measured; needs no GPU")] = False,
-    database: Annotated[Path | None, typer.Option(help="the database, instead of the user's own")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    op: Annotated[str, typer.Argument(help="operator, such as matmul, softmax or paged_attention", metavar="OP")],
+    dims: Annotated[
+        list[str] | None, typer.Argument(help="dimensions and dtype, such as M=4096 N=4096 K=4096 dtype=bf16")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="number of configs to measure, besides the default and the libraries")] = 8,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="measure every config that has a certificate")] = False,
+    time_limit: Annotated[
+        float, typer.Option(min=1.0, help="most seconds for compiling one config, and for measuring one")
+    ] = 25.0,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="for calls inside `with invariant()`: batch-invariant implementations only")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="search again even if the problem was measured before")] = False,
+    card: Annotated[
+        str | None, typer.Option(help="with --dry-run: plan for this GPU, such as h100; it need not be in this machine")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be measured; needs no GPU")] = False,
+    database: Annotated[Path | None, typer.Option(help="database file; default: the user's own")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Compile the most promising configs, measure the best of them, keep every measurement."""
+    """Compile the most promising configs, measure the best of them and store every measurement."""
     with plain_errors(context):
         _one_of_the_verbs(op)
         from tilewright.bench.dims import find_op

@@ -48,17 +48,23 @@ def warmup(
     engine: dict[str, Any],
     model: Annotated[
         str,
-        typer.Argument(help="a model folder, its config.json, a name as for serve, or a shape: llama-1b, qwen3-8b"),
+        typer.Argument(
+            help="model folder, its config.json, a model name as for `serve`, or a shape such as llama-1b or qwen3-8b"
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="folder for the bundle, new or empty")],
-    arch: Annotated[int, typer.Option(help="80 (A100), 90 (H100) or 100 (B200)")] = 90,
-    card: Annotated[str | None, typer.Option(help="a card of that architecture, such as h200; default: the usual one")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="kernels compiled at a time; default: the processor's cores")] = None,
+    out: Annotated[Path, typer.Option(help="new or empty folder for the bundle")],
+    arch: Annotated[int, typer.Option(help="GPU architecture: 80 (A100), 90 (H100) or 100 (B200)")] = 90,
+    card: Annotated[
+        str | None, typer.Option(help="GPU of that architecture, such as h200; default: the usual one (a100, h100 or b200)")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="number of kernels to compile at a time; default: the number of processor cores")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Compile a model's kernels into a bundle, without a GPU. A server started with --bundle then compiles nothing.
 
-    Give the same engine options as the server will get: they decide which kernels there are.
+    Give the same engine options as for the server, because they decide which kernels are needed.
     """
     with plain_errors(context):
         EngineConfig(**engine)  # what is wrong with the options is said before torch is imported
