@@ -1,9 +1,11 @@
-"""How well layers are timed without opening an engine: `python scripts/attribution.py [--seeds N] [--out FILE]`, on any CPU.
+"""Measure how accurately layers are timed without opening an engine, on any CPU.
 
-Runs of engines whose layers' times are known: simulated ones (lognormal noise, a wandering clock, disturbed runs, a fused
-pair), and the tests' fake engine, a process behind `cmd:`. Printed and written are the mean relative error of a layer's time,
-the share of intervals that hold the truth (each, and all ratios at once), and how often a fused pair was found. Nothing else
-is timed: the machine only has to be quiet enough for the fake engine to keep its own times.
+    python scripts/attribution.py [--seeds N] [--out FILE]
+
+The script runs engines whose layer times are known: simulated ones (lognormal noise, a drifting clock, disturbed runs, a fused
+pair), and the tests' fake engine, which runs as a process behind `cmd:`. It prints and writes the mean relative error of a
+layer's time, the share of intervals that contain the true value (for each ratio, and for all ratios together), and how often
+a fused pair was detected. The machine must be quiet enough for the fake engine to keep its own times.
 """
 
 import argparse
@@ -93,7 +95,7 @@ def process(seeds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=40)
-    parser.add_argument("--processes", type=int, default=2, help="runs of the fake engine, a minute each")
+    parser.add_argument("--processes", type=int, default=2, help="number of runs of the fake engine, a minute each")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/attribution.json"))
     options = parser.parse_args()
     results = Results(options.out, "times of layers found without opening an engine, against the known ones")

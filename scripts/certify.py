@@ -1,11 +1,11 @@
-"""Rewrite the certificates of every op, or of those named: `python scripts/certify.py [op ...] [--jobs N]`. Needs no GPU.
+"""Rewrite the certificates of the named operators, or of all: `python scripts/certify.py [op ...] [--jobs N]`. Needs no GPU.
 
-What got worse is printed as it is written down: committing the files accepts it. A few minutes on two cores for all; what
-Triton's disk cache still has (sources that did not change) is not compiled again.
+Each result that got worse is printed; committing the files accepts it. All operators take a few minutes on two cores. Sources
+that did not change are read from Triton's disk cache and not compiled again.
 
-    --jobs N          processes; as many as there are cores
-    --out FOLDER      write there and print what is worse there than in the repository's certificates
-    --cases           the examples alone, not the spaces
+    --jobs N          number of processes; default: the number of cores
+    --out FOLDER      write the certificates to FOLDER instead, and print what is worse there than in the repository
+    --cases           compile only the examples, not the config spaces
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""What every kernel compiles to under several versions of Triton, side by side: `python scripts/certify_all.py [op ...]`.
+"""Compare what every kernel compiles to under several versions of Triton: `python scripts/certify_all.py [op ...]`.
 
-    --versions 3.6.0,3.7.1,3.9.0   which; the installed one is used as it is, the others are put in .data/triton/<version>
-                                   (pip, the wheel alone; several hundred MB unpacked each)
-    --spaces                       the configs too, not the examples alone: some minutes a version
-    --jobs N                       processes
+    --versions 3.6.0,3.7.1,3.9.0   versions to compare; the installed one is used as it is, the others are installed by pip
+                                   (the wheel alone, several hundred MB each) in .data/triton/<version>
+    --spaces                       compile the config spaces too, not only the examples; takes some minutes per version
+    --jobs N                       number of processes
 
-Prints the capability flags of each version, then every case in which the versions differ in what matters: whether it compiles,
-spills, blocks an SM, tensor-core and TMA instructions, the widest vectors. Certificates stand in .data/certificates/<version>.
+Prints the capability flags of each version, then every case in which the versions differ in something that matters: whether it
+compiles, spills, blocks per SM, tensor-core and TMA instructions, the widest vectors. Certificates are written to
+.data/certificates/<version>.
 """
 
 import argparse

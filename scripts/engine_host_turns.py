@@ -1,11 +1,11 @@
-"""What a decode step costs the host, here and in another checkout, in turns in one process: a claim of speed needs both.
+"""Compare the host time of a decode step in this checkout and in another one, alternating in one process.
 
     git worktree add ../before COMMIT
     python scripts/engine_host_turns.py ../before --running 512
 
-Both engines decode, a few steps of the one and then of the other, so that what else the machine does meets both. Microseconds
-of the processor, by part, as `tilewright bench engine-host` counts them; "least" is the smallest of the turns' medians, which
-other programs disturb least. The harness is this checkout's for both.
+Both engines decode a few steps in turn, so that other load on the machine affects both equally. The table shows microseconds of
+processor time for each part, counted as in `tilewright bench engine-host`. "least" is the smallest of the turns' medians, which
+other programs disturb least. Both engines are measured by the harness of this checkout.
 """
 
 import argparse
@@ -71,12 +71,12 @@ def measured(folders: list[Path], *, turns: int, steps: int, **options: Any) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, nargs="+", help="roots of other checkouts")
-    parser.add_argument("--running", type=int, default=512, help="requests that decode")
-    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("other", type=Path, nargs="+", help="root folders of the other checkouts")
+    parser.add_argument("--running", type=int, default=512, help="number of requests that decode at once")
+    parser.add_argument("--context", type=int, default=512, help="length of each prompt in tokens")
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=50, help="steps of a turn")
-    parser.add_argument("--joining", action="store_true", help="one request ends and another comes in every step")
+    parser.add_argument("--steps", type=int, default=50, help="steps in one turn")
+    parser.add_argument("--joining", action="store_true", help="in every step one request ends and another one starts")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     options = {"running": args.running, "context": args.context, "joining": args.joining}

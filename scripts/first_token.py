@@ -1,10 +1,11 @@
-"""How long from starting a process to the first token of a model with random weights, and what was compiled on the way.
+"""Measure the time from the start of a process to the first token of a model with random weights, and count compiled kernels.
 
     tilewright warmup llama-1b --arch 90 --out bundle
     TRITON_CACHE_DIR=$(mktemp -d) python scripts/first_token.py llama-1b --bundle bundle --requests 500 --out first_token.json
 
-The clock starts when the system starts the process. With a bundle the engine is strict: a compile after the start would fail.
-`--requests N` then serves N random requests, with penalties, biases and log-probabilities at random. Needs a GPU.
+The clock starts when the operating system starts the process. With a bundle the engine is strict: compiling a kernel after the
+start is an error. `--requests N` then serves N random requests, some of them with penalties, biases or log-probabilities.
+Needs a GPU.
 """
 
 import argparse
@@ -26,9 +27,11 @@ def started_s() -> float:
 def main() -> None:
     """Start an engine, generate, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", help="a name in tilewright.models.SHAPES")
-    parser.add_argument("--bundle", help="of `tilewright warmup`; none: kernels are compiled, or read from Triton's cache")
-    parser.add_argument("--requests", type=int, default=0, help="random requests to serve afterwards")
+    parser.add_argument("shape", help="model shape, such as llama-1b (a name in tilewright.models.SHAPES)")
+    parser.add_argument(
+        "--bundle", help="bundle written by `tilewright warmup`; default: kernels are compiled, or read from Triton's cache"
+    )
+    parser.add_argument("--requests", type=int, default=0, help="number of random requests to serve afterwards")
     parser.add_argument("--out", type=Path, help="write the result to this JSON file")
     a = parser.parse_args()
     began_s = started_s()

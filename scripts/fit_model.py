@@ -1,16 +1,16 @@
-"""Fit the analytical model's constants to the regret study: `python scripts/fit_model.py`, anywhere, a few minutes.
+"""Fit the constants of the analytical time model to the regret study: `python scripts/fit_model.py`. A few minutes, no GPU.
 
-    --write          put the constants of all cases into tilewright/tune/constants.py
-    --folds 4        how well constants do that were fitted without a case: the cases of each op in turn go to one of 4 parts
+    --write          write the constants fitted to all cases to tilewright/tune/constants.py
+    --folds 4        also measure held-out regret: the cases of each operator are divided into 4 parts, each is left out once
 
-A random walk from `START`: one or two constants at a time change by a random factor, and what lowers the loss stays. The loss
-is the mean over the cases of
+The fit is a random walk from `START`: one or two constants at a time change by a random factor, and a change is kept if it
+lowers the loss. The loss is the mean over the cases of
 
-    the regret of the candidates, weighted by how fast the model thinks they are (a soft minimum, 4 % wide)
+    the regret of the candidates, weighted by how fast the model predicts them to be (a soft minimum, 4 % wide)
     + 0.5 times the RMS error of the logarithm of the time, over candidates within 2.5 times the best, implementations alike
-    + 0.2 times the regret of the model's first
+    + 0.2 times the regret of the candidate that the model ranks first
 
-so that the order near the top counts, not the slow configs. Constants keep within `BOUNDS`: what they stand for.
+so the order of the fastest configs counts, not that of the slow ones. Constants stay within `BOUNDS`, their plausible ranges.
 """
 
 import argparse
@@ -183,10 +183,10 @@ def write(constants: Constants, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).parents[1] / "benchmarks/results/h100/regret.json"
-    parser.add_argument("--data", type=Path, default=default, help="what regret.py wrote, or the small file made of it")
-    parser.add_argument("--tries", type=int, default=TRIES, help="of the walk")
-    parser.add_argument("--folds", type=int, default=0, help="show held-out regret too; 0: do not")
-    parser.add_argument("--write", action="store_true", help="put the constants into the package")
+    parser.add_argument("--data", type=Path, default=default, help="data file written by regret.py, with --out or --small")
+    parser.add_argument("--tries", type=int, default=TRIES, help="number of steps of the random walk")
+    parser.add_argument("--folds", type=int, default=0, help="also measure held-out regret, with this many parts; 0: off")
+    parser.add_argument("--write", action="store_true", help="write the constants into the package")
     options = parser.parse_args()
     environment, rows, _ = read(options.data)
     study = Study(rows)

@@ -1,15 +1,15 @@
-"""A network for images behind HTTP, beside its own rate without a server.
+"""Measure a served image network over HTTP, and the same network without a server.
 
     python scripts/measure_images.py --out FOLDER --server-cores 0-15 --client-cores 16-31
 
-`tilewright serve` gets ResNet-50 (of `tilewright compare`, random weights) in fp16 with dynamic batching and `--shared-memory`;
-`tilewright load` asks it in a closed loop, with several requests in flight from several processes where one would be what
-limits. Then the server ends, and one process measures the same optimised model: rows a second with everything on the
-device, and from locked memory of the host and back. Each result is a line of FOLDER/results.jsonl as it comes; the server's
-log is FOLDER/server.log.
+`tilewright serve` serves ResNet-50 (from `tilewright compare`, random weights) in fp16 with dynamic batching and
+`--shared-memory`. `tilewright load` sends requests in a closed loop, several at a time, and from several processes where one
+process would be the bottleneck. Then the server ends, and one process measures the same optimised model: rows per second with
+all data on the device, and with copies from pinned host memory and back. Each result is appended to FOLDER/results.jsonl; the
+server's log is FOLDER/server.log.
 
-Everything ends after `--total` seconds: what does not fit is left out, the most telling measurements come first, and the last
-`--offline-seconds` are kept for the rate without a server.
+The script ends after `--total` seconds. The most important measurements come first, and those that do not fit are left out. The
+last `--offline-seconds` are reserved for the measurement without a server.
 
 `--device cpu --model resnet18 --size 64 --sizes 1,8,16` runs the same on a machine without a GPU.
 """
@@ -313,20 +313,22 @@ def measure_offline(run: Run, folder: Path, env: dict[str, str]) -> None:
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--model", default="resnet50", help="as `tilewright compare` knows it")
-    parser.add_argument("--size", type=int, default=224, help="height and width of images")
-    parser.add_argument("--input", choices=("float", "uint8"), default="float", help="what images are sent as")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu")
-    parser.add_argument("--precision", choices=("fp32", "fp16"), help="default: fp16 on cuda, fp32 on a cpu")
-    parser.add_argument("--sizes", default="1,32,64,128,256", help="numbers of rows that batches are padded to")
-    parser.add_argument("--offline-sizes", default="256,64", help="numbers of rows without a server")
-    parser.add_argument("--server-cores", help="such as 0-15, for taskset")
-    parser.add_argument("--client-cores", help="such as 16-31")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement, the first of which is a warm-up")
-    parser.add_argument("--wait-for", type=Path, help="file: begin to send requests once it is there, when the card is free")
-    parser.add_argument("--total", type=float, default=600.0, help="seconds after which everything has ended")
-    parser.add_argument("--offline-seconds", type=float, default=60.0, help="kept of them for the rate without a server")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--model", default="resnet50", help="name of the model, as for `tilewright compare`")
+    parser.add_argument("--size", type=int, default=224, help="height and width of the images in pixels")
+    parser.add_argument("--input", choices=("float", "uint8"), default="float", help="type in which images are sent")
+    parser.add_argument("--device", default="cuda", help="device: cuda or cpu")
+    parser.add_argument("--precision", choices=("fp32", "fp16"), help="precision; default: fp16 on cuda, fp32 on cpu")
+    parser.add_argument("--sizes", default="1,32,64,128,256", help="batch sizes that batches are padded to")
+    parser.add_argument("--offline-sizes", default="256,64", help="batch sizes to measure without a server")
+    parser.add_argument("--server-cores", help="processor cores for the server (taskset), such as 0-15")
+    parser.add_argument("--client-cores", help="processor cores for the clients, such as 16-31")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds for each measurement; the first one is a warm-up")
+    parser.add_argument("--wait-for", type=Path, help="wait until this file exists before sending requests")
+    parser.add_argument("--total", type=float, default=600.0, help="seconds after which the script ends")
+    parser.add_argument(
+        "--offline-seconds", type=float, default=60.0, help="seconds of --total reserved for the measurement without a server"
+    )
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out = asked.out.resolve()

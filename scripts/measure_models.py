@@ -1,19 +1,20 @@
-"""Requests a second of a small model behind HTTP: `tilewright serve` beside other servers of the same model, in turns.
+"""Compare requests per second of a small model behind `tilewright serve` and behind other servers, in turns.
 
     python scripts/measure_models.py --clients 64 --seconds 4 --rounds 5 --out FILE
 
 The model is the tabular MLP of `tilewright compare` (64 numbers in, one out, 3 layers of 256) on a CPU. Each client keeps one
-connection and sends the next request of one row once the last is answered. The clients are one more process on the same cores,
-so what they take is missing on every side. Servers run all the time; only the one whose turn it is gets requests.
+connection and sends its next request, of one row, as soon as the last is answered. The clients run in one process on the same
+cores, so they take the same processor time from every server. All servers run the whole time, but only one at a time gets
+requests.
 
     tilewright   /v2/models/NAME/infer with binary tensors, and with JSON
     fastapi      def predict(body: Body): return model(tensor(body.x)).tolist()   one uvicorn process, and two
     litserve, ray serve   the same function with their batching, where they are installed
 
-With `--clients 1` two further rows say what the way through the server costs: the same request from a client that does nothing
-but send prepared bytes and wait for as many as the first answer had, and a call of the model in this process.
+With `--clients 1` two more rows show the cost of the server itself: the same request from a client that only sends prepared
+bytes and waits for as many bytes as the first answer had, and a call of the model in this process.
 
-`--peer-path` is put before the import path of the other servers: packages there (uvloop, httptools, litserve) are not ours.
+`--peer-path` is put first on the import path of the other servers; tilewright does not use the packages in it.
 """
 
 import argparse
@@ -239,10 +240,15 @@ def main() -> None:
     """Start all, take turns, say what came out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds in each turn")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peer-path", help="a folder of packages for the other servers alone")
-    parser.add_argument("--peers", nargs="*", default=["fastapi", "fastapi2"], help="fastapi fastapi2 litserve ray")
+    parser.add_argument("--peer-path", help="folder of Python packages that only the other servers use")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        default=["fastapi", "fastapi2"],
+        help="other servers to measure: fastapi, fastapi2 (two processes), litserve, ray",
+    )
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     x = np.random.default_rng(0).standard_normal((1, 64), dtype=np.float32)

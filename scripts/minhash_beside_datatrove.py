@@ -1,8 +1,8 @@
-"""MinHash signatures of books by this package and by datatrove, in turns: `scripts/minhash_beside_datatrove.py BOOKS.jsonl`.
+"""Compare MinHash signatures by this package and by datatrove: `scripts/minhash_beside_datatrove.py BOOKS.jsonl`.
 
-Both make 14 x 8 places from shingles of five words, one process each, and CPU seconds are counted, so that a busy machine does
-not decide. datatrove runs twice: as it is, with spaCy's words, and with its word tokenizer replaced by a split at spaces. Its
-hash, xxHash, gets bytes, since newer releases of xxhash take no text.
+Both compute 14 x 8 hash values from shingles of five words, in turns, in one process each. CPU seconds are counted, so that
+other load on the machine matters little. datatrove runs twice: unchanged, with spaCy's words, and with its word tokenizer
+replaced by a split at spaces. Its hash, xxHash, is given bytes, because newer releases of xxhash do not accept text.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     """Measure and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("books", type=Path)
-    parser.add_argument("--mb", type=float, default=4.0, help="how much text")
+    parser.add_argument("--mb", type=float, default=4.0, help="amount of text in MB")
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     texts: list[str] = []

@@ -1,7 +1,7 @@
-"""MinHash on a GPU beside the cores of its machine: `python scripts/minhash_speed.py [--processes 16]`. Half a minute.
+"""Compare MinHash on a GPU and on the machine's cores: `python scripts/minhash_speed.py [--processes 16]`. Half a minute.
 
-Prints shingles per second of both, with and without the copies to the card and back, and whether all bits are equal. The
-cores run the package's own numpy form, one process a core, on the same documents.
+Prints shingles per second of both, with and without the copies to the GPU and back, and whether all results are bit-identical.
+The cores run the package's numpy implementation on the same documents, one process per core.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
     """Measure and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=16)
-    parser.add_argument("--documents", type=int, default=60_000, help="on the GPU; each core gets 3,000")
+    parser.add_argument("--documents", type=int, default=60_000, help="number of documents for the GPU; each core gets 3,000")
     given = parser.parse_args()
     with ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(on_a_core, range(given.processes), [50] * given.processes))  # imports

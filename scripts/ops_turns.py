@@ -1,13 +1,12 @@
-"""How long operators take here and in another checkout, in turns on one GPU: a change that should cost nothing is shown to cost
-nothing.
+"""Compare the times of operators in this checkout and in another one, in turns on one GPU, to find slowdowns.
 
     git worktree add ../before COMMIT
     python scripts/ops_turns.py ../before --ops rms_norm softmax --out turns.json
 
-Each checkout has a process of its own, which measures the problems that `tilewright bench OP` takes by default when it is told
-to: first the other checkout, then this one. A problem that is slower here by more than `--again` is measured twice more, in the
-other order, because a clock that changes between two measurements looks like a slower kernel. Microseconds are medians of
-replays of a CUDA graph over operands larger than the L2.
+Each checkout runs in its own process and measures the default problems of `tilewright bench OP`: first the other checkout, then
+this one. A problem that is slower here by more than `--again` is measured twice more in the other order, because a clock that
+changes between two measurements looks like a slower kernel. Microseconds are medians of replays of a CUDA graph over operands
+larger than the L2 cache.
 """
 
 import argparse
@@ -108,11 +107,13 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="root of the other checkout")
-    parser.add_argument("--ops", nargs="+", required=True, help="names of operators, as `tilewright ops` lists them")
-    parser.add_argument("--rounds", type=int, default=6, help="timed replays of each measurement")
-    parser.add_argument("--again", type=float, default=0.02, help="measure again what is slower by this share")
-    parser.add_argument("--out", type=Path, help="JSON file of the rows")
+    parser.add_argument("other", type=Path, help="root folder of the other checkout")
+    parser.add_argument("--ops", nargs="+", required=True, help="operators to measure, named as in `tilewright ops`")
+    parser.add_argument("--rounds", type=int, default=6, help="number of timed replays in each measurement")
+    parser.add_argument(
+        "--again", type=float, default=0.02, help="measure a problem again if it is slower by more than this share"
+    )
+    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     asked = parser.parse_args()
 
     from tilewright.bench.dims import find_op

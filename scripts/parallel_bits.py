@@ -1,12 +1,12 @@
-"""Training spread over two ranks against one process, bit for bit; then a model that two ranks serve against one device.
+"""Check that training and serving on two ranks give the same bits and tokens as on one device.
 
     python scripts/parallel_bits.py                   # two GPUs, NCCL, bfloat16; about five minutes
     python scripts/parallel_bits.py --device cpu      # gloo, float32, smaller models
     python scripts/parallel_bits.py --only serve
 
-Each plan has processes of its own: two updates of a model of four layers, random tokens. Compared are losses, norms, and a hash
-of all weights and moments. Served are two prompts, greedy; compared are token ids. Prints a line for each, writes `--out`, and
-exits with 1 where something differs.
+Training: each parallel plan runs in its own processes, two updates of a model of four layers on random tokens; the losses,
+norms and a hash of all weights and moments are compared. Serving: two prompts are decoded greedily and the token ids are
+compared. Prints a line for each comparison and writes `--out`; the exit code is 1 if anything differs.
 """
 
 import argparse
@@ -199,8 +199,8 @@ def read() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", choices=("train", "serve"), help="one of the two parts; default: both")
-    parser.add_argument("--out", type=Path, help="write what was found to this file")
+    parser.add_argument("--only", choices=("train", "serve"), help="run only this part; default: both")
+    parser.add_argument("--out", type=Path, help="write the results to this file")
     parser.add_argument("--train", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
 

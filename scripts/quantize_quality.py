@@ -1,10 +1,11 @@
-"""What quantising costs a language model: bits per byte of books, for each format beside the float weights.
+"""Measure how much quantisation degrades a language model: bits per byte of books for each format and the float weights.
 
     python scripts/quantize_quality.py --books val.jsonl.xz --every 4 --out benchmarks/results/cpu/quantize-quality.json
 
-Bits per byte as `train_bookworm.py` counts them: each book with one end-of-text token, cut into windows of the model's context
-that do not overlap, each opened by <|bos|>; nats of all tokens / ln 2 / UTF-8 bytes. With `--every N` one window in N is read,
-and the bytes are those of its tokens. `--calibrate` gives some windows of other books to `tw.quantize`.
+Bits per byte are counted as in `train_bookworm.py`. Each book, followed by one end-of-text token, is cut into windows of the
+model's context that do not overlap; each window begins with <|bos|>. Bits per byte are the nats of all tokens / ln 2 / UTF-8
+bytes. With `--every N` only one window in N is read, and only the bytes of its tokens count. `--calibrate` gives some windows
+of other books to `tw.quantize`.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--formats", nargs="+", default=list(WEIGHT_FORMATS))
-    parser.add_argument("--calibrate", type=Path, help="books that give calibration input")
+    parser.add_argument("--calibrate", type=Path, help="file of books for calibration")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--out", type=Path)

@@ -1,4 +1,4 @@
-"""How far are quick choices from the best config? The exhaustive study behind the tables of docs/, in two steps.
+"""Measure how far quick choices of a config are from the best one: the exhaustive study behind docs/regret.md.
 
     python scripts/regret.py --out data.jsonl --budget-s 360     on a GPU: measure every valid config of every case
     python scripts/regret.py --from data.jsonl --small regret.json  anywhere: the same data, a tenth of the size
@@ -6,14 +6,15 @@
 
 Measuring. Configs are compiled ahead on all cores, in processes that never touch the GPU, into a cache that the measuring
 process reads; the GPU works on the first cases while the rest compiles. The measuring process is replaced when a candidate
-kills it or hangs. Each result is written at once. When the budget ends, what there is stays: within a case configs go in a
-random order with a fixed seed, and every case has its share of the time, so what a cut leaves is a fair sample.
+kills it or makes it hang. Each result is written at once. When the time budget ends, the results so far are kept. Within a case
+configs are measured in a random order with a fixed seed, and every case has its share of the time, so the results are a fair
+sample even if the study is cut short.
 
-A line of the file is the environment (the first), or one candidate: op, label and dims of the case, impl, config, status,
-microseconds and spread, resources, and `off`: the RMS difference to the case's first result, relative to its RMS. The torch
-kernel for the op, where there is one, is the implementation "torch": it stands beside ours and is nothing to choose.
+The first line of the file is the environment. Each other line is one candidate: op, label and dims of the case, impl, config,
+status, microseconds and spread, resources, and `off`, the RMS difference to the case's first result relative to its RMS. Where
+torch has a kernel for the op, it is the implementation "torch": it is shown for comparison and cannot be chosen.
 
-Regret of a choice: its time over the least time of all candidates of that case, less 1.
+The regret of a choice is its time divided by the least time of all candidates of that case, minus 1.
 """
 
 import argparse
@@ -41,15 +42,19 @@ _SPILL_BYTES = 1024  # a thread's; a config with more is not worth a measurement
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="measure, and append to this file")
-    parser.add_argument("--from", dest="data", type=Path, help="tables from this file")
-    parser.add_argument("--small", type=Path, help="with --from: no tables, but the data in a small file")
-    parser.add_argument("--folds", type=int, default=4, help="with --from: parts of the held-out fits, 0 for none")
-    parser.add_argument("--budget-s", type=float, default=360.0, help="wall seconds, compiling included")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="processes that compile")
-    parser.add_argument("--card", default="h100", help="the card whose spaces are measured")
-    parser.add_argument("--only", default="", help="batches whose name begins so")
-    parser.add_argument("--dry", action="store_true", help="compile, and measure nothing")
+    parser.add_argument("--out", type=Path, help="measure, and append the results to this file")
+    parser.add_argument("--from", dest="data", type=Path, help="print the tables from this data file")
+    parser.add_argument("--small", type=Path, help="with --from: write the data to this small file instead of printing tables")
+    parser.add_argument(
+        "--folds", type=int, default=4, help="with --from: number of parts for the held-out fits; 0: no held-out fits"
+    )
+    parser.add_argument("--budget-s", type=float, default=360.0, help="wall-clock seconds, including compilation")
+    parser.add_argument(
+        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="number of processes that compile"
+    )
+    parser.add_argument("--card", default="h100", help="GPU whose config spaces are measured")
+    parser.add_argument("--only", default="", help="only batches whose name begins with this text")
+    parser.add_argument("--dry", action="store_true", help="compile only, measure nothing")
     parser.add_argument("--role", choices=["compile", "measure"], help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

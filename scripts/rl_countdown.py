@@ -1,14 +1,14 @@
-"""Countdown with three numbers: a small model is pretrained on answered tasks, then improved by rewards, with several seeds of
-several algorithms at once, spread over the GPUs that there are: `python scripts/rl_countdown.py`. Processes that share a GPU
-take turns: with twelve on one H100 a step of 1,024 samples took 8 s.
+"""Pretrain a small model on Countdown tasks with three numbers, then improve it by rewards with several algorithms and seeds.
 
-Pretraining ends when the model solves `--until` of held-out tasks, or when `--pretrain-s` have passed; its learning rate then
-falls to nothing over `--fall` times as many updates again. A share of `--wrong` of the answers that it reads are wrong:
-expressions of the task's numbers with another value, as a corpus that nobody has checked has them. Imitation keeps that share,
-and rewards can unlearn it. Each run of rewards begins with these weights, and ends when it has
-reached its aim on two sets of held-out tasks, or when `--seconds` are over. `--runs grpo:1e-4:5,ppo:1e-4:5` names algorithm,
-learning rate and number of seeds. Answers are sampled at temperature 1, one a task. Prints the rates, and one JSON object a run
-at the end.
+Run `python scripts/rl_countdown.py`. The runs are spread over the GPUs of the machine. Processes that share a GPU take turns:
+with twelve on one H100, a step of 1,024 samples took 8 s.
+
+Pretraining ends when the model solves the share `--until` of held-out tasks, or after `--pretrain-s` seconds. Its learning rate
+then falls to zero over `--fall` times as many updates again. A share `--wrong` of the answers that it reads is wrong
+(expressions of the task's numbers with another value), as in a corpus that nobody has checked. Imitation keeps that share of
+errors; rewards can unlearn it. Each reward run begins with these weights. It ends when it has reached its aim on two sets of
+held-out tasks, or after `--seconds`. `--runs grpo:1e-4:5,ppo:1e-4:5` names algorithm, learning rate and number of seeds.
+Answers are sampled at temperature 1, one per task. Prints the rates, and one JSON object for each run at the end.
 """
 
 import argparse
@@ -247,7 +247,7 @@ def read() -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--folder", type=Path, default=Path("countdown"))
-    parser.add_argument("--warm", action="store_true", help="one step of one run, and no more")
+    parser.add_argument("--warm", action="store_true", help="run only one step of one run")
     return parser.parse_args()
 
 

@@ -1,11 +1,15 @@
-"""Bytes and seconds of handing a model's weights from a trainer to a sampler in another process, beside one plain copy of as
-many bytes over the same link: `python scripts/rl_push.py --handover card`, `memory`, or `broadcast --to cuda:1`.
+"""Measure the transfer of a model's weights from a trainer to a sampler in another process, and compare it with a plain copy.
 
-The weights are random ones of a shape, in as many tensors as the model has; the way is that of `tilewright rl` with the same
-`handover`. The trainer's weights change each time, and at the end the sampler's have to be equal bit for bit. The link is
-measured in turns with it: for `card` a copy of one tensor on the card, for `memory` one into locked host memory and one out of
-it (on a CPU: one in memory), for `broadcast` a broadcast of one tensor by NCCL or gloo, and between two cards also torch's copy
-from one to the other. A share is the median of the link's seconds over that of the weights': 1 is a link used in full.
+    python scripts/rl_push.py --handover card
+    python scripts/rl_push.py --handover memory
+    python scripts/rl_push.py --handover broadcast --to cuda:1
+
+The weights are random and have the tensors of a given shape; they are transferred as in `tilewright rl` with the same
+`handover`. The trainer's weights change each time, and at the end the sampler's weights must be bit-identical. The plain copy
+moves as many bytes over the same link, in turns with the transfer: for `card` a copy of one tensor on the GPU; for `memory` a
+copy into pinned host memory and one out of it (on a CPU: one copy in memory); for `broadcast` a broadcast of one tensor by NCCL
+or gloo, and between two GPUs also torch's direct copy. The share is the median time of the plain copy divided by that of the
+transfer: 1 means that the link is fully used.
 
 On a CPU, in small: `python scripts/rl_push.py --device cpu --to cpu --shape tiny --dtype float32 --handover broadcast`.
 """
@@ -217,8 +221,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--handover", nargs="+", choices=("memory", "card", "broadcast"), default=["card"])
     parser.add_argument("--shape", choices=tuple(MODELS), default="1.7b")
-    parser.add_argument("--device", default="cuda:0", help="of the trainer")
-    parser.add_argument("--to", default="cuda:0", help="of the sampler")
+    parser.add_argument("--device", default="cuda:0", help="device of the trainer")
+    parser.add_argument("--to", default="cuda:0", help="device of the sampler")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--times", type=int, default=10)
     options = parser.parse_args()

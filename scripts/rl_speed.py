@@ -1,14 +1,16 @@
-"""Tokens a second of a whole GRPO step with random weights, here and built of transformers, on one GPU, and the price of equal
-bits: `python scripts/rl_speed.py --of ours`, `--of invariant`, `--of continuous-batching`, `--of generate`.
+"""Measure tokens per second of a whole GRPO step with random weights on one GPU, here and with transformers.
 
-A step samples `--answers` answers of exactly `--tokens` tokens to each of `--prompts` prompts, scores them by random numbers,
-and updates all weights once by AdamW. Beside it the same loop is built of transformers: answers by its continuous batching
-(`generate_batch`) or by `generate` on batches of equal prompts, and the loss by autograd over `--micro` answers at a time,
-with AdamW on bfloat16 weights. `--part N` samples the Nth part of the prompts there, and `--tokens` may be fewer: rates are of
-what was sampled, and `whole_s` is what a step of all prompts with answers of `--whole` tokens takes at these rates, which
-longer contexts only lower. A step of as many prompts as fill a pass, there of a few tokens, comes before those that are
-measured. Prints one JSON object a line; `idle` is the share of NVML's samples without a kernel, `sampling_idle` and
-`learning_idle` of either half.
+Run `python scripts/rl_speed.py --of ours`, `--of invariant` (ours with batch-invariant kernels), `--of continuous-batching`
+(transformers) or `--of generate` (transformers).
+
+A step samples `--answers` answers of exactly `--tokens` tokens to each of `--prompts` prompts, scores them with random numbers,
+and updates all weights once by AdamW. The transformers loop samples by its continuous batching (`generate_batch`) or by
+`generate` on batches of equal prompts, computes the loss by autograd over `--micro` answers at a time, and uses AdamW on
+bfloat16 weights. There, `--part N` samples only the Nth part of the prompts, and `--tokens` may be smaller. Rates refer to what
+was sampled; `whole_s` is the time of a step of all prompts with answers of `--whole` tokens at these rates, an optimistic
+estimate because longer contexts are slower. A warm-up step comes before the measured ones: as many prompts as fill a pass, with
+transformers of few tokens. Prints one JSON object per line; `idle` is the share of NVML samples without a running kernel,
+`sampling_idle` and `learning_idle` are those of the two halves of a step.
 """
 
 import argparse
@@ -298,7 +300,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=("1.7b", "0.6b", "tiny"), default="1.7b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--free-cache", action="store_true", help="here: the cache's memory is the trainer's while it works")
+    parser.add_argument("--free-cache", action="store_true", help="ours: free the KV cache's memory while the trainer works")
     for name, default in (
         ("prompts", 64), ("answers", 8), ("tokens", 1024), ("prompt-tokens", 64), ("steps", 1), ("tokens-per-pass", 16384),
         ("cache-gib", 22), ("workers", 4), ("micro", 4), ("at-once", 128), ("part", 1), ("whole", 1024),

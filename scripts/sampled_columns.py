@@ -1,10 +1,10 @@
-"""What the engine's Python costs whoever learns from samples: log-probabilities as columns, and as a value a token, in turns.
+"""Compare two ways of returning sampled log-probabilities from the engine: as columns, and as one Python value per token.
 
     python scripts/sampled_columns.py --running 1024
 
-No device: the runner answers every step with the same tokens and log-probabilities, and reads them from tensors as the real one
-does. The columns are put together as `rl.rollout.Sampler` does it, the values as `LLM` does. Microseconds of the processor a
-step, of scheduling, packing and reading; the least of the turns.
+No device is used: the runner answers every step with the same tokens and log-probabilities, and reads them from tensors as the
+real one does. Columns are joined as in `rl.rollout.Sampler`, values as in `LLM`. The figures are microseconds of processor time
+per step for scheduling, packing and reading; the two ways take turns, and the least of the turns is shown.
 """
 
 import argparse
@@ -89,8 +89,8 @@ def by_values(running: int, tokens: int) -> Callable[[], list[tuple[Any, ...]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=1024, help="samples at once, a multiple of 8")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each")
+    parser.add_argument("--running", type=int, default=1024, help="number of samples at once, a multiple of 8")
+    parser.add_argument("--tokens", type=int, default=200, help="length of each sample in tokens")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     ways = {"columns": by_columns(args.running, args.tokens), "values": by_values(args.running, args.tokens)}

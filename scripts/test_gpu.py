@@ -1,14 +1,14 @@
-"""What only a GPU can show, in ten minutes: `make test-gpu`, or `python3 scripts/test_gpu.py`. Installs nothing.
+"""Run the tests that need a GPU, in ten minutes: `make test-gpu`, or `python3 scripts/test_gpu.py`. Installs nothing.
 
-Needs torch, triton and pytest in the Python that runs it, and a CUDA card. Tests are dealt to several processes, since most of
-the time is the compiler's; what matters most comes first. When the time is up, what has not begun is listed as not run.
+Needs torch, triton and pytest in the Python that runs it, and a CUDA GPU. The tests run in several processes, because compiling
+takes most of the time; the most important ones come first. Tests that have not begun when the time is up are listed as not run.
 
-    --jobs N       processes; half of the cores, at most 12
-    --limit S      seconds until no further test begins; 540
-    further words  go to pytest: `-k attention`
+    --jobs N       number of processes; default: half of the cores, at most 12
+    --limit S      start no further test after this many seconds; default: 540
+    other words    are passed to pytest: `-k attention`
 
-At the end: what failed, then everything that was skipped or not run, with the reason. Exit status 0 when all that ran passed
-and nothing was left for lack of time, else 1.
+At the end the script lists failed tests, then skipped tests and tests that did not run, with the reason. The exit code is 0 if
+all tests that ran passed and none was left out for lack of time, else 1.
 """
 
 import argparse

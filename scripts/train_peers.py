@@ -1,19 +1,19 @@
-"""Training speed and peak memory beside other trainers of the same model, on one GPU: `python scripts/train_peers.py SHAPE`.
+"""Compare training speed and peak memory with other trainers of the same model, on one GPU.
 
     python scripts/train_peers.py qwen3-0.6b --rows 4 --out FILE
     python scripts/train_peers.py llama-1b --rows 2 --sides ours plain
 
-    ours           this library's update, as `scripts/train_speed.py` makes it
+    ours           this library's update, as in `scripts/train_speed.py`
     trainer        transformers' Trainer, bf16 by autocast, torch_compile, adamw_torch_fused
     trainer-liger  the same with Liger kernels
     plain          transformers' model by torch.compile, bf16 by autocast, fused AdamW, clip_grad_norm_
-    plain-bf16     the same with weights and moments in bf16: less memory and less work, and other numbers than all the others
+    plain-bf16     the same with weights and moments in bf16: less memory and work, but different numbers from all the others
 
-Give it one GPU (CUDA_VISIBLE_DEVICES): Trainer takes all that it sees. Each side has a process of its own, one after the other;
-ours comes again at the end, so that a card that slows down is seen. All have random weights, rows of one document of random
-tokens, AdamW with clipping to norm 1, no recomputation, master weights in float32 (not plain-bf16), and attention by torch's
-SDPA (not ours). The first updates, which compile, are not timed; peak memory is that of the timed ones. A side that runs out
-of memory is tried with half of the rows, which its entry says.
+Make only one GPU visible (CUDA_VISIBLE_DEVICES), because Trainer uses all it sees. Each side runs in its own process, one after
+the other; ours runs again at the end, which shows whether the GPU has slowed down. All sides have random weights, rows of one
+document of random tokens, AdamW with clipping to norm 1, no recomputation, master weights in float32 (except plain-bf16), and
+attention by torch's SDPA (except ours). The first updates, which compile, are not timed; peak memory is that of the timed ones.
+A side that runs out of memory is tried again with half of the rows, and its entry says so.
 """
 
 import argparse
@@ -214,16 +214,16 @@ def installed(name: str) -> str | None:
 def main() -> None:
     """Run the sides, print a line for each, and write all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", help="qwen3-0.6b, llama-1b, ...; or a model")
-    parser.add_argument("--rows", type=int, default=2, help="of an update")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--updates", type=int, default=8, help="that are timed")
-    parser.add_argument("--untimed", type=int, default=3, help="updates in front of them")
+    parser.add_argument("shape", help="model shape such as qwen3-0.6b or llama-1b, or a model folder or name")
+    parser.add_argument("--rows", type=int, default=2, help="rows in each update")
+    parser.add_argument("--length", type=int, default=4096, help="length of a row in tokens")
+    parser.add_argument("--updates", type=int, default=8, help="number of timed updates")
+    parser.add_argument("--untimed", type=int, default=3, help="updates before the timed ones")
     parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a side")
+    parser.add_argument("--limit", type=float, default=600, help="most seconds for each side")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="JSON file of the results, written behind each side")
+    parser.add_argument("--out", type=Path, help="JSON file for the results, written after each side")
     asked = parser.parse_args()
     if asked.side is not None:
         print(json.dumps(side(asked)))

@@ -1,12 +1,12 @@
-"""Tokens a second, MFU and peak memory of training at packed rows of 4,096 tokens, on one GPU: `python scripts/train_speed.py`.
+"""Measure tokens per second, MFU and peak memory of training with packed rows of 4,096 tokens, on one GPU.
 
     python scripts/train_speed.py --cases llama-3b:2 --compute dtype fp8 --graphs off on --deterministic on off --out FILE
 
-Random weights, and rows of four documents of random tokens each. Data are packed while the clock runs; gradients are clipped
-and AdamW steps inside. The first updates, which compile and capture, are not timed. The ways of a case, each of --compute with
-each of --graphs and --deterministic, follow one another in one process, each with new weights, and again in each of --rounds.
-MFU is of the card's peak in bf16, whatever is computed. `host_s` is how long the host took to hand an update to an idle device,
-the mean of two. Prints one JSON object a line.
+Weights are random, and each row has four documents of random tokens. The time includes packing the data, gradient clipping and
+AdamW. The first updates, which compile and capture, are not timed. All combinations of --compute, --graphs and --deterministic
+of a case run one after the other in one process, each with new weights, and all of this is repeated --rounds times. MFU is
+relative to the GPU's bf16 peak, whatever the compute format. `host_s` is how long the host takes to launch an update on an idle
+device, the mean of two. Prints one JSON object per line.
 """
 
 import argparse
@@ -94,12 +94,26 @@ def main() -> None:
     """Each case, in each way to compute."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), metavar="SHAPE:ROWS[:RANK]")
-    parser.add_argument("--compute", nargs="*", default=["dtype"], help="dtype fp8 fp8-tensor")
-    parser.add_argument("--graphs", nargs="*", default=["off"], choices=("off", "on"), help="off on")
-    parser.add_argument("--deterministic", nargs="*", default=["on"], choices=("off", "on"), help="on off")
-    parser.add_argument("--rounds", type=int, default=1, help="how often all ways of a case are measured")
-    parser.add_argument("--updates", type=int, default=10, help="of which the first three are not timed")
-    parser.add_argument("--out", type=Path, help="JSON file of the results, written behind each")
+    parser.add_argument(
+        "--compute", nargs="*", default=["dtype"], help="formats of the matrix products to measure: dtype, fp8, fp8-tensor"
+    )
+    parser.add_argument(
+        "--graphs",
+        nargs="*",
+        default=["off"],
+        choices=("off", "on"),
+        help="measure without CUDA graphs (off), with them (on), or both",
+    )
+    parser.add_argument(
+        "--deterministic",
+        nargs="*",
+        default=["on"],
+        choices=("off", "on"),
+        help="measure the deterministic mode (on), the other one (off), or both",
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="number of times that all combinations of a case are measured")
+    parser.add_argument("--updates", type=int, default=10, help="number of updates; the first three are not timed")
+    parser.add_argument("--out", type=Path, help="JSON file for the results, written after each one")
     asked = parser.parse_args()
     said: dict[str, Any] = {"what": "python scripts/train_speed.py", **environment(), "row_tokens": ROW, "rows": []}
     print(json.dumps({name: value for name, value in said.items() if name != "rows"}))
