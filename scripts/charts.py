@@ -174,8 +174,10 @@ def performance_page(of: ResultSet) -> str:
 PICTURE = "![{alt}](images/{name}.svg)"
 PERFORMANCE = f"""# Performance
 
-Written by scripts/charts.py from benchmarks/results. [All results](results.md) has every row with the command that measures it,
-[optimize on other people's models](optimize_models.md) whole models, the [experiments](experiments/index.md) what was tried.
+This page summarises how fast tilewright is compared with the libraries it replaces. It is written by scripts/charts.py from
+benchmarks/results. [All results](results.md) lists every measurement with its command,
+[optimize on other people's models](optimize_models.md) lists whole models, and the [experiments](experiments/index.md) describe
+what was tried.
 
 ## Whole models
 
@@ -191,23 +193,28 @@ Written by scripts/charts.py from benchmarks/results. [All results](results.md) 
 
 ## The engine
 
-{{machine}} Random weights, greedy, token ids in and out.
+{{machine}} The models have random weights. Sampling is greedy, and requests
+and answers are token ids, so the time of the tokenizer is not included.
 
 | shape | weights | workload | tokens/s | median step, ms |
 |---|---|---|---|---|
 {{engine}}
 
-- **B1** one request, decoding only. **B64** 64 at once. **P4096** prompts of 4096 tokens; the figure counts prompt tokens.
-- **W1** 256 requests of 100 to 1024 tokens in and 100 to 1024 out, submitted at once; prefill inside.
+- **B1**: one request, decoding only. **B64**: 64 requests at once, decoding only.
+- **P4096**: prompts of 4096 tokens; the figure counts prompt tokens.
+- **W1**: 256 requests submitted at once, each with 100 to 1024 prompt tokens and 100 to 1024 output tokens. The time includes
+  prefill.
 
 ## How it is measured
 
-- Calls take turns in one process, in a random order, as CUDA graphs over operands that exceed the L2 cache.
-- The peer is the call that a user would otherwise make: cuBLAS, cuDNN and PyTorch with their own choice of algorithm.
-- `--settle 0.5` lets each call run alone first: at the card's power limit calls in short turns share one clock
-  ([experiment](experiments/power-limit.md)).
-- Every result file names card, driver, versions, commit and date. Rows whose kernels have changed since are marked.
-- `tilewright bench all --out DIR` measures the tables anew, in about 23 minutes on one card.
+- The calls that are compared run alternately in one process, in random order. Each is a CUDA graph over operands larger than
+  the L2 cache.
+- Each operator is compared with the call that a user would otherwise make: cuBLAS, cuDNN or PyTorch with their own choice of
+  algorithm.
+- With `--settle 0.5` each call runs alone for half a second before it is timed. Otherwise, at the GPU's power limit, calls that
+  alternate quickly all run at the same GPU clock ([experiment](experiments/power-limit.md)).
+- Every result file records GPU, driver, versions, commit and date. Rows whose kernels have changed since then are marked.
+- `tilewright bench all --out DIR` repeats all measurements, in about 23 minutes on one GPU.
 """
 
 

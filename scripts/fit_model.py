@@ -7,7 +7,7 @@ The fit is a random walk from `START`: one or two constants at a time change by 
 lowers the loss. The loss is the mean over the cases of
 
     the regret of the candidates, weighted by how fast the model predicts them to be (a soft minimum, 4 % wide)
-    + 0.5 times the RMS error of the logarithm of the time, over candidates within 2.5 times the best, implementations alike
+    + 0.5 times the RMS error of the logarithm of the time, over candidates within 2.5 times the best, all implementations equal
     + 0.2 times the regret of the candidate that the model ranks first
 
 so the order of the fastest configs counts, not that of the slow ones. Constants stay within `BOUNDS`, their plausible ranges.

@@ -216,14 +216,16 @@ ROWS: dict[str, Row] = {
     **{f"AvgPool{d}d": Row(_avg_pool(d)) for d in (1, 2, 3)},
     **{f"Conv{d}d": Row(_conv(d, False)) for d in (1, 2, 3)},
     **{f"BatchNorm{d}d": Row(_norm(d, True)) for d in (1, 2, 3)},
-    **{f"ConvTranspose{d}d": Row(_conv(d, True), note="`padding_mode` zeros alone, as torch") for d in (1, 2, 3)},
+    **{f"ConvTranspose{d}d": Row(_conv(d, True), note="none; as in torch, `padding_mode` must be zeros") for d in (1, 2, 3)},
     "CrossEntropyLoss": Row(
         _cross_entropy,
         ({"size_average": True}, {"reduce": True}),
-        note="`weight` without `label_smoothing`; no class probabilities as targets; the loss is float32",
+        note="`weight` and `label_smoothing` cannot be combined; targets cannot be class probabilities; the loss is float32",
     ),
     "Dropout": Row(
-        lambda rng: Drawn({"p": rng.choice([0.0, 1.0])}, (_any_shape(rng),)), _INPLACE, note="other elements than torch's"
+        lambda rng: Drawn({"p": rng.choice([0.0, 1.0])}, (_any_shape(rng),)),
+        _INPLACE,
+        note="zeroes different elements than torch for the same seed",
     ),
     "ELU": Row(_elementwise(alpha=[1.0, 0.3]), _INPLACE),
     "Embedding": Row(_embedding, _SPARSE, _TABLE),
@@ -267,18 +269,21 @@ def page() -> str:
     lines = [
         "# torch.nn, class by class",
         "",
-        "Classes of `tilewright.nn` that take the arguments of `torch.nn`, load its state dicts and compute the same, forward",
-        "and backward. Written by `python -m tests.nn.torch_table`; `tests/nn/test_torch_nn.py` runs each row on random",
-        f"configurations against torch.nn {TORCH}, and tries what is refused.",
+        "Each class of `tilewright.nn` below replaces the class of `torch.nn` with the same name: it accepts the listed",
+        "arguments, loads the same state dicts, and computes the same outputs and gradients. The column *refused* has",
+        "arguments that raise a `ValueError`, which names the argument.",
         "",
-        "| class | arguments | refused | besides |",
+        "This page is written by `python -m tests.nn.torch_table`. `tests/nn/test_torch_nn.py` compares each class with",
+        f"torch.nn {TORCH} on random configurations, and checks that the refused arguments are refused.",
+        "",
+        "| class | arguments | refused | differences from torch.nn |",
         "|---|---|---|---|",
     ]
     for name, row in sorted(ROWS.items()):
         told = ((k, "a tensor" if isinstance(v, Tensor) else repr(v)) for options in row.refused for k, v in options.items())
         refused = ", ".join(f"{argument}={value}" for argument, value in told)
         lines.append(f"| {name} | {_supported(name, row)} | {refused} | {row.note} |")
-    return "\n".join([*lines, "", f"{len(ROWS)} classes. A refusal is a `ValueError` that names the argument.", ""])
+    return "\n".join([*lines, "", f"{len(ROWS)} classes.", ""])
 
 
 if __name__ == "__main__":
