@@ -93,39 +93,40 @@ class ModelConfig:
     max_batch: int = 64
     max_delay_ms: float = 0.0
     preferred: tuple[int, ...] = ()
-    """Sizes in rows that batches leave for at once and are padded to; (): nothing is padded unless `precision` is given."""
+    """Batch sizes in rows: a batch that reaches one is run at once, others are padded to the next one. (): batches are padded
+    only if `precision` is given."""
     max_waiting: int = 1024
     max_wait_s: float = 2.0
-    """How long a request may have to wait in the queue; who would wait longer is refused."""
+    """Longest time that a request may wait in the queue; it is refused if the expected wait is longer."""
     instances: int = 1
-    """Processes that compute this model side by side."""
+    """Number of processes that run this model in parallel."""
     threads: int | None = None
-    """Of each process on a CPU; None: its share of the cores but one, which is left to the server."""
+    """Threads of each process on a CPU; None: its share of all cores but one, which is left to the server."""
     batching: bool | None = None
-    """Whether the first dimension counts independent rows; None: found out by trying."""
+    """Whether the first dimension counts independent rows; None: determined by a test run."""
     same_shape: bool = False
     """Pad every batch to `max_batch` rows, so that an answer cannot depend on how many others were in its batch."""
     inputs: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes where the example's is too narrow; -1 is any size."""
+    """Shapes of inputs, by name, that replace those of the example; -1 means any size."""
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
     nan: str = "error"
-    """What a NaN is that the model makes of finite inputs: `error` for the request, or `allow`."""
+    """If the model returns a NaN for finite inputs: `error` fails the request, `allow` returns it."""
     cache: int = 0
-    """Answers that are kept and given again for the same inputs."""
+    """Number of answers to cache and return again for equal inputs; 0: no cache."""
     state: Mapping[str, str] = field(default_factory=dict)
-    """Of a sequence: inputs that are the outputs of the call before, by name. The first call of a sequence gets zeros."""
+    """For sequences: maps an input to the output of the previous call that it gets. The first call of a sequence gets zeros."""
     max_sequences: int = 1024
     sequence_idle_s: float = 60.0
     batch_timeout_s: float = 60.0
-    """A batch that takes longer hangs: its process is killed, and another takes its place."""
+    """A batch that takes longer counts as hung: its process is killed and replaced."""
     load_timeout_s: float = 600.0
     max_failures: int = 3
-    """Batches in a row without one answer, after which the process is replaced and the circuit opens."""
+    """After this many batches in a row without an answer, the process is replaced and the circuit breaker opens."""
     max_bytes: int = 64 << 20
-    """Most bytes of a batch's inputs where a dimension is open."""
+    """Most bytes in the inputs of a batch, for models with open dimensions."""
     versions: tuple[Member, ...] = ()
-    """Who answers requests that name no version; (): the newest."""
+    """Versions that answer requests which name no version; (): the newest."""
     steps: tuple[Step, ...] = ()
     """A pipeline of other models instead of a model of its own."""
 

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning is told, from a TOML file; every field has a meaning and bounds."""
+"""The configuration of a reinforcement learning run, read from a TOML file; every number has bounds."""
 
 import re
 import tomllib
@@ -62,99 +62,101 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """environment: see `environments.named`. A step samples `answers` answers to each of `prompts` prompts and learns from them
-    in `epochs` passes of `minibatches` updates of the weights. With one update a step every ratio is 1.
+    """A run. docs/rl.md describes all fields.
+
+    A step samples `answers` answers to each of `prompts` prompts, and learns from them in `epochs` passes of `minibatches`
+    weight updates each. With one weight update per step, every ratio is 1. For `environment` see `environments.named`.
     """
 
     environment: str
     algorithm: str = "dr-grpo"
     model: str = ""
-    """A model folder, a hub name or the embedded model. Empty: a small random model of `layers` and `hidden` that reads the
-    characters of `alphabet`."""
+    """A model folder, a hub name or the embedded model. Empty: a small random model with `layers` layers, hidden size `hidden`,
+    and the characters of `alphabet` as tokens."""
     chat: bool = False
-    """Prompts are users' messages in the model's chat template."""
+    """Render each prompt as a user message in the model's chat template."""
     alphabet: str = ALPHABET
     layers: int = 2
     hidden: int = 64
     device: str = ""
-    """cpu, cuda or cuda:N. Empty: a CUDA device if there is one, for a small random model the CPU."""
+    """cpu, cuda or cuda:N. Empty: a CUDA device if there is one, but the CPU for a small random model."""
     dtype: str = "float32"
-    """Of weights and products: float32 or bfloat16. Master weights are float32."""
+    """Dtype of the weights and matrix products: float32 or bfloat16. The optimizer's master weights are always float32."""
     invariant: bool = False
-    """Sample and train by implementations whose rows do not depend on the batch. Needs a CUDA device."""
+    """Sample and train with batch-invariant implementations. Needs a CUDA device."""
     quantize: str = ""
-    """Sample and train by codes of the weights, in this format; the optimizer updates the weights. Empty: by the weights."""
+    """Sample and train with weights quantised to this format; the optimizer updates the unquantised ones. Empty: off."""
     out: str = ""
-    """Folder for checkpoints, the log, samples and, at the end, the model. Empty: nothing is kept."""
+    """Folder for checkpoints, the log, samples and the final model. Empty: nothing is saved."""
     save_every: int = 50
     keep: int = 2
     tensorboard: bool = False
     prompts: int = 128
     answers: int = 4
     max_tokens: int = 8
-    """Of an answer."""
+    """Most tokens in an answer."""
     temperature: float = 1.0
     top_k: int = 0
-    """Draw from that many likeliest tokens; 0: from all."""
+    """Sample from this many most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens that together have this probability; 1: from all."""
     cache_bytes: int = 0
-    """Of keys and values while sampling; 0: what the memory leaves."""
+    """Size of the KV cache for sampling, in bytes; 0: all memory that is left."""
     free_cache: bool = False
-    """Give the memory of keys and values back while the trainer works, and take it again to sample."""
+    """Free the KV cache's memory while the trainer works, and allocate it again for sampling."""
     sampler: str = ""
-    """Sample in a process of its own on this device: cpu, cuda or cuda:N; several with commas between, or in a list. ray:N: by
-    N actors of a Ray cluster. Empty: in the trainer's process, on its weights."""
+    """Sample in a separate process on this device: cpu, cuda or cuda:N. Several devices are separated by commas, or given as a
+    list. ray:N: sample in N actors of a Ray cluster. Empty: sample in the trainer's process, with its weights."""
     handover: str = "memory"
-    """With `sampler`: how weights get there. memory: through the host's. card: through memory of the one card that all work on.
-    broadcast: by torch.distributed, NCCL between cards and gloo between CPUs."""
+    """With `sampler`: how it gets new weights. memory: through host memory. card: through GPU memory, if all processes use one
+    GPU. broadcast: by torch.distributed, with NCCL between GPUs and gloo between CPUs."""
     staleness: int = 0
-    """With `sampler`: updates that may be made between sampling and learning, so that both go on at once; 0: none."""
+    """With `sampler`: how many updates old the weights of a sample may be, so that sampling and learning overlap; 0: none."""
     turns: int = 1
-    """Most answers of a conversation, where the environment replies."""
+    """Most answers in a conversation, for environments that reply."""
     max_reply_tokens: int = 64
     resample: int = 0
-    """Rounds of further prompts that replace those whose answers all have one reward (DAPO's dynamic sampling)."""
+    """Rounds of new prompts that replace those whose answers all have the same reward (DAPO's dynamic sampling)."""
     overlong: int = 0
-    """Rewards fall by up to 1 over that many last tokens before the limit (DAPO's overlong shaping); 0: they do not."""
+    """Over this many tokens before the length limit, the reward falls by up to 1 (DAPO's overlong shaping); 0: off."""
     updates: int = 250
     minibatches: int = 4
     epochs: int = 1
     learning_rate: float = 2e-3
     warmup: int = 5
     decay: float = 0.7
-    """Share of the updates, at the end, over which learning rates and `entropy_bonus` fall to 0 in a line; 0: they do not."""
+    """Last share of the updates, over which learning rates and `entropy_bonus` fall linearly to 0; 0: they stay constant."""
     kl: float = 0.0
-    """Coefficient of the KL divergence from the weights at the start."""
+    """Coefficient of the KL divergence from the initial weights."""
     kl_estimator: str = "k3"
     correction: str = "none"
-    """Advantages weighed by the trainer's over the sampler's probability: none, truncated or masked."""
+    """Weight advantages by the trainer's probability divided by the sampler's: none, truncated or masked."""
     entropy_bonus: float = 0.025
-    """Coefficient of the mean entropy of the distributions that tokens are drawn from, which is subtracted from the loss."""
+    """Coefficient of the mean entropy of the sampling distribution, which is subtracted from the loss."""
     gamma: float = 1.0
-    """Of PPO: discount a token."""
+    """PPO: discount per token."""
     lam: float = 0.95
-    """Of PPO: lambda of generalised advantage estimation."""
+    """PPO: lambda of generalised advantage estimation."""
     whiten: bool = True
-    """PPO: advantages are shifted and scaled to mean 0 and deviation 1."""
+    """PPO: shift and scale the advantages to mean 0 and standard deviation 1."""
     value_clip: float = 0.2
-    """PPO: how far a value counts as moved from the one at sampling; 0: without a bound."""
+    """PPO: bound on the change of a value since sampling; 0: no bound."""
     dual_clip: float = 0.0
-    """PPO: bounds the loss at negative advantages to that many times the advantage; 0: without."""
+    """PPO: bound on the loss at negative advantages, as a multiple of the advantage; 0: no bound."""
     critic_learning_rate: float = 3e-3
     critic_warmup: int = 0
-    """PPO: first steps in which the critic alone learns."""
+    """PPO: number of first steps in which only the critic learns."""
     max_norm: float = 1.0
     tokens_per_pass: int = 16384
-    """Most tokens of one forward and backward pass; results do not depend on it but for rounding."""
+    """Most tokens in one forward and backward pass; it changes the results only by rounding."""
     reward_timeout_s: float = 5.0
     reward_workers: int = 1
     entropy_floor: float = 0.01
-    """Mean -log p of the sampled tokens, in nats, below which a step warns that the policy has collapsed."""
+    """A step warns of a collapsed policy if the mean -log p of the sampled tokens is below this, in nats."""
     moved_every: int = 1
-    """Steps between measurements of how far a step's updates have moved the policy, which take a forward pass; 0: none."""
+    """Measure every so many steps how far the updates moved the policy, which takes a forward pass; 0: never."""
     eval_every: int = 0
-    """Steps between measurements on tasks that are never trained on; 0: none."""
+    """Measure on held-out tasks every so many steps; 0: never."""
     eval_tasks: int = 256
     seed: int = 0
 

@@ -68,30 +68,30 @@ class ServerConfig:
     )
     trace_share: float = option(1.0, "share of the requests to trace, 0 to 1, if the client does not decide itself")
     head_timeout_s: float = 10.0
-    """Longest time that the head of a request may take to arrive, and that a connection may be idle before its first."""
+    """Longest time that the head of a request may take to arrive, and a new connection may wait before its first."""
     body_timeout_s: float = 60.0
     """Longest time that a request body may take to arrive."""
     max_wait_s: float = option(
         2.0, "longest time in seconds that a request may wait for its start; it is refused if the expected wait is longer"
     )
     write_timeout_s: float = 30.0
-    """A client that takes no byte of its answer for this long loses its connection."""
+    """A connection is closed if the client reads nothing of its answer for this long."""
     step_timeout_s: float = 120.0
-    """A step of the engine that takes longer makes /health answer 503: it hangs, as far as anybody can tell."""
+    """If a step of the engine takes longer, it counts as hung and /health answers 503."""
     max_bodies: int = 64
-    """Request bodies of `max_body_bytes` that may be in memory at once, all requests together."""
+    """Memory for the bodies of all requests together, as a multiple of `max_body_bytes`."""
     max_prompts: int = 256
     """Most prompts in one completion request."""
     max_inputs: int = 2048
-    """Most texts in one request for embeddings, scores or an order; OpenAI's number."""
+    """Most texts in one request for embeddings, scores or reranking; the limit of OpenAI's API."""
     max_n: int = 128
     """Most samples for one prompt."""
     max_logit_bias: int = 1024
     """Most entries in logit_bias."""
     max_stop: int = 4
-    """Most stop strings; OpenAI's number."""
+    """Most stop strings; the limit of OpenAI's API."""
     max_stop_chars: int = 256
-    """Longest stop string: the text held back while streaming is at most that long."""
+    """Longest stop string in characters; streaming holds back at most this much text."""
     max_stop_token_ids: int = 128
     """Most stop token ids."""
     max_logprobs: int = 20
