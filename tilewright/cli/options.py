@@ -35,7 +35,8 @@ FRIENDLY: dict[str, tuple[str, Any, int]] = {
 def options(config: type, *, into: str, panel: str | None = None, without: Set[str] = frozenset()) -> Callable[[Verb], Verb]:
     """Give a verb the fields of `config` that have a help text as options; they arrive in its dict parameter `into`."""
     fields = [f for f in dataclasses.fields(config) if "help" in f.metadata and f.name not in without]
-    made = {f.name: _option(f, panel) for f in fields}
+    names = frozenset(f.name for f in dataclasses.fields(config))
+    made = {f.name: _option(f, names, panel) for f in fields}
 
     def wrap(verb: Verb) -> Verb:
         own = inspect.signature(verb).parameters
@@ -55,14 +56,19 @@ def options(config: type, *, into: str, panel: str | None = None, without: Set[s
     return wrap
 
 
-def _option(field: dataclasses.Field[Any], panel: str | None) -> tuple[inspect.Parameter, int]:
-    """(the parameter that Typer makes an option from, bytes in its unit)."""
+def _option(field: dataclasses.Field[Any], names: Set[str], panel: str | None) -> tuple[inspect.Parameter, int]:
+    """(the parameter that Typer makes an option from, bytes in its unit). `names`: all fields of the config."""
     name, kind, unit = FRIENDLY.get(field.name, (field.name, field.type, 1))
     default: Any = field.default
     if unit != 1 and default is not None:
         default //= unit
-    # Other fields are spoken of by their names, which are options here.
-    words = re.sub(r"\b\w+_\w+\b", lambda word: "--" + word[0].replace("_", "-"), field.metadata["help"])
+
+    def spoken(word: re.Match[str]) -> str:
+        """Another field's name is an option here."""
+        other = FRIENDLY.get(word[0], (word[0],))[0]
+        return "--" + other.replace("_", "-") if word[0] in names else word[0]
+
+    words = re.sub(r"\b\w+_\w+\b", spoken, field.metadata["help"])
     words = words.replace("bytes", "GiB") if unit == 2**30 else words
     annotation = Annotated[kind, typer.Option(help=words, rich_help_panel=panel)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), unit
