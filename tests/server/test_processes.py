@@ -55,6 +55,13 @@ def connections(pid: int, port: int) -> set[int]:
     return found - {0}
 
 
+def serves(server: ServerProcess, pid: int) -> bool:
+    """Whether a connection came to this front."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as one:
+        time.sleep(0.02)
+        return one.getsockname()[1] in connections(pid, server.port)
+
+
 @contextmanager
 def on_both(server: ServerProcess, most: int = 60) -> Iterator[dict[int, list[Victim]]]:
     """Streams under way, at least two of them on each front, by the front's process."""
@@ -102,6 +109,8 @@ def test_a_front_that_is_killed_hurts_nobody(server: ServerProcess) -> None:
             one.join(5)
             assert one.ended == "closed"
         until(lambda: len(fronts_of(server)) == 2 and killed not in fronts_of(server), BACK_S)
+        [new] = set(fronts_of(server)) - {other}
+        until(lambda: serves(server, new), BACK_S)
         with on_both(server):  # the new one serves, too
             pass
         for one in by_front[other]:

@@ -169,7 +169,12 @@ def test_the_server_refuses_the_second_region(server: Server) -> None:
 def test_ctrl_c_leaves_nothing(server: Server, number: int) -> None:
     command = [sys.executable, "-m", "tilewright.cli", "load", _url(server), "--endpoint", "v2", "--model", "m"]
     command += ["--concurrency", "4", "--shared-memory", "--duration", "60"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed() -> None:
+        """A test run in the background of a shell ignores Ctrl-C, and so would this process."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         end_s = time.monotonic() + 60
         while len(_regions(server)) < 4:
             assert process.poll() is None
