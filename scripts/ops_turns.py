@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -94,11 +95,11 @@ def in_turns(other: Path, problems: list[tuple[str, list[str]]], rounds: int, ag
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each op: the geometric mean of its ratios and the largest of those that stay when measured again."""
+    """A line for each op: the geometric mean and the largest of its ratios, of problems measured again the median."""
     by_op = defaultdict[str, list[float]](list)
     for row in rows:
         if "turns" in row:
-            by_op[row["op"]].append(min(row["turns"]))
+            by_op[row["op"]].append(statistics.median(row["turns"]))
     return [
         f"{op}: {len(ratios)} problems, {math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}, at most {max(ratios):.3f}"
         for op, ratios in by_op.items()
