@@ -203,4 +203,4 @@ def test_random_requests(places: int) -> None:
         ahead = sum(len(fake.handed) - len(fake.batches) for fake in makes.made)
         assert (ahead > 0) == (places > 1), "no batch was recalled"
 
-    served(makes, test, max_batch=4)
+    served(makes, test, max_batch=4, max_wait_s=60.0)  # a machine that stalls must not have requests refused
