@@ -146,10 +146,12 @@ def run(
     with plain_errors(context):
         from tilewright.scaling.plan import read_plan
         from tilewright.scaling.run import run_plan
-        from tilewright.scaling.trainer import command_of, held_out_loss
+        from tilewright.scaling.trainer import command_of, held_out_loss, shared_data
 
         made = read_plan(plan)
-        table = run_plan(made, out, command_of(config, made), held_out_loss, say, jobs)
+        command_of(config, made)  # refuses what cannot be trained before anything is made
+        data = shared_data(config, made, out / "data", say)
+        table = run_plan(made, out, command_of(config, made, data), held_out_loss, say, jobs)
         print(table)
         say(f"All runs are made; fit them: tilewright scaling fit {table}")
 
@@ -272,6 +274,9 @@ def _print_fit(saved: dict[str, Any]) -> None:
 def _print_budget_law(saved: dict[str, Any]) -> None:
     by_budget = saved["budget_law"]
     floor = sum(E * weight for E, weight in zip(by_budget["floors"], by_budget["weights"]))
+    if saved["repeats"]:
+        count, scatter = saved["repeats"]
+        print(f"{count} runs have repeats of the same size and tokens, which scatter by {scatter:.2%}")
     print(f"budget law: floor {floor:.4g} on average over its likelihood, a run scatters by {by_budget['noise']:.2%}")
     if saved["backtests"]:
         print("the largest budget predicted from smaller ones (error of the loss):")

@@ -60,6 +60,7 @@ class Analysis:
             "agreeing": self.fit.agreeing,
             "runs": len(self.runs),
             "largest_flops": float(self.runs.flops.max()),
+            "repeats": self.runs.repeats(),
             "flops_per_param_token": self.runs.flops_per_param_token,
             "points": {method: [asdict(point) for point in points] for method, points in self.points.items()},
             "trends": {method: None if t is None else asdict(t) for method, t in self.trends.items()},

@@ -3,18 +3,18 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tilewright.scaling.plan import Plan, PlannedRun
 from tilewright.train.config import TrainConfig, merged, read_toml
 
-__all__ = ["command_of", "held_out_loss", "model_config"]
+__all__ = ["command_of", "held_out_loss", "model_config", "shared_data"]
 
 _MANY = 1 << 60
 """Updates into which any warm-up fits, where their number does not matter."""
-_PLANNED = frozenset(("model", "init", "out", "row_tokens", "steps"))
+_PLANNED = frozenset(("model", "init", "out", "row_tokens", "steps", "data"))
 
 
 def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
@@ -36,10 +36,39 @@ def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
     }
 
 
-def command_of(base: Path, plan: Plan) -> Callable[[PlannedRun, Path], list[str]]:
+def shared_data(base: Path, plan: Plan, home: Path, say: Callable[[str], None]) -> list[Path]:
+    """The data of the config file `base`, with texts turned into token shards under `home`, once for all runs of the plan.
+
+    Shards that are there already are used again. Conversations and folders of shards are left as they are.
+
+    Raises:
+        ValueError: a file has no texts, or there is no tokenizer for them.
+        OSError: a file is missing, or `home` cannot be written.
+    """
+    from tilewright.train.data import text_shards
+    from tilewright.train.main import Encoder, tokenizer_folder
+
+    config: TrainConfig = merged(read_toml(base), {})
+    paths = [Path(name) for name in config.data]
+    at = tokenizer_folder(config)
+    if config.chat or config.loss != "next-token" or at is None:
+        return paths
+    encode = Encoder(at)
+    vocab = max(run.shape.vocab for run in plan.runs)
+    made: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            made.append(path)
+            continue
+        facts = {"identity": encode.identity, "text_field": config.text_field, "progress": say}
+        made.append(text_shards([path], encode, vocab, home, **facts).folder)
+    return made
+
+
+def command_of(base: Path, plan: Plan, data: Sequence[Path] = ()) -> Callable[[PlannedRun, Path], list[str]]:
     """What trains a run by the config file `base`, which says the data, the tokenizer, the batch and the learning rate.
 
-    A run's own options come before those of the file.
+    A run's own options come before those of the file. data: takes the place of the file's data, if any is given.
 
     Raises:
         ValueError: the trainer refuses the config of a run, the config has no tokenizer or no eval_data, or the options of a
@@ -56,7 +85,8 @@ def command_of(base: Path, plan: Plan) -> Callable[[PlannedRun, Path], list[str]
         (shape / "config.json").write_text(json.dumps(model_config(run, plan.sequence)), encoding="utf-8")
         options = {"model": shape, "init": "random", "out": folder / "train", "row-tokens": plan.sequence}
         options |= {"steps": configs[run.name].steps} | {name.replace("_", "-"): value for name, value in run.options.items()}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        pairs = [*options.items(), *(("data", path) for path in data)]
+        words = [word for name, value in pairs for word in (f"--{name}", str(value))]
         return [sys.executable, "-m", "tilewright.cli", "train", str(base), *words]
 
     return command
@@ -68,8 +98,8 @@ def _config(values: Mapping[str, Any], run: PlannedRun, sequence: int) -> TrainC
         if taken := sorted(_PLANNED & run.options.keys()):
             raise ValueError(f"its options have {', '.join(taken)}, which the plan decides")
         over = run.options | {"init": "random", "row_tokens": sequence}
-        an_update = merged(values, over | {"steps": _MANY}).step_tokens
-        return merged(values, over | {"steps": max(1, round(run.tokens / an_update))})
+        an_update = merged({**values, **over, "steps": _MANY}, {}).step_tokens
+        return merged({**values, **over, "steps": max(1, round(run.tokens / an_update))}, {})
     except ValueError as error:
         raise ValueError(f"run {run.name} cannot be trained: {error}") from None
 
