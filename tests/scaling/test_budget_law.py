@@ -10,12 +10,11 @@ from tilewright.scaling import Law, Runs, read_runs
 from tilewright.scaling.analysis import analyse, predict
 from tilewright.scaling.backtest import backtests
 from tilewright.scaling.budget_law import BudgetLaw, fit_budget_law
-from tilewright.scaling.runs import Array
 
 
 def narrow(noise: float, rng: np.random.Generator, *, law: Law = TRUTH) -> Runs:
     """Five budgets, a factor 16 in all: no fit can see the floor."""
-    flops: Array = np.repeat(1e19 * 2.0 ** np.arange(5), 6)
+    flops = np.repeat(np.geomspace(1e19, 1.6e20, 5), 6)
     best = np.array([law.optimum(float(c)).params for c in flops])
     params = best * np.tile(np.geomspace(1 / 3, 3, 6), 5)
     tokens = flops / 6 / params
