@@ -81,6 +81,7 @@ OPTIONS = {
     },
     "scaling plan": {
         *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim"),
+        *("--hidden", "--max-tokens", "--lr", "--seeds"),
         *("--layers", "--prior"),
         *("--card", "--utilisation", "--out", "--json"),
     },
