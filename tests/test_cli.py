@@ -81,7 +81,7 @@ OPTIONS = {
     },
     "scaling plan": {
         *("--budget", "--budgets", "--ratio", "--sizes", "--span", "--vocab", "--sequence", "--tied", "--head-dim"),
-        *("--layers", "--prior"),
+        *("--layers", "--prior", "--hidden", "--max-tokens", "--lr", "--seeds"),
         *("--card", "--utilisation", "--out", "--json"),
     },
     "scaling predict": {"--flops", "--plan", "--json"},

@@ -1,6 +1,7 @@
 """`tilewright scaling`: plan training runs, fit a scaling law to their losses, predict the next run."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -48,6 +49,23 @@ def plan(
     layers: Annotated[
         int | None, typer.Option(help="number of layers of every model; default: chosen from the hidden size")
     ] = None,
+    hidden: Annotated[
+        str | None,
+        typer.Option(
+            help="hidden sizes to try, as in 64,96,128, with --layers; with --prior, only those within --span of the best size"
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        float, typer.Option(help="with --hidden: leave out runs that read more tokens, such as those of one epoch")
+    ] = math.inf,
+    lr: Annotated[
+        str | None,
+        typer.Option(
+            help="learning rates: each run once with each, as in 2e-3,4e-3; or one for each hidden size, as in "
+            "128:4e-3,512:1e-3, interpolated between them; default: that of the training config"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="make each run with this many seeds")] = 1,
     prior: Annotated[
         Path | None, typer.Option(help="law.json of an earlier fit, to estimate the best sizes; default: the Chinchilla law")
     ] = None,
@@ -58,25 +76,12 @@ def plan(
 ) -> None:
     """Plan runs of several model sizes at several budgets, so that the best size of each budget lies within the range."""
     with plain_errors(context):
-        from tilewright.scaling.analysis import read_analysis
-        from tilewright.scaling.law import Law
-        from tilewright.scaling.plan import PRIOR, hours
-        from tilewright.scaling.plan import plan as make_plan
+        from tilewright.scaling.plan import hours, rates, repeated
 
-        law = PRIOR if prior is None else Law(**read_analysis(prior)["law"])
-        made = make_plan(
-            budget,
-            budgets=budgets,
-            ratio=ratio,
-            sizes=sizes,
-            span=span,
-            vocab=vocab,
-            sequence=sequence,
-            tied=tied,
-            head_dim=head_dim,
-            layers=layers,
-            prior=law,
-        )
+        shapes = {"vocab": vocab, "sequence": sequence, "tied": tied, "head_dim": head_dim, "layers": layers}
+        grid = {"budgets": budgets, "ratio": ratio, "span": span}
+        made = _planned(budget, hidden, prior, sizes, max_tokens, shapes | grid)
+        made = repeated(made, None if lr is None else rates(lr), seeds)
         needed = [hours(run.flops, card, utilisation) for run in made.runs]
         if out is not None:
             out.write_text(json.dumps(made.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -85,6 +90,32 @@ def plan(
             print(json.dumps(made.to_json() | {"hours": needed, "card": card, "utilisation": utilisation}))
         else:
             _print_plan(made, needed, f"{card.upper()} at {utilisation:.0%} of its peak")
+
+
+def _planned(
+    budget: float, hidden: str | None, prior: Path | None, sizes: int, max_tokens: float, others: dict[str, Any]
+) -> "Plan":  # fmt: skip
+    from tilewright.scaling.analysis import read_analysis
+    from tilewright.scaling.budget_law import BudgetLaw
+    from tilewright.scaling.law import Law
+    from tilewright.scaling.plan import PRIOR, plan, plan_widths
+
+    saved = None if prior is None else read_analysis(prior)
+    if hidden is None:
+        if max_tokens < math.inf:
+            raise ValueError("--max-tokens goes with --hidden: give the hidden sizes to try")
+        return plan(budget, sizes=sizes, prior=PRIOR if saved is None else Law(**saved["law"]), **others)
+    if others["layers"] is None:
+        raise ValueError("--hidden needs --layers: all sizes have one depth")
+    try:
+        widths = [int(width) for width in hidden.split(",")]
+    except ValueError:
+        raise ValueError(f"--hidden is {hidden!r}; wanted hidden sizes, as in 64,96,128") from None
+    if saved is None:
+        law = None
+    else:
+        law = BudgetLaw.from_json(saved["budget_law"]) if saved.get("budget_law") else Law(**saved["law"])
+    return plan_widths(budget, widths, prior=law, max_tokens=max_tokens, **others)
 
 
 def _print_plan(made: "Plan", needed: list[float], machine: str) -> None:
@@ -115,10 +146,12 @@ def run(
     with plain_errors(context):
         from tilewright.scaling.plan import read_plan
         from tilewright.scaling.run import run_plan
-        from tilewright.scaling.trainer import command_of, held_out_loss
+        from tilewright.scaling.trainer import command_of, held_out_loss, shared_data
 
         made = read_plan(plan)
-        table = run_plan(made, out, command_of(config, made.sequence), held_out_loss, say, jobs)
+        command_of(config, made)  # refuses what cannot be trained before anything is made
+        data = shared_data(config, made, out / "data", say)
+        table = run_plan(made, out, command_of(config, made, data), held_out_loss, say, jobs)
         print(table)
         say(f"All runs are made; fit them: tilewright scaling fit {table}")
 
@@ -223,6 +256,8 @@ def _print_fit(saved: dict[str, Any]) -> None:
             f"lowest loss by budget: {line['factor']:.4g} C^-{line['exponent']:.4g}, {line['budgets']} budgets; off by "
             f"{line['left_out']:+.2%} for the largest when that is left out"
         )
+    if saved["budget_law"]:
+        _print_budget_law(saved)
     if left := saved["leave_largest_out"]:
         print(
             f"without the {left['held_out']} largest runs, predicted {left['decades']:.1f} decades on: loss off by "
@@ -234,6 +269,22 @@ def _print_fit(saved: dict[str, Any]) -> None:
             f"the given law is {rejected}: likelihood ratio {test['statistic']:.1f}, the largest of {test['resamples']} "
             f"resamples under it {test['largest']:.1f}, p = {test['p_value']:.3g}"
         )
+
+
+def _print_budget_law(saved: dict[str, Any]) -> None:
+    by_budget = saved["budget_law"]
+    floor = sum(E * weight for E, weight in zip(by_budget["floors"], by_budget["weights"]))
+    if saved["repeats"]:
+        count, scatter = saved["repeats"]
+        print(f"{count} runs have repeats of the same size and tokens, which scatter by {scatter:.2%}")
+    print(f"budget law: floor {floor:.4g} on average over its likelihood, a run scatters by {by_budget['noise']:.2%}")
+    if saved["backtests"]:
+        print("the largest budget predicted from smaller ones (error of the loss):")
+        print(f"{'largest used':>14} {'times':>6} {'runs':>5} {'law':>8} {'line':>8} {'budget law':>11} {'its 95 %':>9}")
+    for test in saved["backtests"]:
+        line = f"{'':8}" if test["line"] is None else f"{test['line']:+8.2%}"
+        used = f"{test['flops']:14.3g} {test['factor']:6.1f} {test['runs']:5}"
+        print(f"{used} {test['law']:+8.2%} {line} {test['budget_law']:+11.2%} {test['reach']:9.2%}")
 
 
 @scaling.command()
@@ -262,6 +313,12 @@ def predict(
             value, between = getattr(said, name), getattr(said, f"{name}_interval")
             said_between = f"  95 %: {between[0]:.{digits}g} to {between[1]:.{digits}g}" if between else ""
             print(f"{name:>7} {value:10.{digits}g}{said_between}")
+        if said.budget_law_loss is not None and said.budget_law_interval is not None:
+            low, high = said.budget_law_interval
+            print(
+                f"By the budget law: {said.budget_law_loss:.4g} (95 % for a run: {low:.4g} to {high:.4g}) "
+                f"with {said.budget_law_params:.3g} parameters"
+            )
         if said.frontier_loss is not None and said.frontier_left_out is not None:
             tried = f"off by {said.frontier_left_out:+.2%} for the largest budget when that was left out"
             print(f"By the lowest loss of each budget, as a power of it: {said.frontier_loss:.4g} ({tried})")
@@ -276,12 +333,17 @@ def predict(
 
 def _predict_runs(saved: dict[str, Any], path: Path, as_json: bool) -> None:
     from tilewright.scaling.analysis import predict_loss
+    from tilewright.scaling.budget_law import BudgetLaw
     from tilewright.scaling.plan import read_plan
 
-    rows = []
+    by_budget = BudgetLaw.from_json(saved["budget_law"]) if saved.get("budget_law") else None
+    rows: list[dict[str, Any]] = []
     for run in read_plan(path).runs:
         loss, between = predict_loss(saved, run.params, run.tokens)
-        rows.append({"name": run.name, "params": run.params, "tokens": run.tokens, "loss": loss, "loss_interval": between})
+        row = {"name": run.name, "params": run.params, "tokens": run.tokens, "loss": loss, "loss_interval": between}
+        if by_budget is not None:
+            row["budget_law_loss"], row["budget_law_interval"] = by_budget.loss(run.flops, run.params)
+        rows.append(row)
     if as_json:
         print(json.dumps(rows))
         return
@@ -289,3 +351,6 @@ def _predict_runs(saved: dict[str, Any], path: Path, as_json: bool) -> None:
         between = row["loss_interval"]
         said = f"  95 %: {between[0]:.4g} to {between[1]:.4g}" if between else ""
         print(f"{row['name']}: {row['params']:.3g} parameters, {row['tokens']:.3g} tokens, loss {row['loss']:.4g}{said}")
+        if by_budget is not None:
+            low, high = row["budget_law_interval"]
+            print(f"  by the budget law {row['budget_law_loss']:.4g}  95 % for a run: {low:.4g} to {high:.4g}")

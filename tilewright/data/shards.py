@@ -61,6 +61,7 @@ class TokenShards:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         try:
             self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -6,12 +6,14 @@ An analysis is saved as JSON by `to_json`, and `predict` needs no more than that
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tilewright.scaling.backtest import Backtest, backtests
+from tilewright.scaling.budget_law import BudgetLaw, fit_budget_law
 from tilewright.scaling.fit import DELTA, NAMES, Fit, fit, influence, leave_largest_out
 from tilewright.scaling.frontier import METHODS, LossTrend, Minimum, Trend, envelope, loss_trend, minima, trend
 from tilewright.scaling.law import Law
@@ -41,6 +43,8 @@ class Analysis:
     largest_out: dict[str, Any] | None
     warnings: list[str]
     losses: LossTrend | None = None
+    budget_law: BudgetLaw | None = None
+    backtests: list[Backtest] = field(default_factory=list[Backtest])
 
     def to_json(self) -> dict[str, Any]:
         """Plain values. "samples" are the bootstrap's parameters, a row each in the order of "names"."""
@@ -56,11 +60,14 @@ class Analysis:
             "agreeing": self.fit.agreeing,
             "runs": len(self.runs),
             "largest_flops": float(self.runs.flops.max()),
+            "repeats": self.runs.repeats(),
             "flops_per_param_token": self.runs.flops_per_param_token,
             "points": {method: [asdict(point) for point in points] for method, points in self.points.items()},
             "trends": {method: None if t is None else asdict(t) for method, t in self.trends.items()},
             "loss_trend": None if self.losses is None else asdict(self.losses),
             "leave_largest_out": self.largest_out,
+            "budget_law": None if self.budget_law is None else self.budget_law.to_json(),
+            "backtests": [asdict(test) for test in self.backtests],
             "warnings": self.warnings,
             "names": list(NAMES),
             "samples": self.fit.samples.tolist(),
@@ -114,7 +121,15 @@ def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: in
         )
     warnings = list(_doubts(runs, found, points, trends)) + ([refused] if refused else [])
     return Analysis(
-        runs=runs, fit=found, points=points, trends=trends, losses=loss_trend(runs), largest_out=largest_out, warnings=warnings
+        runs=runs,
+        fit=found,
+        budget_law=fit_budget_law(runs),
+        backtests=backtests(runs, delta=delta),
+        points=points,
+        trends=trends,
+        losses=loss_trend(runs),
+        largest_out=largest_out,
+        warnings=warnings,
     )
 
 
@@ -195,6 +210,11 @@ class Prediction:
     """What the line through the lowest losses of the budgets says; None without one."""
     frontier_left_out: float | None
     """Its relative error for the largest budget, where that was left out."""
+    budget_law_params: float | None
+    """The best size by the budget law; None where the analysis has none."""
+    budget_law_loss: float | None
+    budget_law_interval: tuple[float, float] | None
+    """95 %, for a single run."""
     decades: float
     """log10 of the budget over the largest run's; 0 or below: no extrapolation."""
 
@@ -209,6 +229,8 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
     best = law.optimum(flops, k)
     others = [Law.from_logs(*map(float, row)) for row in saved["samples"]]
     line = LossTrend(**saved["loss_trend"]) if saved.get("loss_trend") else None
+    by_budget = BudgetLaw.from_json(saved["budget_law"]) if saved.get("budget_law") else None
+    said, between = by_budget.loss(flops) if by_budget else (None, None)
     optima = [other.optimum(flops, k) for other in others if other.alpha > 0 and other.beta > 0]
     return Prediction(
         flops=flops,
@@ -220,6 +242,9 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
         loss_interval=interval(best.loss, np.log([other.loss(best.params, best.tokens) for other in others])),
         frontier_loss=None if line is None else line.loss(flops),
         frontier_left_out=None if line is None else line.left_out,
+        budget_law_params=by_budget.best_size(flops) if by_budget else None,
+        budget_law_loss=said,
+        budget_law_interval=between,
         decades=math.log10(flops / float(saved["largest_flops"])),
     )
 
@@ -250,6 +275,8 @@ def read_analysis(path: Path) -> dict[str, Any]:
             raise ValueError("its numbers are out of range")
         if line := saved.get("loss_trend"):
             LossTrend(**line).loss(float(saved["largest_flops"]))
+        if by_budget := saved.get("budget_law"):
+            BudgetLaw.from_json(by_budget)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} is no law that `tilewright scaling fit --out` wrote: {error}") from None
     return saved

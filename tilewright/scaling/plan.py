@@ -1,13 +1,14 @@
 """Which runs to make: for each budget a row of sizes on both sides of where the minimum is expected.
 
 The expectation is a law of others (`PRIOR`) or an earlier fit; it may be wrong by the span of the sizes. Tokens follow from the
-counted FLOPs of the shape (`shapes.py`), so all runs of a budget cost the same.
+counted FLOPs of the shape (`shapes.py`), so all runs of a budget cost the same. A run may have options of its own, such as a
+learning rate for its width or a seed.
 """
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import Any
 
 from tilewright.hw.ceilings import ceilings
 from tilewright.hw.device import device_named
+from tilewright.scaling.budget_law import BudgetLaw
 from tilewright.scaling.law import Law
-from tilewright.scaling.shapes import Shape, nearest_shape
+from tilewright.scaling.shapes import LARGEST_HIDDEN, Shape, nearest_shape, shape_of
 
-__all__ = ["PRIOR", "Plan", "PlannedRun", "hours", "plan", "read_plan"]
+__all__ = ["PRIOR", "Plan", "PlannedRun", "hours", "plan", "plan_widths", "rates", "read_plan", "repeated"]
 
 PRIOR = Law(E=1.8172, A=477.8, B=2143.4, alpha=0.3473, beta=0.3672)
 """Fitted to the runs of the Chinchilla paper (docs/scaling.md)."""
@@ -31,7 +33,10 @@ _DISTINCT = 1.08
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """One run: a model of `shape`, trained on `tokens` tokens. `flops` counts linear layers, head and causal attention."""
+    """One run: a model of `shape`, trained on `tokens` tokens. `flops` counts linear layers, head and causal attention.
+
+    options: fields of the training config for this run alone, such as lr and seed: numbers or strings.
+    """
 
     name: str
     budget: float
@@ -39,6 +44,7 @@ class PlannedRun:
     params: int
     tokens: int
     shape: Shape
+    options: dict[str, int | float | str] = field(default_factory=dict[str, int | float | str])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,103 @@ def plan(
             )
         runs += [_run(flops, shape, sequence) for shape in shapes]
     return Plan(sequence=sequence, runs=tuple(runs))
+
+
+def plan_widths(
+    budget: float,
+    widths: Sequence[int],
+    *,
+    budgets: int = 5,
+    ratio: float = math.sqrt(10),
+    span: float = 3.0,
+    max_tokens: float = math.inf,
+    vocab: int = 32_000,
+    sequence: int = 1024,
+    tied: bool = False,
+    head_dim: int = 64,
+    layers: int,
+    prior: Law | BudgetLaw | None = None,
+) -> Plan:
+    """Runs of models of given hidden sizes, `budgets` budgets, `ratio` apart, up to `budget` FLOPs.
+
+    prior: leave out sizes further than a factor `span` from the best size by this law; None: keep all. max_tokens: leave out
+    runs that read more tokens, for example more than an epoch.
+
+    Raises:
+        ValueError: an argument is out of range, or nothing is left of a budget.
+    """
+    _check(budget, budgets, ratio, 3, span, vocab, sequence, head_dim, layers)
+    if not widths or any(width < head_dim or width % head_dim or width > LARGEST_HIDDEN for width in widths):
+        raise ValueError(f"hidden sizes are {list(widths)}; wanted multiples of the head dim {head_dim} up to {LARGEST_HIDDEN}")
+    shapes = [shape_of(layers, width, vocab, tied, head_dim) for width in sorted(set(widths))]
+    runs: list[PlannedRun] = []
+    for power in range(budgets - 1, -1, -1):
+        flops = budget / ratio**power
+        made = [_run(flops, shape, sequence) for shape in shapes]
+        if prior is not None:
+            made = [run for run in made if 1 / span <= run.params / _best(prior, flops, run) <= span]
+        made = [run for run in made if run.tokens <= max_tokens]
+        if not made:
+            raise ValueError(f"no hidden size is left for {flops:.3g} FLOPs: give other sizes, a larger span or more tokens")
+        runs += made
+    return Plan(sequence=sequence, runs=tuple(runs))
+
+
+def _best(prior: Law | BudgetLaw, flops: float, run: PlannedRun) -> float:
+    if isinstance(prior, BudgetLaw):
+        return prior.best_size(flops)
+    return prior.optimum(flops, run.flops / run.params / run.tokens).params
+
+
+def repeated(made: Plan, by_width: Callable[[int], Sequence[float]] | None, seeds: int) -> Plan:
+    """The plan with each run once for every learning rate that `by_width` gives its hidden size, and every seed from 0 on.
+
+    Names say the rate, and the seed where there are several.
+
+    Raises:
+        ValueError: fewer than one seed.
+    """
+    if not 1 <= seeds <= 1000:
+        raise ValueError(f"seeds is {seeds}; wanted 1 to 1000")
+    runs: list[PlannedRun] = []
+    for run in made.runs:
+        for rate in [None] if by_width is None else by_width(run.shape.hidden):
+            for seed in range(seeds):
+                options = run.options | ({} if rate is None else {"lr": rate}) | ({"seed": seed} if seeds > 1 else {})
+                name = run.name + ("" if rate is None else f"-lr{rate:.1e}") + (f"-seed{seed}" if seeds > 1 else "")
+                runs.append(replace(run, name=name, options=options))
+    return Plan(sequence=made.sequence, runs=tuple(runs))
+
+
+def rates(text: str) -> Callable[[int], list[float]]:
+    """Learning rates by hidden size, from text.
+
+    "2e-3,4e-3": these for every size. "128:4e-3,512:1e-3": one rate, for these sizes as given, between them interpolated in
+    logarithms, and beyond them the nearest.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    try:
+        pairs = [[float(part) for part in one.split(":")] for one in text.split(",")]
+        kinds = {len(pair) for pair in pairs}
+        if len(kinds) != 1 or not kinds <= {1, 2} or not all(0 < x < math.inf for pair in pairs for x in pair):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--lr is {text!r}; wanted rates, as in 2e-3,4e-3, or sizes with their rates, as in 128:4e-3,512:1e-3"
+        ) from None
+    if kinds == {1}:
+        return lambda hidden: [pair[0] for pair in pairs]
+    x, y = zip(*((math.log(width), math.log(rate)) for width, rate in sorted(pairs)))
+    return lambda hidden: [float(f"{math.exp(_between(math.log(hidden), x, y)):.4g}")]
+
+
+def _between(at: float, x: Sequence[float], y: Sequence[float]) -> float:
+    for (x0, y0), (x1, y1) in pairwise(zip(x, y)):
+        if at <= x1:
+            return y0 + (y1 - y0) * max(0.0, at - x0) / (x1 - x0)
+    return y[-1]
 
 
 def _check(
@@ -173,3 +276,5 @@ def _check_run(run: PlannedRun) -> None:
     numbers += [value for key, value in asdict(run.shape).items() if key != "tied"]
     if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers):
         raise ValueError(f"run {run.name} has a number that is not positive and finite")
+    if not all(isinstance(value, int | float | str) and not isinstance(value, bool) for value in run.options.values()):
+        raise ValueError(f"run {run.name} has an option that is neither number nor text")

@@ -48,7 +48,7 @@ def run_plan(
         raise ValueError(f"jobs is {jobs}; wanted 1 or more")
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / TABLE
-    with _alone(folder):
+    with _alone(folder) as held:
         rows = done(table)
         left = []
         for place, run in enumerate(plan.runs, 1):
@@ -59,7 +59,7 @@ def run_plan(
                 left.append((run, label))
         if jobs > 1:
             left.sort(key=lambda pair: -pair[0].flops)
-        series = _Series(folder, command, loss, say)
+        series = _Series(folder, command, loss, say, held)
         with ThreadPoolExecutor(jobs) as pool, series.stopped_at_the_end():
             made = [pool.submit(series.make, run, label) for run, label in left]
             wait(made, return_when=FIRST_EXCEPTION)
@@ -78,8 +78,9 @@ class _Series:
         command: Callable[[PlannedRun, Path], list[str]],
         loss: Callable[[Path], float],
         say: Callable[[str], None],
+        held: int,
     ):
-        self.folder, self.command, self.loss, self.say = folder, command, loss, say
+        self.folder, self.command, self.loss, self.say, self.held = folder, command, loss, say, held
         self.lock = Lock()
         self.ended = False
         self.processes: set[subprocess.Popen[bytes]] = set()
@@ -110,7 +111,10 @@ class _Series:
                 if self.ended:
                     return False
                 # In the terminal's process group: Ctrl-C reaches the trainer as well, which may then save its state.
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+                # The trainer holds the folder's lock too: if this process is killed alone, nobody makes its run a second time.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, pass_fds=(self.held,)
+                )
                 self.processes.add(process)
             code = process.wait()
             with self.lock:
@@ -164,11 +168,14 @@ def _append(table: Path, row: list[object]) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time makes runs in a folder; the system gives the lock back when it dies."""
+def _alone(folder: Path) -> Iterator[int]:
+    """One process at a time makes runs in a folder, with its trainers; the system gives the lock back when all have ended.
+
+    Gives the lock's file descriptor.
+    """
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BlockingIOError(f"another process makes runs in {folder}; wait for it or give another folder") from None
-        yield
+        yield lock.fileno()

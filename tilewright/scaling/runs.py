@@ -71,6 +71,20 @@ class Runs:
         """k in C = k N D: 6 by the usual rule, otherwise the geometric mean of what the runs counted."""
         return float(np.exp(np.mean(np.log(self.flops / self.params / self.tokens))))
 
+    def repeats(self) -> tuple[int, float] | None:
+        """(runs that have others of the same parameters and tokens, the standard deviation of log L among those); None if none.
+
+        Runs with other seeds are such repeats: their scatter is what no law can predict.
+        """
+        _, group = np.unique(np.stack([self.params, self.tokens], axis=1), axis=0, return_inverse=True)
+        count = np.bincount(group.ravel())
+        logs = np.log(self.loss)
+        means = np.bincount(group.ravel(), logs) / count
+        freedom = int((count - 1).sum())
+        if not freedom:
+            return None
+        return int(count[count > 1].sum()), float(np.sqrt(((logs - means[group.ravel()]) ** 2).sum() / freedom))
+
     def check_enough(self) -> None:
         """Refuse what no law can be fitted to.
 

@@ -8,11 +8,11 @@ operations, the backward pass twice the forward pass.
 import math
 from dataclasses import dataclass
 
-__all__ = ["Shape", "nearest_shape"]
+__all__ = ["LARGEST_HIDDEN", "Shape", "nearest_shape", "shape_of"]
 
 _ASPECT = 64
 """Hidden size over layers, about what Llama's and Qwen's models of 0.1 to 10 billion parameters have (48 to 128)."""
-_LARGEST_HIDDEN = 16384
+LARGEST_HIDDEN = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,16 @@ def nearest_shape(
     wide together as the model; the feed-forward layer is 8/3 of that, up to the next multiple of 64.
     """
     options: list[Shape] = []
-    for hidden in range(head_dim, _LARGEST_HIDDEN + 1, head_dim):
+    for hidden in range(head_dim, LARGEST_HIDDEN + 1, head_dim):
         around = {max(1, math.floor(hidden / _ASPECT * x)) for x in (0.8, 0.9, 1.0, 1.1, 1.25)}
         depths = sorted(around) if layers is None else [layers]
-        options += [_shape(depth, hidden, vocab, tied, head_dim) for depth in depths]
+        options += [shape_of(depth, hidden, vocab, tied, head_dim) for depth in depths]
         if options[-len(depths)].params > 4 * params:
             break
     return min(options, key=lambda shape: (abs(math.log(shape.params / params)), shape.layers))
 
 
-def _shape(layers: int, hidden: int, vocab: int, tied: bool, head_dim: int) -> Shape:
+def shape_of(layers: int, hidden: int, vocab: int, tied: bool, head_dim: int) -> Shape:
+    """The shape of the family with this depth and hidden size, a multiple of `head_dim`."""
     heads, ffn = hidden // head_dim, -(-8 * hidden // 3 // 64) * 64
     return Shape(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=head_dim, ffn=ffn, vocab=vocab, tied=tied)

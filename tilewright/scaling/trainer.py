@@ -3,13 +3,18 @@
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tilewright.scaling.plan import PlannedRun
+from tilewright.scaling.plan import Plan, PlannedRun
 from tilewright.train.config import TrainConfig, merged, read_toml
 
-__all__ = ["command_of", "held_out_loss", "model_config"]
+__all__ = ["command_of", "held_out_loss", "model_config", "shared_data"]
+
+_MANY = 1 << 60
+"""Updates into which any warm-up fits, where their number does not matter."""
+_PLANNED = frozenset(("model", "init", "out", "row_tokens", "steps", "data"))
 
 
 def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
@@ -31,27 +36,72 @@ def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
     }
 
 
-def command_of(base: Path, sequence: int) -> Callable[[PlannedRun, Path], list[str]]:
-    """What trains a run by the config file `base`, which says the data, the tokenizer, the batch and the learning rate.
+def shared_data(base: Path, plan: Plan, home: Path, say: Callable[[str], None]) -> list[Path]:
+    """The data of the config file `base`, with texts turned into token shards under `home`, once for all runs of the plan.
+
+    Shards that are there already are used again. Conversations and folders of shards are left as they are.
 
     Raises:
-        ValueError: the config is refused by the trainer, or has no tokenizer or no eval_data.
+        ValueError: a file has no texts, or there is no tokenizer for them.
+        OSError: a file is missing, or `home` cannot be written.
     """
+    from tilewright.train.data import text_shards
+    from tilewright.train.main import Encoder, tokenizer_folder
+
     config: TrainConfig = merged(read_toml(base), {})
-    if config.tokenizer is None or config.eval_data is None:
+    paths = [Path(name) for name in config.data]
+    at = tokenizer_folder(config)
+    if config.chat or config.loss != "next-token" or at is None:
+        return paths
+    encode = Encoder(at)
+    vocab = max(run.shape.vocab for run in plan.runs)
+    made: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            made.append(path)
+            continue
+        facts = {"identity": encode.identity, "text_field": config.text_field, "progress": say}
+        made.append(text_shards([path], encode, vocab, home, **facts).folder)
+    return made
+
+
+def command_of(base: Path, plan: Plan, data: Sequence[Path] = ()) -> Callable[[PlannedRun, Path], list[str]]:
+    """What trains a run by the config file `base`, which says the data, the tokenizer, the batch and the learning rate.
+
+    A run's own options come before those of the file. data: takes the place of the file's data, if any is given.
+
+    Raises:
+        ValueError: the trainer refuses the config of a run, the config has no tokenizer or no eval_data, or the options of a
+            run set a field that the plan decides.
+    """
+    values = read_toml(base)
+    configs = {run.name: _config(values, run, plan.sequence) for run in plan.runs}
+    if any(config.tokenizer is None or config.eval_data is None for config in configs.values()):
         raise ValueError(f"{base} must name a tokenizer, which models of a plan lack, and eval_data, for held-out losses")
-    tokens_an_update = sequence * config.micro_rows * config.micro_batches
 
     def command(run: PlannedRun, folder: Path) -> list[str]:
         shape = folder / "shape"
         shape.mkdir(exist_ok=True)
-        (shape / "config.json").write_text(json.dumps(model_config(run, sequence)), encoding="utf-8")
-        steps = max(1, round(run.tokens / tokens_an_update))
-        options = {"model": shape, "init": "random", "out": folder / "train", "row-tokens": sequence, "steps": steps}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        (shape / "config.json").write_text(json.dumps(model_config(run, plan.sequence)), encoding="utf-8")
+        options = {"model": shape, "init": "random", "out": folder / "train", "row-tokens": plan.sequence}
+        options |= {"steps": configs[run.name].steps} | {name.replace("_", "-"): value for name, value in run.options.items()}
+        pairs = [*options.items(), *(("data", path) for path in data)]
+        words = [word for name, value in pairs for word in (f"--{name}", str(value))]
         return [sys.executable, "-m", "tilewright.cli", "train", str(base), *words]
 
     return command
+
+
+def _config(values: Mapping[str, Any], run: PlannedRun, sequence: int) -> TrainConfig:
+    """The config of a run, with its number of updates."""
+    try:
+        if taken := sorted(_PLANNED & run.options.keys()):
+            raise ValueError(f"its options have {', '.join(taken)}, which the plan decides")
+        over = run.options | {"init": "random", "row_tokens": sequence}
+        an_update = merged({**values, **over, "steps": _MANY}, {}).step_tokens
+        return merged({**values, **over, "steps": max(1, round(run.tokens / an_update))}, {})
+    except ValueError as error:
+        raise ValueError(f"run {run.name} cannot be trained: {error}") from None
 
 
 def held_out_loss(folder: Path) -> float:
