@@ -29,6 +29,7 @@ from typing import Any
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
 from tilewright.server.serve import url_of
+from tilewright.server.starting import Starting
 
 __all__ = ["ENGINE", "Supervisor", "control_of", "private_folder", "read_config", "write_config"]
 
@@ -168,7 +169,7 @@ class Supervisor:
 
     Args:
         engine: the command of the engine process, to which the folder and its control socket's descriptor are added.
-        listener: bound; the fronts listen on it.
+        listener: bound; this process answers on it until the fronts do.
     """
 
     def __init__(self, config: ServerConfig, engine: Sequence[str], folder: Path, listener: socket.socket, log: Log):
@@ -201,29 +202,41 @@ class Supervisor:
             os._exit(128 + number)
 
     def _run(self, name: str) -> int:
+        with Starting(self._config, self._listener, self._log.say, f"{name} in its engine process"):
+            code = self._start()
+        if code is not None:
+            return code
+        if not self._signals:
+            url = url_of(self._listener)
+            self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {len(self._fronts)} front processes, Ctrl-C ends)")
+        while not self._signals:
+            time.sleep(LOOK_S)
+            self._see_to(self._fronts)
+            self._see_to([self._engine])
+        return self._drain()
+
+    def _start(self) -> int | None:
+        """Start the engine, then the fronts; the exit code where the server ends before they are ready."""
         self._engine.start()
         while not self._engine.ready:
             time.sleep(LOOK_S)
             self._engine.heard()
             if self._signals:
+                self._engine.send(signal.SIGKILL)  # it serves nobody yet
                 return 128 + self._signals[0]
             if self._engine.code is not None:
                 return self._engine.code if self._engine.code > 0 else 1
         for front in self._fronts:
             front.start()
-        announced, end_s = False, time.monotonic() + START_S
-        while not self._signals:
+        end_s = time.monotonic() + START_S
+        while not self._signals and not all(front.ready for front in self._fronts):
             time.sleep(LOOK_S)
             self._see_to(self._fronts)
             self._see_to([self._engine])
-            if not announced and all(front.ready for front in self._fronts):
-                announced = True
-                url = url_of(self._listener)
-                self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {len(self._fronts)} front processes, Ctrl-C ends)")
-            elif not announced and time.monotonic() > end_s:
+            if time.monotonic() > end_s:
                 self._log.say(f"the front processes are not ready after {START_S:g} s; the server ends")
                 return 1
-        return self._drain()
+        return None
 
     def _see_to(self, children: Sequence[_Child]) -> None:
         for child in children:
