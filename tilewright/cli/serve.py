@@ -1,5 +1,6 @@
 """`tilewright serve` and `tilewright run`: a model over HTTP, or once on the terminal."""
 
+import dataclasses
 import json
 import signal
 import socket
@@ -142,12 +143,14 @@ def _serve(
     """Load the models and serve them; the exit code."""
     require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
     from tilewright.host.sources import host_of_sources
+    from tilewright.server.cores import fronts_of
     from tilewright.server.serve import bind, run_server
 
     host = None if config.ray else host_of_sources(models, ordinary)
     listener = bind(config, listen=True)
     # What is wrong with the options is said before anything is started.
     options = None if model is None else EngineConfig(model=model, **engine)
+    config = dataclasses.replace(config, fronts=fronts_of(config, options, beside=host is not None))
     _warn_of_strangers(config, log)
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
@@ -183,12 +186,14 @@ def _serve_here(
     host: "Host | None",
 ) -> int:
     """A language model in this process, and the ordinary models of `host` beside it; the exit code."""
+    from tilewright.server.cores import share_cores
     from tilewright.server.serve import run_server
     from tilewright.server.starting import Starting
 
     started_s = time.perf_counter()
     with Starting(config, listener, log.say, name) as starting:
         llm = _load(model, engine, starting.stage)
+    share_cores(llm)
     log.say(f"Loaded {name} in {time.perf_counter() - started_s:.1f} s")
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
@@ -235,8 +240,6 @@ def _serve_on_ray(
 ) -> int:
     """Replicas of Ray Serve behind a front in this process; the exit code."""
     require("tilewright serve --ray", "ray")
-    import dataclasses
-
     from tilewright.extras import needed
     from tilewright.host.sources import sources_of
 

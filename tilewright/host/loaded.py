@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from tilewright.fuse import Optimized, load_optimized, optimize
 from tilewright.fuse.structure import flatten
-from tilewright.host.config import ModelConfig
+from tilewright.host.config import ONNX, ModelConfig
 from tilewright.host.exported import Exported, load_exported
 from tilewright.host.tensors import DATATYPES, Signature, TensorSpec
-from tilewright.host.users import ONNX, users_model
+from tilewright.host.users import users_model
 from tilewright.hw.device import cuda_count, default_device
 
 __all__ = ["NAMES", "Loaded", "buckets_of", "load", "rows_of", "signature_of"]

@@ -46,8 +46,10 @@ class ServerConfig:
         None, "with --ray: most replicas that may run under load; default: the number of --replicas"
     )
     scale_down_after_s: float = option(120.0, "with --ray: stop an extra replica after this many seconds of lower load")
-    fronts: int = option(
-        0, "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both"
+    fronts: int | None = option(
+        None,
+        "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both; "
+        "default: 1 for a language model that runs alone and on one device, if this machine has 2 cores or more; otherwise 0",
     )
     drain_timeout_s: float = option(60.0, "seconds to let running requests finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(
@@ -123,7 +125,7 @@ class ServerConfig:
             raise ValueError(f"max_connections is {self.max_connections}, wanted 1 or more")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ValueError(f"replicas is {self.replicas}, wanted 1 to {MAX_REPLICAS}")
-        if not 0 <= self.fronts <= MAX_FRONTS:
+        if self.fronts is not None and not 0 <= self.fronts <= MAX_FRONTS:
             raise ValueError(f"fronts is {self.fronts}, wanted 0 (one process for everything) to {MAX_FRONTS}")
         if self.max_replicas is not None and not (self.ray and self.replicas <= self.max_replicas <= MAX_REPLICAS):
             got = f"max_replicas is {self.max_replicas}" + ("" if self.ray else " without --ray")

@@ -15,6 +15,7 @@ import numpy as np
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.extras import MissingExtra
+from tilewright.server.cores import share_cores
 from tilewright.server.engine_process import EngineProcess
 from tilewright.server.logs import Log
 from tilewright.server.memory import settle
@@ -68,6 +69,7 @@ def _load(folder: Path, log: Log) -> Loaded:
     from tilewright.engine.llm import LLM
 
     llm = LLM(spec["model"], progress=log.stage, **spec["options"])
+    share_cores(llm)
     log.say(f"Loaded in {time.perf_counter() - started_s:.1f} s")
     pooler = llm.pooler
     pooled = None if pooler is None else pooler.pooled

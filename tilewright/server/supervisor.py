@@ -67,7 +67,7 @@ def read_config(folder: Path) -> ServerConfig:
     if fields["cors_origins"] is not None:
         fields["cors_origins"] = tuple(fields["cors_origins"])
     for name in ("max_connections", "max_bodies"):
-        fields[name] = -(-fields[name] // max(1, fields["fronts"]))
+        fields[name] = -(-fields[name] // (fields["fronts"] or 1))
     return ServerConfig(**fields)
 
 
@@ -177,7 +177,7 @@ class Supervisor:
         write_config(folder, config)
         self._engine = _Child("the engine process", (*engine, str(folder)))
         command = (*FRONT, str(folder))
-        self._fronts = [_Child(f"front process {i}", command, listener.fileno()) for i in range(1, config.fronts + 1)]
+        self._fronts = [_Child(f"front process {i}", command, listener.fileno()) for i in range(1, (config.fronts or 1) + 1)]
         self._signals: list[int] = []
         self._passed_on = 0
         self._kill_s: float | None = None
@@ -208,7 +208,7 @@ class Supervisor:
             return code
         if not self._signals:
             url = url_of(self._listener)
-            self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {len(self._fronts)} front processes, Ctrl-C ends)")
+            self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {self._count()}, Ctrl-C ends)")
         while not self._signals:
             time.sleep(LOOK_S)
             self._see_to(self._fronts)
@@ -216,8 +216,12 @@ class Supervisor:
         return self._drain()
 
     def _start(self) -> int | None:
-        """Start the engine, then the fronts; the exit code where the server ends before they are ready."""
-        self._engine.start()
+        """Start all processes; the exit code if the server ends before they are ready.
+
+        The fronts start with the engine: they wait for it, and their imports need not wait until it has loaded its model.
+        """
+        for child in (self._engine, *self._fronts):
+            child.start()
         while not self._engine.ready:
             time.sleep(LOOK_S)
             self._engine.heard()
@@ -226,8 +230,7 @@ class Supervisor:
                 return 128 + self._signals[0]
             if self._engine.code is not None:
                 return self._engine.code if self._engine.code > 0 else 1
-        for front in self._fronts:
-            front.start()
+            self._see_to(self._fronts)
         end_s = time.monotonic() + START_S
         while not self._signals and not all(front.ready for front in self._fronts):
             time.sleep(LOOK_S)
@@ -237,6 +240,10 @@ class Supervisor:
                 self._log.say(f"the front processes are not ready after {START_S:g} s; the server ends")
                 return 1
         return None
+
+    def _count(self) -> str:
+        count = len(self._fronts)
+        return "1 front process" if count == 1 else f"{count} front processes"
 
     def _see_to(self, children: Sequence[_Child]) -> None:
         for child in children:
