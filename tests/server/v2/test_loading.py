@@ -340,4 +340,4 @@ def test_a_model_that_cannot_be_built_ends_the_command(tmp_path: Path) -> None:
         (tmp_path / "gate").touch()
         assert process.wait(END_S) == 1
         assert process.stderr is not None
-        assert "model bad cannot be loaded: RuntimeError: no weights here" in process.stderr.read()
+        assert "model bad cannot be loaded: the model tests.host.models:raises failed in " in process.stderr.read()
