@@ -188,6 +188,7 @@ def _serve_here(
 
     started_s = time.perf_counter()
     with Starting(config, listener, log.say, name) as starting:
+        starting.stage("importing torch")
         llm = _load(model, engine, starting.stage)
     log.say(f"Loaded {name} in {time.perf_counter() - started_s:.1f} s")
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
