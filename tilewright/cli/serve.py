@@ -192,6 +192,7 @@ def _serve_here(
 
     started_s = time.perf_counter()
     with Starting(config, listener, log.say, name) as starting:
+        starting.stage("importing torch")
         llm = _load(model, engine, starting.stage)
     share_cores(llm)
     log.say(f"Loaded {name} in {time.perf_counter() - started_s:.1f} s")

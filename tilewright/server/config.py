@@ -13,6 +13,8 @@ LOG_FORMATS = ("text", "json")
 TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 MAX_REPLICAS = 64
 MAX_FRONTS = 64
+MAX_BODY_BYTES = 1 << 30
+"""gRPC counts the bytes of a message in 32 bits."""
 _COLLECTOR = re.compile(r"https?://[^\s?#]+")
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
@@ -147,8 +149,8 @@ class ServerConfig:
             )
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, wanted 0 to 86400 seconds")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes is {self.max_body_bytes}, wanted 1 or more")
+        if not 1 <= self.max_body_bytes <= MAX_BODY_BYTES:
+            raise ValueError(f"max_body_bytes is {self.max_body_bytes}, wanted 1 to {MAX_BODY_BYTES} (1024 MiB)")
         for origin in self.cors_origins or ():
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"the origin {origin!r} of cors_origins is none; wanted scheme and host, https://chat.example")
