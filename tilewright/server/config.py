@@ -51,7 +51,7 @@ class ServerConfig:
     fronts: int | None = option(
         None,
         "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both; "
-        "default: 1 for a language model that runs alone and on one device, if this machine has 2 cores or more; otherwise 0",
+        "default: 1 for a language model alone on one device, if this machine has 2 cores or more; otherwise 0",
     )
     drain_timeout_s: float = option(60.0, "seconds to let running requests finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(

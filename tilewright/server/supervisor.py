@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,7 +72,10 @@ def read_config(folder: Path) -> ServerConfig:
 
 
 def control_of(descriptor: int) -> socket.socket:
-    """The control socket of a child: it says "ready" there, and the end of it is the end of its parent."""
+    """The control socket of a child, whose end is the end of the parent.
+
+    The child writes "ready" to it. A front first writes "loaded", and listens when the parent has written "go".
+    """
     return socket.socket(fileno=descriptor)
 
 
@@ -87,7 +90,8 @@ class _Child:
         self._started_s = 0.0
         self._pause_s = 0.0
         self._again_s = 0.0
-        self.ready = False
+        self.ready = self.loaded = False
+        """A front that is loaded waits for `go`."""
 
     def start(self) -> None:
         """Start the process."""
@@ -101,7 +105,7 @@ class _Child:
                 start_new_session=True,  # Ctrl-C is for the parent, which says what it means
             )
         ours.setblocking(False)
-        self._control, self.ready, self._started_s = ours, False, time.monotonic()
+        self._control, self.ready, self.loaded, self._started_s = ours, False, False, time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -115,14 +119,19 @@ class _Child:
         return None if self._process is None else self._process.poll()
 
     def heard(self) -> None:
-        """Look whether the child is ready."""
+        """Look whether the child is loaded or ready."""
         if self._control is not None and not self.ready:
-            try:
-                self.ready = self._control.recv(64).startswith(b"ready")
-            except BlockingIOError:
-                return
-            except OSError:
-                self.ready = False
+            with suppress(OSError):  # nothing has come, or its end
+                words = self._control.recv(64)
+                self.loaded |= b"loaded" in words
+                self.ready = b"ready" in words
+
+    def go(self) -> None:
+        """Let a front that is loaded listen."""
+        if self._control is not None and self.loaded and not self.ready:
+            self.loaded = False
+            with suppress(OSError):
+                self._control.send(b"go\n")
 
     def revive(self) -> str | None:
         """Start the process again once it has ended, after a pause; a line about it, where there is something to say."""
@@ -178,6 +187,8 @@ class Supervisor:
         self._engine = _Child("the engine process", (*engine, str(folder)))
         command = (*FRONT, str(folder))
         self._fronts = [_Child(f"front process {i}", command, listener.fileno()) for i in range(1, (config.fronts or 1) + 1)]
+        self._open = False
+        """Whether fronts may listen."""
         self._signals: list[int] = []
         self._passed_on = 0
         self._kill_s: float | None = None
@@ -204,6 +215,10 @@ class Supervisor:
     def _run(self, name: str) -> int:
         with Starting(self._config, self._listener, self._log.say, f"{name} in its engine process"):
             code = self._start()
+        if code is None:
+            # Only now: of two processes that listen on one socket, one would still answer that the server is loading.
+            self._open = True
+            code = self._wait_for(lambda front: front.ready)
         if code is not None:
             return code
         if not self._signals:
@@ -216,7 +231,7 @@ class Supervisor:
         return self._drain()
 
     def _start(self) -> int | None:
-        """Start all processes; the exit code if the server ends before they are ready.
+        """Start all processes; the exit code if the server ends before they are loaded.
 
         The fronts start with the engine: they wait for it, and their imports need not wait until it has loaded its model.
         """
@@ -227,12 +242,17 @@ class Supervisor:
             self._engine.heard()
             if self._signals:
                 self._engine.send(signal.SIGKILL)  # it serves nobody yet
+                self._log.say("interrupted" if self._signals[0] == signal.SIGINT else "terminated")
                 return 128 + self._signals[0]
             if self._engine.code is not None:
                 return self._engine.code if self._engine.code > 0 else 1
             self._see_to(self._fronts)
+        return self._wait_for(lambda front: front.loaded)
+
+    def _wait_for(self, state: Callable[[_Child], bool]) -> int | None:
+        """Wait until all fronts are in this state, or for a signal; the exit code if that takes too long."""
         end_s = time.monotonic() + START_S
-        while not self._signals and not all(front.ready for front in self._fronts):
+        while not self._signals and not all(map(state, self._fronts)):
             time.sleep(LOOK_S)
             self._see_to(self._fronts)
             self._see_to([self._engine])
@@ -249,6 +269,8 @@ class Supervisor:
         for child in children:
             was_ready = child.ready
             child.heard()
+            if self._open:
+                child.go()
             line = child.revive()
             if line is not None:
                 self._log.say(line)
