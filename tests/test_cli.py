@@ -354,7 +354,7 @@ def test_a_signal_while_a_model_loads(verb: list[str], sig: signal.Signals, said
     arguments = command(*verb, model, "--device", "cpu")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("Loading")
+        assert process.stderr.readline().lower().startswith("loading")
         process.send_signal(sig)
         rest = process.stderr.read()
         assert process.wait(30) == code

@@ -75,11 +75,14 @@ def test_its_server_and_its_request_work() -> None:
 
 
 def ask(client: httpx.Client, path: str, body: str) -> dict:
-    """The request of README.md, again until the server is there, as `curl --retry-connrefused` does."""
+    """The request of README.md, again until the server is ready, as `curl --retry --retry-connrefused` does."""
     for _ in range(240):
         try:
             answer = client.post(path, content=body, headers={"content-type": "application/json"})
         except httpx.ConnectError:
+            time.sleep(0.25)
+            continue
+        if answer.status_code == 503:
             time.sleep(0.25)
             continue
         assert answer.status_code == 200, answer.text

@@ -3,14 +3,15 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import inf
 from pathlib import Path
 
 import numpy as np
 
 from tilewright.host.config import ModelConfig
-from tilewright.host.instance import RECALLED, Done, LoadFailed, Reply
+from tilewright.host.forking import LoadFailed
+from tilewright.host.instance import RECALLED, Done, Reply
 from tilewright.host.regions import Part, Read, read_all
 from tilewright.host.tensors import Signature, TensorSpec, Wire
 
@@ -128,13 +129,19 @@ class Makes:
         seconds: float = 0.0,
         signature: Signature = SIGNATURE,
         places: int = 1,
+        may_load: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(0),
     ):
+        self.may_load = may_load
+        """Awaited before a model is there."""
         self.compute, self.seconds, self.signature, self.places = compute, seconds, signature, places
         self.made: list[Fake] = []
         self.failing: str | None = None
 
-    async def __call__(self, config: ModelConfig, folder: Path | None, threads: int) -> tuple[Fake, Signature]:
-        await asyncio.sleep(0)
+    async def __call__(
+        self, config: ModelConfig, folder: Path | None, threads: int, note: Callable[[str], None]
+    ) -> tuple[Fake, Signature]:
+        note("beginning")
+        await self.may_load()
         if self.failing is not None:
             raise LoadFailed(self.failing)
         factor = 1.0

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Running:
             for name, config in CONFIGS.items()
         }
         host = Host(sources=sources)
-        await host.start()
+        for name in sources:
+            with suppress(Refused):  # those that raise, or end, while they are loaded
+                await host.load(name)
         return host
 
     def __call__(self, work: Any) -> Any:

@@ -1,10 +1,11 @@
 """A replica around the engine that says the alphabet: `python -m tests.server.fake_replica LISTENER CONTROL`.
 
-Its model is the seconds of a step, or "broken".
+Its model is the seconds of a step, "loads" for one that is never loaded, or "broken".
 """
 
 import socket
 import sys
+import threading
 
 from tilewright.server.digests import take_spec
 
@@ -19,6 +20,8 @@ def main(listener: socket.socket, control: socket.socket, spec: dict) -> int:
     from tilewright.server.serve import run_server
 
     publisher = Publisher(control)
+    if spec["model"] == "loads":
+        threading.Event().wait()
     config = ServerConfig(**spec["server"])
     engine = fake_engine(delay_s=float(spec["model"]), max_model_len=4096, pages=512, max_seqs=16, max_waiting=64)
     served = Served.of(engine, spec["name"])

@@ -1,12 +1,13 @@
 """A server process around the engine that says the alphabet, for tests of signals, exit codes and the log.
 
-`python -m tests.server.fake_server <seconds a step> [broken] [hangs] [many] [missing] [field=value ...]`; with
+`python -m tests.server.fake_server <seconds a step> [broken] [hangs] [many] [missing] [loads] [field=value ...]`; with
 `fronts=2` it is four processes: this one, the engine's (`... engine FOLDER CONTROL` behind the same words), and the fronts'.
 """
 
 import ast
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from tilewright.server.supervisor import Supervisor, private_folder
 def made(words: list[str]) -> Engine:
     """The engine that the words of the command ask for."""
     seqs, waiting = (512, 4096) if "many" in words else (64, 1024)
+    if "loads" in words:  # for ever
+        print("the engine is being made", file=sys.stderr, flush=True)
+        threading.Event().wait()
     if "missing" in words:
         raise ValueError("there is no such model")
     seqs, waiting, pages = (512, 4096, 1 << 16) if "many" in words else (64, 1024, 4096)

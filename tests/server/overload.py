@@ -215,7 +215,7 @@ def main() -> int:
     if given.apart and len(cores) < 2:
         parser.error("--apart needs two cores")
     os.sched_setaffinity(0, cores[:-1] if given.apart else cores)  # the server's, which inherits them
-    with server_process(*BOOKWORM, *given.options) as server:
+    with server_process(*BOOKWORM, *given.options, shaped=False) as server:
         os.sched_setaffinity(0, cores[-1:] if given.apart else cores)
         return 0 if asyncio.run(run(server.port, given.seconds, rng)) else 1
 

@@ -44,8 +44,9 @@ def serving(delay_s: float = 0.03, **config: object) -> Iterator[tuple[str, Flee
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: len(fleet.ready) == 2 and said)
-        assert said == [f"Serving letters at {url_of(listener)}  (API: {url_of(listener)}/v1, Ctrl-C ends)"]
+        until(lambda: len(fleet.ready) == 2 and said and said[-1].startswith("Serving"))
+        assert said[-1] == f"Serving letters at {url_of(listener)}  (API: {url_of(listener)}/v1, Ctrl-C ends)"
+        assert all(line.startswith("loading the first replica of letters, ") for line in said[:-1])
         yield url_of(listener), fleet, app.state.server
     finally:
         server.should_exit = True

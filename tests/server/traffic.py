@@ -106,6 +106,12 @@ class Summary:
         return found
 
 
+def _resident_mb(pid: int | str) -> float:
+    resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert resident is not None, f"process {pid} of the server has ended"
+    return int(resident[1]) / 1024
+
+
 @contextmanager
 def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """(the process, its URL) of a server of bookworm, on the CPU unless told; ended on leaving."""
@@ -212,13 +218,12 @@ class _Run:
                 self.summary.wrong.append(f"request {place} ({way}): got {got!r:.400}, alone it was {want!r:.400}")
 
     async def _memory(self, start_s: float) -> list[tuple[float, float]]:
-        """(minutes, resident megabytes) of the server, every second."""
+        """(minutes, resident megabytes) of the server's processes, every second."""
         found = []
-        status = Path(f"/proc/{self.pid}/status")
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         while time.monotonic() < self.end_s:
-            resident = re.search(r"VmRSS:\s+(\d+) kB", status.read_text())
-            assert resident is not None, "the server has ended"
-            found.append(((time.monotonic() - start_s) / 60, int(resident[1]) / 1024))
+            megabytes = sum(_resident_mb(pid) for pid in (self.pid, *children))
+            found.append(((time.monotonic() - start_s) / 60, megabytes))
             await asyncio.sleep(1.0)
         return found
 

@@ -24,9 +24,10 @@ BOOKWORM = ("tilewright.cli", "serve", "bookworm", "--device", "cpu", "--port", 
 
 def fronts(*command: str) -> list[str]:
     """What is added to a server's command for the shape that is tested now."""
-    if fake_engine.shape_now == "thread" or any("fronts" in word for word in command):
+    if any("fronts" in word for word in command):
         return []
-    return ["--fronts", "2"] if "serve" in command else ["fronts=2"]
+    count = 0 if fake_engine.shape_now == "thread" else 2
+    return ["--fronts", str(count)] if "serve" in command else [f"fronts={count}"]
 
 
 class ServerProcess:
@@ -66,9 +67,13 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(*command: str, start_s: float = 120.0) -> Iterator[ServerProcess]:
-    """Start `python -m COMMAND`, wait until it says where it serves; ends it with the context."""
-    with subprocess.Popen([sys.executable, "-m", *command, *fronts(*command)], stderr=subprocess.PIPE, text=True) as process:
+def server_process(*command: str, start_s: float = 120.0, shaped: bool = True) -> Iterator[ServerProcess]:
+    """Start `python -m COMMAND`, wait until it says where it serves; ends it with the context.
+
+    With `shaped` it has the front processes of the shape that is tested now, else those that its command gives or defaults to.
+    """
+    words = [*command, *(fronts(*command) if shaped else ())]
+    with subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             end_s, said = time.monotonic() + start_s, ""

@@ -1,5 +1,6 @@
 """`tilewright serve` and `tilewright run`: a model over HTTP, or once on the terminal."""
 
+import dataclasses
 import json
 import signal
 import socket
@@ -23,6 +24,7 @@ from tilewright.server.logs import Log
 if TYPE_CHECKING:
     from tilewright.engine.llm import LLM
     from tilewright.engine.request import SamplingParams
+    from tilewright.host.host import Host
 
 __all__ = ["run", "serve"]
 
@@ -30,17 +32,22 @@ ORDINARY = "Ordinary models"
 """The panel of their options."""
 
 
-def _load(model: str, options: Mapping[str, Any], say: Callable[[str], None] = say) -> "LLM":
-    EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
-    started_s, progress = time.perf_counter(), Progress(say)
+def _load(model: str, options: Mapping[str, Any], progress: Callable[[str], None]) -> "LLM":
     with ends_at_once(signal.SIGINT):  # there is nothing to tidy up yet, and the import of torch swallows exceptions
-        say(f"Loading {model} ...")
         from tilewright.engine.llm import LLM
 
-        try:
-            llm = LLM(model, progress=progress, **options)
-        finally:
-            progress.end()
+        return LLM(model, progress=progress, **options)
+
+
+def _loaded(model: str, options: Mapping[str, Any]) -> "LLM":
+    """The model, with its progress on the terminal."""
+    EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
+    started_s, progress = time.perf_counter(), Progress()
+    say(f"Loading {model} ...")
+    try:
+        llm = _load(model, options, progress)
+    finally:
+        progress.end()
     say(f"Loaded in {time.perf_counter() - started_s:.1f} s")
     return llm
 
@@ -136,16 +143,20 @@ def _serve(
     """Load the models and serve them; the exit code."""
     require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
     from tilewright.host.sources import host_of_sources
+    from tilewright.server.cores import fronts_of
     from tilewright.server.serve import bind, run_server
 
     host = None if config.ray else host_of_sources(models, ordinary)
-    listener = bind(config)
+    listener = bind(config, listen=True)
+    # What is wrong with the options is said before anything is started.
+    options = None if model is None else EngineConfig(model=model, **engine)
+    config = dataclasses.replace(config, fronts=fronts_of(config, options, beside=host is not None))
     _warn_of_strangers(config, log)
     if config.fronts and host is not None:
         raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
     if config.ray and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
         raise ValueError("LoRA adapters do not go with --ray: leave one of them out")
-    if (config.replicas > 1 or config.ray) and model is not None and EngineConfig(model=model, **engine).plan.ranks > 1:
+    if (config.replicas > 1 or config.ray) and options is not None and options.plan.ranks > 1:
         raise ValueError("--replicas and --ray start servers of one rank each; leave them out, or --tp and --pp")
     if config.ray:
         return _serve_on_ray(model, served_name, engine, config, listener, log, models, ordinary)
@@ -159,11 +170,32 @@ def _serve(
         require("tilewright serve --replicas", "aiohttp")
         from tilewright.server.forward import serve_replicas
 
-        EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
         return serve_replicas({"model": model, "name": name, "engine": engine}, config, listener, log)
     if config.fronts:
         return _serve_in_processes(model, name, engine, config, listener, log)
-    llm = _load(model, engine, log.say)
+    return _serve_here(model, name, engine, config, listener, log, host)
+
+
+def _serve_here(
+    model: str,
+    name: str,
+    engine: dict[str, Any],
+    config: ServerConfig,
+    listener: socket.socket,
+    log: Log,
+    host: "Host | None",
+) -> int:
+    """A language model in this process, and the ordinary models of `host` beside it; the exit code."""
+    from tilewright.server.cores import share_cores
+    from tilewright.server.serve import run_server
+    from tilewright.server.starting import Starting
+
+    started_s = time.perf_counter()
+    with Starting(config, listener, log.say, name) as starting:
+        starting.stage("importing torch")
+        llm = _load(model, engine, starting.stage)
+    share_cores(llm)
+    log.say(f"Loaded {name} in {time.perf_counter() - started_s:.1f} s")
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
         log.say(
@@ -209,15 +241,10 @@ def _serve_on_ray(
 ) -> int:
     """Replicas of Ray Serve behind a front in this process; the exit code."""
     require("tilewright serve --ray", "ray")
-    import dataclasses
-
     from tilewright.extras import needed
     from tilewright.host.sources import sources_of
 
-    # What is wrong with models and options is said before anything is started.
-    sources_of(models, ordinary)
-    if model is not None:
-        EngineConfig(model=model, **engine)
+    sources_of(models, ordinary)  # what is wrong with the models is said before anything is started
     name = "models" if model is None else served_name or _name_of(model)
     spec = {"language": model, "name": name, "engine": engine, "models": models, "ordinary": dataclasses.asdict(ordinary)}
     return needed("tilewright.server.on_ray.run", "ray").serve_on_ray(spec, config, listener, log)
@@ -230,7 +257,6 @@ def _serve_in_processes(
     require("tilewright serve --fronts", "zmq", "msgpack")
     from tilewright.server.supervisor import ENGINE, Supervisor, private_folder
 
-    EngineConfig(model=model, **engine)  # what is wrong with the options is said before anything is started
     with private_folder() as folder:
         spec = {"model": model, "name": name, "options": engine}
         (folder / "engine.json").write_text(json.dumps(spec))
@@ -301,7 +327,7 @@ def run(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
         )
-        llm = _load(model, {**engine, "max_seqs": 1})
+        llm = _loaded(model, {**engine, "max_seqs": 1})
         _generate(llm, model, _prompt_ids(llm, text, chat=chat), params, as_json=as_json)
 
 

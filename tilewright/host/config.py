@@ -20,7 +20,10 @@ from typing import Any, get_args
 
 from tilewright.host.batcher import BatchPolicy
 
-__all__ = ["HostConfig", "Member", "ModelConfig", "Step", "check_name", "read_config"]
+__all__ = ["ONNX", "HostConfig", "Member", "ModelConfig", "Step", "check_name", "read_config"]
+
+ONNX = ".onnx"
+"""The suffix of an ONNX file's name."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_TOML_BYTES = 1 << 20

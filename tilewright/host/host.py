@@ -10,21 +10,21 @@ import hashlib
 import logging
 import os
 import random
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilewright.host.compare import differs
-from tilewright.host.config import Member, ModelConfig, check_name
+from tilewright.host.config import ModelConfig, check_name
 from tilewright.host.errors import HostError, NotFound, Refused, Unavailable
-from tilewright.host.instance import Instance, Nursery, Runs
+from tilewright.host.forking import Nursery
+from tilewright.host.instance import Instance, Runs
+from tilewright.host.loading import RETRY_S, Loading
+from tilewright.host.model import Answer, Model, Source
 from tilewright.host.pipeline import Pipeline, signature_of
 from tilewright.host.regions import Part
 from tilewright.host.repository import Found, Repository
 from tilewright.host.sequences import Sequences, outer
-from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire
 from tilewright.host.version import Ask, Version
 
@@ -38,56 +38,9 @@ MAX_SHADOWS = 64
 logger = logging.getLogger(__name__)
 
 
-Start = Callable[[ModelConfig, Path | None, int], Awaitable[tuple[Runs, Signature]]]
-"""(config, the version's folder, threads) -> (a process that has loaded the model and is warm, what it takes and gives)."""
-
-
-class Source(NamedTuple):
-    """A model that the command line names."""
-
-    config: ModelConfig
-    folder: Path | None
-
-
-class Answer(NamedTuple):
-    """What a request came to."""
-
-    model: str
-    version: int
-    outputs: dict[str, Wire]
-
-
-@dataclass
-class Model:
-    """A model that is loaded."""
-
-    name: str
-    config: ModelConfig
-    signature: Signature
-    versions: dict[int, Version] = field(default_factory=dict)
-    marks: dict[int, str] = field(default_factory=dict)
-    sequences: dict[int, Sequences] = field(default_factory=dict)
-    pipeline: Pipeline | None = None
-    stats: Stats = field(default_factory=Stats)
-    """Of a pipeline."""
-    cache: OrderedDict[bytes, dict[str, Wire]] = field(default_factory=OrderedDict)
-    credit: dict[int, float] = field(default_factory=dict)
-    plain: bool = False
-    """Whether a version's answer is all there is to a request: no pipeline, cache, sequences or shadows."""
-
-    def __post_init__(self) -> None:
-        config = self.config
-        self.plain = self.pipeline is None and not (config.cache or config.state or any(m.shadow for m in config.versions))
-
-    @property
-    def newest(self) -> int:
-        """The highest version."""
-        return max(self.versions, default=1)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the version that answers by default takes requests."""
-        return self.pipeline is not None or any(version.ready for version in self.versions.values())
+Start = Callable[[ModelConfig, Path | None, int, Callable[[str], None]], Awaitable[tuple[Runs, Signature]]]
+"""(config, the version's folder, threads, who is told how far it is) -> (a process that has loaded the model and is warm, what
+it takes and gives)."""
 
 
 class Host:
@@ -112,6 +65,9 @@ class Host:
         self.failed: dict[str, str] = {}
         """Model -> why it is not there."""
         self.started = False
+        """Whether everything that was there at the start is loaded, or cannot be."""
+        self._loads: dict[str, Loading] = {}
+        """Model -> how far the loading of it is."""
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks = set[asyncio.Task[Any]]()
         self._shadows = 0
@@ -123,15 +79,36 @@ class Host:
     # ---- coming and going
 
     async def start(self) -> None:
-        """Load everything. What fails is logged and stands in the index; the rest is served."""
+        """Load everything. What fails of the repository is logged and stands in the index; the rest is served.
+
+        Raises:
+            Refused: a model that the command line names cannot be loaded. Those behind it are not tried.
+            ValueError: the repository has too many models.
+        """
         names = [*self.sources, *(self.repository.names() if self.repository is not None else ())]
         # Pipelines last: they are made of the others.
         for name in sorted(names, key=self._is_pipeline):
             try:
                 await self.load(name)
             except HostError as error:
+                if name in self.sources:
+                    raise
                 logger.error("%s", error)
         self.started = True
+
+    @property
+    def loading(self) -> Loading | None:
+        """What is being loaded at the start; None once that is over."""
+        return None if self.started else next(iter(self._loads.values()), Loading("models"))
+
+    def awaited(self, name: str) -> str | None:
+        """What to say of a model that is being loaded, or will be before the start is over; None: it is neither."""
+        if name in self._loads:
+            return f"model {self._loads[name].sentence}"
+        known = name in self.sources or (self.repository is not None and name in self.repository)
+        if self.started or name in self.failed or not known:
+            return None
+        return f"model {name} is loaded later: {self.loading.sentence}" if self.loading else None
 
     def _is_pipeline(self, name: str) -> bool:
         try:
@@ -153,11 +130,14 @@ class Host:
             raise NotFound(f"there is no model {name[:80]!r} to load")
         async with self._locks.setdefault(name, asyncio.Lock()):
             try:
+                self._loads[name] = Loading(name)
                 await self._load(name)
             except (ValueError, OSError) as error:
                 self.failed[name] = str(error)
                 stays = "; the version that was there goes on" if name in self.models else ""
                 raise Refused(f"model {name} cannot be loaded: {error}{stays}") from None
+            finally:
+                del self._loads[name]
             self.failed.pop(name, None)
 
     async def _load(self, name: str) -> None:
@@ -204,16 +184,18 @@ class Host:
 
     async def _version(self, name: str, number: int, config: ModelConfig, folder: Path | None) -> Version:
         threads = config.threads or max(1, (os.cpu_count() or 1) // config.instances - 1)
-        first, signature = await self._start(config, folder, threads)
+        loading = self._loads[name] = Loading(f"{name} version {number}")
+        first, signature = await self._start(config, folder, threads, loading.note)
         instances = [first]
 
-        async def another() -> Runs:
-            return (await self._start(config, folder, threads))[0]
+        async def another(note: Callable[[str], None] = lambda stage: None) -> Runs:
+            return (await self._start(config, folder, threads, note))[0]
 
         try:
             outer(signature, config.state)
             while len(instances) < config.instances:
-                instances.append(await another())
+                loading.what = f"{name} version {number}, process {len(instances) + 1} of {config.instances}"
+                instances.append(await another(loading.note))
         except BaseException:
             for instance in instances:
                 instance.close()
@@ -258,9 +240,11 @@ class Host:
     # ---- requests
 
     def model(self, name: str) -> Model:
-        """A model that is loaded. Raises NotFound, or Unavailable: it could not be loaded."""
+        """A model that is loaded. Raises NotFound, or Unavailable: it is being loaded, or could not be."""
         model = self.models.get(name)
         if model is None:
+            if (awaited := self.awaited(name)) is not None:
+                raise Unavailable(awaited, RETRY_S)
             why = self.failed.get(name)
             if why is None:
                 known = ", ".join(sorted(self.models)[:20]) or "none"
@@ -287,7 +271,7 @@ class Host:
             outputs = await model.pipeline.infer(inputs, ask)
             model.stats.inferences += 1
             return Answer(name, 1, {s.name: wire for s, wire in zip(model.signature.outputs, outputs, strict=True)})
-        chosen = self._member(model) if chosen is None else chosen
+        chosen = model.member() if chosen is None else chosen
         version = model.versions[chosen]
         # What lies in a client's memory may change between one reading and the next.
         fixed = not any(isinstance(wire.data, Part) for wire in inputs.values())
@@ -325,22 +309,13 @@ class Host:
         chosen = self.version(model, number)
         if not model.plain:
             return None
-        version = model.versions[self._member(model) if chosen is None else chosen]
+        version = model.versions[model.member() if chosen is None else chosen]
         return version, version.begin(inputs, ask, done)
 
     async def _step(self, name: str, inputs: Mapping[str, Wire], ask: Ask) -> Mapping[str, Wire]:
         return (await self.infer(name, None, inputs, ask)).outputs
 
     # ---- versions that share requests
-
-    def _member(self, model: Model) -> int:
-        """Who answers the next request that names no version: each gets its share, spread as evenly as can be."""
-        if not model.config.versions:
-            return model.newest
-        members = [member for member in model.config.versions if not member.shadow and member.weight > 0]
-        if len(members) < 2:
-            return members[0].version if members else model.newest
-        return _next(model.credit, members)
 
     def _shadow(self, model: Model, inputs: Mapping[str, Wire], outputs: tuple[Wire, ...]) -> None:
         """Let shadow versions compute their share of the requests, and compare."""
@@ -363,15 +338,6 @@ class Host:
             shadow.failed += 1
         finally:
             self._shadows -= 1
-
-
-def _next(credit: dict[int, float], members: list[Member]) -> int:
-    """Smooth weighted turns: everybody gains their weight, the richest goes and pays for all."""
-    for member in members:
-        credit[member.version] = credit.get(member.version, 0.0) + member.weight
-    chosen = max(members, key=lambda member: credit[member.version])
-    credit[chosen.version] -= sum(member.weight for member in members)
-    return chosen.version
 
 
 def _digest(version: int, inputs: Mapping[str, Wire]) -> bytes:

@@ -13,8 +13,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,10 +24,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tilewright.host.arena import NOT_BEGUN, SECONDS, Arena, aligned
 from tilewright.host.config import ModelConfig
+from tilewright.host.forking import LoadFailed, Nursery
 from tilewright.host.regions import INLINE_BYTES, Part, Read, read_all, read_beside, shared_out
 from tilewright.host.tensors import Signature, Wire, byte_size
 
-__all__ = ["RECALLED", "Done", "Instance", "LoadFailed", "Nursery", "Reply", "Runs"]
+__all__ = ["RECALLED", "Done", "Instance", "Reply", "Runs"]
 
 MAX_PACKET = 1 << 17
 MAX_KEPT = 256
@@ -37,10 +36,6 @@ MAX_KEPT = 256
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-class LoadFailed(ValueError):
-    """A model cannot be loaded; the sentence says why."""
 
 
 class Reply(NamedTuple):
@@ -88,56 +83,6 @@ class Runs(Protocol):
     def close(self) -> None:
         """End it, whatever it is in."""
         ...
-
-
-class Nursery:
-    """The process that model processes are forked from; `start` them through it."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._lock = asyncio.Lock()
-
-    async def fork(self) -> tuple[int, socket.socket]:
-        """(the pid of a new process, the socket that its worker reads). Raises LoadFailed: none can be made."""
-        async with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                await self._start()
-            assert self._socket is not None
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                socket.send_fds(self._socket, [b"+"], [theirs.fileno()])
-                pid = await asyncio.get_running_loop().sock_recv(self._socket, 64)
-            except OSError as error:
-                raise LoadFailed(f"no process for a model can be started: {error.strerror}") from None
-            finally:
-                theirs.close()
-            if not pid:
-                ours.close()
-                raise LoadFailed("no process for a model can be started: the process that they are forked from has ended")
-            ours.setblocking(False)
-            return int(pid), ours
-
-    async def _start(self) -> None:
-        self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tilewright.host.nursery", str(theirs.fileno())]
-        # A session of its own: a Ctrl-C on the terminal is the server's, which lets running requests finish.
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
-        theirs.close()
-        ours.setblocking(False)
-        self._socket = ours
-        if not await asyncio.get_running_loop().sock_recv(ours, 16):
-            raise LoadFailed("the process that models are forked from ended at its start; its error is in the log")
-
-    def close(self) -> None:
-        """End it, and with it every model process."""
-        if self._socket is not None:
-            self._socket.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._process = self._socket = None
 
 
 class _Place:
@@ -235,14 +180,15 @@ class Instance:
 
     @classmethod
     async def start(
-        cls, nursery: Nursery, config: ModelConfig, folder: Path | None, threads: int
+        cls, nursery: Nursery, config: ModelConfig, folder: Path | None, threads: int, note: Callable[[str], None]
     ) -> tuple["Instance", Signature]:
-        """A process that has loaded the model and is warm. Raises LoadFailed."""
+        """A process that has loaded the model and is warm; `note` is told how far it is. Raises LoadFailed."""
+        note("starting a process")
         pid, channel = await nursery.fork()
         self = cls(pid, channel)
         try:
             async with asyncio.timeout(config.load_timeout_s):
-                signature = await self._load(config, folder, threads)
+                signature = await self._load(config, folder, threads, note)
         except TimeoutError:
             self.close()
             raise LoadFailed(f"it was not loaded within load_timeout_s={config.load_timeout_s:g} s") from None
@@ -251,9 +197,22 @@ class Instance:
             raise
         return self, signature
 
-    async def _load(self, config: ModelConfig, folder: Path | None, threads: int) -> Signature:
+    async def _load(self, config: ModelConfig, folder: Path | None, threads: int, note: Callable[[str], None]) -> Signature:
         first = {"config": config.json(), "folder": None if folder is None else str(folder), "threads": threads}
         await self._loop.sock_sendall(self._channel, json.dumps(first).encode())
+        said, fds = await self._heard()
+        while "stage" in said:
+            note(said["stage"])
+            said, fds = await self._heard()
+        if "failed" in said:
+            raise LoadFailed(said["failed"])
+        self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
+        self.capacity, self.most = said["capacity"], said["most"]
+        self._loop.add_reader(self._channel.fileno(), self._answered)
+        return Signature.of(said["signature"])
+
+    async def _heard(self) -> tuple[dict[str, Any], list[int]]:
+        """The next message of a process that loads a model, and its descriptors. Raises LoadFailed: there is none."""
         await _readable(self._loop, self._channel)
         try:
             data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 2)
@@ -261,13 +220,7 @@ class Instance:
             data, fds = b"", []
         if not data:
             raise LoadFailed("its process ended while the model was loaded")
-        said = json.loads(data)
-        if "failed" in said:
-            raise LoadFailed(said["failed"])
-        self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
-        self.capacity, self.most = said["capacity"], said["most"]
-        self._loop.add_reader(self._channel.fileno(), self._answered)
-        return Signature.of(said["signature"])
+        return json.loads(data), fds
 
     def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
         """Compute a batch, after the one that it has, and call `done` once.

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from tilewright.fuse import Optimized, load_optimized, optimize
 from tilewright.fuse.structure import flatten
-from tilewright.host.config import ModelConfig
+from tilewright.host.config import ONNX, ModelConfig
 from tilewright.host.exported import Exported, load_exported
 from tilewright.host.tensors import DATATYPES, Signature, TensorSpec
-from tilewright.host.users import ONNX, users_model
+from tilewright.host.users import users_model
 from tilewright.hw.device import cuda_count, default_device
 
 __all__ = ["NAMES", "Loaded", "buckets_of", "load", "rows_of", "signature_of"]
@@ -55,6 +55,12 @@ class Loaded(NamedTuple):
         with torch.no_grad():
             found = _named(self.module(*self.moved(inputs)))
         return [found[spec.name].detach().to("cpu") for spec in self.signature.outputs]
+
+    @property
+    def optimised(self) -> bool:
+        """Whether the first call with another number of rows makes a graph, which takes seconds."""
+        module = self.module.module if isinstance(self.module, _Renamed) else self.module
+        return isinstance(module, Optimized)
 
     @property
     def most(self) -> int | None:
@@ -98,8 +104,8 @@ def buckets_of(config: ModelConfig, *, optimised: bool) -> tuple[int, ...]:
     return tuple(sorted({*(1 << i for i in range(config.max_batch.bit_length())), config.max_batch} - {0}))
 
 
-def load(config: ModelConfig, folder: Path | None) -> Loaded:
-    """A model, ready but not warm.
+def load(config: ModelConfig, folder: Path | None, note: Callable[[str], None] = lambda stage: None) -> Loaded:
+    """A model, ready but not warm; `note` is told what is done for it.
 
     Raises:
         ValueError: it cannot be built or run; the message is for the model's owner.
@@ -109,8 +115,10 @@ def load(config: ModelConfig, folder: Path | None) -> Loaded:
         raise ValueError(f"device is {config.device!r}, and there is no GPU here")
     if config.threads is not None and device.type == "cpu":
         torch.set_num_threads(config.threads)
+    note("reading the model")
     module, examples, signature = _built(config, folder, device)
     if signature is None:
+        note("running its example")
         signature = signature_of(module, examples, config)
     optimised = isinstance(module, Optimized) or config.precision is not None
     buckets = buckets_of(config, optimised=optimised) if signature.batched else ()
@@ -119,6 +127,7 @@ def load(config: ModelConfig, folder: Path | None) -> Loaded:
     elif config.precision is not None and not isinstance(module, Optimized):
         rows = tuple(rows_of(x, config.max_batch) for x in examples) if signature.batched else examples
         assert isinstance(module, nn.Module)
+        note(f"optimising for batch {config.max_batch}, the largest" if signature.batched else "optimising")
         module = optimize(module, rows, config.precision, report=False, max_shapes=len(buckets) + 2)
     if config.output_names:
         module = _Renamed(module, config.output_names)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.host.config import HostConfig, ModelConfig
+from tilewright.host.config import ONNX, HostConfig, ModelConfig
 from tilewright.host.host import Host, Source
 from tilewright.host.repository import Repository
-from tilewright.host.users import ONNX
 
 __all__ = ["MANIFEST", "host_of_sources", "is_ordinary", "sources_of"]
 

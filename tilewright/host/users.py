@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.extras import needed
+from tilewright.host.config import ONNX
 
-__all__ = ["ONNX", "users_model"]
-
-ONNX = ".onnx"
-"""How the name of such a file ends."""
+__all__ = ["users_model"]
 
 
 def users_model(text: str, shapes: Mapping[str, Sequence[int]] | None = None) -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -31,7 +31,8 @@ from tilewright.host.batcher import Batch, Batcher, Full, Item
 from tilewright.host.circuit import Circuit
 from tilewright.host.config import ModelConfig
 from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Unavailable
-from tilewright.host.instance import RECALLED, LoadFailed, Reply, Runs
+from tilewright.host.forking import LoadFailed
+from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, zeros
 from tilewright.host.waiting import Ask, Plans, Run, Told, Waiting, fail

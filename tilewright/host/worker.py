@@ -1,7 +1,8 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
-Messages are JSON, one a packet. First comes {"config", "folder", "threads"}; the answer is {"signature", "bytes", "capacity",
-"most"} with the descriptors of one arena or two, or {"failed": sentence}. Then each batch is a byte, the number of the arena
+Messages are JSON, one a packet. First comes {"config", "folder", "threads"}. While the model is loaded, each step of that is
+said as {"stage": words}. Then comes {"signature", "bytes", "capacity", "most"} with the descriptors of one arena or two, or
+{"failed": sentence}. After that each batch is a byte, the number of the arena
 that it lies in, and {"parts": rows of each request, "inputs": [[offset, shape], ...]}. The answer is the seconds that it took
 as eight bytes, and {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "bytes"}. Messages that came
 before are neither read nor written again.
@@ -54,12 +55,16 @@ V = TypeVar("V")
 def main(channel: socket.socket) -> None:
     """Serve one model over a socket that is connected to the server."""
     os.dup2(2, 1)
+
+    def note(stage: str) -> None:
+        _send(channel, {"stage": stage})
+
     first = json.loads(channel.recv(MAX_PACKET))
     config = ModelConfig.of(first["config"])
     try:
         torch.set_num_threads(first["threads"])
-        loaded = load(config, None if first["folder"] is None else Path(first["folder"]))
-        output_bytes = _warm_up(loaded, config)
+        loaded = load(config, None if first["folder"] is None else Path(first["folder"]), note)
+        output_bytes = _warm_up(loaded, config, note)
         arenas, capacity = _arenas(loaded, config, output_bytes)
     except Exception as error:  # noqa: BLE001 (whatever a user's model raises while it loads is said, and ends the process)
         _send(channel, {"failed": _sentence(error)})
@@ -95,14 +100,16 @@ def _sentence(error: Exception) -> str:
     return (text if type(error) is ValueError and text else f"{type(error).__name__}: {text}")[:MAX_ERROR_CHARS]
 
 
-def _warm_up(loaded: Loaded, config: ModelConfig) -> int:
+def _warm_up(loaded: Loaded, config: ModelConfig, note: Callable[[str], None]) -> int:
     """Call the model with every size of batch that it will be padded to, so that the first request finds it warm.
 
-    Returns the bytes of the largest outputs.
+    Returns the bytes of the largest outputs. A model that is optimised makes a graph for each size that it has not seen.
     """
     largest = 0
     sizes = (loaded.buckets or (1, config.max_batch)) if loaded.signature.batched else (1,)
-    for rows in sizes:
+    doing = "optimising for" if loaded.optimised else "warming up"
+    for number, rows in enumerate(sizes, 1):
+        note(f"{doing} batch {rows} ({number} of {len(sizes)})")
         outputs = list[Tensor]()
         for _ in range(2):
             outputs = loaded.call([_zeros(spec.datatype, _closed(spec.shape, rows)) for spec in loaded.signature.inputs])

@@ -32,6 +32,7 @@ from tilewright import __version__
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.engine.request import QueueFull
+from tilewright.host.loading import Loading, state_of
 from tilewright.server import errors
 from tilewright.server.access import CLIENT_GONE, tokens_of
 from tilewright.server.adapters import ModelEndpoints
@@ -110,6 +111,8 @@ class Server:
         """Set once: no new generation is taken, running ones finish."""
         self.failure: BaseException | None = None
         """What stopped the engine."""
+        self.loading: Callable[[], Loading | None] = lambda: None
+        """What is still being loaded beside the engine's model: ordinary models (v2/app.py)."""
         self.hung = False
         """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
         self._bodies = Bodies(config)
@@ -239,16 +242,18 @@ class Server:
         return self._state(healthy=self._alive)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while new requests are taken."""
-        return self._state(healthy=self._alive and not self.draining)
+        """GET /ready: 200 while new requests are taken, and all models are loaded."""
+        return self._state(healthy=self._alive and not self.draining and self.loading() is None)
 
     @property
     def _alive(self) -> bool:
         return self.worker.stopped is None and self.worker.failures < MAX_FAILURES and not self.watchdog.hangs
 
     def _state(self, *, healthy: bool) -> Response:
+        if self._alive and not self.draining:
+            return JSONResponse(state_of(self.loading()), 200 if healthy else 503)
         if self._alive:
-            status = "draining" if self.draining else "ready"
+            status = "draining"
         elif self.worker.stopped is not None:
             status = "stopped"
         else:

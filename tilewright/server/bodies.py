@@ -20,7 +20,8 @@ class Bodies:
     async def read(self, request: Request) -> bytes:
         """The request's body. Raises `ApiError` 413, 408 or 503."""
         config, body = self._config, bytearray()
-        too_large = ApiError(413, f"the body is larger than {config.max_body_bytes} bytes, the most this server takes")
+        most = f"{config.max_body_bytes} bytes, the most this server takes (--max-body-mib)"
+        too_large = ApiError(413, f"the body is larger than {most}")
         if int(request.headers.get("content-length", 0)) > config.max_body_bytes:
             raise too_large
         try:

@@ -13,6 +13,8 @@ LOG_FORMATS = ("text", "json")
 TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 MAX_REPLICAS = 64
 MAX_FRONTS = 64
+MAX_BODY_BYTES = 1 << 30
+"""gRPC counts the bytes of a message in 32 bits."""
 _COLLECTOR = re.compile(r"https?://[^\s?#]+")
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
@@ -46,8 +48,10 @@ class ServerConfig:
         None, "with --ray: most replicas that may run under load; default: the number of --replicas"
     )
     scale_down_after_s: float = option(120.0, "with --ray: stop an extra replica after this many seconds of lower load")
-    fronts: int = option(
-        0, "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both"
+    fronts: int | None = option(
+        None,
+        "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both; "
+        "default: 1 for a language model alone on one device, if this machine has 2 cores or more; otherwise 0",
     )
     drain_timeout_s: float = option(60.0, "seconds to let running requests finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(
@@ -123,7 +127,7 @@ class ServerConfig:
             raise ValueError(f"max_connections is {self.max_connections}, wanted 1 or more")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ValueError(f"replicas is {self.replicas}, wanted 1 to {MAX_REPLICAS}")
-        if not 0 <= self.fronts <= MAX_FRONTS:
+        if self.fronts is not None and not 0 <= self.fronts <= MAX_FRONTS:
             raise ValueError(f"fronts is {self.fronts}, wanted 0 (one process for everything) to {MAX_FRONTS}")
         if self.max_replicas is not None and not (self.ray and self.replicas <= self.max_replicas <= MAX_REPLICAS):
             got = f"max_replicas is {self.max_replicas}" + ("" if self.ray else " without --ray")
@@ -145,8 +149,8 @@ class ServerConfig:
             )
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, wanted 0 to 86400 seconds")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes is {self.max_body_bytes}, wanted 1 or more")
+        if not 1 <= self.max_body_bytes <= MAX_BODY_BYTES:
+            raise ValueError(f"max_body_bytes is {self.max_body_bytes}, wanted 1 to {MAX_BODY_BYTES} (1024 MiB)")
         for origin in self.cors_origins or ():
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"the origin {origin!r} of cors_origins is none; wanted scheme and host, https://chat.example")

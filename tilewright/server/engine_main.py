@@ -15,6 +15,7 @@ import numpy as np
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
 from tilewright.extras import MissingExtra
+from tilewright.server.cores import share_cores
 from tilewright.server.engine_process import EngineProcess
 from tilewright.server.logs import Log
 from tilewright.server.memory import settle
@@ -33,6 +34,8 @@ def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> i
         signal.signal(number, signal.SIG_IGN)  # the parent says when
     config = read_config(folder)
     with Log(config.log_level, config.log_format) as log, control_of(control) as parent:
+        loaded = threading.Event()
+        threading.Thread(target=_end_with, args=(parent, loaded), name="tilewright-parent", daemon=True).start()
         try:
             engine, served, run_pass = load(log)
             process = EngineProcess(engine, served.description(), folder, parent.fileno(), run_pass=run_pass)
@@ -40,21 +43,22 @@ def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> i
             log.say(f"error: {str(error).strip() or type(error).__name__}")
             return 1
         settle()
-        threading.Thread(target=_end_with, args=(parent,), name="tilewright-parent", daemon=True).start()
+        loaded.set()
         with suppress(OSError):
             parent.send(b"ready\n")
         return process.run()
 
 
-def _end_with(parent: socket.socket) -> None:
-    """End this process soon after its parent, which may have been killed, also where a step hangs: nobody else would."""
+def _end_with(parent: socket.socket, loaded: threading.Event) -> None:
+    """End this process with its parent, which may have been killed: at once while it loads, else soon, as a step may hang."""
     try:
         parent.recv(1, socket.MSG_PEEK)  # it never writes: what comes is its end
     except ConnectionError:
         pass
     except OSError:  # closed here: this process ends by itself
         return
-    time.sleep(END_S)
+    if loaded.is_set():
+        time.sleep(END_S)
     os._exit(1)
 
 
@@ -65,6 +69,7 @@ def _load(folder: Path, log: Log) -> Loaded:
     from tilewright.engine.llm import LLM
 
     llm = LLM(spec["model"], progress=log.stage, **spec["options"])
+    share_cores(llm)
     log.say(f"Loaded in {time.perf_counter() - started_s:.1f} s")
     pooler = llm.pooler
     pooled = None if pooler is None else pooler.pooled

@@ -24,6 +24,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.engine.blocks import page_digest
+from tilewright.host.loading import Loading
 from tilewright.server import errors
 from tilewright.server.access import request_id_of, tokens_of
 from tilewright.server.bodies import Bodies
@@ -44,6 +45,7 @@ from tilewright.server.responses import responses_job
 from tilewright.server.router import DIGEST_BYTES, Decision
 from tilewright.server.serve import run_server
 from tilewright.server.spans import span_of
+from tilewright.server.starting import Starting
 
 __all__ = ["Front", "digests_of", "front_of", "serve_replicas"]
 
@@ -79,6 +81,7 @@ class Front:
         self.worker = Running()
         self.draining = self.hung = False
         self.failure: BaseException | None = None
+        self._loading = Loading(f"the first replica of {served.name}")
         given = fleet.engine_options.get("adapters") or ()
         self.adapters = ReplicaAdapters(config, given, self._ready_urls, lambda: self.session)
         fleet.prepare = self._prepare
@@ -87,6 +90,10 @@ class Front:
 
     intake: Intake
     session: aiohttp.ClientSession
+
+    def loading(self) -> Loading | None:
+        """The replicas, until the first of them takes requests."""
+        return None if self.fleet.ready else self._loading
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -332,9 +339,9 @@ def serve_replicas(spec: dict[str, Any], config: ServerConfig, listener: socket.
         ValueError: a replica does not start.
     """
     fleet = Fleet(spec, config, log.say)
-    log.say(f"Starting {config.replicas} replicas of {spec['name']} ...")
     try:
-        fleet.start_all()
+        with Starting(config, listener, log.say, f"{spec['name']} in {config.replicas} replicas"):
+            fleet.start_all()
         served = Served.described(fleet.hello["served"])
         return run_server(front_of(fleet, served, config), listener, log)
     finally:

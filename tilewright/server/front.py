@@ -38,11 +38,12 @@ def front_app(address: str, config: ServerConfig, served: Served) -> FastAPI:
     return app_of(Server(connect, served, config))
 
 
-def _watch(control: socket.socket) -> None:
-    """End this process once its parent has gone."""
+def _watch(control: socket.socket, go: threading.Event) -> None:
+    """Note when the parent lets this process listen; end this process once the parent has gone."""
     try:
-        while control.recv(64):
-            pass
+        while words := control.recv(64):
+            if b"go" in words:
+                go.set()
     except OSError:
         pass
     os._exit(1)
@@ -52,13 +53,16 @@ def run_front(folder: Path, control: int, listener: socket.socket) -> int:
     """Serve until a signal; the exit code."""
     config = read_config(folder)
     with Log(config.log_level, config.log_format) as log, control_of(control) as parent:
-        threading.Thread(target=_watch, args=(parent,), name="tilewright-parent", daemon=True).start()
+        go = threading.Event()
+        threading.Thread(target=_watch, args=(parent, go), name="tilewright-parent", daemon=True).start()
         address = address_of(folder)
         try:
             served = ask_for_served(address, ENGINE_S)
         except (ValueError, TimeoutError) as error:
             log.say(f"error: {error}")
             return 1
+        parent.send(b"loaded\n")
+        go.wait()
         return run_server(front_app(address, config, served), listener, log, ready=lambda: parent.send(b"ready\n"))
 
 

@@ -30,13 +30,13 @@ def _device(options: dict[str, Any], index: int, count: int) -> dict[str, Any]:
 
 def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) -> int:
     """Load, say hello, serve; the exit code."""
+    publisher = Publisher(control)  # first: it ends this process with the router, also while torch is imported
     from tilewright.engine.llm import LLM
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
     from tilewright.server.serve import run_server
 
     config = ServerConfig(**spec["server"])
-    publisher = Publisher(control)
     with Log(config.log_level, config.log_format) as log:
         try:
             llm = LLM(spec["model"], **_device(spec["engine"], spec["index"], spec["count"]))

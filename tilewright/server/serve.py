@@ -1,18 +1,21 @@
 """From an app to a listening process: the socket, the signals, the end.
 
-The socket is bound before a model is loaded, so that a port in use is known at once; it listens only when the app is ready.
+The socket listens before a model is loaded, so that a port in use is known at once, and clients hear that the server is loading
+(starting.py for a language model; ordinary models are loaded while their server answers). Lines in the log say how far it is.
 
-Signals: the first SIGTERM or Ctrl-C drains (/ready turns 503, new generations are refused, running ones finish, then exit code
-0). The second, or `drain_timeout_s` after the first, ends running requests with an error and exits with 128 + the signal's
-number (130 for Ctrl-C, 143 for SIGTERM); the third ends the process on the spot. Neither a client that does not read nor a step
-that hangs can hold up the end. A failed engine answers what is open with errors and exits with 1. What a signal does before the
-server is ready is the caller's: `tilewright serve` ends (`ends_on_sigterm` in cli/root.py).
+A signal while something is loaded and no request runs ends the process at once, with 128 + the signal's number. Later the first
+SIGTERM or Ctrl-C drains (/ready turns 503, new generations are refused, running ones finish, then exit code 0). The second, or
+`drain_timeout_s` after the first, ends running requests with an error and exits with 128 + the signal's number (130 for Ctrl-C,
+143 for SIGTERM); the third ends the process on the spot. Neither a client that does not read nor a step that hangs can hold up
+the end. A failed engine answers what is open with errors and exits with 1. What a signal does before `run_server` is the
+caller's: `tilewright serve` ends (`ends_on_sigterm` in cli/root.py).
 """
 
 import asyncio
 import errno
 import functools
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from tilewright.host.loading import Lines
 from tilewright.server.app import Server
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connection
@@ -40,23 +44,39 @@ ABORT_FLUSH_TIMEOUT_S = 1
 """The same after a second signal."""
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to the configured address, not listening yet. Raises OSError with a message for the user."""
-    where = f"{config.host} port {config.port}"
+def bind(config: ServerConfig, *, listen: bool = False) -> socket.socket:
+    """A socket bound to the configured address. Raises OSError with a message for the user.
+
+    With `listen` it listens: only then can no other process have the port any more, and clients wait until somebody answers.
+    """
+    listener = _bound(config.host, config.port, "--port", listen=listen)
+    if config.grpc_port and listen:
+        try:
+            _bound(config.host, config.grpc_port, "--grpc-port", listen=True).close()
+        except OSError:
+            listener.close()
+            raise
+    return listener
+
+
+def _bound(host: str, port: int, option: str, *, listen: bool) -> socket.socket:
+    where = f"{host} port {port}"
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise OSError(f"the host {config.host!r} is not known ({error.strerror}); wanted an address of this machine") from None
+        raise OSError(f"the host {host!r} is not known ({error.strerror}); wanted an address of this machine") from None
     # With `proto` given (TCP, not 0) asyncio sets TCP_NODELAY; without it every answer waits 40 ms for a delayed ACK.
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        if listen:
+            listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         advice = {
-            errno.EADDRINUSE: "it is in use; stop the other program or choose another with --port (0: any free one)",
-            errno.EACCES: "this user may not; choose a port from 1024 on with --port",
+            errno.EADDRINUSE: f"it is in use; stop the other program or choose another with {option} (0: any free one)",
+            errno.EACCES: f"this user may not; choose a port from 1024 on with {option}",
             errno.EADDRNOTAVAIL: "this machine does not have that address; 127.0.0.1 and 0.0.0.0 always work",
         }
         raise OSError(f"cannot listen on {where}: {advice.get(error.errno or 0, error.strerror)}") from None
@@ -92,7 +112,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
 def run_server(app: FastAPI, listener: socket.socket, log: Log, ready: Callable[[], object] | None = None) -> int:
     """Serve until a signal or a failure of the engine; the process' exit code. `log` has been entered.
 
-    `ready` is called when the server listens; None: a line of the log says where.
+    `ready` is called when the server takes requests; None: a line of the log says where.
 
     Does not return where a step of the engine hangs: the process ends here then.
 
@@ -143,18 +163,14 @@ class _Draining(HttpServer):
         super().__init__(app, listener)
         self.exit_code = 0
         self._announce = announce
-        self._ready = ready or self._say_where
+        self._ready: Callable[[], object] | None = ready or self._say_where
+        """Called once everything is loaded."""
+        self._lines = Lines(announce)
         self._signals: list[int] = []
         self._drain_end_s: float | None = None
         """When draining turns into aborting."""
         self._abort_end_s: float | None = None
         """When the end no longer waits for requests."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
 
     def _say_where(self) -> None:
         url = url_of(self._listener)
@@ -177,6 +193,8 @@ class _Draining(HttpServer):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: move towards the end that was asked for."""
         running = self._server.worker.open_channels
+        if self._ready is not None and self._server.failure is None:
+            self._starts(self._ready, running)
         if self._signals and self._drain_end_s is None:
             self._server.draining = True
             seconds = self._server.config.drain_timeout_s
@@ -197,6 +215,19 @@ class _Draining(HttpServer):
         if self._server.draining and (running == 0 or late):
             self.should_exit = True
         return await super().on_tick(counter)
+
+    def _starts(self, ready: Callable[[], object], running: int) -> None:
+        """Say how far loading is, or that it is over; a signal ends the server without draining while nobody uses it."""
+        loading = self._server.loading()
+        if loading is None:
+            self._ready = None
+            ready()
+        elif self._signals and not running:
+            self._announce("interrupted" if self._signals[0] == signal.SIGINT else "terminated")
+            self.exit_code = 128 + self._signals[0]
+            self.should_exit = True
+        else:
+            self._lines.look(loading)
 
     def _abort(self, reason: str) -> None:
         """End running requests with an error, and the process soon after, whether their clients read it or not."""

@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 from tilewright.server.config import ServerConfig
 from tilewright.server.logs import Log
 from tilewright.server.serve import url_of
+from tilewright.server.starting import Starting
 
 __all__ = ["ENGINE", "Supervisor", "control_of", "private_folder", "read_config", "write_config"]
 
@@ -66,12 +67,15 @@ def read_config(folder: Path) -> ServerConfig:
     if fields["cors_origins"] is not None:
         fields["cors_origins"] = tuple(fields["cors_origins"])
     for name in ("max_connections", "max_bodies"):
-        fields[name] = -(-fields[name] // max(1, fields["fronts"]))
+        fields[name] = -(-fields[name] // (fields["fronts"] or 1))
     return ServerConfig(**fields)
 
 
 def control_of(descriptor: int) -> socket.socket:
-    """The control socket of a child: it says "ready" there, and the end of it is the end of its parent."""
+    """The control socket of a child, whose end is the end of the parent.
+
+    The child writes "ready" to it. A front first writes "loaded", and listens when the parent has written "go".
+    """
     return socket.socket(fileno=descriptor)
 
 
@@ -86,7 +90,8 @@ class _Child:
         self._started_s = 0.0
         self._pause_s = 0.0
         self._again_s = 0.0
-        self.ready = False
+        self.ready = self.loaded = False
+        """A front that is loaded waits for `go`."""
 
     def start(self) -> None:
         """Start the process."""
@@ -100,7 +105,7 @@ class _Child:
                 start_new_session=True,  # Ctrl-C is for the parent, which says what it means
             )
         ours.setblocking(False)
-        self._control, self.ready, self._started_s = ours, False, time.monotonic()
+        self._control, self.ready, self.loaded, self._started_s = ours, False, False, time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -114,14 +119,19 @@ class _Child:
         return None if self._process is None else self._process.poll()
 
     def heard(self) -> None:
-        """Look whether the child is ready."""
+        """Look whether the child is loaded or ready."""
         if self._control is not None and not self.ready:
-            try:
-                self.ready = self._control.recv(64).startswith(b"ready")
-            except BlockingIOError:
-                return
-            except OSError:
-                self.ready = False
+            with suppress(OSError):  # nothing has come, or its end
+                words = self._control.recv(64)
+                self.loaded |= b"loaded" in words
+                self.ready = b"ready" in words
+
+    def go(self) -> None:
+        """Let a front that is loaded listen."""
+        if self._control is not None and self.loaded and not self.ready:
+            self.loaded = False
+            with suppress(OSError):
+                self._control.send(b"go\n")
 
     def revive(self) -> str | None:
         """Start the process again once it has ended, after a pause; a line about it, where there is something to say."""
@@ -168,7 +178,7 @@ class Supervisor:
 
     Args:
         engine: the command of the engine process, to which the folder and its control socket's descriptor are added.
-        listener: bound; the fronts listen on it.
+        listener: bound; this process answers on it until the fronts do.
     """
 
     def __init__(self, config: ServerConfig, engine: Sequence[str], folder: Path, listener: socket.socket, log: Log):
@@ -176,7 +186,9 @@ class Supervisor:
         write_config(folder, config)
         self._engine = _Child("the engine process", (*engine, str(folder)))
         command = (*FRONT, str(folder))
-        self._fronts = [_Child(f"front process {i}", command, listener.fileno()) for i in range(1, config.fronts + 1)]
+        self._fronts = [_Child(f"front process {i}", command, listener.fileno()) for i in range(1, (config.fronts or 1) + 1)]
+        self._open = False
+        """Whether fronts may listen."""
         self._signals: list[int] = []
         self._passed_on = 0
         self._kill_s: float | None = None
@@ -201,34 +213,64 @@ class Supervisor:
             os._exit(128 + number)
 
     def _run(self, name: str) -> int:
-        self._engine.start()
-        while not self._engine.ready:
-            time.sleep(LOOK_S)
-            self._engine.heard()
-            if self._signals:
-                return 128 + self._signals[0]
-            if self._engine.code is not None:
-                return self._engine.code if self._engine.code > 0 else 1
-        for front in self._fronts:
-            front.start()
-        announced, end_s = False, time.monotonic() + START_S
+        with Starting(self._config, self._listener, self._log.say, f"{name} in its engine process"):
+            code = self._start()
+        if code is None:
+            # Only now: of two processes that listen on one socket, one would still answer that the server is loading.
+            self._open = True
+            code = self._wait_for(lambda front: front.ready)
+        if code is not None:
+            return code
+        if not self._signals:
+            url = url_of(self._listener)
+            self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {self._count()}, Ctrl-C ends)")
         while not self._signals:
             time.sleep(LOOK_S)
             self._see_to(self._fronts)
             self._see_to([self._engine])
-            if not announced and all(front.ready for front in self._fronts):
-                announced = True
-                url = url_of(self._listener)
-                self._log.say(f"Serving {name} at {url}  (API: {url}/v1, {len(self._fronts)} front processes, Ctrl-C ends)")
-            elif not announced and time.monotonic() > end_s:
+        return self._drain()
+
+    def _start(self) -> int | None:
+        """Start all processes; the exit code if the server ends before they are loaded.
+
+        The fronts start with the engine: they wait for it, and their imports need not wait until it has loaded its model.
+        """
+        for child in (self._engine, *self._fronts):
+            child.start()
+        while not self._engine.ready:
+            time.sleep(LOOK_S)
+            self._engine.heard()
+            if self._signals:
+                self._engine.send(signal.SIGKILL)  # it serves nobody yet
+                self._log.say("interrupted" if self._signals[0] == signal.SIGINT else "terminated")
+                return 128 + self._signals[0]
+            if self._engine.code is not None:
+                return self._engine.code if self._engine.code > 0 else 1
+            self._see_to(self._fronts)
+        return self._wait_for(lambda front: front.loaded)
+
+    def _wait_for(self, state: Callable[[_Child], bool]) -> int | None:
+        """Wait until all fronts are in this state, or for a signal; the exit code if that takes too long."""
+        end_s = time.monotonic() + START_S
+        while not self._signals and not all(map(state, self._fronts)):
+            time.sleep(LOOK_S)
+            self._see_to(self._fronts)
+            self._see_to([self._engine])
+            if time.monotonic() > end_s:
                 self._log.say(f"the front processes are not ready after {START_S:g} s; the server ends")
                 return 1
-        return self._drain()
+        return None
+
+    def _count(self) -> str:
+        count = len(self._fronts)
+        return "1 front process" if count == 1 else f"{count} front processes"
 
     def _see_to(self, children: Sequence[_Child]) -> None:
         for child in children:
             was_ready = child.ready
             child.heard()
+            if self._open:
+                child.go()
             line = child.revive()
             if line is not None:
                 self._log.say(line)

@@ -4,7 +4,7 @@ LOAD_OPTIONS = {
     *("--report", "--out", "--self-check", "--json", "--endpoint", "--model", "--concurrency", "--rate", "--arrivals"),
     *("--trace", "--speed", "--length-scale", "--limit", "--prompt-tokens", "--output-tokens", "--shared-prefix"),
     *("--batch", "--duration", "--warmup", "--until-stable", "--slo", "--ignore-eos", "--no-ignore-eos", "--timeout"),
-    *("--max-in-flight", "--api-key", "--seed", "--shared-memory", "--no-shared-memory"),
+    *("--max-in-flight", "--api-key", "--seed", "--shared-memory", "--no-shared-memory", "--wait"),
 }
 CONFIGURE_OPTIONS = {
     *("--slo", "--prompt-tokens", "--output-tokens", "--replicas", "--quantize", "--kv-cache", "--points", "--seconds"),

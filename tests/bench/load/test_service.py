@@ -16,6 +16,7 @@ from aiohttp import web
 
 from tests.server.fake_engine import running
 from tests.test_cli import tilewright
+from tilewright.bench.load import target
 from tilewright.bench.load.config import LoadConfig
 from tilewright.bench.load.fake import Script, serve_script
 from tilewright.bench.load.prompts import Prompts
@@ -24,7 +25,7 @@ from tilewright.bench.load.run import Outcome, load
 from tilewright.bench.load.sample import OK, Sample
 from tilewright.bench.load.schedule import Planned
 from tilewright.bench.load.selfcheck import self_check
-from tilewright.bench.load.target import OpenAI, open_session
+from tilewright.bench.load.target import OpenAI, open_session, until_ready
 
 EVENT = 'data: {"choices": [{"index": 0, "text": "x"}]}\n\n'
 USAGE = 'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 9}}\n\n'
@@ -181,3 +182,69 @@ def test_public_clients_measure_the_same(client, tmp_path: Path) -> None:
         got, wanted = (np.mean([one[at] for one in side]) for side in (ours, theirs))
         print(f"{name} {('p50', 'p99')[at]}: ours {got * 1e3:.2f} ms, theirs {wanted * 1e3:.2f} ms, {got / wanted - 1:+.2%}")
         assert abs(got / wanted - 1) <= allowed
+
+
+def loading_service(answers: list[web.Response | None]) -> tuple[web.Application, list[str]]:
+    """(an app whose /ready gives these answers, the last one again and again, what was asked); None cuts the connection."""
+    asked = list[str]()
+
+    async def ready(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        answer = answers[min(len(asked), len(answers)) - 1]
+        if answer is None:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        return web.Response(body=answer.body, status=answer.status)
+
+    app = web.Application()
+    app.router.add_get("/ready", ready)
+    return app, asked
+
+
+def waited(answers: list[web.Response | None], most_s: float) -> tuple[list[str], int]:
+    """(lines that were said, how often the service was asked) until `tilewright load` would begin."""
+    app, asked = loading_service(answers)
+    said = list[str]()
+
+    async def run() -> None:
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with open_session(20.0) as session:
+                await until_ready(session, url, most_s, said.append)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+    return said, len(asked)
+
+
+LOADING = {"status": "loading", "loading": "m version 1: optimising for batch 8 (2 of 5), 21 s"}
+
+
+def test_a_service_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the process that said so gives way to the one that serves; others are not waited for."""
+    monkeypatch.setattr(target, "READY_EVERY_S", 0.001)
+    later, ready = web.json_response(LOADING, status=503), web.json_response({"status": "ready"})
+    said, asked = waited([later, None, None, ready], 600)  # two: aiohttp itself asks once more
+    assert asked == 4
+    assert len(said) == 1
+    assert said[0].endswith(f" is loading {LOADING['loading']}; waiting for it, for at most 600 s")
+    draining = web.json_response({"status": "draining"}, status=503)
+    for answer in (ready, draining, web.Response(status=404), web.Response(status=503, text="no JSON")):
+        assert waited([answer], 600) == ([], 1)
+    assert waited([None], 600)[0] == []
+
+
+def test_a_service_that_goes_on_loading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "READY_EVERY_S", 0.001)
+    later = web.json_response(LOADING, status=503)
+    with pytest.raises(OSError, match=r"is still loading after 0 s \(m version 1: .*\); wait longer with --wait"):
+        waited([later], 0)
+    with pytest.raises(OSError, match=r"is still loading after 0.05 s"):
+        waited([later], 0.05)
+    with pytest.raises(ValueError, match="wait is -1"):
+        LoadConfig(wait=-1)

@@ -60,9 +60,13 @@ def serving(
     makes: Makes | None = None,
     *,
     processes: bool = False,
+    loaded: bool = True,
     **config: Any,
 ) -> Iterator[Server]:
-    """A server of these models while the block runs; with `processes` they are models, in processes of their own."""
+    """A server of these models while the block runs; with `processes` they are models, in processes of their own.
+
+    Without `loaded` the block begins as soon as the server answers.
+    """
     makes = makes or Makes(double)
     sources = {name: Source(model, None) for name, model in (models or {}).items()}
     host = Host(None if repository is None else Repository(repository), sources, start=None if processes else makes)
@@ -73,8 +77,9 @@ def serving(
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        while not server.started:
+        while not server.started or (loaded and not host.started):
             assert thread.is_alive()
+            assert app.state.server.failure is None
             time.sleep(0.001)
         rpc = app.state.server.rpc
         yield Server(listener.getsockname()[1], 0 if rpc is None else rpc.port, host, makes)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -53,8 +54,9 @@ def test_both_live_in_one_server() -> None:
     server = HttpServer(app, listener)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
+    while not (server.started and host.started):
         assert thread.is_alive()
+        time.sleep(0.001)
     with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
         said = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3}).json()
         assert said["usage"]["completion_tokens"] == 3

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tilewright.host.users import ONNX, users_model
+from tilewright.host.config import ONNX
+from tilewright.host.users import users_model
 
 __all__ = ["BUILT_IN", "Model", "load_model"]
 

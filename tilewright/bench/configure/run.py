@@ -142,7 +142,7 @@ def measured_by_load(asked: Asked, device: str | None = None) -> Callable[[Point
             command = [sys.executable, "-m", "tilewright.cli", "serve", "--config", str(path)]
             with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
                 try:
-                    if not _ready(f"http://127.0.0.1:{port}/health", server, point.replicas):
+                    if not _ready(f"http://127.0.0.1:{port}/ready", server, point.replicas):
                         return 0.0
                     return asyncio.run(load(f"http://127.0.0.1:{port}", config)).summaries[0].goodput
                 finally:

@@ -54,6 +54,7 @@ class LoadConfig:
         True, "ask for answers of exactly the given length; many servers support this request field, but OpenAI's API does not"
     )
     timeout: float = option(600.0, "seconds after which a request counts as failed")
+    wait: float = option(600.0, "longest time in seconds to wait for a service that says that it is loading; 0: do not wait")
     max_in_flight: int = option(4096, "most requests in flight at once")
     api_key: str | None = option(None, "API key, sent as `Authorization: Bearer <key>`")
     seed: int = option(0, "seed of the prompts, lengths and arrival times")
@@ -69,6 +70,8 @@ class LoadConfig:
         for name in ("speed", "length_scale", "duration", "timeout"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted above 0 and below a million")
+        if not 0 <= self.wait < 1e6:
+            raise ValueError(f"wait is {self.wait}, wanted 0 to a million seconds")
         if not 0 <= self.warmup < self.duration and self.trace is None:
             raise ValueError(f"warmup is {self.warmup} s, wanted less than the duration, {self.duration} s")
         if self.until_stable is not None and not 0 < self.until_stable <= self.duration / 3:

@@ -18,7 +18,7 @@ from tilewright.bench.load.prompts import Prompts
 from tilewright.bench.load.sample import Sample
 from tilewright.bench.load.schedule import BLOCK_TOKENS, Planned, Stage, arrivals, read_trace
 from tilewright.bench.load.summary import WINDOWS, Summary, spread, summarise
-from tilewright.bench.load.target import Http, OpenAI, open_session
+from tilewright.bench.load.target import Http, OpenAI, open_session, until_ready
 from tilewright.bench.load.v2 import V2, describe
 
 __all__ = ["Outcome", "line", "load", "stages"]
@@ -97,7 +97,7 @@ async def load(
         say: told a line when a stage has ended.
 
     Raises:
-        OSError: the service cannot be reached, or a trace cannot be read.
+        OSError: the service cannot be reached, or is still loading after `config.wait`; or a trace cannot be read.
         ValueError: the service is not what the config says.
     """
     url = url.rstrip("/").removesuffix("/v1")
@@ -105,6 +105,7 @@ async def load(
         raise ValueError(f"the URL is {url!r}, wanted one such as http://127.0.0.1:8000")
     planned = stages(config)
     async with open_session(config.timeout, config.api_key) as session:
+        await until_ready(session, url, config.wait, say)
         model, target = await _target(session, url, config)
         outcome = Outcome(url=url, model=model, config=config, began_at=time.time())
         if isinstance(target, V2):

@@ -4,7 +4,9 @@ A target prepares a body before its time has come, so that making a long prompt 
 it. What it writes down is when the pieces of the answer arrived; a service that answers 429 or 503 has rejected the request.
 """
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,9 +16,11 @@ from tilewright.bench.load.prompts import Prompts
 from tilewright.bench.load.sample import FAILED, OK, REJECTED, Sample
 from tilewright.bench.load.schedule import Planned
 
-__all__ = ["Http", "OpenAI", "Target", "get_json", "open_session"]
+__all__ = ["Http", "OpenAI", "Target", "get_json", "open_session", "until_ready"]
 
 Clock = Callable[[], float]
+READY_EVERY_S = 1.0
+"""How often a service that is loading is asked whether it is ready."""
 MAX_EVENT_BYTES = 4 << 20
 """Longest event of a stream, and longest error, that is read."""
 
@@ -41,6 +45,33 @@ def open_session(timeout_s: float, api_key: str | None = None) -> aiohttp.Client
     timeout = aiohttp.ClientTimeout(total=timeout_s, connect=None, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers, read_bufsize=1 << 18)
+
+
+async def until_ready(session: aiohttp.ClientSession, url: str, most_s: float, say: Callable[[str], None]) -> None:
+    """Wait for a service as long as it says on /ready that it is loading; a service without such a path is not waited for.
+
+    Raises:
+        OSError: it is still loading after `most_s` seconds.
+    """
+    began_s, said = time.monotonic(), False
+    while (loading := await _loading(session, url, said)) is not None:
+        left_s = most_s - (time.monotonic() - began_s)
+        if left_s <= 0:
+            raise OSError(f"{url} is still loading after {most_s:g} s ({loading}); wait longer with --wait")
+        if not said:
+            say(f"{url} is loading {loading}; waiting for it, for at most {most_s:g} s")
+            said = True
+        await asyncio.sleep(min(READY_EVERY_S, left_s))
+
+
+async def _loading(session: aiohttp.ClientSession, url: str, before: bool) -> str | None:
+    """What a service says that it is loading, if it does; `before`: it did a moment ago, and may be between two processes."""
+    try:
+        async with session.get(f"{url}/ready") as response:
+            said = json.loads(await response.content.read(4096)) if response.status == 503 else None
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return "its model" if before else None
+    return str(said.get("loading", "its model")) if isinstance(said, dict) and said.get("status") == "loading" else None
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> Any:

@@ -76,6 +76,9 @@ class RayFront:
         self.replicas = 1
         """That take requests, as Ray says."""
 
+    def loading(self) -> None:
+        """Nothing: the replicas were ready before this front was made."""
+
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Watch the number of replicas while the app runs."""

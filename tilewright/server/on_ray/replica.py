@@ -79,6 +79,8 @@ class Replica:
         self._server = self.app.state.server
         self._stack = AsyncExitStack()
         await self._stack.enter_async_context(self.app.router.lifespan_context(self.app))
+        if (loaded := getattr(self.app.state, "loaded", None)) is not None:
+            await loaded  # ordinary models, without which Ray must not send requests
         await self.check_health()
 
     async def __del__(self) -> None:  # Ray Serve awaits this too, once the replica has drained

@@ -22,6 +22,7 @@ from tilewright.server.on_ray.front import APP, DEPLOYMENT, front_on_ray
 from tilewright.server.on_ray.replica import Replica
 from tilewright.server.on_ray.scaling import Scaling
 from tilewright.server.serve import run_server
+from tilewright.server.starting import Starting
 
 __all__ = ["resources_of", "serve_on_ray"]
 
@@ -67,12 +68,12 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
                 AutoscalingPolicy(policy_function="tilewright.server.on_ray.scaling:wanted_replicas")
             ),
         )(Replica)
-        log.say(f"Starting {scaling.least} replicas of {spec['name']} on Ray, at most {scaling.most} ...")
-        try:
-            handle = serve.run(deployment.bind(whole), name=APP, route_prefix=None)
-        except RuntimeError as error:
-            raise ValueError(f"no replica could be started; {_why(error)}") from None
-        about = handle.about.remote().result(timeout_s=60)
+        with Starting(config, listener, log.say, f"{spec['name']} in {scaling.least} to {scaling.most} replicas on Ray"):
+            try:
+                handle = serve.run(deployment.bind(whole), name=APP, route_prefix=None)
+            except RuntimeError as error:
+                raise ValueError(f"no replica could be started; {_why(error)}") from None
+            about = handle.about.remote().result(timeout_s=60)
         return run_server(front_on_ray(handle, about, config), listener, log)
     finally:
         with suppress(RayError, RayServeException):  # the cluster may have gone first

@@ -1,15 +1,17 @@
 """A server of ordinary models: alone, or in the process and behind the port of a language model's server.
 
-`attach` adds models to an app that is there; `create_models_app` makes one that has nothing else. Both load the models before
-the server listens, and end their processes with it.
+`attach` adds models to an app that is there; `create_models_app` makes one that has nothing else. The models are loaded while
+the server already answers: /ready is 503 until all are there, and so is a request for one that is not. Their processes end with
+the server.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,7 +21,9 @@ from prometheus_client.registry import Collector
 
 from tilewright import __version__
 from tilewright.extras import MissingExtra
+from tilewright.host.errors import HostError
 from tilewright.host.host import Host
+from tilewright.host.loading import READY, Loading, state_of
 from tilewright.host.regions import Regions
 from tilewright.server import errors
 from tilewright.server.config import ServerConfig
@@ -39,9 +43,13 @@ logger = logging.getLogger(__name__)
 
 
 def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
-    """Serve `host` from an app whose server is at `app.state.server`."""
+    """Serve `host` from an app whose server is at `app.state.server`.
+
+    Loading the models begins with the app; `app.state.loaded` is the task that does it, and raises nothing.
+    """
     server = app.state.server
     server.rpc, app.state.host = None, host
+    server.loading = lambda: host.loading
     regions = Regions() if config.shared_memory else None
     inference = Inference(host, config, regions)
     inference.draining = lambda: server.draining
@@ -55,22 +63,17 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with inner(app):
-            started_s = time.monotonic()
-            await host.start()
-            logger.info(
-                "%d models loaded in %.1f s: %s", len(host.models), time.monotonic() - started_s, ", ".join(host.models)
-            )
-            missing = next((host.failed[name] for name in host.sources if name in host.failed), None)
-            if missing is not None:
-                server.failure = ValueError(missing)
             try:
                 server.rpc = await _rpc(host, config, inference, regions)
             except (OSError, MissingExtra) as error:
                 logger.error("%s", error)
                 server.failure = error
+            app.state.loaded = loaded = asyncio.ensure_future(_load(host, server))
             try:
                 yield
             finally:
+                loaded.cancel()
+                await asyncio.wait({loaded})
                 if server.rpc is not None:
                     await server.rpc.stop()
                 await host.close()
@@ -78,6 +81,20 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
                     regions.unregister()
 
     app.router.lifespan_context = lifespan  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def _load(host: Host, server: Any) -> None:
+    """Load the models, unless the server has failed before; where one of the command line cannot be, it fails."""
+    if server.failure is not None:
+        return
+    started_s = time.monotonic()
+    try:
+        await host.start()
+    except (HostError, ValueError, OSError) as error:
+        logger.error("%s", error)
+        server.failure = error
+        return
+    logger.info("%d models loaded in %.1f s: %s", len(host.models), time.monotonic() - started_s, ", ".join(host.models))
 
 
 async def _rpc(host: Host, config: ServerConfig, inference: Inference, regions: Regions | None) -> "Rpc | None":
@@ -117,6 +134,8 @@ class ModelServer:
         self.connections = Connections(config)
         self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
         self.draining = False
+        self.loading: Callable[[], Loading | None] = lambda: host.loading
+        """What is being loaded before the server is ready."""
         self.rpc: Rpc | None = None
         self.api = "v2"
         self.failure: BaseException | None = None
@@ -127,14 +146,17 @@ class ModelServer:
         self._registry.register(_Collected(self.counts))
         ProcessCollector(registry=self._registry)
 
+    @property
+    def _state(self) -> dict[str, str]:
+        return {"status": "draining"} if self.draining else state_of(self.loading())
+
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while the process serves; a model that breaks is replaced, and needs no restart of the server."""
-        return JSONResponse({"status": "draining" if self.draining else "ready"})
+        return JSONResponse(self._state)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while new requests are taken."""
-        ready = self.host.started and not self.draining
-        return JSONResponse({"status": "ready" if ready else "draining"}, 200 if ready else 503)
+        """GET /ready: 200 while new requests are taken, and all models are loaded."""
+        return JSONResponse(self._state, 200 if self._state == READY else 503)
 
     async def version(self, request: Request) -> Response:
         """GET /version."""

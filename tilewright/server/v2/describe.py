@@ -91,8 +91,8 @@ def index_of(host: Host, *, ready: bool) -> list[dict[str, str]]:
             state = "READY" if there else "UNAVAILABLE"
             found.append({"name": model.name, "version": str(number), "state": state, "reason": reason})
     names = set(host.sources) | set(host.repository.names() if host.repository is not None else ())
-    found += [
-        {"name": name, "version": "", "state": "UNAVAILABLE", "reason": host.failed.get(name, "not loaded")}
-        for name in sorted(names - set(host.models))
-    ]
+    for name in sorted(names - set(host.models)):
+        awaited = host.awaited(name)
+        state, reason = ("LOADING", awaited) if awaited else ("UNAVAILABLE", host.failed.get(name, "not loaded"))
+        found.append({"name": name, "version": "", "state": state, "reason": reason})
     return [one for one in found if one["state"] == "READY" or not ready]

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, Response
 from tilewright import __version__
 from tilewright.host.errors import Expired, Failed, HostError, NotFound, Overloaded, Refused, Unavailable
 from tilewright.host.host import Answer, Host, Model
+from tilewright.host.loading import state_of
 from tilewright.host.regions import INLINE_BYTES as INLINE_REGION_BYTES
 from tilewright.host.regions import MISSING, Regions
 from tilewright.host.version import Ask
@@ -132,8 +133,10 @@ class Inference:
         return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        """GET /v2/health/ready: 200 while requests are taken and every model that is loaded takes them."""
-        ready = self.host.started and not self.draining() and all(model.ready for model in self.host.models.values())
+        """GET /v2/health/ready: 200 while requests are taken and every model takes them."""
+        if (loading := self.host.loading) is not None:
+            return JSONResponse(state_of(loading), 503)
+        ready = not self.draining() and all(model.ready for model in self.host.models.values())
         return Response(status_code=200 if ready else 503)
 
     def _model(self, request: Request) -> tuple[Model, int | None]:

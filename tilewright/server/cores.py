@@ -1,0 +1,48 @@
+"""How a language model's engine and its HTTP share the cores of a machine: in which processes, and with how many threads.
+
+On a CPU the engine's small operations and HTTP compete twice. In one process they compete for the interpreter's lock: an
+operation that has ended waits until the event loop gives the lock back. And with as many threads as cores, each operation ends
+only when its slowest thread does, which may have to wait for a core that HTTP uses. So HTTP gets a process of its own, and,
+beside a small model, a core of its own. Measured: docs/experiments/server-cores.md
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from tilewright.hw.cpu import cpu
+from tilewright.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from tilewright.engine.config import EngineConfig
+    from tilewright.engine.llm import LLM
+
+__all__ = ["fronts_of", "share_cores"]
+
+SMALL_BYTES = 64 << 20
+"""Weights of a small model. A larger one gains more from the last core than HTTP, which then has few requests, can lose."""
+THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables by which a user chooses the number of threads."""
+
+
+def fronts_of(config: ServerConfig, engine: "EngineConfig | None", *, beside: bool) -> int:
+    """Return the number of front processes.
+
+    Args:
+        config: its `fronts`, if given, is the answer.
+        engine: of the language model; None: there is none.
+        beside: whether ordinary models are served by the same server.
+    """
+    if config.fronts is not None:
+        return config.fronts
+    several = config.ray or config.replicas > 1 or (engine is not None and engine.plan.ranks > 1)
+    return int(engine is not None and not (beside or several or config.shared_memory) and cpu().cores > 1)
+
+
+def share_cores(llm: "LLM") -> None:
+    """Leave one core to HTTP if the model is small and runs on the CPU; do nothing if the user chose the number of threads."""
+    if llm.plan is None or llm.engine.runner.asynchronous or any(name in os.environ for name in THREADS_SET):
+        return
+    if llm.plan.weights_bytes <= SMALL_BYTES:
+        import torch
+
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cpu().cores - 1)))
