@@ -20,8 +20,13 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(app, ["asm", *words])
 
 
+def few_of(ops: tuple[Op, ...]) -> list[Any]:
+    """Every fourth as it is, the others as long tests: what they compile to, the tests of certificates see."""
+    return [pytest.param(op, id=op.name, marks=[pytest.mark.long] if place % 4 else []) for place, op in enumerate(ops)]
+
+
 @needs_compiler
-@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", few_of(ALL))
 def test_every_op_has_a_judgement(op: Op) -> None:
     """Of an example that the tests of certificates compile too."""
     card = CARD_OF_ARCH[_arch(op)]

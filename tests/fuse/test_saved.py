@@ -126,8 +126,9 @@ class Branching(nn.Module):
         return self.last(-y if y.sum().item() > 1e9 else y)
 
 
-@pytest.fixture(params=["graph", "parts"])
+@pytest.fixture(scope="module", params=["graph", "parts"])
 def fast(request: pytest.FixtureRequest) -> Optimized:
+    """One for all: what is done to it changes nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.9), nn.Linear(8, 2)) if request.param == "graph" else Branching()
     done = tilewright.optimize(model, torch.ones(3, 8), "fp16", report=False, compiled=False)

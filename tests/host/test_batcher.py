@@ -98,7 +98,9 @@ class World:
 
 
 policies = st.builds(
-    lambda most, delay, sizes: BatchPolicy(max_rows=most, max_delay_s=delay, preferred=tuple(s for s in sizes if s <= most)),
+    lambda most, delay, sizes: BatchPolicy(
+        max_rows=most, max_delay_s=delay, preferred=tuple(s for s in sizes if s <= most), max_wait_s=60.0
+    ),  # nobody is refused: 40 batches may take two seconds
     st.integers(1, 16),
     st.sampled_from([0.0, 0.003, 0.02]),
     st.lists(st.integers(1, 16), max_size=3),

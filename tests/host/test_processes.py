@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -196,23 +195,23 @@ def wide_rows(value: float, count: int = 8) -> np.ndarray:
 def test_large_inputs_are_read_while_the_model_computes(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six batches whose reading takes a tenth of a second of two threads, and computing as long."""
-    assert len(running.host.models["slow"].versions[1]._instances[0]._places) == 2
+    """Six batches, each read by two threads; computing one takes a tenth of a second."""
+    version = running.host.models["slow"].versions[1]
+    assert len(version._instances[0]._places) == 2
     for name in ("marked", "two"):  # a batch of theirs is soon laid out
         assert len(running.host.models[name].versions[1]._instances[0]._places) == 1
     (tmp_path / "x").write_bytes(b"".join(wide_rows(value).tobytes() for value in range(6)))
     memory = regions.Regions(tmp_path)
     size = 8 * WIDTH * 4
     memory.register("r", "x", 0, 6 * size)
-    jobs = list[int]()
+    beside = list[bool]()
 
-    def slowly(reads: list[regions.Read]) -> dict[int, str]:
-        jobs.append(1)
-        time.sleep(0.1)
+    def seen(reads: list[regions.Read]) -> dict[int, str]:
+        beside.append(version._behind is not None)
         return read_all(reads)
 
     read_all = regions.read_all
-    monkeypatch.setattr(regions, "read_all", slowly)
+    monkeypatch.setattr(regions, "read_all", seen)
     monkeypatch.setattr(regions, "_threads", lambda: 2)
 
     async def ask(value: int) -> None:
@@ -220,13 +219,12 @@ def test_large_inputs_are_read_while_the_model_computes(
         answer = await running.host.infer("slow", None, {"x": Wire("FP32", (8, WIDTH), part)}, Ask())
         assert (array_of(answer.outputs["output"]) == 2 * value).all()
 
-    async def all_of_them() -> float:
-        began_s = time.monotonic()
+    async def all_of_them() -> None:
         await asyncio.gather(*(ask(value) for value in range(6)))
-        return time.monotonic() - began_s
 
-    assert running(all_of_them()) < 1.15  # one after the other it is 1.2 s
-    assert len(jobs) == 12
+    running(all_of_them())
+    assert len(beside) == 12
+    assert any(beside), "no batch was read while another one was computed"
 
 
 def test_outputs_that_need_more_memory_come_from_both_places(running: Running) -> None:

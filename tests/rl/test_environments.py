@@ -4,13 +4,13 @@ import itertools
 import json
 import operator
 import random
-import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from tests.awake import awake_s
 from tests.paths import SHARED
 from tilewright.rl.environments.base import Task
 from tilewright.rl.environments.math import final_answer, grade
@@ -174,9 +174,9 @@ def test_workers_lose_a_sample_and_nothing_else() -> None:
         assert rewards == [1.0, None, 2.0, None, None, 3.0, None, None, None, 4.0, None, None, None, 5.0]
         assert workers.failures == {"time": 3, "memory": 1, "raised": 2, "died": 1, "not finite": 2}
         assert "TypeError" in workers.last_error or "ValueError" in workers.last_error
-        began = time.monotonic()
+        began = awake_s()
         assert workers.score(tasks[:3], ["7", "8", "9"]) == [7.0, 8.0, 9.0]
-        assert time.monotonic() - began < 60
+        assert awake_s() - began < 60
         processes = [worker.process for worker in workers._workers]
     assert all(process.poll() is not None for process in processes)
 

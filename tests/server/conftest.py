@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import uvicorn.server
 
@@ -24,6 +25,22 @@ def _ends_sooner() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_process, "TICK_S", 0.05)
         patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": sleep}))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clients_are_patient() -> Iterator[None]:
+    """httpx gives up after five seconds, which a machine that halts may take."""
+    with pytest.MonkeyPatch.context() as patch:
+        for asks in (
+            httpx.Client.__init__,
+            httpx.AsyncClient.__init__,
+            httpx.get,
+            httpx.post,
+            httpx.stream.__wrapped__,
+            httpx.request,
+        ):
+            patch.setitem(asks.__kwdefaults__, "timeout", httpx.Timeout(60))
         yield
 
 

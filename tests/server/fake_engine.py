@@ -17,6 +17,7 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.awake import awake_s
 from tilewright.engine.blocks import BlockPool
 from tilewright.engine.core import Engine
 from tilewright.engine.pooling import Pass
@@ -168,11 +169,11 @@ class Running:
         """Where it listens."""
         return int(self.url.rpartition(":")[2])
 
-    def until_idle(self, timeout_s: float = 5.0) -> None:
+    def until_idle(self, timeout_s: float = 30.0) -> None:
         """Wait until no request runs or waits and every page is free or kept for reuse."""
-        end_s = time.monotonic() + timeout_s
+        end_s = awake_s() + timeout_s
         while (stats := self.engine.stats()).running or stats.waiting or stats.pages_used:
-            assert time.monotonic() < end_s, f"still busy after {timeout_s} s: {stats}"
+            assert awake_s() < end_s, f"still busy after {timeout_s} s: {stats}"
             time.sleep(0.005)
 
 

@@ -1,5 +1,6 @@
 """A server whose model says what a test has written down, one byte a token, unless a grammar forbids it."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,12 @@ class ScriptRunner(LetterRunner):
     """Says `script`, then ends the text."""
 
     script: bytes = b""
+    hold_at = -1
+    """The byte of the script that is not said before `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
 
     def launch(self, step: Step) -> Step:
         """Fails nowhere."""
@@ -33,6 +40,8 @@ class ScriptRunner(LetterRunner):
     def token(self, request: Request, position: int) -> int:
         """The next byte of the script; behind it what closes lists and objects, where a grammar wants them closed."""
         at = position - len(request.prompt_ids)
+        if at == self.hold_at:
+            assert self.go.wait(60), "what was said before has not arrived"
         end = EOS if request.params.grammar is None else ord("]")
         return self.script[at] if at < len(self.script) else end
 

@@ -13,8 +13,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.awake import until
 from tests.server import fake_engine
-from tests.server.test_lifecycle import END_S, until
+from tests.server.test_lifecycle import END_S
 from tests.server.test_surroundings import answer, connect, generation
 from tests.server.tiny_model import write_tiny_model
 from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, Victim, server_process, victim
@@ -40,10 +41,10 @@ def test_requests_that_take_too_long_are_aborted_with_words() -> None:
     with server_process("tests.server.fake_server", "0.05", "drain_timeout_s=0.5") as server:
         one = Victim(server.port, ALPHABET, ALPHABET_TEXT)
         one.start()
-        assert one.started.wait(10)
+        assert one.started.wait(60)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: b'"draining": true' in server.request("GET", "/live")[2])
-        one.join(10)
+        one.join(60)
         assert "did not finish in time" in one.ended
         assert server.process.wait(END_S) == 143
 
@@ -71,10 +72,10 @@ def test_streams_go_on_when_the_reader_of_the_log_has_gone() -> None:
         assert found
         one = Victim(int(found[1]), {**ALPHABET, "max_tokens": 150}, ALPHABET_TEXT)
         one.start()
-        assert one.started.wait(10)
+        assert one.started.wait(60)
         process.stderr.close()
         process.send_signal(signal.SIGTERM)
-        one.join(20)
+        one.join(60)
         assert (one.ended, one.text) == ("data: [DONE]\n", ALPHABET_TEXT[:150])
         assert process.wait(END_S) == 0
 

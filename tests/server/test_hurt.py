@@ -8,17 +8,17 @@ import http.client
 import itertools
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from tests.awake import awake_s, until
 from tests.server.victim import BOOKWORM, server_process
 
 MAX_GAP_S = 1.0
-BYSTANDER = {"prompt": "The captain looked at the sea and", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+BYSTANDER = {"prompt": "The captain looked at the sea and", "max_tokens": 160, "temperature": 0, "ignore_eos": True}
 OK, REFUSED, BUSY = 200, 400, 429
 Ask = tuple[str, bytes]
 
@@ -122,7 +122,10 @@ def send(port: int, request: Ask) -> tuple[int, bytes]:
 
 
 class Bystander(threading.Thread):
-    """Reads its stream again and again. `times` has the arrival of every chunk, `texts` what each round has brought."""
+    """Reads its stream again and again.
+
+    `times` has each chunk's arrival, by the clock that stands still with the machine; `texts` what each round has brought.
+    """
 
     def __init__(self, port: int):
         super().__init__(daemon=True)
@@ -153,7 +156,7 @@ class Bystander(threading.Thread):
                     return
                 if event:
                     self.texts[-1] += event["choices"][0]["text"]
-                    self.times.append(time.monotonic())
+                    self.times.append(awake_s())
         except OSError as error:
             self.trouble = f"{type(error).__name__}: {error}"
         finally:
@@ -168,9 +171,7 @@ def bystander(long_shape: str) -> Iterator[tuple[Bystander, str]]:
         alone.round()
         beside = Bystander(server.port)
         beside.start()
-        while not beside.times:
-            assert not beside.trouble, beside.trouble
-            time.sleep(0.01)
+        until(lambda: bool(beside.times or beside.trouble))
         yield beside, alone.texts[0]
         beside.stopping = True
         beside.join(10)
@@ -184,8 +185,7 @@ def test_a_stream_goes_on(bystander: tuple[Bystander, str], row: str) -> None:
     with ThreadPoolExecutor(len(requests)) as pool:
         answers = list(pool.map(lambda request: send(stream.port, request), requests))
     seen = len(stream.times)
-    while len(stream.times) < seen + 2 and not stream.trouble:
-        time.sleep(0.005)
+    until(lambda: len(stream.times) >= seen + 2 or bool(stream.trouble))
     assert not stream.trouble
     for status, body in answers:
         content = json.loads(body, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))

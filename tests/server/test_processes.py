@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.test_lifecycle import END_S, until
+from tests.awake import awake_s, until
+from tests.server.test_lifecycle import END_S
 from tests.server.test_surroundings import connect, generation
 from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, Victim, server_process
 from tilewright.server.config import ServerConfig
@@ -57,7 +58,7 @@ def connections(pid: int, port: int) -> set[int]:
 
 def serves(server: ServerProcess, pid: int) -> bool:
     """Whether a connection came to this front."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as one:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
         time.sleep(0.02)
         return one.getsockname()[1] in connections(pid, server.port)
 
@@ -83,7 +84,7 @@ def on_both(server: ServerProcess, most: int = 60) -> Iterator[dict[int, list[Vi
 def _streaming(server: ServerProcess) -> Iterator[Victim]:
     one = Victim(server.port, ALPHABET, ALPHABET_TEXT)
     one.start()
-    assert one.started.wait(20), one.ended
+    assert one.started.wait(60), one.ended
     try:
         yield one
     finally:
@@ -106,7 +107,7 @@ def test_a_front_that_is_killed_hurts_nobody(server: ServerProcess) -> None:
         os.kill(killed, signal.SIGKILL)
         until(lambda: server.metric("tilewright_requests_running") == len(by_front[other]))
         for one in by_front[killed]:
-            one.join(5)
+            one.join(60)
             assert one.ended == "closed"
         until(lambda: len(fronts_of(server)) == 2 and killed not in fronts_of(server), BACK_S)
         [new] = set(fronts_of(server)) - {other}
@@ -125,12 +126,12 @@ def test_an_engine_that_is_killed_is_said_at_once_and_started_again(server: Serv
     before = server.metric('tilewright_http_requests_total{path="/v1/completions",status="200"}')
     with on_both(server) as by_front:
         streams = [one for several in by_front.values() for one in several]
-        killed_s = time.monotonic()
+        killed_s = awake_s()
         os.kill(engine_of(server), signal.SIGKILL)
         for one in streams:
-            one.join(5)
+            one.join(60)
             assert "the engine process has ended" in one.ended
-        assert time.monotonic() - killed_s < 5
+        assert awake_s() - killed_s < 5
         for _ in range(8):  # whichever front answers
             assert server.request("GET", "/health")[0] == 503
             status, headers, body = server.post(prompt="ab")
@@ -213,7 +214,7 @@ def test_a_signal_drains_all_fronts(server: ServerProcess) -> None:
         until(lambda: {server.request("GET", "/ready")[0] for _ in range(8)} == {503})
         until(lambda: {server.post(prompt="ab")[0] for _ in range(8)} == {503})
         for one in (one for several in by_front.values() for one in several):
-            one.join(20)
+            one.join(60)
             assert "did not finish in time" in one.ended
     assert server.process.wait(END_S) == 143
 

@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.awake import until
 from tests.server.fake_engine import fake_engine
 from tilewright.server.config import ServerConfig
 from tilewright.server.on_ray.scaling import METRIC, Scaling, language_load, ordinary_load, wanted_replicas
@@ -167,13 +167,6 @@ def command(*words: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[byte
             process.send_signal(signal.SIGTERM)
             code = process.wait(90)
         assert code == 0, log.read_text()
-
-
-def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end_s, "it does not come true"
-        time.sleep(0.1)
 
 
 def replicas_of(process: subprocess.Popen[bytes]) -> list[int]:

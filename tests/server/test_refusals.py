@@ -3,13 +3,14 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from tests.awake import until
 from tests.server.fake_engine import Running, fake_engine, running
 from tilewright.engine.request import QueueFull
 from tilewright.engine.step import DeviceLost
@@ -85,13 +86,6 @@ def test_a_body_that_does_not_arrive() -> None:
 
         headers = {"content-type": "application/json"}
         error_of(client.post("/v1/completions", content=slow(), headers=headers), 408)
-
-
-def until(true: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, f"not so after {timeout_s} s"
-        time.sleep(0.005)
 
 
 def test_a_tokenizer_that_gives_up_on_a_text_refuses_that_text_alone() -> None:
@@ -196,10 +190,7 @@ def test_a_lost_device_ends_what_runs_and_the_engine() -> None:
             engine.runner.launch = lost  # type: ignore[method-assign]
             assert "cuda:0 answers no more" in list(lines)[-1]
         # The stream is told by the engine's last step, a moment before its thread has ended.
-        until_s = time.monotonic() + 10
-        while client.get("/health").status_code != 503:
-            assert time.monotonic() < until_s, "the server goes on without an engine"
-            time.sleep(0.01)
+        until(lambda: client.get("/health").status_code == 503)
         assert "answers no more" in error_of(client.post("/v1/completions", json={"prompt": "a"}), 503)["message"]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.awake import until
 from tilewright.server.config import ServerConfig
 from tilewright.server.fleet import Fleet
 from tilewright.server.forward import Front, digests_of, front_of
@@ -53,13 +54,6 @@ def serving(delay_s: float = 0.03, **config: object) -> Iterator[tuple[str, Flee
         thread.join()
         fleet.end()
         listener.close()
-
-
-def until(true, seconds: float = 60.0) -> None:
-    end_s = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end_s, "it does not come true"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

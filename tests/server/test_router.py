@@ -133,9 +133,9 @@ def test_a_decision_costs_50_microseconds() -> None:
         router.known(rng.randrange(8), prompt[: rng.randrange(750)])
     best = 1.0
     for _ in range(30):
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         for prompt in prompts:
             router.choose(prompt, 12_000, range(8))
-        best = min(best, (time.perf_counter() - began_s) / len(prompts))
+        best = min(best, (time.thread_time() - began_s) / len(prompts))
     print(f"{best * 1e6:.1f} us a decision")
     assert best < 50e-6

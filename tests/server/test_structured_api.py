@@ -64,7 +64,8 @@ def refused(server: Server, path: str = "chat/completions", **body: Any) -> dict
 
 
 def test_a_call_whole_and_streamed(server: Server, client: openai.OpenAI) -> None:
-    server[1].script = f"Let me see.\n{CALL}\n{CALL}".encode()
+    runner = server[1]
+    runner.script = f"Let me see.\n{CALL}\n{CALL}".encode()
     asked: dict[str, Any] = {"model": "letters", "messages": HI, "tools": [WEATHER, NOW], "temperature": 0}
     choice = client.chat.completions.create(**asked).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
@@ -77,9 +78,14 @@ def test_a_call_whole_and_streamed(server: Server, client: openai.OpenAI) -> Non
     assert final.finish_reason == "tool_calls"
     assert final.message.content == "Let me see."
     assert [call.function.arguments for call in final.message.tool_calls or []] == [calls[0].function.arguments] * 2
-    chunks = list(client.chat.completions.create(**asked, stream=True))
-    parts = [part for chunk in chunks for part in (chunk.choices[0].delta.tool_calls or [])]
-    assert len(parts) > 20, "arguments are streamed as they come"
+    runner.hold_at = runner.script.index(b"ern")
+    try:
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            if any(part.function and part.function.arguments for part in chunk.choices[0].delta.tool_calls or []):
+                runner.go.set()  # arguments are streamed as they come: the rest of them is not said before
+    finally:
+        runner.hold_at = -1
+    assert runner.go.is_set()
     one = client.chat.completions.create(**asked, parallel_tool_calls=False).choices[0]
     assert len(one.message.tool_calls or []) == 1
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.server.test_lifecycle import until
+from tests.awake import until
 from tests.server.victim import ALPHABET, ALPHABET_TEXT, ServerProcess, server_process, victim
 
 MANY = 40
@@ -33,7 +33,7 @@ def server(long_shape: str) -> Iterator[ServerProcess]:
 
 
 def connect(server: ServerProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
 
 
 def answer(connection: socket.socket) -> bytes:

@@ -15,9 +15,9 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.awake import until
 from tests.server import fake_engine
 from tests.server.fake_engine import behind_a_socket, running
-from tests.server.test_lifecycle import until
 from tests.server.victim import ALPHABET_TEXT
 from tilewright.engine.deltas import Note, StepDeltas, StepRows
 from tilewright.engine.grammar import Grammar
@@ -232,7 +232,7 @@ def test_a_stream_beside_hostile_messages(served: Any) -> None:
                     if rng.random() < 0.1:
                         other.send_multipart([submit] * rng.randrange(2, 4))
                     other.send(damaged(rng, rng.choice(kinds)))
-            answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=20)
+            answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
             assert answer.json()["choices"][0]["text"] == ALPHABET_TEXT[:100], turn
     assert httpx.get(f"{served.url}/health").status_code == 200
     served.until_idle()
@@ -282,6 +282,6 @@ def test_a_front_that_does_not_read_is_given_up(served: Any) -> None:
         assert len(served.process._fronts) == 1, "the other front is still there, and no more"
         assert httpx.get(f"{served.url}/health").status_code == 200
         body = {"prompt": "ab", "max_tokens": 100, "temperature": 0}
-        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=20)
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
         assert answer.json()["choices"][0]["text"] == ALPHABET_TEXT[:100]
     served.until_idle()

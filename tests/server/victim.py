@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.awake import awake_s
 from tests.server import fake_engine
 
 MAX_GAP_S = 1.0
@@ -41,7 +42,7 @@ class ServerProcess:
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body) of one request on a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
             response = connection.getresponse()
@@ -99,7 +100,7 @@ def _collect(server: ServerProcess) -> None:
 
 
 class Victim(threading.Thread):
-    """Reads one stream from start to `stop()`, and notes text and times."""
+    """Reads one stream from start to `stop()`, and notes text and times, by the clock that stands still with the machine."""
 
     def __init__(self, port: int, body: dict[str, object], expected: str):
         super().__init__(daemon=True)
@@ -131,7 +132,7 @@ class Victim(threading.Thread):
                     self.ended = str(event["error"])
                     return
                 self.text += event["choices"][0]["text"] if event["choices"] else ""
-                self.times.append(time.monotonic())
+                self.times.append(awake_s())
                 self.started.set()
             self.ended = "stopped"
         except OSError as error:
@@ -142,11 +143,11 @@ class Victim(threading.Thread):
     def stop(self) -> None:
         """End the stream."""
         self._stopping.set()
-        self.join(10)
+        self.join(60)
 
     def check(self) -> None:
         """End the stream; raises AssertionError if its text is another than expected, or came too slowly."""
-        now_s = time.monotonic()
+        now_s = awake_s()
         self.stop()
         assert self.ended in ("stopped", "data: [DONE]\n"), f"the victim's stream ended with {self.ended}"
         assert self.text, "the victim has got nothing"
@@ -161,7 +162,7 @@ def victim(port: int, body: dict[str, object], expected: str) -> Iterator[Victim
     """A victim that runs while the context is open, and is looked at when it closes without an error."""
     one = Victim(port, body, expected)
     one.start()
-    assert one.started.wait(20), f"the victim does not start: {one.ended}"
+    assert one.started.wait(60), f"the victim does not start: {one.ended}"
     try:
         yield one
         one.check()

@@ -312,9 +312,9 @@ def test_a_new_problem_costs_less_than_a_millisecond(places: Places) -> None:
         *(p._replace(k=p.k + 8) for p in problems[::20]),
         *(HERE._replace(m=4000 + i) for i in range(50)),
     ]:
-        start = time.perf_counter()
+        start = time.thread_time()
         result = found(problem)
-        took.setdefault(result[2] if result else "none", []).append(time.perf_counter() - start)
+        took.setdefault(result[2] if result else "none", []).append(time.thread_time() - start)
     medians = {source: sorted(times)[len(times) // 2] for source, times in took.items()}
     assert set(medians) == {"exact", "bucket", "none"}
     assert max(medians.values()) < 3e-3, medians

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.awake import awake_s
 from tests.bench.load.test_service import scripted_process
 from tests.host.fakes import Makes
 from tests.server.v2.running import Server, double, serving
@@ -175,10 +176,10 @@ def test_ctrl_c_leaves_nothing(server: Server, number: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed) as process:
-        end_s = time.monotonic() + 60
+        end_s = awake_s() + 60
         while len(_regions(server)) < 4:
             assert process.poll() is None
-            assert time.monotonic() < end_s
+            assert awake_s() < end_s
             time.sleep(0.05)
         process.send_signal(number)
         _, said = process.communicate(timeout=30)
@@ -194,9 +195,9 @@ def test_a_process_that_is_killed_leaves_no_objects(server: Server) -> None:
         [sys.executable, "-c", f"{code}; os.kill(os.getpid(), signal.SIGKILL)"], check=False, capture_output=True
     )
     assert done.returncode == -signal.SIGKILL
-    end_s = time.monotonic() + 20
+    end_s = awake_s() + 60
     while _objects():
-        assert time.monotonic() < end_s
+        assert awake_s() < end_s
         time.sleep(0.05)
 
 

@@ -1,7 +1,6 @@
 """Whole models from ONNX files: beside ONNX Runtime, through export and serving, and files that are none."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,11 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import tilewright as tw
 from tests.fuse.zoo_models import BESIDE, _package
+from tilewright.cli import app
 from tilewright.cli.export import _shapes
 from tilewright.host.config import ModelConfig
 from tilewright.host.export import export
@@ -184,12 +185,12 @@ def test_the_command(tmp_path: Path) -> None:
     )
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), path)
-    words = [sys.executable, "-m", "tilewright.cli", "export", str(path), "--out", str(tmp_path / "out"), "--max-batch", "2"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 1
+    words = ["export", str(path), "--out", str(tmp_path / "out"), "--max-batch", "2"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1
     assert "say them: tilewright export ... --shape ids.1=2,N,4" in done.stderr
-    done = subprocess.run([*words, "--shape", "ids.1=1,10,4"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, [*words, "--shape", "ids.1=1,10,4"])
+    assert done.exit_code == 0, done.stderr
     assert json.loads((tmp_path / "out/program.json").read_text())["signature"]["inputs"][0]["shape"] == [-1, 10, 4]
 
 

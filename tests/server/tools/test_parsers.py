@@ -348,10 +348,10 @@ def test_a_long_argument_takes_time_in_proportion(format: str) -> None:
         best = float("inf")
         for _ in range(3):
             parser, events = parser_of(format, TOOLS), []
-            start_s = time.perf_counter()
+            start_s = time.thread_time()
             for at in range(0, len(text), 4):
                 events += parser.push(text[at : at + 4])
-            best = min(best, time.perf_counter() - start_s)
+            best = min(best, time.thread_time() - start_s)
             name, arguments = result(events + parser.finish()).calls[0]
             assert (name, len(json.loads(arguments)["city"]) > len(string) // 2) == ("weather", True)
         return best

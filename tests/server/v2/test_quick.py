@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.awake import until
 from tests.host.fakes import Makes
 from tests.server.v2.running import Server, double, serving
 from tilewright.host.config import ModelConfig
@@ -64,13 +64,6 @@ def value(found: tuple[int, dict[str, str], bytes]) -> float:
     assert len(numbers) == 4
     assert len(set(numbers.tolist())) == 1
     return float(numbers[0])
-
-
-def until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("size", [1, 37, 10_000])

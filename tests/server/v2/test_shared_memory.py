@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.awake import until
 from tests.host import models
 from tests.host.test_regions import open_files
 from tests.server.v2.running import Server, serving
-from tests.server.v2.test_quick import until
 from tilewright.host.config import ModelConfig
 from tilewright.server.config import ServerConfig
 from tilewright.server.v2 import http as usual_way
