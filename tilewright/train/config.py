@@ -1,6 +1,7 @@
-"""The configuration of a training run: a frozen dataclass, read from TOML; its fields are the options of `tilewright train`.
+"""The configuration of a training run, a frozen dataclass that is read from TOML. Its fields are the options of `tilewright
+train`.
 
-Imports no torch.
+Does not import torch.
 """
 
 import difflib
@@ -24,7 +25,7 @@ _CHOICES = {
 }  # fmt: skip
 
 TABLES = ("dpo", "lora")
-"""Tables that a file may have: rank in [lora] is the field lora_rank."""
+"""Tables that a file may have: `rank` in [lora] is the field lora_rank."""
 
 FREE = frozenset(
     (
@@ -32,7 +33,7 @@ FREE = frozenset(
         "sample_prompt", "sample_tokens", "tensorboard", "max_skipped",
     )
 )  # fmt: skip
-"""Fields that a resumed run may change: they do not touch what is computed."""
+"""Fields that may differ when a run is resumed, because they do not affect results."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -41,9 +42,9 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run. Tokens of one update: row_tokens * micro_rows * micro_batches.
+    """A training run. Tokens of one update: row_tokens * micro_rows * micro_batches.
 
-    Raises ValueError for a value that no model or data can make right.
+    Raises ValueError for values that are invalid for every model and all data.
     """
 
     model: str = _option(
@@ -206,12 +207,12 @@ class TrainConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one update, at most."""
+        """The highest number of tokens in one update."""
         return self.row_tokens * self.micro_rows * self.micro_batches
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:
-    """A field's value is what its annotation says; an int is a float too."""
+    """Raise ValueError unless a field's value has the annotated type; an int is also accepted as a float."""
     kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
     for one in kinds:
         if one is type(None) and value is None:
@@ -229,7 +230,7 @@ def _check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
-    """A config from a file's values, and options that overrule them. Raises ValueError for a name that there is not."""
+    """A config from a file's values, and options that override them. Raises ValueError for an unknown name."""
     known = [one.name for one in fields(TrainConfig)]
     for name in values:
         if name not in known:
@@ -247,7 +248,7 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a config file, flat. Raises ValueError where it is no TOML."""
+    """The values of a config file, with tables flattened. Raises ValueError if it is not TOML."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -257,7 +258,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Every field that has a value, as `read_toml` reads it."""
+    """Every field that has a value, in the format of `read_toml`."""
     values = {**asdict(config), "parallel": str(config.parallel) or None}
     lines = [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
@@ -275,8 +276,8 @@ def _literal(value: Any) -> str:
 
 
 def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
-    """Sentences about fields that a resumed run must not change, and that differ."""
-    # Another plan computes the same; what is cut into sums may be no other.
+    """A sentence for each field that differs although a resumed run must not change it."""
+    # Another plan computes the same, but the number of summands must stay the same.
     alone = replace(saved, parallel=saved.parallel.alone())
     same = replace(now, **{name: getattr(saved, name) for name in FREE}, parallel=now.parallel.alone())
     pairs = ((one.name, getattr(alone, one.name), getattr(same, one.name)) for one in fields(TrainConfig))
