@@ -110,7 +110,7 @@ def test_a_mixture_goes_on_from_any_position(tmp_path: Path) -> None:
         again = made()
         again.load_state(states[start])
         assert [[(ids.tolist(), targets.tolist()) for ids, targets in again.row(32)] for _ in rows[start:]] == rows[start:]
-    with pytest.raises(ValueError, match="the saved data position is of 3 sources, and there are 1"):
+    with pytest.raises(ValueError, match="the saved data position is for 3 sources, and there are 1"):
         Mixture([Texts(TokenShards(tmp_path / "a"), 0)]).load_state(states[0])
 
 

@@ -234,7 +234,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
             train(config(**changes), say=quiet)
     said: list[str] = []
     train(config(**changes), say=said.append)
-    assert "going on behind step 5" in said
+    assert "continuing after step 5" in said
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     a, b = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("run", "whole"))
     assert all(torch.equal(a[name], b[name]) for name in a | b)

@@ -106,7 +106,7 @@ def test_a_run_that_is_killed_and_resumed_has_bitwise_the_same_losses(
 
     said: list[str] = []
     train(killed, say=said.append)
-    assert any("going on behind step" in line for line in said)
+    assert any("continuing after step" in line for line in said)
     assert losses(tmp_path / "killed") == wanted
     again = {name: load_model(tmp_path / name / "model", device="cpu") for name in ("whole", "killed")}
     for (name, a), b in zip(again["whole"].named_parameters(), again["killed"].parameters(), strict=True):

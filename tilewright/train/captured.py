@@ -123,7 +123,7 @@ class Captured:
         """The replay of a pass, with these inputs filled in."""
         documents = batch.packed.cu_q.shape[0] - 1
         if batch.packed.max_q_len > self._longest:
-            raise ValueError(f"a document has {batch.packed.max_q_len} tokens, and passes were to have {self._longest} at most")
+            raise ValueError(f"a document has {batch.packed.max_q_len} tokens, wanted at most {self._longest}")
         if self._inputs is not None and batch.token_ids.shape != self._inputs.token_ids.shape:
             had, has = self._inputs.token_ids.numel(), batch.token_ids.numel()
             raise ValueError(f"a micro-batch has {has} tokens, and the captured pass {had}: turn graphs off")

@@ -46,7 +46,7 @@ def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list
             kept.setdefault(why, []).append(name)
     reasons = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}" for why, names in kept.items()]
     if not count:
-        raise ValueError(f"compute is {config.compute}, and no layer gains by it; set it to dtype. {'; '.join(reasons)}")
+        raise ValueError(f"compute is {config.compute}, and no layer gets faster by it; set it to dtype. {'; '.join(reasons)}")
     return [f"{config.compute}: {count} layers", *(f"not {reason}" for reason in reasons)]
 
 
@@ -57,7 +57,7 @@ def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | 
     slices, tokens = config.parallel.slices, config.row_tokens * config.micro_rows // config.parallel.chunks
     if rows % (16 * slices) or cols % (16 * slices):
         parts = f" in {slices} slices" if slices > 1 else ""
-        return f"a weight of {rows} x {cols}{parts} has sides that are no multiples of 16"
+        return f"a weight of {rows} x {cols}{parts} has sides that are not multiples of 16"
     if card is None:
         return None
     plain, coded = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, _SCALES[config.compute])

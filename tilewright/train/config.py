@@ -171,7 +171,7 @@ class TrainConfig:
             raise ValueError("piece_tokens is 1, wanted 0, or 2 or more: a piece's last token has nothing to predict")
         if self.piece_tokens and (self.chat or self.loss != "next-token" or not self.shuffle):
             raise ValueError(
-                "piece_tokens is for texts that are shuffled: leave it out with chat, with pairs, and where shuffle is off"
+                "piece_tokens is for texts that are shuffled: leave it out with chat, with pairs, and without shuffle"
             )
         if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
             raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
@@ -195,15 +195,15 @@ class TrainConfig:
             got = f"lora_alpha is {self.lora_alpha} and lora_dropout {self.lora_dropout}"
             raise ValueError(f"{got}, wanted above 0, and 0 to below 1")
         if not self.lora_rank and (self.lora_base != "float" or self.lora_adapter or self.lora_targets):
-            raise ValueError("lora_base, lora_adapter and lora_targets are of an adapter: set lora_rank")
+            raise ValueError("lora_base, lora_adapter and lora_targets need an adapter: set lora_rank")
         if self.lora_rank and self.mup_base is not None:
-            raise ValueError("mup_base scales by the width of what is trained, and an adapter has none: leave one of them out")
+            raise ValueError("mup_base scales by the width of the trained model, and an adapter has none: leave one out")
         if self.lora_rank and self.init != "load":
-            raise ValueError("an adapter beside random weights learns nothing of use: set init to load, or lora_rank to 0")
+            raise ValueError("an adapter for random weights is useless: set init to load, or lora_rank to 0")
         if self.compute != "dtype" and (self.lora_rank or self.loss != "next-token"):
             raise ValueError(f"compute is {self.compute}, which is for training all weights on next tokens: set it to dtype")
         if self.loss != "next-token" and (self.chat or self.z_loss or self.label_smoothing or self.eval_data):
-            raise ValueError(f"loss is {self.loss}, which has no chat, z_loss, label_smoothing or eval_data: leave them out")
+            raise ValueError(f"loss is {self.loss}, which allows no chat, z_loss, label_smoothing or eval_data: leave them out")
 
     @property
     def step_tokens(self) -> int:
@@ -235,14 +235,14 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
     for name in values:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"the config has {name!r}, which is no field" + (f"; is {close[0]!r} meant?" if close else ""))
+            raise ValueError(f"the config has {name!r}, which is not a field" + (f"; is {close[0]!r} meant?" if close else ""))
     both = {**values, **over}
     table = both.get("parallel")
     if isinstance(table, Mapping) and "micro_batches" in table:
         inside = {name: value for name, value in table.items() if name != "micro_batches"}
         if both.get("micro_batches", table["micro_batches"]) != table["micro_batches"]:
-            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} beside it"
-            raise ValueError(f"micro_batches is {given}; they are those of an update, of all ranks together: give one number")
+            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} outside of it"
+            raise ValueError(f"micro_batches is {given}; it is the number of an update, over all ranks: give one value")
         both |= {"parallel": inside, "micro_batches": table["micro_batches"]}
     return TrainConfig(**both)
 
@@ -252,7 +252,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+        raise ValueError(f"{path} is not TOML: {error}") from error
     tables = {name: values.pop(name) for name in TABLES if isinstance(values.get(name), dict)}
     return values | {f"{name}_{key}": value for name, table in tables.items() for key, value in table.items()}
 

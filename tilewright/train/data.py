@@ -59,7 +59,7 @@ class _Order:
 
     def __init__(self, shards: TokenShards, seed: int | None, name: str, piece: int = 0):
         if not len(shards):
-            raise ValueError(f"{name} has no tokens: give a source that has some, or leave it out")
+            raise ValueError(f"{name} has no tokens: give another source, or leave it out")
         ends = shards.ends(0, len(shards))
         # Documents without tokens are dropped; tokens after the last end are a document that ends with the shards.
         ends = np.unique(np.append(ends[ends > 0], len(shards)))
@@ -181,7 +181,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None):
         weights = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(weights) != len(sources) or not all(0 < weight < float("inf") for weight in weights):
-            raise ValueError(f"{len(sources)} sources of data with weights {weights}: wanted one positive weight a source")
+            raise ValueError(f"{len(sources)} sources of data with weights {weights}: wanted one positive weight for each")
         self._sources, self._weights = list(sources), weights
         self._positions, self._tokens = [0] * len(sources), [0] * len(sources)
 
@@ -201,7 +201,7 @@ class Mixture:
         """Return to an earlier `state`. Raises ValueError if it is for other sources."""
         positions, tokens = list(state["positions"]), list(state["tokens"])
         if len(positions) != len(self._sources) or len(tokens) != len(positions):
-            raise ValueError(f"the saved data position is of {len(positions)} sources, and there are {len(self._sources)}")
+            raise ValueError(f"the saved data position is for {len(positions)} sources, and there are {len(self._sources)}")
         self._positions, self._tokens = positions, tokens
 
 

@@ -79,7 +79,7 @@ def adapted(config: TrainConfig, model: Model) -> Model:
         for pattern in config.lora_targets:
             if not AdapterConfig(rank=1, alpha=1.0, targets=(pattern,)).chosen(targets):
                 kinds = sorted({name.rpartition(".")[2] for name in targets})
-                raise ValueError(f"lora_targets has {pattern!r}, which is no layer; there are {', '.join(kinds)}")
+                raise ValueError(f"lora_targets has {pattern!r}, which matches no layer; there are {', '.join(kinds)}")
         generator = torch.Generator().manual_seed(config.seed)
         begin = partial(_new, generator, config.lora_rank)
         pairs = {name: Pair(*begin(targets[name].rows, targets[name].cols), settings.scale_of(name)) for name in chosen}

@@ -61,7 +61,7 @@ class Encoder:
         try:
             self._backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library does not raise anything more specific
-            raise ModelError(f"{path} is no tokenizer: {error}") from error
+            raise ModelError(f"{path} is not a tokenizer: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -139,7 +139,7 @@ def train(
         if config.lora_dropout:
             torch.manual_seed(config.seed)  # for dropout masks; a checkpoint contains the generator's state
         if resume(run):
-            say(f"going on behind step {run.step}")
+            say(f"continuing after step {run.step}")
         # Not earlier: if the config is refused, the file must remain that of the run in the folder.
         if mesh.rank == 0:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")

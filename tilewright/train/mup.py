@@ -60,7 +60,7 @@ def mup_for(shape: ModelConfig, base: int, optimizer: str) -> MuP:
         ValueError: the rules do not apply to this model or optimizer.
     """
     if shape.tie_word_embeddings:
-        raise ValueError("mup_base needs a head of its own, and this model's is its embedding: tie_word_embeddings = false")
+        raise ValueError("mup_base needs a separate head, and this model's is its embedding: tie_word_embeddings = false")
     if not optimizer.startswith("adamw"):
         raise ValueError(f"mup_base has rules for adamw and adamw-8bit; optimizer is {optimizer}")
     return MuP(shape.hidden_size / base)

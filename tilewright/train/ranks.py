@@ -43,17 +43,17 @@ def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     )  # fmt: skip
     cut = plan.alone() != Plan() or plan.pp > 1
     if config.sample_every and (cut or plan.zero == 3):
-        raise ValueError("parallel: sample_every writes with a whole model, and this plan cuts it; set sample_every to 0")
+        raise ValueError("parallel: sample_every needs the whole model, and this plan divides it; set sample_every to 0")
     if config.eval_data is not None and (plan.pp > 1 or plan.sp or plan.chunks > 1):
-        raise ValueError("parallel: eval_data is not measured where pp, sp or cp cut layers or tokens; leave eval_data out")
+        raise ValueError("parallel: eval_data cannot be measured if pp, sp or cp divide layers or tokens; leave eval_data out")
 
 
 def _check_adapter(config: TrainConfig) -> None:
     plan = config.parallel
     if plan.alone() != Plan() or plan.pp > 1 or plan.ep > 1 or plan.zero > 2:
-        raise ValueError("parallel: an adapter is trained on replicas of a frozen model: take dp, and zero 1 or 2, alone")
+        raise ValueError("parallel: an adapter is trained on replicas of a frozen model: use only dp, and zero 1 or 2")
     if config.lora_dropout and plan.ranks > 1:
-        raise ValueError("parallel: lora_dropout draws its masks pass by pass, and ranks make other passes; set it to 0")
+        raise ValueError("parallel: lora_dropout would draw other masks on each rank; set it to 0")
 
 
 def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
@@ -83,11 +83,11 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
     place = launched()
     if place is None:
         raise ValueError(
-            f"parallel takes {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
+            f"parallel needs {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
             "torchrun on several"
         )
     if place.world != plan.ranks:
-        raise ValueError(f"parallel takes {plan.ranks} ranks ({plan}), and {place.world} were started")
+        raise ValueError(f"parallel needs {plan.ranks} ranks ({plan}), and {place.world} were started")
     store, _, _ = next(iter(rendezvous("env://")))
     watch = Watch(place.address, place.port, place.rank, place.world)
     try:

@@ -85,12 +85,12 @@ def model_config(config: TrainConfig) -> ModelConfig:
     if found.latent is not None or (found.experts is not None and found.experts.clamped is not None):
         raise ModelError(f"{found.architecture}: training latent attention or clamped experts is not supported yet")
     if found.experts is not None and config.optimizer == "muon":
-        raise ValueError("muon takes a matrix as a whole, and those of the experts are stacked: take adamw")
+        raise ValueError("muon needs whole matrices, and those of the experts are stacked: use adamw")
     if found.quantization is not None:
         raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
     if config.row_tokens > found.max_position_embeddings:
         most = found.max_position_embeddings
-        raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions: at most {most}")
+        raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions; wanted at most {most}")
     return found
 
 

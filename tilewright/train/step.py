@@ -104,9 +104,9 @@ def plain_head(model: Model) -> Tensor:
     """The head's weight, for a loss that computes the logits itself. Raises TypeError if they are more than a product."""
     head = model.head.weight
     if not isinstance(head, Tensor):
-        raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+        raise TypeError("the head is quantised, and a loss has no gradient through it: do not quantise lm_head")
     if model.config.logit_softcap is not None:
-        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss is of plain ones: set it to null")
+        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss needs plain ones: set it to null")
     return head
 
 

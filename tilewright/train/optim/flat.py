@@ -155,7 +155,7 @@ class Optimizer:
         wrong = sorted(own.keys() ^ saved.keys())
         if wrong:
             where = "is missing from" if wrong[0] in own else "is not wanted in"
-            raise ValueError(f"{wrong[0]} {where} the saved state: it is of another optimizer or of another model")
+            raise ValueError(f"{wrong[0]} {where} the saved state: it is for another optimizer or another model")
         for name, state in own.items():
             if state.shape != saved[name].shape or state.dtype != saved[name].dtype:
                 got = f"{tuple(saved[name].shape)} {saved[name].dtype}"
@@ -172,7 +172,7 @@ def _check(parameters: Mapping[str, Tensor], betas: tuple[float, float], max_nor
         raise ValueError("an optimizer got no parameters: is everything frozen?")
     kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters.values()})
     if len(kinds) > 1:
-        raise ValueError(f"parameters of one optimizer have one dtype and device, got {', '.join(kinds)}: convert, or make two")
+        raise ValueError(f"an optimizer's parameters must have one dtype and device, got {', '.join(kinds)}: make several")
     dtype = next(iter(parameters.values())).dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"parameters are {dtype}, wanted float32, bfloat16 or float16")

@@ -130,7 +130,7 @@ class Muon:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """As `Optimizer.load_state_dict`."""
         if wrong := sorted(self.state_dict().keys() ^ saved.keys()):
-            raise ValueError(f"{wrong[0]} is in one of the saved state and this optimizer: they are not of one model")
+            raise ValueError(f"{wrong[0]} is in only one of the saved state and this optimizer: they are for different models")
         for name, part in zip(_PARTS, self._parts):
             own = {key.removeprefix(f"{name}."): t for key, t in saved.items() if key.startswith(f"{name}.")}
             part.load_state_dict(own)

@@ -56,11 +56,11 @@ def _why(again: bool, may_be_kept: bool, seconds_a_byte: float, chosen: int, che
     if not checkpointed:
         return "the budget has room for all that autograd keeps"
     if not again:
-        return f"no backward pass of its block waits for it: never run again{rest}"
+        return f"no backward pass of its block needs it: never run again{rest}"
     if not may_be_kept:
         return f"written in place later, so it cannot be kept{rest}"
     if chosen == checkpointed:
-        return f"kept: running it again costs {price}, more than what else could be dropped{rest}"
+        return f"kept: running it again costs {price}, more than for other tensors that could be dropped{rest}"
     if chosen:
-        return f"kept in {chosen} of {checkpointed} checkpointed blocks: at {price} it is where the budget ends{rest}"
-    return f"run again: that costs {price}, less than what else could be dropped{rest}"
+        return f"kept in {chosen} of {checkpointed} checkpointed blocks: its price, {price}, is where the budget ends{rest}"
+    return f"run again: that costs {price}, less than for other tensors that could be dropped{rest}"
