@@ -1,6 +1,6 @@
-"""The command line, a verb a module: `tilewright serve | run | bench`.
+"""The command line `tilewright`, with one module per command.
 
-Nothing heavy is imported before a verb needs it, so that `--help` is immediate.
+Heavy libraries are imported only when a command needs them, so that `--help` is immediate.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`tilewright asm`: what a kernel compiles to, for any card, on any machine."""
+"""`tilewright asm`: shows what a kernel compiles to, for any card, on any machine."""
 
 import json
 import sys

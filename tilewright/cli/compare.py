@@ -1,4 +1,4 @@
-"""`tilewright compare`: the proof, layer by layer, that a model runs faster than on another engine."""
+"""`tilewright compare`: proves, layer by layer, that a model runs faster than on another engine."""
 
 import json
 from pathlib import Path

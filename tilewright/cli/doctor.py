@@ -1,4 +1,4 @@
-"""`tilewright doctor`: what works on this machine, what is missing, and how to get it."""
+"""`tilewright doctor`: shows what works on this machine, what is missing, and how to get it."""
 
 import json
 import os

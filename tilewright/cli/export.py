@@ -1,4 +1,4 @@
-"""`tilewright export`: a model as a folder that is served without its code and without a compiler."""
+"""`tilewright export`: writes a model as a folder that can be served without its code and without a compiler."""
 
 import os
 from collections.abc import Sequence

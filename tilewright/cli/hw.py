@@ -1,4 +1,4 @@
-"""`tilewright hw`: what machine is this, what can it do, and how a kernel would sit on it."""
+"""`tilewright hw`: shows this machine's hardware and limits, and how a kernel would use an SM or a card."""
 
 import json
 import sys
