@@ -1,6 +1,6 @@
-"""Language models: a folder or a name -> a model on a device.
+"""Loads language models: from a folder or a name to a model on a device.
 
-`ARCHITECTURES` is the list of what is supported: the architecture that config.json names -> the function that builds it.
+`ARCHITECTURES` lists what is supported: the architecture that config.json names -> the function that builds it.
 """
 
 from collections.abc import Callable

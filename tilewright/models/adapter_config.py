@@ -1,4 +1,4 @@
-"""What adapter_config.json of a low-rank adapter says, as the `peft` library writes and reads it."""
+"""Reads and writes adapter_config.json of a LoRA adapter, in the format of the `peft` library."""
 
 import json
 import re

@@ -1,9 +1,9 @@
-"""Low-rank adapters of language models: folders as the `peft` library has them, to and from what stands beside the layers.
+"""Reads and writes LoRA adapters of language models as folders in the format of the `peft` library.
 
     adapter_config.json          rank, alpha, which layers (adapter_config.py)
     adapter_model.safetensors    base_model.model.<layer>.lora_A.weight [R, K] and lora_B.weight [N, R]
 
-Layers have their Hugging Face names; a merged layer of the model has one for each of its parts. Nothing is pickled: an
+Layers have their Hugging Face names; a merged layer of the model has one adapter for each of its parts. Nothing is pickled: an
 adapter_model.bin is refused. Not here: adapters of embeddings, heads and routed experts.
 """
 

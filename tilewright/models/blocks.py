@@ -1,13 +1,13 @@
-"""Blocks and ends that some families have in place of the plain ones of decoder.py.
+"""Variants of blocks, embeddings and heads for some model families, which replace the plain ones of decoder.py.
 
-| part              | where the families differ                                           | in                   |
+| part              | difference                                                          | in                   |
 |-------------------|---------------------------------------------------------------------|----------------------|
-| `SandwichBlock`   | what attention and feed-forward layer give is normed, too           | Gemma 2 and 3, GLM-4 |
-| `PostNormBlock`   | only what they give is normed                                       | OLMo-2               |
-| `ScaledBlock`     | what they give has a factor                                         | Granite              |
-| `ScaledEmbedding` | so has the embedding                                                | Gemma, Granite       |
-| `ScaledNorm`      | so have the logits: the last norm's output has it instead           | Granite              |
-| `CappedHead`      | logits z are cap tanh(z / cap)                                      | Gemma 2              |
+| `SandwichBlock`   | outputs of attention and feed-forward layer are normalised, too     | Gemma 2 and 3, GLM-4 |
+| `PostNormBlock`   | only these outputs are normalised                                   | OLMo-2               |
+| `ScaledBlock`     | these outputs have a factor                                         | Granite              |
+| `ScaledEmbedding` | the embedding has a factor                                          | Gemma, Granite       |
+| `ScaledNorm`      | the logits have a factor, applied to the output of the last norm    | Granite              |
+| `CappedHead`      | logits z become cap tanh(z / cap)                                   | Gemma 2              |
 """
 
 from typing import Any

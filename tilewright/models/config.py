@@ -1,10 +1,10 @@
-"""What a model is, resolved once from a Hugging Face folder's config.json and generation_config.json.
+"""The config of a model, resolved once from a Hugging Face folder's config.json and generation_config.json.
 
-Reads both the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After
-that no default and no rule about windows is left to apply: every consumer reads the same numbers.
+Reads the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After that
+no defaults and no rules about windows are left to apply, so all code reads the same numbers.
 
-Refuses, by name: rope types and activations without an implementation, partially rotated heads where a family has none, schemes
-of quantised weights that `quantization.py` does not read. What only some families have is read by `families.py`.
+Refuses, with the name: rope types and activations without an implementation, partially rotated heads in families that do not
+have them, and quantised weights that `quantization.py` does not support. Settings of single families are read by `families.py`.
 """
 
 from collections.abc import Mapping

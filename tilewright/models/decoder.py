@@ -1,7 +1,7 @@
-"""A decoder-only transformer as a composition: which attention, feed-forward layer and norms, is the builder's choice.
+"""A decoder-only transformer composed of given parts: the builder chooses attention, feed-forward layer and norms.
 
-The residual stream travels beside the activations, h + residual is formed inside the next norm: one pass over memory instead
-of two. The last sum is formed by the final norm.
+The residual stream is passed along with the activations, and h + residual is computed inside the next norm: one pass over
+memory instead of two. The last sum is computed by the final norm.
 
     T tokens, E hidden, R rows, V vocabulary
 """

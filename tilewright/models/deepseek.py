@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 (DeepSeek-AI, 2024): latent attention, dense layers first, then mixtures of experts.
 
-They differ in how a token's experts are chosen, and in nothing else that is here: the layer of V3 for a second token is a draft
-head (draft_heads.py). Scales and norms follow the models' code in transformers.
+They differ only in how a token's experts are chosen; V3's additional layer for predicting a second token is a draft head
+(draft_heads.py). Scales and norms follow the models' code in transformers.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Dense decoders with rotary positions and gated feed-forward layers, and their relatives with experts in the same frame.
+"""Dense decoders with rotary positions and gated feed-forward layers, and models with experts in the same structure.
 
-A builder hands the frame what its family has: which projections have biases, norms over queries and keys, another block,
-another embedding, norm or head. Windows, wavelengths, ties and factors are data of the config. All of it follows the models'
+A builder passes what is specific to its family: which projections have biases, norms over queries and keys, another block,
+embedding, norm or head. Windows, wavelengths, tied weights and factors come from the config. Everything follows the models'
 code in transformers.
 """
 

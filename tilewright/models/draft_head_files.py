@@ -1,4 +1,4 @@
-"""Draft heads from the folders in which they are published.
+"""Loads draft heads from the folders in which they are published.
 
 - MTP: in the model's own folder, the layer N behind its last: model.layers.N. with enorm, hnorm, eh_proj, the tensors of a
   block, shared_head.norm, shared_head.head and embed_tokens.
@@ -7,8 +7,9 @@
 - EAGLE-3: a folder of its own whose config may have draft_vocab_size: fc, midlayer.* (or layers.0.*) with hidden_norm, norm,
   lm_head, and d2t where the head knows fewer tokens.
 
-An embedding, or a head, that the files leave out is the model's. `t2d` is not read: it says what `d2t` says. Refused: pickled
-weights, another vocabulary, states of another size.
+An embedding or a head that is missing in the files is the model's. `t2d` is not read, because it is the inverse of `d2t`.
+Refused:
+pickled weights, another vocabulary, hidden states of another size.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""Draft heads: a layer or two that guess the token after next from the hidden states of the model they were trained with.
+"""Draft heads: one or two layers that predict the token after next from the hidden states of the model they were trained with.
 
-At position i a head reads the model's state h_i and the embedding e of the token behind it, t_{i+1}, and says what t_{i+2} may
-be. To guess on it takes its own last stream for the next state. Three kinds differ in what they read and how they join it:
-
+At position i a head reads the model's hidden state h_i and the embedding e of the next token, t_{i+1}, and predicts t_{i+2}. To
+predict further tokens it uses its own last stream as the next state. The three kinds differ in what they read and how they
+combine it:
 | kind    | states                                           | joined as                          | then                     |
 |---------|--------------------------------------------------|------------------------------------|--------------------------|
 | MTP     | behind the final norm                            | P [norm(e); norm(h)]               | a block, a norm, a head  |

@@ -1,4 +1,4 @@
-"""The one error of model folders, and the sentence about a model that is none of ours."""
+"""The exception for model folders, and the message about a model that is not supported."""
 
 import re
 from collections.abc import Iterable

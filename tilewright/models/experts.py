@@ -1,4 +1,4 @@
-"""Sizes of mixtures of experts."""
+"""The sizes of a mixture of experts, as part of a model's config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""What single families say in config.json and others do not: names of their own, defaults, factors, mixtures of experts.
+"""Settings in config.json that only some model families have: special names, defaults, factors, mixtures of experts.
 
-`prepared` gives the fields the names and defaults that all families share; `extras` reads what is left.
+`prepared` renames fields and fills in defaults as in other families; `extras` reads the remaining settings.
 """
 
 from collections.abc import Mapping

@@ -1,15 +1,15 @@
-"""How a parameter of a model lies in a checkpoint: the tensors that stand for it, and the way there and back.
+"""The forms of a model's parameters in checkpoints: which tensors represent a parameter, and conversion in both directions.
 
 | form             | tensors                                                                      | in checkpoints of          |
 |------------------|------------------------------------------------------------------------------|----------------------------|
 | `PARTS`          | one for each part of a merged parameter, in the order of its rows            | most                       |
 | `WHOLE`          | one for all parts                                                            | Phi-3, GLM                 |
-| `PLUS_ONE`       | the parameter less 1: a norm's weight that begins with zeros                 | Gemma                      |
-| `Experts`        | one for all experts, the input before the output, gate and up in turns       | gpt-oss                    |
-| `MXExperts`      | the same in mxfp4: `_blocks`, two codes a byte, and `_scales`, one for 32    | gpt-oss, as published      |
+| `PLUS_ONE`       | the parameter minus 1: a norm's weight that begins with zeros                | Gemma                      |
+| `Experts`        | one for all experts, input before output, gate and up interleaved            | gpt-oss                    |
+| `MXExperts`      | the same in mxfp4: `_blocks`, two values per byte, and `_scales`, one for 32 | gpt-oss, as published      |
 
-`views` cuts a parameter into views, one for each name; `put` fills a view from what is read, `get` is its inverse. All of them
-work on "meta" as far as shapes go.
+`views` divides a parameter into views, one for each name; `put` fills a view from what is read, `get` is the inverse. All of
+them work on "meta", for shapes only.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""What the parameters of a model are called in a Hugging Face checkpoint: one table for each architecture.
+"""The names of a model's parameters in Hugging Face checkpoints: one table for each architecture.
 
-A table maps a parameter of a block, as `models.decoder` calls it, to its names below "model.layers.N." and the form in which
-it lies there (forms.py). A name with "{}" is one for each expert. Most architectures take `LLAMA` and change some rows.
+A table maps a parameter of a block, by its name in `models.decoder`, to its names below "model.layers.N." and its form there
+(forms.py). A name with "{}" is repeated for each expert. Most architectures use `LLAMA` with some rows changed.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""One prompt as arguments of a model, without an engine: for calibration and evaluation."""
+"""Prepares a single prompt as arguments of a model, without an engine, for calibration and evaluation."""
 
 from collections.abc import Sequence
 

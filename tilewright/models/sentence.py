@@ -1,9 +1,10 @@
-"""How a text's embedding is made of its tokens' features: as sentence-transformers' files in a model folder say.
+"""How a text's embedding is computed from the features of its tokens, by sentence-transformers' files in a model folder.
 
-`modules.json` lists a transformer, a pooling and perhaps a normalisation; the pooling's folder has a config.json. A folder
-without it gives what its kind of model mostly wants: of encoders the mean, of decoders the last token, of length 1 both times.
+`modules.json` lists a transformer, a pooling and optionally a normalisation; the pooling's folder has a config.json. Without
+it, the
+usual defaults are used: the mean for encoders, the last token for decoders, normalised to length 1 in both cases.
 
-Refused: other modules, such as dense layers behind the pooling, and poolings that join several kinds.
+Refused: other modules, such as dense layers after the pooling, and poolings that combine several kinds.
 """
 
 import json
