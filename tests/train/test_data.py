@@ -125,7 +125,7 @@ def test_shares_are_those_of_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
 def test_bad_weights_are_refused(tmp_path: Path, weights: list[float]) -> None:
     source = Texts(shards(tmp_path, [[1, 2]]), 0)
-    with pytest.raises(ValueError, match="wanted one positive weight a source"):
+    with pytest.raises(ValueError, match="wanted one positive weight for each"):
         Mixture([source, source], weights)
 
 

@@ -102,5 +102,5 @@ def read_pieces(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
                 if found[name].shape != tensor.shape:
                     raise ValueError(f"{key} is {list(found[name].shape)}, wanted {list(tensor.shape)}")
     except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to go on from the one before") from error
+        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the one before") from error
     return found

@@ -107,7 +107,7 @@ def read_shards(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
                 if found[name].shape != tensor.shape:
                     raise ValueError(f"{key} is {list(found[name].shape)}, wanted {list(tensor.shape)}")
     except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to go on from the one before") from error
+        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the one before") from error
     return found
 
 
