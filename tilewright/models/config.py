@@ -38,7 +38,7 @@ class ModelConfig:
     rope_scaling: None, or "rope_type" and the numbers of that type.
     dtype: of the weights on disk.
     eos_token_ids: tokens that end a sequence; from generation_config.json if it has any.
-    quantization: which weights are quantised, and in which layout; None: no weights.
+    quantization: which weights are quantised, and in which layout; None: all weights are floats.
     latent: sizes of latent attention; None: ordinary keys and values. With it, `head_dim` is that of queries and keys.
     experts: sizes of the mixtures of experts; None: only dense layers.
     partial_rotary_factor: the share of a head's dims that is rotated.

@@ -17,7 +17,7 @@ __all__ = ["deepseek"]
 
 @unfilled()
 def deepseek(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """DeepSeek-V2, V2-Lite, V2.5, V3 and R1 as their configs describe them."""
+    """DeepSeek-V2, V2-Lite, V2.5, V3 and R1, by their configs."""
     latent, experts = config.latent, config.experts
     assert latent is not None
     assert experts is not None

@@ -20,7 +20,7 @@ class Stored(NamedTuple):
 
 
 class _Stacked(NamedTuple):
-    """Experts above each other, whose number the parameter tells: `projections` of each."""
+    """Stacked experts, whose number follows from the parameter; each has `projections` projections."""
 
     name: str
     projections: int
@@ -130,13 +130,13 @@ TABLES: Mapping[str, Table] = {
 
 
 def stored(architecture: str, parameter: str, parts: int, experts: int = 0) -> Stored:
-    """Where a parameter of a model lies.
+    """The names and the form of a model's parameter in a checkpoint.
 
     Args:
-        architecture: as config.json calls it.
+        architecture: as in config.json.
         parameter: its path in the model.
-        parts: of a merged parameter, how many lie above each other.
-        experts: of the architecture's mixtures.
+        parts: the number of stacked parts of a merged parameter.
+        experts: number of experts in the architecture's mixtures.
     """
     table = TABLES[architecture]
     if parameter in _OUTER:
