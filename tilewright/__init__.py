@@ -5,7 +5,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> where it lives; loaded at first use, so that `import tilewright` costs milliseconds.
+# Public name -> its module; loaded at first use, so that `import tilewright` costs milliseconds.
 _PUBLIC = {
     "LLM": "tilewright.engine.llm:LLM",
     "SamplingParams": "tilewright.engine.request:SamplingParams",

@@ -1,4 +1,4 @@
-"""Optional dependencies: which extra of the package brings a library, and the sentence that says so where it is missing."""
+"""Optional dependencies: which extra of the package installs a library, and the error message if the library is missing."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ __all__ = ["EXTRAS", "MissingExtra", "advice", "needed", "require"]
 
 
 class MissingExtra(ImportError):
-    """A library is not installed; the message names the extra that brings it."""
+    """A library is not installed; the message names the extra that installs it."""
 
 
 EXTRAS = {
@@ -36,7 +36,7 @@ EXTRAS = {
 
 
 def advice(what: str, library: str) -> str:
-    """One sentence: `what` needs the library, and how to get it."""
+    """A sentence that says that `what` needs the library, and how to install it."""
     extra = next(extra for extra, libraries in EXTRAS.items() if library in libraries)
     return f"{what} needs {library}, which is not installed: pip install 'tilewright[{extra}]'"
 
@@ -53,7 +53,7 @@ def require(what: str, *libraries: str) -> None:
 
 
 def needed(module: str, extra: str) -> ModuleType:
-    """Import a module of an extra.
+    """Import a module of an optional library.
 
     Raises:
         MissingExtra: it, or a library that it imports, is not installed; the message says what to install.

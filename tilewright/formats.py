@@ -1,4 +1,4 @@
-"""Number formats of 8 and 4 bits in plain torch: what a stored code means, and which code a number gets.
+"""Number formats of 8 and 4 bits in plain torch: how floats are quantised to stored codes, and what a code means.
 
     q = quantize(x, "mxfp8")        codes and scales of a float tensor [..., R, C]
     dequantize(q)                   code * scale, float32
@@ -13,23 +13,24 @@
 | `int4`       | 0 to 15, meaning code - 8    | (1, 128), (1, 64)                              | amax / 7, float32         |
 | `int4-zero`  | 0 to 15, meaning code - zero | (1, 128), (1, 64)                              | (max - min) / 15, float32 |
 
-A block (r, c) of r rows and c columns has one scale; "row" is (1, C): a token of activations, an output channel of a weight
-[N, K]; "column" is (R, 1), "tensor" (R, C). Each matrix of leading dimensions has scales of its own. The last `fp8` blocks of a
-row or column may be shorter; `mxfp8` and `int4` refuse a C that their group does not divide.
+A block (r, c) is r rows and c columns that share one scale. "row" is (1, C): a token of activations, or an output channel of a
+weight [N, K]; "column" is (R, 1), "tensor" is (R, C). Each matrix of leading dimensions has its own scales. The last `fp8`
+block of a row or column may be shorter; `mxfp8` and `int4` refuse a C that is not a multiple of their group.
 
-The arithmetic is float32 with one IEEE rounding each (float64 is rounded to float32 first), so that kernels have the same bits:
+The arithmetic is float32, rounded once per operation (float64 is rounded to float32 first), so that kernels get the same bits:
 
     scale = max(amax, 2^-100) / largest        inverse = largest / max(amax, 2^-100)        code = round(x * inverse)
 
-to nearest, ties to even. The floor makes the scale of a zero block positive and its codes zero. Blocks that hold a NaN or an
-infinity are refused by `quantize`, except for `mxfp8`; `encode` gives them the scale NaN and codes of zero: all of them is NaN.
+rounded to nearest, ties to even. The lower bound 2^-100 makes the scale of a zero block positive and its codes zero. `quantize`
+refuses blocks that hold a NaN or an infinity, except for `mxfp8`. `encode` gives such a block the scale NaN and zero codes, so
+that all its values are NaN.
 
-mxfp8 is that of the OCP Microscaling Formats (MX) specification v1.0: the scale is 2^(floor(log2(amax)) - emax), emax 8 for
+mxfp8 follows the OCP Microscaling Formats (MX) specification v1.0: the scale is 2^(floor(log2(amax)) - emax), emax 8 for
 e4m3 and 15 for e5m2, within 2^-127 to 2^127; elements are rounded to nearest even and saturate at the largest normal number. A
-zero block has the smallest scale. Left open there, settled here: a NaN or an infinity makes its whole block NaN (E8M0 0xFF).
+zero block has the smallest scale. Where the specification leaves a choice, a NaN or infinity makes its block NaN (E8M0 0xFF).
 
-int4 codes are packed two a byte along a row, the even column in the low half. `read_gptq` and `read_awq` turn the layouts of
-published checkpoints into the same form. Not here: kernels, choosing scales by calibration, activation order of GPTQ.
+int4 codes are packed two per byte along a row, the even column in the low half. `read_gptq` and `read_awq` convert published
+checkpoints to this form. Not here: kernels, scales from calibration, activation order of GPTQ.
 """
 
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ __all__ = [
 Block = str | tuple[int, int]
 
 SMALLEST_AMAX = 2.0**-100
-"""What a block's largest magnitude counts as at least: scale and inverse stay normal float32 numbers in every format."""
+"""Lower bound for a block's largest magnitude: it keeps scale and inverse normal float32 numbers in every format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +66,13 @@ class Format:
     """A way to store numbers."""
 
     dtype: torch.dtype
-    """Of the codes; uint8 holds two of int4."""
+    """Dtype of the codes; uint8 holds two int4 codes."""
     largest: float
-    """The magnitude that a block's largest element is mapped to; with zero points the largest code."""
+    """The magnitude that a block's largest element is mapped to; with zero points, the largest code."""
     blocks: tuple[Block, ...]
-    """The blocks that it may have; the first is the default."""
+    """The blocks that the format may have; the first is the default."""
     exponent: int | None = None
-    """MX: that of the element format's largest power of two. The scale is then E8M0."""
+    """MX formats: the exponent of the element format's largest power of two; the scale is then E8M0. None: other formats."""
     has_zeros: bool = False
 
 
@@ -95,38 +96,38 @@ class Quantized:
 
     format: str
     values: Tensor
-    """Codes [..., R, C]; of int4 two a byte, [..., R, C / 2]."""
+    """Codes [..., R, C]; int4 codes are packed two per byte, [..., R, C / 2]."""
     scales: Tensor
-    """[..., R / r, C / c] rounded up, float32 or float8_e8m0fnu; from a checkpoint float16 or bfloat16 as well."""
+    """[..., R / r, C / c] rounded up, float32 or float8_e8m0fnu; from a checkpoint also float16 or bfloat16."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
     zeros: Tensor | None = None
-    """The code that means zero, uint8 in the shape of scales; None: int4's 8, and 0 of the other formats."""
+    """The code that means zero, uint8, in the shape of scales. None: 8 for int4, 0 for the other formats."""
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor that it stands for."""
+        """Shape of the tensor before it was quantised."""
         packed = FORMATS[self.format].dtype == torch.uint8
         return torch.Size((*self.values.shape[:-1], self.values.shape[-1] * (2 if packed else 1)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Bytes of codes, scales and zero points together."""
         return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
 
 def quantize(x: Tensor, format: str, block: Block | None = None) -> Quantized:
-    """Store x in a format.
+    """Quantise x.
 
     Args:
         x: [..., R, C], bf16, fp16, fp32, or fp64, which is rounded to fp32.
         format: a name of `FORMATS`.
-        block: what shares a scale: "row", "column", "tensor" or (rows, columns); None is the format's default.
+        block: which elements share a scale: "row", "column", "tensor" or (rows, columns); None is the format's default.
 
     Raises:
-        TypeError: x is quantised already, or holds no floats.
-        ValueError: an unknown format or block, fewer than two dimensions, C is no multiple of the group, x is not finite (mxfp8
-            takes such an x: the block becomes NaN).
+        TypeError: x is quantised already, or does not hold floats.
+        ValueError: unknown format or block, fewer than two dimensions, C is not a multiple of the group, or x is not finite
+            (mxfp8 accepts such an x: the block becomes NaN).
     """
     if isinstance(x, Quantized):
         raise TypeError(f"quantize: x is quantised already, as {x.format}; dequantize it first to store it in another format")
@@ -145,16 +146,16 @@ def quantize(x: Tensor, format: str, block: Block | None = None) -> Quantized:
 
 
 def encode(x: Tensor, format: str, block: Block | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(codes, scales, zeros) as in `Quantized`, without a look at the values: also for meta tensors and tracing.
+    """(codes, scales, zeros) as in `Quantized`, without reading values: also for meta tensors and tracing.
 
     A block with a NaN or an infinity has the scale NaN and the codes of zero.
 
     Raises:
-        ValueError: as `quantize`, except for numbers that are not finite.
+        ValueError: as in `quantize`, except for numbers that are not finite.
     """
     form, (r, c) = _format(format), _size(x, format, block)
     rows, cols = x.shape[-2:]
-    # The last block of a row or column is filled up with zeros, which change no maximum.
+    # The last block of a row or column is filled up with zeros, which do not change its maximum.
     padded = F.pad(x.to(torch.float32), (0, -cols % c, 0, -rows % r)) if cols % c or rows % r else x.to(torch.float32)
     tiles = padded.unflatten(-2, (-1, r)).unflatten(-1, (-1, c)) if x.numel() else padded.new_zeros(_tiles(x, r, c))
     finite = tiles.isfinite().all(-1, keepdim=True).all(-3, keepdim=True)
@@ -179,11 +180,12 @@ def encode(x: Tensor, format: str, block: Block | None = None) -> tuple[Tensor, 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """code * scale, [..., R, C].
 
-    The product is formed in float32, in float64 for that dtype, and rounded to `dtype`. It is exact in float64; for mxfp8 in
-    float32 too, except that what passes its range (scales over 2^119 for e4m3) is infinite: the specification leaves that open.
+    The product is computed in float32 (in float64 for that dtype) and rounded to `dtype`. It is exact in float64. For mxfp8 it
+    is exact in float32 too, except that values beyond its range (scales over 2^119 for e4m3) become infinite; the
+    specification leaves that open.
 
     Raises:
-        TypeError: q is no `Quantized`, or `dtype` no float.
+        TypeError: q is not a `Quantized`, or `dtype` is not a floating-point type.
     """
     if not isinstance(q, Quantized):
         raise TypeError(f"dequantize: wanted what quantize returns, got {type(q).__name__}")
@@ -198,7 +200,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """uint8 codes of 0 to 15, [..., K] with an even K, two a byte: [..., K / 2]; the even column in the low half.
+    """Pack uint8 codes 0 to 15, [..., K] with an even K, two per byte: [..., K / 2], the even column in the low half.
 
     Raises:
         ValueError: K is odd, or the codes are not uint8.
@@ -209,24 +211,24 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """The inverse of `pack_int4`."""
+    """The inverse of `pack_int4`: uint8 [..., K / 2] to [..., K]."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
-# ---- checkpoints of others
+# ---- checkpoints of other projects
 
 
 def read_gptq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None = None, *, stored_minus_one: bool = True
 ) -> Quantized:
-    """A linear layer's weight [N, K] from the tensors of a GPTQ checkpoint of 4 bits.
+    """The weight [N, K] of a linear layer from the tensors of a 4-bit GPTQ checkpoint.
 
     Args:
-        qweight: int32 [K / 8, N], eight codes of a column of x in each, the first in the lowest bits.
-        qzeros: int32 [K / group, N / 8], eight neighbouring outputs in each.
+        qweight: int32 [K / 8, N]; each number holds eight codes of one column, the first in the lowest bits.
+        qzeros: int32 [K / group, N / 8]; each number holds the zero points of eight neighbouring outputs.
         scales: [K / group, N].
-        g_idx: [K], the group of each column; None: in order.
-        stored_minus_one: zero points are stored less one, as `checkpoint_format: gptq` does; not so in `gptq_v2`.
+        g_idx: [K], the group of each column; None: groups are consecutive.
+        stored_minus_one: zero points are stored minus one, as in `checkpoint_format: gptq`; not so in `gptq_v2`.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the columns are in activation order (`desc_act`).
@@ -245,11 +247,11 @@ def read_gptq(
 
 
 def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
-    """A linear layer's weight [N, K] from the tensors of an AWQ checkpoint of 4 bits (`version: gemm`).
+    """The weight [N, K] of a linear layer from the tensors of a 4-bit AWQ checkpoint (`version: gemm`).
 
     Args:
         qweight: int32 [K, N / 8]; of eight neighbouring outputs 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits up.
-        qzeros: int32 [K / group, N / 8], packed alike.
+        qzeros: int32 [K / group, N / 8], packed in the same order.
         scales: [K / group, N].
 
     Raises:
@@ -258,7 +260,7 @@ def read_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Quantized:
     _check_int32("read_awq", qweight=qweight, qzeros=qzeros)
     k, n = qweight.shape[0], 8 * qweight.shape[1]
     group = _group("read_awq", k, n, qzeros, scales)
-    # Output i of eight stands at this place.
+    # Output i of each eight is in this place.
     places = (0, 4, 1, 5, 2, 6, 3, 7)
     return _from_columns(_nibbles(qweight, places).flatten(-2), scales, _nibbles(qzeros, places).flatten(-2), group)
 
@@ -295,7 +297,7 @@ def _group(reader: str, k: int, n: int, qzeros: Tensor, scales: Tensor) -> int:
     return k // groups
 
 
-# ---- inside
+# ---- internal
 
 
 def _format(name: str) -> Format:
@@ -327,7 +329,7 @@ def _size(x: Tensor, format: str, block: Block | None) -> tuple[int, int]:
 
 
 def _tiles(x: Tensor, r: int, c: int) -> tuple[int, ...]:
-    """The shape of an empty x in blocks; a row without columns has a scale like any other."""
+    """The shape of an empty x in blocks; a row without columns has a scale, too."""
     rows, cols = x.shape[-2:]
     return (*x.shape[:-2], -(-rows // r), r, max(-(-cols // c), int(c == 1)), c)
 
@@ -337,7 +339,7 @@ def _scales(tiles: Tensor, form: Format) -> tuple[Tensor, Tensor, Tensor | None]
     if form.has_zeros:
         low, high = (extreme.clamp(**bound) for extreme, bound in ((tiles.amin((-3, -1), True), {"max": 0.0}),
                                                                    (tiles.amax((-3, -1), True), {"min": 0.0})))  # fmt: skip
-        # Divided first: the span of float32's extremes is no float32.
+        # Divide before subtracting: the difference between the extremes of float32 is not a float32.
         largest = torch.full_like(high, form.largest)
         scale = (high / largest - low / largest).clamp_min(SMALLEST_AMAX)
         inverse = 1.0 / scale
@@ -347,14 +349,14 @@ def _scales(tiles: Tensor, form: Format) -> tuple[Tensor, Tensor, Tensor | None]
         # With a Python number torch multiplies by a reciprocal instead of dividing, on CUDA or where the number comes first.
         amax, largest = amax.clamp_min(SMALLEST_AMAX), torch.full_like(amax, form.largest)
         return amax / largest, largest / amax, None
-    # floor(log2) is in the bits of the exponent, with float32's bias of 127, which is E8M0's too. A subnormal number has 0
-    # there and should have less: the smallest scale is 0 all the same.
+    # floor(log2) is the exponent's bits, with float32's bias of 127, which E8M0 has too. A subnormal number has exponent bits 0
+    # and a smaller logarithm, but it gets the smallest scale, 0, all the same.
     biased = ((amax.view(torch.int32) >> 23) - form.exponent).clamp_min(0)
     return biased.to(torch.uint8), ((254 - biased) << 23).view(torch.float32), None
 
 
 def _spread(scales: Tensor, q: Quantized) -> Tensor:
-    """A value for each block as a value for each element."""
+    """Repeat a value for each block into a value for each element."""
     rows, cols = q.shape[-2:]
     by_row = scales.repeat_interleave(q.block[0], -2)[..., :rows, :]
     return by_row.repeat_interleave(q.block[1], -1)[..., :cols]

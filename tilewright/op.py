@@ -1,23 +1,23 @@
-"""Operations, their implementations, and the one place that chooses between them.
+"""Operators, their implementations, and the one place that chooses between implementations.
 
-An `Op` is a definition in plain torch (`reference`), what it costs, examples, and a tuple of `Impl`s, best first. A call goes
+An `Op` has a definition in plain torch (`reference`), a cost, examples, and a tuple of `Impl`s, best first. A call runs
 
     public function -> Op.__call__ -> choose(problem, device, scope) -> Impl.launch(config, *args)
 
-`choose` sees the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves: that
-makes its answer cacheable by construction. Of the implementations that do not refuse it takes the one that a measured row
-names, with that row's config (`tune.lookup`); else the first with its default (`Op.first` may name it by the problem). A
-refusal is a sentence, and that sentence is the error text, the explanation and the skip message of the tests.
+`choose` sees only the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves.
+So its answer can be cached. Among the implementations that do not refuse the problem, it takes the one of the measured record,
+with that record's config (`tune.lookup`). Without a record it takes the first, with its default config; `Op.first` may name
+another. A refusal is a sentence; error messages, `explain` and skipped tests all show that sentence.
 
-In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode (fake tensors,
-a profiler, opcheck) is on, it goes through torch's dispatcher, where the same op is registered as `tilewright::<name>`. So
-do tensors without memory of their own: subclasses, those of `torch.func` and of batched gradients, one by one. An op that
-writes in place is its definition in such a transform.
-`torch.autocast` does not reach into ops: their results have the dtypes that they promise.
-CPU tensors take the reference, or the Triton implementations under Triton's interpreter.
+In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode is active (fake
+tensors, a profiler, opcheck), it goes through torch's dispatcher, where the op is registered as `tilewright::<name>`. Tensors
+without memory of their own do the same: subclasses, tensors of `torch.func` and of batched gradients (one by one). In such a
+transform an op that writes in place runs its definition.
+`torch.autocast` has no effect on ops: their results have the documented dtypes.
+For CPU tensors the reference runs, or under Triton's interpreter the Triton implementations.
 
-Not here: kernels (this module imports none), searching for configs, autograd. Ops are forward only; a call that would need
-a gradient raises instead of returning a tensor without history.
+This module has no kernels and imports none, does not search for configs, and has no autograd. Ops are forward only: a call
+that would need a gradient raises instead of returning a tensor without history.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,20 +57,20 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-Args = tuple[Any, ...]  # of a call of an op
+Args = tuple[Any, ...]  # the arguments of a call
 
 _LIBRARY = torch.library.Library("tilewright", "DEF")
 _NAMES: set[str] = {"reference"}
-"""Of the implementations of all ops that were made."""
+"""Names of the implementations of all ops."""
 _CPU_IS_CPU = not device_of(-1).runs_triton
 
 
 class Refused(ValueError):
-    """No implementation takes this problem on this device; the message lists each one's reason."""
+    """No implementation accepts this problem on this device; the message lists the reason of each."""
 
 
 class Scope(NamedTuple):
-    """What `prefer`, `invariant`, `strict` and `on_card` set; part of every cache key."""
+    """The settings of `prefer`, `invariant`, `strict` and `on_card`; part of every cache key."""
 
     preferred: str | None = None
     invariant: bool = False
@@ -82,7 +82,7 @@ _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # n
 
 
 def scope() -> Scope:
-    """The scope in force in this thread."""
+    """The scope that is active in this thread."""
     return _SCOPE.get()
 
 
@@ -96,7 +96,7 @@ def _scoped(**changes: Any) -> Iterator[None]:
 
 
 def prefer(name: str) -> Any:
-    """`with prefer("triton"):` takes the implementation of that name wherever an op has one and it does not refuse.
+    """`with prefer("triton"):` uses the implementation of that name in every op that has one which does not refuse the call.
 
     Raises:
         ValueError: no op has an implementation of that name.
@@ -109,7 +109,7 @@ def prefer(name: str) -> Any:
 
 
 def invariant() -> Any:
-    """`with invariant():` allows only implementations whose rows do not depend on the other rows of a batch, bitwise."""
+    """`with invariant():` allows only implementations in which the bits of a row do not depend on the other rows of a batch."""
     return _scoped(invariant=True)
 
 
@@ -119,9 +119,9 @@ def strict() -> Any:
 
 
 def on_card(card: Device) -> Any:
-    """`with on_card(device_named("h100")):` ops take meta tensors for tensors of that card, and choose and launch as there.
+    """`with on_card(device_named("h100")):` ops treat meta tensors as tensors on that card, and choose and launch accordingly.
 
-    For recording launches (`asm.compile.compile_only`); without a recording a launch on meta tensors fails.
+    Used to record launches (`asm.compile.compile_only`). Without a recording, a launch on meta tensors fails.
     """
     return _scoped(card=card)
 
@@ -130,9 +130,9 @@ def on_card(card: Device) -> Any:
 class Impl:
     """One way to compute an op.
 
-    `launch(config, *args)` allocates, launches and returns; it takes the op's arguments as the reference does.
-    `refuse(device, problem)` gives the reason why this problem cannot run there, else None.
-    `batch_invariant`: a row's bits do not depend on the other rows, nor on how many there are.
+    `launch(config, *args)` allocates, launches and returns; it takes the same arguments as the reference.
+    `refuse(device, problem)` returns the reason why this problem cannot run there, or None.
+    `batch_invariant`: the bits of a row depend neither on the other rows nor on their number.
     """
 
     name: str
@@ -140,27 +140,27 @@ class Impl:
     space: Space = NO_CHOICES
     min_arch: int = 80
     written_for: int | None = None
-    """The one architecture whose instructions it is made of (90: Hopper), in the place of `min_arch`; None: it is portable."""
+    """The one architecture that it is written for (90: Hopper); replaces `min_arch`. None: it is portable."""
     refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
     batch_invariant: bool = False
     interpretable: bool | None = None
-    """Whether Triton's interpreter can run it. None: unless it is a library's, or made of one architecture's instructions."""
+    """Whether Triton's interpreter can run it. None: yes, unless it is a library's or written for one architecture."""
     extra_roundings: int = 0
-    """Roundings to the arguments' dtype beyond the op's own: a library's, before the epilogue that we add to it."""
+    """Roundings to the arguments' dtype beyond those of the op, for example by a library before our epilogue."""
     library: bool = False
-    """Whether it is a call of the library that torch would take."""
+    """Whether it calls the library that torch would call."""
     releases: bool = False
-    """Whether it lets the launch behind it start early (kernels/launch/pdl.py)."""
+    """Whether it lets the next launch start early (kernels/launch/pdl.py)."""
     plan: Callable[..., Any] | None = None
-    """(config, *args) -> the plan of a call that was made with these arguments, which makes it again on tensors that differ in
-    their memory alone (kernels/launch/plan.py); None where there is none. What it is run on is the wing's to say."""
+    """(config, *args) -> the plan that repeats this call on other tensors, which may differ from these in their memory only
+    (kernels/launch/plan.py); None: there is no plan. The kernel's folder says what a plan is run on."""
     work: Callable[..., Work] | None = None
-    """(device, config, *args) -> what a launch really does, for the analytical model; None: it is not predicted.
+    """(device, config, *args) -> the work that a launch really does, for the analytical model; None: no prediction.
 
     The arguments may be meta tensors; the entries of the config may be arrays (`tune.model.Work`)."""
 
     def refusal(self, device: Device, problem: Any, scope: Scope = Scope()) -> str | None:  # noqa: B008
-        """Why this implementation does not take the problem on this device, or None when it does."""
+        """Why this implementation does not accept the problem on this device, or None if it does."""
         if not device.runs_triton:
             return "needs a GPU, or TRITON_INTERPRET=1"
         own = self.interpretable
@@ -177,10 +177,10 @@ class Impl:
 
 
 class Inputs:
-    """Random arguments: drawn on the CPU from a seed, so that every device gets the same numbers.
+    """Random arguments, drawn on the CPU from a seed, so that every device gets the same numbers.
 
-    With `here` they are drawn on the device itself: other numbers, and no time lost where there are many. On "meta" nothing is
-    drawn: shapes, dtypes and strides alone.
+    With `here` they are drawn on the device itself: faster for large tensors, but other numbers. On "meta" nothing is drawn:
+    tensors have shapes, dtypes and strides only.
     """
 
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0, *, here: bool = False):
@@ -208,29 +208,30 @@ class Inputs:
         return torch.randperm(n, generator=self._generator, device=self._source).to(self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
-        """These very values."""
+        """A tensor with exactly these values."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 class Example(NamedTuple):
-    """A named call of an op: what conformance, certificates and tuning run."""
+    """A named call of an op, used by conformance tests, certificates and tuning."""
 
     label: str
     make: Callable[[Inputs], Args]
 
     @staticmethod
     def of(make: Callable[Concatenate[Inputs, P], Args]) -> Callable[Concatenate[str, P], "Example"]:
-        """Decorate make(inputs, ...) -> arguments: called with a label in the place of the inputs it gives an example."""
+        """A decorator for make(inputs, ...) -> arguments: called with a label instead of inputs, the result gives an
+        example."""
         return lambda label, *args, **kwargs: Example(label, lambda inputs: make(inputs, *args, **kwargs))
 
     @staticmethod
     def sized(make: Callable[..., Args]) -> Callable[..., "Example"]:
-        """By an op's `make`: called with a label, sizes for its first keywords in their order, and others by name."""
+        """From an op's `make`: call the result with a label, the sizes for its first keywords in order, and others by name."""
         names = [*signature(make).parameters][1:]
         return lambda label, *sizes, **more: Example.of(make)(label, **dict(zip(names, sizes, strict=False)), **more)
 
     def then(self, more: Callable[..., Args]) -> "Example":
-        """Of another op: more(inputs, *these arguments) are its arguments."""
+        """An example of another op, whose arguments are more(inputs, *these arguments)."""
         return Example(self.label, lambda inputs: more(inputs, *self.make(inputs)))
 
 
@@ -240,34 +241,33 @@ class Choice(NamedTuple):
     impl: Impl
     config: Config
     source: str = "fixed"
-    """What says so: "exact", "bucket" or "default"; "fixed" when there is nothing to choose, or no card to know."""
+    """Where the choice comes from: "exact", "bucket" or "default"; "fixed" if there is nothing to choose or no card."""
     entry: Entry | None = None
     """The measured row behind "exact" and "bucket"."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Op:
-    """An operation. Give `reference` full type annotations: torch's schema is read from them.
+    """An operator. Give `reference` full type annotations: torch's schema is read from them.
 
-    `problem(*args)` -> a hashable summary with all that a refusal or a default config may look at.
-    `cost(*args)` -> the unavoidable work of the call.
-    `make(inputs, *, M, N, dtype=torch.bfloat16, ...)` -> arguments from dimensions: its keywords are what `tune`, `explain` and
-    `bench` accept for this op, ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices. Random data, never
-    zeros: on zeros a card draws less power and runs faster than it will. With `Inputs("meta")` nothing is allocated.
-    `first(device, problem)` -> the name of the implementation to put before the others, or None: for problems where their order
-    does not fit.
-    `fake(*args)` -> outputs of the right shape and dtype for tracing; the reference unless it looks at values.
-    `mutates` names the arguments that are written in place.
-    `rows_in_problem`: the problem says how many rows a batch has. Then no row decides in the invariant scope: two batches
-    could get two configs, and with them other bits for a row that is in both.
-    `roundings`: how often a value is rounded to the arguments' dtype on its way to a result; the limits of conformance grow
-    with it (attention rounds the weights of its average, then the average).
-    `codes_may_move`: it quantises what it has computed, so a last bit may move a code to its neighbour. Conformance compares it
-    with the reference in the arguments' own dtypes, whose rounding before the codes is part of the definition.
-    `codes_inside`: it rounds numbers of its own to codes on its way to a 16-bit result: a last bit may move such a number by a
-    step, an eighth of itself in e4m3. That shows in single elements: the largest error is held to an eighth of the largest
-    element of the definition, the RMS error as anywhere.
-    `tolerance` may tighten the conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
+    - `problem(*args)`: a hashable summary with everything that a refusal or a default config may depend on.
+    - `cost(*args)`: the work that any implementation has to do.
+    - `make(inputs, *, M, N, dtype=torch.bfloat16, ...)`: arguments from dimensions. `tune`, `explain` and `bench` accept its
+      keywords for this op: ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices. The data must be random,
+      never zeros: with zeros a card draws less power and runs faster. With `Inputs("meta")` nothing is allocated.
+    - `first(device, problem)`: the name of the implementation to try first for this problem, or None to keep their order.
+    - `fake(*args)`: outputs of the right shape and dtype for tracing; by default the reference, if it does not look at values.
+    - `mutates`: the names of the arguments that are written in place.
+    - `rows_in_problem`: the problem contains the number of rows of the batch. In the invariant scope measured records are then
+      ignored: two batches could get two configs, and with them different bits for the same row.
+    - `roundings`: how often a value is rounded to the arguments' dtype on its way to a result. The limits of conformance grow
+      with it (attention rounds the weights of its average, then the average).
+    - `codes_may_move`: the op quantises its result, so a different last bit may give the neighbouring quantised value. It is
+      compared with the reference in the arguments' own dtypes, whose rounding before quantising is part of the definition.
+    - `codes_inside`: the op quantises intermediate values on its way to a 16-bit result. A different last bit may move such a
+      value by one step (in e4m3 an eighth of it). This shows in single elements: the largest error may be an eighth of the
+      reference's largest element; the limit on the RMS error is the usual one.
+    - `tolerance`: tighter conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
     """
 
     name: str
@@ -289,7 +289,7 @@ class Op:
     def __post_init__(self) -> None:
         self._choices: dict[Any, Choice] = {}
         self.generation = 0
-        """How often choices were forgotten: part of the key of what stands on them."""
+        """How often the choices were forgotten; part of the keys of caches that depend on them."""
         reference = self.reference
         self._reference = Choice(Impl(name="reference", launch=lambda config, *args: reference(*args)), {})
         _NAMES.update(impl.name for impl in self.impls)
@@ -300,15 +300,15 @@ class Op:
         self.dispatched = getattr(torch.ops.tilewright, self.name).default
 
     def __call__(self, *args: Any) -> Any:
-        """Run the op. The first argument is a tensor and decides the device.
+        """Run the op. The first argument must be a tensor; its device is the device of the call.
 
         Raises:
-            Refused: no implementation takes this problem on this device.
-            RuntimeError: an input asks for a gradient.
+            Refused: no implementation accepts this problem on this device.
+            RuntimeError: an input requires a gradient.
         """
         if torch.compiler.is_compiling() or dispatch_modes() or not _PLAIN.issuperset(map(type, args)):
             return self.dispatched(*args)
-        if transforms():  # the dispatcher has no rule for an op that writes
+        if transforms():  # the dispatcher has no rule for an op that writes in place
             return self.reference(*args) if self.mutates else self.dispatched(*args)
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
             raise RuntimeError(f"{self.name} is forward only: call it under torch.inference_mode() or torch.no_grad()")
@@ -317,17 +317,17 @@ class Op:
         except RuntimeError:
             if not any(isinstance(a, Tensor) and stands_for_many(a) for a in args):
                 raise
-            return self.dispatched(*args)  # `is_grads_batched=True`: such a tensor is met too seldom to be looked for first
+            return self.dispatched(*args)  # `is_grads_batched=True`: too rare to be tested for on every call
 
     def run(self, *args: Any) -> Any:
-        """Choose and launch, without torch's dispatcher, on the card of the first argument."""
-        if autocasts():  # torch's operators in definitions and launchers are to keep the dtypes that they are given
+        """Choose and launch on the card of the first argument, without torch's dispatcher."""
+        if autocasts():  # torch's operators in definitions and launchers must keep the dtypes that they get
             with torch._C._DisableAutocast():
                 return self.run(*args)
         index = args[0].get_device()
         if index < 0 and _CPU_IS_CPU:
             if not args[0].is_meta or _SCOPE.get().card is None:
-                return self.reference(*args)  # what `choose` would say, without the summary
+                return self.reference(*args)  # what `choose` would answer, without computing the summary
         elif away(index):
             with torch.cuda.device(index):
                 return self.run(*args)
@@ -339,7 +339,7 @@ class Op:
         return choice.impl.launch(choice.config, *args)
 
     def forget(self) -> None:
-        """Choose anew at the next call of each problem: what was measured has changed (`tune.lookup.refresh`)."""
+        """Choose again at the next call of each problem, because the measured records have changed (`tune.lookup.refresh`)."""
         self._choices.clear()
         self.generation += 1
 
@@ -348,7 +348,7 @@ class Op:
         return list({choice.impl.name: choice.impl for choice in self._choices.values()}.values())
 
     def chosen(self, *args: Any) -> Choice:
-        """What `run` has chosen for such arguments under the scope in force. Raises KeyError where it has not run them."""
+        """The choice that `run` has made for such arguments in the active scope. Raises KeyError if there was no such run."""
         return self._choices[self.problem(*args), args[0].get_device(), _SCOPE.get()]
 
     def choice_for(self, *args: Any) -> Choice:
@@ -356,7 +356,7 @@ class Op:
         return self.choose(device_of(args[0].get_device()), self.problem(*args))
 
     def choose(self, device: Device, problem: Any) -> Choice:
-        """The implementation and config for a problem, under the scope in force. Raises `Refused` when there is none."""
+        """The implementation and config for a problem in the active scope. Raises `Refused` if there is none."""
         now = scope()
         if device.kind == "cpu" or now.preferred == "reference":
             return self._reference
@@ -380,13 +380,13 @@ class Op:
         return Choice(next(impl for impl in impls if impl.name == found.impl), found.config, found.source, found.entry)
 
     def refusals(self, device: Device, problem: Any) -> dict[str, str]:
-        """Implementation name -> why it does not take the problem, for those that refuse."""
+        """Implementation name -> reason, for the implementations that refuse the problem."""
         reasons = {impl.name: impl.refusal(device, problem, scope()) for impl in self.impls}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def launch(impl: Impl, config: Config, args: Args) -> Any:
-    """`impl.launch` on the card of the first argument, for a choice that was made before."""
+    """`impl.launch` on the card of the first argument, for a choice that was made earlier."""
     index = args[0].get_device()
     if not away(index):
         return impl.launch(config, *args)
@@ -397,4 +397,4 @@ def launch(impl: Impl, config: Config, args: Args) -> Any:
 _PLAIN = frozenset({
     Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple, torch.Size, torch.dtype, torch.device,
 })  # fmt: skip
-"""Arguments that a launcher reads as they are: neither subclasses of tensors, which may have no memory, nor symbols."""
+"""Types that a launcher may read directly. Excluded are subclasses of tensors, which may have no memory, and symbols."""

@@ -257,7 +257,7 @@ def test_the_models_own_errors_are_the_users() -> None:
     done = optimized(mlp(), normal(2, 8))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         done(normal(2, 9))
-    with pytest.raises(ValueError, match="asks for a gradient, and an optimised model is for inference only"):
+    with pytest.raises(ValueError, match="requires a gradient, and an optimised model is for inference only"):
         done(normal(2, 8).requires_grad_())
     assert len(done.report.shapes) == 1
 
@@ -344,7 +344,7 @@ def test_hugging_faces_models() -> None:
     assert got.past_key_values.get_seq_length() == 7
     assert near(want, got)
     assert done.config is done.model.config
-    with pytest.raises(AttributeError, match="generate is a method of GPT2LMHeadModel, and its call alone is optimised"):
+    with pytest.raises(AttributeError, match="generate is a method of GPT2LMHeadModel, and only its call is optimised"):
         done.generate(given["input_ids"])
 
 

@@ -124,7 +124,7 @@ def test_the_faster_one_answers(monkeypatch: pytest.MonkeyPatch, times: list[flo
     done(x)
     assert done.report.calls == {"optimised": int(ours), "as given": int(not ours)}
     if not ours:
-        with pytest.raises(ValueError, match="it has no graph, for the model as given is faster; measure=False keeps it"):
+        with pytest.raises(ValueError, match="it has no graph, because the model as given is faster; measure=False keeps it"):
             assert done.fused
     assert "speed" not in optimized(model, x).report.facts, "compiled=False on a CPU asks for the operators"
 

@@ -323,7 +323,7 @@ class Hopeless(nn.Module):
 
 
 def test_nothing_to_optimise() -> None:
-    with pytest.raises(Untraceable, match="Nothing of it can be optimised"):
+    with pytest.raises(Untraceable, match="None of its children can be optimised"):
         tilewright.optimize(Hopeless(), torch.randn(3))
 
 

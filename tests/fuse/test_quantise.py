@@ -103,14 +103,14 @@ def test_who_writes_codes(make: Callable[[], nn.Module], shape: tuple[int, ...],
         right = model(x)
     error = (done(x) - right).square().mean().sqrt() / right.square().mean().sqrt()
     assert 1e-4 < error < 0.03  # codes were taken, and are right
-    assert all(" written by " in d.reason for d in done.report.decisions if d.kind == "quantise" and d.taken)
+    assert all(" quantised by " in d.reason for d in done.report.decisions if d.kind == "quantise" and d.taken)
 
 
 REFUSED = [
     (lambda: nn.Conv2d(32, 32, 3, groups=2), (1, 32, 5, 5), "groups"),
     (lambda: nn.Conv2d(20, 32, 3), (1, 20, 5, 5), "20 channels to 32"),
     (lambda: nn.Linear(64, 64), (4, 64), "4 rows"),
-    (lambda: nn.Linear(72, 64), (40, 72), "no multiple of 16"),
+    (lambda: nn.Linear(72, 64), (40, 72), "not a multiple of 16"),
 ]
 
 

@@ -87,7 +87,7 @@ class Other(nn.Module):
 @pytest.mark.parametrize(
     ("model", "path", "words"),
     [
-        (lambda users: Other(), "model.safetensors", "is of a Tied; got a Other: give a module of that class"),
+        (lambda users: Other(), "model.safetensors", "is of a Tied; got a Other: pass a module of that class"),
         (
             lambda users: users.Tied(9),
             "model.safetensors",

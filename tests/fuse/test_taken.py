@@ -276,7 +276,7 @@ OPERATORS = (
         lambda m, x: x.softmax(1),
         image(2, 5, 7),
         (),
-        reason="a softmax over another dim than the last",
+        reason="a softmax over a dim other than the last",
     ),
     Case(
         "hardswish behind a convolution",
@@ -298,7 +298,7 @@ OPERATORS = (
         lambda m, x: torch.tanh(x) + 1,
         image(3, 16),
         (),
-        reason="an activation beside other pointwise calls",
+        reason="an activation next to other pointwise calls",
     ),
     Case(
         "an embedding",

@@ -105,10 +105,10 @@ BAD = (
     Bad({"bias": _mask(5, 6)}, r"bias is \[5, 6\], wanted what expands to \[B, H, S, SK\] \[2, 4, 5, 7\]"),
     Bad({"bias": _mask(1, 1, 1, 5, 7)}, r"bias is \[1, 1, 1, 5, 7\], wanted what expands to"),
     Bad({"bias": _mask(5, 7, dtype=torch.int32)}, r"bias is torch.int32 on .*, wanted bool, bfloat16, float16 or float32"),
-    Bad({"bias": _mask(5, 7), "causal": True}, "bias goes with no causal: put what they say into the bias"),
-    Bad({"bias": _mask(5, 7), "window": 2, "softcap": 3.0}, "bias goes with no window, softcap"),
-    Bad({"bias": _mask(5, 7), "precision": "fp8"}, "bias goes with no precision"),
-    Bad({"bias": _mask(5, 7), "return_lse": True}, "bias goes with no return_lse"),
+    Bad({"bias": _mask(5, 7), "causal": True}, "bias cannot be combined with causal: put them into the bias"),
+    Bad({"bias": _mask(5, 7), "window": 2, "softcap": 3.0}, "bias cannot be combined with window, softcap"),
+    Bad({"bias": _mask(5, 7), "precision": "fp8"}, "bias cannot be combined with precision"),
+    Bad({"bias": _mask(5, 7), "return_lse": True}, "bias cannot be combined with return_lse"),
     Bad({"bias": _mask(5, 7), "scale": math.nan}, "scale is nan, wanted a finite number"),
 )
 

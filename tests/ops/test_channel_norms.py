@@ -153,7 +153,7 @@ X, V = torch.zeros(2, 6, 5), torch.zeros(6)
     [
         (lambda: ops.group_norm(X, 4), "the 6 channels of x must be a multiple of num_groups, got 4"),
         (lambda: ops.group_norm(X, 0), "got 0"),
-        (lambda: ops.group_norm(X, 2, V[:5]), "weight must be [6], one number a channel; got [5]"),
+        (lambda: ops.group_norm(X, 2, V[:5]), "weight must be [6], one number per channel; got [5]"),
         (lambda: ops.group_norm(X, 2, added=X[..., 0].T), "added must be [2, 6], as x's images and channels; got [6, 2]"),
         (lambda: ops.group_norm(X, 2, activation="swish"), "activation is 'swish', wanted one of none, relu"),
         (lambda: ops.group_norm(X.int(), 2), "must hold floats [N, C, ...]"),

@@ -132,7 +132,7 @@ def test_a_run_in_slices_and_chunks_goes_on_with_the_same_bits(tmp_path: Path) -
     for name in ("step-00000004", "model"):
         (tmp_path / "two" / name).rename(tmp_path / f"old-{name}")
     _, said = _here(config)
-    assert "going on behind step 2" in said
+    assert "continuing after step 2" in said
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
@@ -155,7 +155,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path: Path) -> 
     for name in ("step-00000004", "model"):
         (tmp_path / "two" / name).rename(tmp_path / f"old-{name}")
     _, said = _here(config_of(tmp_path, "two", parallel="slices=2"))
-    assert "going on behind step 2" in said
+    assert "continuing after step 2" in said
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     assert (tmp_path / "two" / "model" / "model.safetensors").read_bytes() == whole
     with pytest.raises(ValueError, match="parallel was slices=2, is no cuts"):
@@ -171,7 +171,7 @@ def test_a_run_goes_on_by_four_ranks_with_the_same_bits(tmp_path: Path, plan: st
     for name in ("step-00000004", "model"):
         (tmp_path / "two" / name).rename(tmp_path / f"old-{name}")
     again = _train(config_of(tmp_path, "two", parallel=plan))
-    assert "going on behind step 2" in again.stderr, again.stderr
+    assert "continuing after step 2" in again.stderr, again.stderr
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
 
 
@@ -190,7 +190,7 @@ def test_a_run_whose_ranks_are_all_killed_goes_on_with_the_same_bits(tmp_path: P
     assert not (tmp_path / "two" / "model").exists(), "it was killed too late: then this compares nothing"
     again = _train(config_of(tmp_path, "two", parallel="dp=2,zero=1", **more))
     assert again.returncode == 0, again.stderr
-    assert "going on behind step" in again.stderr
+    assert "continuing after step" in again.stderr
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]

@@ -130,5 +130,5 @@ def test_what_cannot_be_quantised_is_one_sentence() -> None:
         experts=Experts(first_layer=0, inner=64, shared=0, routing=Routing(method="greedy", experts=4, chosen=2)),
     )  # fmt: skip
     experts = random_model(shape, device=torch.device("cpu"), dtype=torch.float32, seed=0)
-    with pytest.raises(ValueError, match="has experts, which are not sampled by codes"):
+    with pytest.raises(ValueError, match="has experts, for which this is not supported"):
         code(experts, "int8")

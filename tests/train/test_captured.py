@@ -135,7 +135,7 @@ def test_a_pass_of_other_sizes_is_refused() -> None:
     list(passes(model, NextToken(), [batch_of((20, 12))], 32))
     with pytest.raises(ValueError, match="a micro-batch has 31 tokens, and the captured pass 32: turn graphs off"):
         list(passes(model, NextToken(), [batch_of((20, 11))], 31))
-    with pytest.raises(ValueError, match="a document has 33 tokens, and passes were to have 32 at most"):
+    with pytest.raises(ValueError, match="a document has 33 tokens, wanted at most 32"):
         list(passes(model, NextToken(), [batch_of((33,))], 33))
 
 

@@ -99,8 +99,8 @@ def layer_of(rows: int, cols: int) -> nn.Linear:
         (16384, 3072, 8192, {}, None),
         (3072, 8192, 8192, {}, None),
         (512, 512, 512, {}, "512 x 512 with 512 tokens takes"),
-        (1000, 4096, 8192, {}, "no multiples of 16"),
-        (4096, 4104, 8192, {}, "no multiples of 16"),
+        (1000, 4096, 8192, {}, "not multiples of 16"),
+        (4096, 4104, 8192, {}, "not multiples of 16"),
         (4096, 4112, 8192, {"parallel": Plan(tp=2)}, "in 2 slices has sides"),
         (3072, 3072, 64, {}, "with quantising"),
     ],
@@ -156,7 +156,7 @@ def test_a_run_says_which_layers_multiply_codes() -> None:
 
 def test_a_run_in_which_nothing_gains_is_refused() -> None:
     shape = replace(SHAPES["qwen3-0.6b"], num_hidden_layers=1, windows=(None,), hidden_size=1000)
-    with pytest.raises(ValueError, match="no layer gains by it; set it to dtype"):
+    with pytest.raises(ValueError, match="no layer gets faster by it; set it to dtype"):
         set_compute(TrainConfig(compute="fp8"), empty_model(shape, device="meta", dtype=torch.bfloat16), CPU)
 
 

@@ -110,7 +110,7 @@ def test_a_mixture_goes_on_from_any_position(tmp_path: Path) -> None:
         again = made()
         again.load_state(states[start])
         assert [[(ids.tolist(), targets.tolist()) for ids, targets in again.row(32)] for _ in rows[start:]] == rows[start:]
-    with pytest.raises(ValueError, match="the saved data position is of 3 sources, and there are 1"):
+    with pytest.raises(ValueError, match="the saved data position is for 3 sources, and there are 1"):
         Mixture([Texts(TokenShards(tmp_path / "a"), 0)]).load_state(states[0])
 
 
@@ -125,7 +125,7 @@ def test_shares_are_those_of_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
 def test_bad_weights_are_refused(tmp_path: Path, weights: list[float]) -> None:
     source = Texts(shards(tmp_path, [[1, 2]]), 0)
-    with pytest.raises(ValueError, match="wanted one positive weight a source"):
+    with pytest.raises(ValueError, match="wanted one positive weight for each"):
         Mixture([source, source], weights)
 
 

@@ -69,7 +69,7 @@ def test_at_the_base_width_only_the_head_is_another(config: TrainConfig) -> None
 
 @pytest.mark.parametrize(
     ("tied", "optimizer", "words"),
-    [(True, "adamw", "needs a head of its own"), (False, "muon", "optimizer is muon"), (False, "sgd", "optimizer is sgd")],
+    [(True, "adamw", "needs a separate head"), (False, "muon", "optimizer is muon"), (False, "sgd", "optimizer is sgd")],
 )
 def test_what_the_rules_do_not_cover_is_refused(tied: bool, optimizer: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

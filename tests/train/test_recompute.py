@@ -263,5 +263,5 @@ def test_bad_input_is_one_sentence() -> None:
         profile([], loss, parameters=list(model.parameters()))
     with pytest.raises(ValueError, match=r"wanted each once, in the order given"):
         profile(blocks[::-1], loss, parameters=list(model.parameters()))
-    with pytest.raises(ValueError, match="a plan for 1 blocks, and a model with 3"), applied(blocks, [Choice(None)]):
+    with pytest.raises(ValueError, match="the plan is for 1 blocks, and the model has 3"), applied(blocks, [Choice(None)]):
         pass

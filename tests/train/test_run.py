@@ -106,7 +106,7 @@ def test_a_run_that_is_killed_and_resumed_has_bitwise_the_same_losses(
 
     said: list[str] = []
     train(killed, say=said.append)
-    assert any("going on behind step" in line for line in said)
+    assert any("continuing after step" in line for line in said)
     assert losses(tmp_path / "killed") == wanted
     again = {name: load_model(tmp_path / name / "model", device="cpu") for name in ("whole", "killed")}
     for (name, a), b in zip(again["whole"].named_parameters(), again["killed"].parameters(), strict=True):
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainCon
     train(config(steps=5), say=quiet)
     weights = next((tmp_path / "run" / "step-00000005").glob("model-*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to go on from the one before"):
+    with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to continue from the one before"):
         train(config(steps=5), say=quiet)
 
 
@@ -300,7 +300,7 @@ def test_tensorboard_that_is_missing_is_one_sentence(
     ("changes", "words"),
     [
         ({"model": "qwen3-0.6b", "init": "load"}, "is a shape without weights: set init to random"),
-        ({"row_tokens": 4096}, "has 128 positions: at most 128"),
+        ({"row_tokens": 4096}, "has 128 positions; wanted at most 128"),
         ({"data": []}, "data is empty"),
         ({"data": ["/nowhere.jsonl"]}, "there is no /nowhere.jsonl"),
         ({"device": "gpu"}, "device is 'gpu', wanted cpu, cuda or cuda:N"),
@@ -345,7 +345,7 @@ def test_a_config_file_and_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"learning_rate": 1}, "the config has 'learning_rate', which is no field"),
+        ({"learning_rate": 1}, "the config has 'learning_rate', which is not a field"),
         ({"row_token": 1}, "is 'row_tokens' meant"),
         ({"steps": "many"}, "steps is 'many', wanted int"),
         ({"steps": 1.5}, "steps is 1.5, wanted int"),

@@ -1,1 +1,1 @@
-"""Judging kernels without a GPU: compile them for any card, read what came out, hold it against what came out before."""
+"""Inspecting kernels without a GPU: compile them for any card, read the result, and compare it with stored results."""

@@ -1,16 +1,19 @@
-"""Bundles: the compiled kernels of one use (a model served by an engine), made where there is no GPU, used where one starts.
+"""Bundles: the compiled kernels for one use (a model in an engine), made without a GPU and used when the engine starts.
 
     DIR/bundle.json             what it is for, and a checksum of every file
-    DIR/kernels/<key>/...       `<kernel>.cubin` and `<kernel>.json`, as Triton's cache holds them; <key> is Triton's
+    DIR/kernels/<key>/...       `<kernel>.cubin` and `<kernel>.json`, as in Triton's cache; <key> is Triton's
 
-`write` compiles into a folder and describes it. `use` checks the description and the checksums and lets Triton find the kernels
-there before it looks into its own cache; nothing is copied, the folder may be read-only. A kernel that the bundle lacks is
-compiled as ever: Triton's key covers source, constants, options and toolchain, so a bundle can be incomplete but not wrong.
+`write` compiles into a folder and describes it. `use` checks the description and the checksums, and makes Triton look for
+kernels there before it looks into its own cache; nothing is copied, and the folder may be read-only. A kernel that is missing
+in the bundle is compiled
+as usual: Triton's key covers source, constants, options and toolchain, so a bundle can be incomplete but not wrong.
 
-A bundle holds code for the GPU. Use one that you made, or trust as you would trust a program. It holds no host code: Triton
-before 3.7 builds a small C launcher for every kernel signature at its first launch on a machine, and keeps it in its own cache.
+A bundle contains code for the GPU. Use only bundles that you made, or trust as you would trust a program. It contains no host
+code: Triton before 3.7 builds a small C launcher for every kernel signature at its first launch on a machine, and keeps it in
+its own cache.
 
-Refused, with the reason: another format, tilewright, kernel source, triton, torch or ptxas, another card, other facts of the
+Refused, with the reason: another format, tilewright, kernel source, triton, torch or ptxas; another card; other facts about the
+use; files that are missing, changed or too large.
 use, files that are missing, changed or too large.
 """
 

@@ -1,12 +1,13 @@
-"""Certificates: what the kernels of every op compile to on every card, kept in git and read without a compiler.
+"""Certificates: the compilation results of all kernels of an op for every card, kept in git and read without a compiler.
 
-One JSON file an op, in two parts. `cases`: implementation/example/sm_90 -> the default config and the facts of every kernel
-that the call launches, or the reason why it cannot run there. `configs`: implementation/sm_90 -> every config of the whole
-space, a line each, with what decides whether it is worth a measurement (registers, spills, shared memory, blocks an SM), or
-why it does not compile. `tilewright.asm.certify` writes them, `tilewright.asm.regressions` says what got worse.
+There is one JSON file per op, with two parts. `cases`: implementation/example/sm_90 -> the default config and the facts of
+every kernel that the call launches, or the reason why it cannot run there. `configs`: implementation/sm_90 -> every config of
+the whole space, one line each, with the facts that decide whether it is worth a measurement (registers, spills, shared memory,
+blocks per SM), or why it does not compile. `tilewright.asm.certify` writes them; `tilewright.asm.regressions` finds what has
+become worse.
 
-A config is certified on a few representative problems (`tilewright.asm.representatives`), in bf16 where the space knows no
-dtype: its facts on another problem of the same kernel are close to these, not equal.
+A config is certified on a few representative problems (`tilewright.asm.representatives`), in bf16 if the space does not depend
+on the dtype. Its facts on another problem of the same kernel are similar, but not equal.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Write certificates: compile an op's examples, and the configs of its whole spaces, for cards that are not there.
+"""Writes certificates: compiles an op's examples, and all configs of its spaces, for cards that need not be present.
 
 A case is an example with the default config, so every implementation and every kind of argument is compiled. A config is
-compiled on the first of the op's representatives that takes it. Tasks run on forked processes under a time limit each: a config
-that makes the compiler run for minutes, or crash, is a line in the certificate.
+compiled on the first of the op's representatives that accepts it. Tasks run in forked processes, each with a time limit; a
+config that makes the compiler run for minutes, or crash, becomes a line in the certificate.
 
-Implementations that call a vendor library launch no Triton kernel and have no case, and those with nothing to choose have no
+Implementations that call a vendor library launch no Triton kernel and have no case; those without anything to choose have no
 configs.
 """
 

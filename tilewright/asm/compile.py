@@ -1,15 +1,15 @@
-"""Compile the Triton kernels of an implementation for a card that is not there.
+"""Compiles the Triton kernels of an implementation for a card that need not be present.
 
-`record` runs the implementation's own launcher, so what is compiled is what a call would launch: the same specialisation, the
-same constants, the same options. Three stand-ins make that possible without a GPU and without a CUDA build of torch:
+`record` runs the implementation's own launcher, so it compiles exactly what a call would launch: with the same specialisation,
+constants and options. Three replacements make that possible without a GPU and without a CUDA build of torch:
 
     arguments   meta tensors with the shape, stride, dtype and alignment of the real ones
     driver      answers "which card" with the one asked for; it can load and launch nothing
     run         Triton's `JITFunction.run` compiles as for a warm-up and keeps the kernel instead of launching it
 
-Refuses: Triton's interpreter (it never compiles), and launchers that look at values (meta tensors have none). Implementations
-that call a vendor library launch no Triton kernel and give an empty list. The driver and `JITFunction.run` are replaced for
-the whole process while `record` runs, so nothing else may launch kernels meanwhile; a lock keeps two recordings apart.
+Refuses Triton's interpreter (which never compiles), and launchers that look at values (meta tensors have none). Implementations
+that call a vendor library launch no Triton kernel and give an empty list. The driver and `JITFunction.run` are replaced for the
+whole process while `record` runs, so nothing else may launch kernels at that time; a lock separates concurrent recordings.
 """
 
 import re

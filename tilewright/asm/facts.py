@@ -1,10 +1,11 @@
-"""What a compiled kernel is made of, read from its PTX and its machine code by the tools in the Triton wheel.
+"""Facts about a compiled kernel, read from its PTX and its machine code with the tools in the Triton wheel.
 
-`facts` costs about 5 ms a kernel. Registers and stack are the machine code's own resource record. Instructions are counted in
-the PTX, where each tensor-core, TMA and vector access is one line whose kind and width ptxas keeps, though not always how often
-it stands there: it unrolls loops. `instruction_mix` counts what the card runs in the disassembly, half a second a kernel.
+`facts` takes about 5 ms per kernel. Registers and stack come from the resource record of the machine code. Instructions are
+counted in the PTX, where each tensor-core, TMA and vector access is one line; ptxas keeps its kind and width, but not always
+the count, because it unrolls loops. `instruction_mix` counts the real instructions in the disassembly, which takes half a
+second per kernel.
 
-Not here: timing, and what the layouts say (tilewright.asm.layouts).
+Not here: timing, and layouts (tilewright.asm.layouts).
 """
 
 import re

@@ -1,7 +1,8 @@
-"""What the installed Triton and Gluon can express: capability flags for kernels that want what only newer versions have.
+"""Capability flags: what the installed Triton and Gluon support, for kernels that need features of newer versions.
 
-A flag is read off the installed package (a name that is there or not), never off a version number: builds differ. Kernels ask
-for a flag where they are defined, so that a version without the feature still imports them.
+A flag is determined from the installed package (whether a name exists), never from a version number, because builds differ.
+Kernels test
+a flag where they are defined, so that a version without the feature can still import them.
 """
 
 import importlib

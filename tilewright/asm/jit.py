@@ -1,10 +1,10 @@
-"""Which kernels does this process compile, when and why: the counter behind "zero JIT after ready".
+"""Counts the kernels that this process compiles, with time and reason: the check behind "zero JIT after ready".
 
-It listens where Triton's compiler reports (`triton.knobs.compilation.listener`), which tells a kernel that was compiled from
-one that was read from the disk cache or a bundle. Triton's `jit_post_compile_hook` cannot tell the two apart, and to call it
-Triton turns every constant of the kernel into JSON, which raises for constants that JSON does not know (Gluon layouts).
+It uses the reports of Triton's compiler (`triton.knobs.compilation.listener`), which distinguish a kernel that was compiled
+from one that was read from the disk cache or a bundle. Triton's `jit_post_compile_hook` does not, and for it Triton converts
+every constant of the kernel to JSON, which raises for constants that JSON does not support (Gluon layouts).
 
-Not counted: kernels that the process already holds (a launch of those costs nothing), the interpreter's, and compiles in other
+Not counted: kernels that the process already has (their launch costs nothing), the interpreter's, and compiles in other
 processes.
 """
 

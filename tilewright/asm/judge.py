@@ -1,4 +1,4 @@
-"""All that can be said of a compiled kernel without a GPU, in one value, and what of it deserves attention."""
+"""Collects everything known about a compiled kernel without a GPU in one value, and points out what deserves attention."""
 
 import re
 from collections.abc import Iterator, Mapping

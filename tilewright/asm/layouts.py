@@ -1,8 +1,8 @@
-"""Layouts of a compiled kernel: which thread holds which element, in words and as bases, read by Triton's own parser.
+"""Layouts of a compiled kernel: which thread has which element, as text and as bases, parsed by Triton's own parser.
 
-A kernel's TTGIR names its layouts (`#blocked`, `#mma`, `#shared` ...) and gives each tensor and each buffer one. `Layouts`
-hands types of that text to MLIR, which gives back the layout as Gluon has it (`triton.experimental.gluon.language`), its
-linear form (Zhou et al., "Linear Layouts", 2025: bases over GF(2)) and the count of shared-memory bank conflicts between two.
+A kernel's TTGIR names its layouts (`#blocked`, `#mma`, `#shared` ...) and gives one to each tensor and buffer. `Layouts` passes
+types of that text to MLIR, which returns the layout as Gluon represents it (`triton.experimental.gluon.language`), its linear
+form (Zhou et al., "Linear Layouts", 2025: bases over GF(2)) and the number of shared-memory bank conflicts between two layouts.
 """
 
 import math

@@ -1,18 +1,19 @@
-"""How a kernel touches memory, read from its TTGIR: coalescing, bank conflicts, and how deep its loads are pipelined.
+"""How a kernel accesses memory, read from its TTGIR: coalescing, bank conflicts, and the depth of its load pipeline.
 
-**Sectors.** The layout of a tensor of pointers says which elements the 32 threads of a warp ask for in one instruction, the
-address arithmetic (`tilewright.asm.program`) how far apart they lie. L2 hands out sectors of 32 bytes; an access is coalesced
-when it asks for no more of them than its bytes fill. Assumed: the tensor starts on a sector; where a stride is known only at
-run time, rows lie on different sectors and start on one. Not seen: masks, real alignment, indices that are loaded (`exact` is
-false), and what a caller passes as strides.
+**Sectors.** The layout of a tensor of pointers says which elements the 32 threads of a warp access in one instruction; the
+address arithmetic (`tilewright.asm.program`) says how far apart they are. L2 transfers sectors of 32 bytes. An access is
+coalesced if it needs no more sectors than its bytes fill. Assumptions: the tensor starts on a sector; if a stride is known only
+at run time, rows are on different sectors and start on one. Not considered: masks, real alignment, indices that are loaded
+(`exact` is then false), and the strides that a caller passes.
 
-**Bank conflicts** are the trips beyond the least: for ld.shared and st.shared Triton's own count for a layout of registers
-against a layout of shared memory, for ldmatrix by the rows that it reads at once. Not seen: what wgmma, tcgen05 and TMA do by
-themselves, and conversions between register layouts, whose scratch layout Triton chooses later.
+**Bank conflicts** are the additional passes beyond the minimum: for ld.shared and st.shared Triton's own count for a register
+layout and a shared-memory layout, for ldmatrix by the rows that it reads at once. Not considered: wgmma, tcgen05 and TMA, and
+conversions between register layouts, whose scratch layout Triton chooses later.
 
-**Pipeline.** A loop's buffers are an allocation with one more dimension in front; its size is the depth that the compiler made
-of `num_stages` (one less where the tensor cores read registers: those are a stage too). Where TMA fills them, the barriers say
-how many stages there are: a stage may have several boxes. 0 means that no loop has such buffers: loads are waited for where
+**Pipeline.** A loop's buffers are an allocation with an additional first dimension; its size is the depth that the compiler
+made of
+`num_stages` (one less if the tensor cores read registers, which are a stage, too). If TMA fills them, the barriers show the
+number of stages, because a stage may have several boxes. 0 means that no loop has such buffers, so loads are waited for where
 they are used.
 """
 

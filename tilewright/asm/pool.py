@@ -1,8 +1,8 @@
-"""Run many tasks on a few processes, each task under a time limit: a compiler may take minutes, hang, or crash.
+"""Runs many tasks on a few processes, each with a time limit, because a compiler may take minutes, hang, or crash.
 
-`run_limited` forks its workers, so a task may be any closure over anything that this process holds; only the number of the
-task and its answer, which must be JSON, cross over. A task that runs out of time is killed with all that it started (ptxas
-is a process of its own), one that crashes takes only its worker along, and both are answers, not errors.
+`run_limited` forks its workers, so a task may be any closure over objects of this process; only the number of the task and its
+result, which must be JSON, are transferred. A task that runs out of time is killed with all processes that it has started (such
+as ptxas). One that crashes ends only its worker. Both are results, not errors.
 
 Not for work on a GPU: a forked process cannot use a CUDA context of its parent.
 """

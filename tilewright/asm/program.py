@@ -1,8 +1,8 @@
-"""A kernel's TTGIR as a graph of values: what each is computed from, and how addresses move from element to element.
+"""A kernel's TTGIR as a graph of values: the operands of each, and how addresses change from element to element.
 
-Only what the analysis of memory accesses asks for: a line of text is a value with its operands. `steps` follows the arithmetic
-of Triton's address computations (ranges, products with constants, sums, broadcasts) and answers None for whatever else there
-is (division, gathered indices, control flow that changes a pointer's shape): unknown, never guessed.
+Only as detailed as the analysis of memory accesses needs: a line of text is a value with its operands. `steps` follows the
+arithmetic of Triton's address computations (ranges, products with constants, sums, broadcasts). For anything else (division,
+gathered indices, control flow that changes a pointer's shape) it returns None: unknown, never guessed.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""What is worse in one certificate than in another, in words.
+"""Lists what has become worse between two certificates, as text.
 
-Worse is: a case or config that no longer compiles, spilled registers, fewer blocks on an SM, tensor-core or TMA instructions
-that vanished, wgmma that ptxas serialises, narrower vectors. Register counts and instruction counts move with every compiler
-version; they are in the file to be read, not compared.
+Worse means: a case or config that no longer compiles, spilled registers, fewer blocks on an SM, missing tensor-core or TMA
+instructions, wgmma that ptxas serialises, narrower vectors. Register and instruction counts change with every compiler version;
+they are in the file for information, and are not compared.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,10 +1,10 @@
-"""The problems on which the configs of an op's spaces are certified: the fewest that reach every config.
+"""The problems on which the configs of an op are certified: as few as possible such that every config is covered.
 
-A row of the table is dimensions for `Op.make`; a config is compiled on the first row that takes it. Row counts are as small as
-they may be: kernels do not depend on them.
+A row of the table has dimensions for `Op.make`; a config is compiled on the first row that accepts it. Row counts are as small
+as possible, because kernels do not depend on them.
 
-An op that is not in the table is certified on its examples, 16-bit dtypes first: a small op needs no more. A test says which
-values of which axis no representative reaches.
+An op that is not in the table is certified on its examples, 16-bit dtypes first, which is enough for a small op. A test reports
+which values of which axis no representative covers.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """Hardware counters of one call, by NVIDIA Nsight Compute (`ncu`), where it is installed and the driver lets it read them.
 
-`ncu` runs a Python process that calls the op once between two markers of the profiler; kernels outside them are not counted.
-Nothing here estimates: where a counter cannot be read, the answer is the reason.
+`ncu` runs a Python process that calls the op once between two markers of the profiler; kernels outside of them are not counted.
+Nothing
+is estimated: if a counter cannot be read, the result is the reason.
 """
 
 import csv

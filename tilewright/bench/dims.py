@@ -1,7 +1,7 @@
 """Names and dimensions as a command line spells them: `matmul M=4096 N=4096 K=4096 dtype=bf16`.
 
-`find_op` finds an Op by its name, `parse_dims` turns `KEY=VALUE` words into keywords of its `make`. What is misspelled is
-answered with the nearest names.
+`find_op` finds an Op by its name, `parse_dims` turns `KEY=VALUE` words into keywords of its `make`. For misspelled names the
+error lists the nearest ones.
 """
 
 import inspect

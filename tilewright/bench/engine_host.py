@@ -1,9 +1,9 @@
-"""What a decode step of the engine costs the host: everything but the device, for requests that only decode.
+"""Measures the host time of a decode step of the engine: everything except the device, for requests that only decode.
 
-A runner without a device makes what a real one sends to it, one copy short, and answers with the same token for everybody.
-Times are medians over steps, in microseconds of the processor, so that other programs do not count. Every 16th token of a
-request crosses into a new page, and requests are staggered, so that a step has its share of that. A step ends with the arrays
-that it hands out ("all"); what a reader makes of them, a value a request, is "read", in the same process or another.
+A runner without a device prepares what a real one would send, except for one copy, and returns the same token for every
+request. Times are medians over steps, in microseconds of processor time, so that other programs do not count. Every 16th token
+of a request needs a new page, and requests are staggered, so each step includes a share of that. A step ("all") ends with the
+arrays that it returns; converting them to one value per request is "read", in the same process or another.
 """
 
 import statistics

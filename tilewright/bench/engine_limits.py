@@ -1,12 +1,12 @@
-"""What a card's memory and arithmetic allow a run of the engine: the bytes and operations that no schedule avoids.
+"""Lower bounds for a run of the engine by a card's memory and arithmetic: the bytes and operations that no schedule avoids.
 
-Weights are read once in each pass over the model, as often as the engine made passes; a table of embeddings that is not the
-head as well is not counted. A token's keys and values are written once, a prompt's are read once, and each further token
-reads those of all positions before it. A product counts two operations for each weight and token, the head for sampled
-tokens alone; attention four for each head, dimension and position that a token sees.
+Weights are read once per pass over the model, as often as the engine made passes; an embedding table that is not also the head
+is not counted. A token's keys and values are written once, a prompt's are read once, and each further token reads those of all
+positions before it. A product counts two operations per weight and token (for the head: per sampled token), attention four per
+head, dimension and position that a token sees.
 
-What is not counted (norms, activations, splitting a prompt into chunks, sampling) is left out of the limit: shares are what is
-certain, at most 1.
+Other work (norms, activations, dividing a prompt into chunks, sampling) is not counted, so shares of the limit are lower
+bounds, at most 1.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
 """`tilewright bench all`: every group of `bench.plan` into one folder, resumable, within a budget of time.
 
-Each group is a process of its own with the command that measures it alone: its file names that command, a crash costs one
-group, and memory is free again for the next. This process does not touch the GPU. What stands in the folder decides what is
-left, so a run that was killed goes on by the same command; rows that were written are not measured again.
+Each group is a separate process with the command that measures it alone: its file contains that command, a crash costs one
+group, and memory is free again for the next. This process does not use the GPU. Files in the folder determine what is left, so
+a killed run is continued by the same command, and rows that were written are not measured again.
 """
 
 import shlex

@@ -1,9 +1,9 @@
-"""Why a call runs the way it does: which implementation and config, who decided, what limits it, what is near, what to try.
+"""Explains a call: which implementation and config it uses and why, what limits it, what alternatives there are.
 
-`explain` answers for any card, here or not: the choice is the one that a program would make there, the facts come from
-compiling the kernels for that card, the floor from its ceilings, the predicted time from the analytical model. A library's
-kernel cannot be looked into: of a product its waves are estimated for usual tiles (`library_waves`). Nothing is run.
-A time is measured only where a record says so.
+`explain` works for any card, present or not: the choice is the one that a program would make there, facts come from compiling
+the kernels for that card, the lower bound from its ceilings, the predicted time from the analytical model. A library's kernel
+is opaque; for a product its waves are estimated for usual tiles (`library_waves`). Nothing is run. A time is called measured
+only if there is a record.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""How many tokens a second front processes serve, and what each costs: a mock engine behind the real socket, real HTTP.
+"""Measures the token rate of front processes and their cost per token: a mock engine behind the real socket, real HTTP.
 
-The engine gives every open stream a token a step, at a rate that is given; clients in processes of their own read every event.
-Fronts that cannot keep up put several tokens into an event, and the run takes longer than the rate says. Processor time a
-token does not depend on that, nor on how many cores there are: it is what to compare.
+The engine gives every open stream one token per step, at a given rate; clients in separate processes read every event. Fronts
+that cannot keep up put several tokens into one event, and the run takes longer than the rate implies. Processor time per token
+depends neither on that nor on the number of cores, so it is the figure to compare.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Opens streams and reads them to their end, counting events: `python -m tilewright.bench.front_client PORT BODIES GAPS`.
 
-BODIES has a request's body a line; GAPS is written: float64 [events, 2], when an event came and how long after the one before
-of its stream. Prints one line of JSON. It parses nothing, so that it costs as little as a client can.
+BODIES has one request body per line; GAPS is written: float64 [events, 2], when an event came and how long after the previous
+one of its stream. Prints one line of JSON. It parses nothing, so that it uses as little processor time as possible.
 
-`python -m tilewright.bench.front_client PORT idle COUNT` opens connections and says so; when something is written to its
-standard input it asks something on each of them, and prints how many answered.
+`python -m tilewright.bench.front_client PORT idle COUNT` opens connections and reports that. When something is written to its
+standard input, it sends a request on each of them, and prints how many were answered.
 """
 
 import json

@@ -1,7 +1,8 @@
-"""An engine without a model, behind the real socket: every stream gets a token a step, at a given rate.
+"""A mock engine behind the real socket: every stream gets one token per step, at a given rate.
 
 `python -m tilewright.bench.front_engine TOKENS_PER_S NOTES FOLDER CONTROL` is the engine process of `tilewright bench front`.
-At its end it writes into NOTES how far apart its steps were while most streams were open.
+At its end
+it writes into NOTES the time between its steps while most streams were open.
 """
 
 import itertools

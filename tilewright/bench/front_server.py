@@ -1,4 +1,4 @@
-"""A server of several processes, under clients in processes of their own: what `bench front` and `bench served` measure."""
+"""A server of several processes with clients in separate processes, as measured by `bench front` and `bench served`."""
 
 import json
 import math

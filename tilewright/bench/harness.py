@@ -1,7 +1,8 @@
 """Timing on a GPU.
 
-A call is timed as part of a CUDA graph that runs it over several sets of arguments, so that neither launch gaps nor a warm L2
-flatter it: the sets together are larger than any L2. Figures that are compared are measured in turns in one process.
+A call is timed as part of a CUDA graph that runs it over several sets of arguments, which together are larger than any L2
+cache. So neither launch gaps nor a warm cache affect the result. Figures that are compared are measured alternately in one
+process.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""A quantised linear layer against the float one it replaces: what `nn.Linear` costs, quantising of the activation included.
+"""Benchmark: a quantised linear layer against the float layer that it replaces, including quantising the activation.
 
-The weights rotate through more memory than L2 holds, as the layers of a model do; the activation is the same at each call, as
-it is in a model, where the layer before has just written it.
+The weights rotate through more memory than L2 holds, as in a model; the activation is the same in each call, because in a model
+it has just been written by the layer before.
 """
 
 from collections.abc import Callable, Iterator, Sequence

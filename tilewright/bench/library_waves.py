@@ -1,9 +1,10 @@
-"""How a library's matrix product may fill a card, estimated for the tiles that such libraries are known to take.
+"""Estimates how a library's matrix product fills a card, for the tiles that such libraries are known to use.
 
-Which kernel a vendor's library takes is not known from outside. Its large products have tiles of 128 x 256, 256 x 128 and
-128 x 128 (NVIDIA, "Matrix Multiplication Background User's Guide"), each the work of one block, one block an SM. Under that
-assumption the waves follow from the sizes alone, and so do the sizes beside this one at which they change. Splits of the summed
-dimension, which a library may take where tiles are few, are not modelled.
+The kernel that a vendor's library chooses is not visible from outside. Its large products have tiles of 128 x 256, 256 x 128
+and
+128 x 128 (NVIDIA, "Matrix Multiplication Background User's Guide"), one block per tile and one block per SM. Under this
+assumption the waves follow from the sizes alone, and so do the nearby sizes at which they change. Splitting the summed
+dimension, which a library may do if there are few tiles, is not modelled.
 """
 
 from collections.abc import Iterator

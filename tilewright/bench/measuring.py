@@ -1,6 +1,6 @@
 """The measuring process of `tilewright tune`, on the first GPU: `python -m tilewright.bench.measuring`.
 
-Started and spoken to by `tilewright.tune.measurer`; what is said is in `tilewright.tune.worker`.
+Started by `tilewright.tune.measurer`; the protocol is described in `tilewright.tune.worker`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One op against what it replaces: microseconds, share of the roofline, and the ratio, measured in turns in one process."""
+"""Benchmark of one op against what it replaces: microseconds, share of the roofline, and the ratio, measured alternately."""
 
 import statistics
 from collections.abc import Callable, Container, Iterator, Sequence

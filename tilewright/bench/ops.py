@@ -1,7 +1,7 @@
-"""Memory-bound operators against a device copy of the same bytes, and what dispatch costs on the host.
+"""Benchmark of memory-bound operators against a device copy of the same bytes, and of the host time of dispatch.
 
 The device copy is the faster of `copy_`, which a CUDA graph replays as a memory-copy node, and an elementwise kernel of torch
-that writes as many bytes as it reads (`neg`): on an H100 the node moves 1 GB and more at 2.4 TB/s, the kernel at 3.0.
+that reads and writes the same number of bytes (`neg`): on an H100 the node moves 1 GB and more at 2.4 TB/s, the kernel at 3.0.
 """
 
 import time

@@ -1,7 +1,8 @@
-"""What each op replaces: the call of PyTorch (and the vendor library behind it) that a user would otherwise make.
+"""The peers of ops in benchmarks: the PyTorch call (and the vendor library behind it) that a user would otherwise make.
 
-A peer takes the op's arguments and computes the same, or says why it cannot: nothing is compared with a different task. What a
-peer needs prepared outside of the timed call (a contiguous cache for SDPA) is prepared in `make`.
+A peer takes the op's arguments and computes the same, or says why it cannot, so nothing is compared with a different task.
+Preparations
+that a peer needs outside of the timed call (a contiguous cache for SDPA) are made in `make`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the convolutions replace: torch's calls, which is cuDNN with `benchmark` on, of channels-last tensors."""
+"""The peers of convolutions in benchmarks: torch's calls (cuDNN with `benchmark` enabled) with channels-last tensors."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

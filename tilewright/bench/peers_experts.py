@@ -1,4 +1,4 @@
-"""What the operators of a mixture of experts replace, and the dimensions that they are measured with."""
+"""The peers of the operators of a mixture of experts in benchmarks, and the dimensions to measure."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,6 +1,6 @@
-"""PyTorch's calls for elementwise ops and embeddings, and the dimensions that those are measured with. Part of bench/peers.py.
+"""The peers of elementwise ops and embeddings in benchmarks, and the dimensions to measure. Part of bench/peers.py.
 
-Dropout and rope have no peer here: PyTorch draws other numbers, and rotates nothing in one call.
+Dropout and rope have no peer: PyTorch draws other random numbers, and has no single call for a rotation.
 """
 
 from collections.abc import Callable

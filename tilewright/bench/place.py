@@ -1,7 +1,7 @@
-"""`tilewright place`: where batches of a model are done first, on the processor and the cards of this machine.
+"""`tilewright place`: finds the fastest device of this machine for each batch size of a model.
 
-The model is called with some batch sizes on each device, `tilewright.placement` is fitted to what that took, and predicts every
-size. Inputs and outputs begin and end in the host's memory, so a card's time has its transfers.
+The model is called with some batch sizes on each device, `tilewright.placement` is fitted to the times, and predicts every
+size. Inputs and outputs are in host memory, so a card's time includes transfers.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""What `tilewright bench all` measures: groups, each one command and one result file, with the seconds that it should take.
+"""The groups of `tilewright bench all`: each is one command with one result file and an expected duration.
 
-The seconds are estimates for an H100 or H200 with 16 CPU cores and empty caches of compiled kernels: the GPU's part follows
-from earlier results, starting a process and compiling are rounded up. They order nothing but the progress that is printed, and
-say what fits into the rest of a budget. Groups that compare whole models (`--only compare`) are not part of "all": they
-take as long again.
+Durations are estimates for an H100 or H200 with 16 CPU cores and empty caches of compiled kernels: the GPU's part follows from
+earlier results; starting a process and compiling are rounded up. They are used only for the progress display, and to decide
+what fits into the rest of a time budget. Groups that compare whole models (`--only compare`) are not part of "all", because
+they take as long again.
 """
 
 from dataclasses import dataclass

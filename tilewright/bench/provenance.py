@@ -1,6 +1,6 @@
-"""What must stand beside a figure so that it can be trusted and repeated: code, machine, versions, command, kernels.
+"""The provenance of a figure, with which it can be trusted and repeated: code, machine, versions, command, kernels.
 
-`environment` is for a result file as a whole, `ran_by` for one row of it. `changed` compares a row with the code of now.
+`environment` describes a result file as a whole, `ran_by` one row of it. `changed` compares a row with the present code.
 """
 
 import hashlib

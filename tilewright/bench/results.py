@@ -1,7 +1,7 @@
-"""Result files: written after every row, each by one process, joined to sets only where they are of one code on one card.
+"""Result files: written after every row, each by one process, and combined to sets if they have the same code and card.
 
-A set is a folder. A run that was cut short leaves NAME.json, marked "incomplete"; the run that goes on with it writes
-NAME.2.json, and so on: no file is ever continued by another process. `joined` puts the parts together again.
+A set is a folder. An interrupted run leaves NAME.json, marked "incomplete"; the run that continues it writes NAME.2.json, and
+so on: no file is ever continued by another process. `joined` combines the parts.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What HTTP costs an engine: the same requests to one engine alone, and then to it as a server of several processes.
+"""Measures the cost of HTTP: the same requests to an engine alone, and to the same engine in a server of several processes.
 
-Both are of one process with one set of weights and pages. The engine alone gets all requests at once; the server gets them from
-clients in processes of their own, as fast as these can send them, and every event is read.
+Both measurements use one process with one set of weights and pages. Alone, the engine gets all requests at once; the server
+gets them from clients in separate processes, as fast as these can send them, and every event is read.
 """
 
 import json

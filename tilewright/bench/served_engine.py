@@ -1,8 +1,8 @@
-"""An engine that is measured alone and served then: the engine process of `tilewright bench served`.
+"""The engine process of `tilewright bench served`: an engine that is first measured alone and then serves.
 
 `python -m tilewright.bench.served_engine SPEC NOTES FOLDER CONTROL`: SPEC is JSON (model, options of the engine, streams,
-tokens in and out, runs); NOTES is written with what the engine did alone, as `tilewright bench engine` runs it: all requests at
-once, step after step, and nobody beside it.
+tokens in and out, runs). NOTES is written with the results of the engine alone, run as by `tilewright bench engine`: all
+requests at once, step after step, and nothing else in the process.
 """
 
 import json

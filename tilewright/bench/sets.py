@@ -3,8 +3,8 @@
 decode        the products of a layer of Llama-3.1-8B, Llama-3.1-70B and Qwen3-32B, at 1, 4 and 16 rows
 projections   the same at 64 to 8192 rows
 squares       512 to 16384
-awkward       what a copy engine or a tile does not like: primes, one beside a round number, short K, a vocabulary's N,
-              operands that start anywhere
+awkward       sizes that do not fit copy engines or tiles: primes, one above or below a round number, short K, a vocabulary's N,
+              operands with unaligned starts
 """
 
 from collections.abc import Mapping, Sequence

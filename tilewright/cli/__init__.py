@@ -1,6 +1,6 @@
-"""The command line, a verb a module: `tilewright serve | run | bench`.
+"""The command line `tilewright`, with one module per command.
 
-Nothing heavy is imported before a verb needs it, so that `--help` is immediate.
+Heavy libraries are imported only when a command needs them, so that `--help` is immediate.
 """
 
 import os
@@ -35,7 +35,7 @@ try:
     import tilewright.cli.tune_op
     import tilewright.cli.warmup  # noqa: F401 (a verb registers itself)
     from tilewright.cli.root import INTERRUPTED, app
-except KeyboardInterrupt:  # the imports take a good part of a second: Ctrl-C in them is no traceback either
+except KeyboardInterrupt:  # the imports take about half a second; Ctrl-C then must not print a traceback either
     raise SystemExit(130) from None
 
 __all__ = ["app", "main"]

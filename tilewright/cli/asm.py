@@ -1,4 +1,4 @@
-"""`tilewright asm`: what a kernel compiles to, for any card, on any machine."""
+"""`tilewright asm`: shows what a kernel compiles to, for any card, on any machine."""
 
 import json
 import sys
@@ -29,12 +29,12 @@ class Built(NamedTuple):
     impl: "Impl"
     arch: int
     at: str
-    """The example's label, or the dimensions."""
+    """The label of the example, or the dimensions."""
     config: Mapping[str, Any]
     binaries: "list[Binary]"
     judgements: "list[Judgement]"
     problem: str | None
-    """Refused, or does not compile: a sentence."""
+    """A sentence if it was refused or does not compile; else None."""
 
 
 @app.command(
@@ -128,7 +128,8 @@ def _impls(op: "Op", name: str | None) -> "list[Impl]":
 
 
 def _calls(op: "Op", words: list[str], label: str | None) -> list[tuple[str, tuple[Any, ...]]]:
-    """(label, arguments) of the calls to try, in order: large ones first, small ones are what special implementations take."""
+    """(label, arguments) of the calls to try, in order: large ones first; special implementations may accept only small
+    ones."""
     from tilewright.bench.dims import nearest, parse_dims
     from tilewright.bench.peers import default_shapes
     from tilewright.op import Inputs
@@ -159,7 +160,7 @@ def _cards(text: str) -> "list[Device]":
 
 
 def _choices(impls: "list[Impl]", words: list[str]) -> dict[str, Any]:
-    """The choices of --config: each must be an axis of some implementation, and a value on it."""
+    """The values of --config: each key must be an axis of some implementation, and the value must be on that axis."""
     from tilewright.bench.dims import nearest
 
     found: dict[str, Any] = {}
@@ -179,7 +180,7 @@ def _choices(impls: "list[Impl]", words: list[str]) -> dict[str, Any]:
 def _first_taken(
     op: "Op", impl: "Impl", card: "Device", calls: list[tuple[str, tuple[Any, ...]]]
 ) -> tuple[str, tuple[Any, ...], str | None]:
-    """(label, arguments, None) of the first call that launches something there; else the first one with the reason."""
+    """(label, arguments, None) of the first call that launches something; otherwise the first call with the reason."""
     reasons = []
     for label, args in calls:
         reason = impl.refusal(card, op.problem(*args))
@@ -193,7 +194,7 @@ def _first_taken(
 
 
 def _plain(built: Built) -> dict[str, Any]:
-    """As JSON has it."""
+    """As values for JSON."""
     return {
         "impl": built.impl.name,
         "arch": built.arch,
@@ -242,7 +243,7 @@ def _print(built: list[Built]) -> None:
 
 
 def _table(title: str, group: Sequence[Built]) -> Any:
-    """Facts down, a column for each kernel of each architecture."""
+    """A table with a row for each fact, and a column for each kernel and architecture."""
     from rich.table import Table
 
     columns = [(b, j) for b in group for j in b.judgements]
@@ -289,12 +290,12 @@ def _pipeline(memory: "Memory") -> str:
 
 
 def _widths(counts: Mapping[int, int]) -> str:
-    """Bytes of a thread's access, widest first, and how often each stands in the code."""
+    """The number of accesses by bytes per thread, widest first."""
     return ", ".join(f"{n} of {width} bytes" for width, n in counts.items()) or "none by threads"
 
 
 def _details(group: Sequence[Built]) -> Iterator[tuple[str, dict[str, list[str]]]]:
-    """Title -> lines, each with the architectures that it holds for."""
+    """Title -> lines, each with the architectures to which it applies."""
     for title, tell in _TOLD:
         lines: dict[str, list[str]] = {}
         for b in group:

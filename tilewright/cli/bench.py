@@ -44,7 +44,7 @@ _Settle = Annotated[float, typer.Option(min=0, max=10, help=_SETTLE_HELP)]
 
 
 def need_gpu(what: str) -> None:
-    """Exit with a sentence where there is no GPU for `tilewright bench <what>`."""
+    """Exit with a message if there is no GPU for `tilewright bench <what>`."""
     from tilewright.hw.device import cuda_count
 
     if not cuda_count():
@@ -56,7 +56,7 @@ def need_gpu(what: str) -> None:
 
 
 def print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """As a table, or as JSON."""
+    """Print rows as a table, or as JSON."""
     if as_json:
         print(json.dumps(rows))
         return
@@ -271,7 +271,7 @@ def bench_attention_8bit(
 
 
 def _finish(results: "Results", formats: list[str], settle: float, as_json: bool) -> None:
-    """Write, print and sum up what was measured of 8 and 4 bits beside 16: a geometric mean for each format."""
+    """Write and print the comparison of 8 and 4 bits with 16, and a geometric mean for each format."""
     from tilewright.bench.op import geomean
 
     means = {name: geomean([row for row in results.all_rows if row["format"] == name]) for name in formats}

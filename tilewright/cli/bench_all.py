@@ -1,4 +1,4 @@
-"""`tilewright bench all`: everything that the tables print, into one folder."""
+"""`tilewright bench all`: measures all figures of the published tables, into one folder."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`tilewright bench front`: what the front processes of a server cost, without a model."""
+"""`tilewright bench front`: measures the cost of a server's front processes, without a model."""
 
 import json
 from typing import Annotated

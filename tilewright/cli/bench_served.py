@@ -1,4 +1,4 @@
-"""`tilewright bench served`: what HTTP costs an engine."""
+"""`tilewright bench served`: measures what HTTP adds to the cost of an engine."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""`tilewright compare`: the proof, layer by layer, that a model runs faster than on another engine."""
+"""`tilewright compare`: proves, layer by layer, that a model runs faster than on another engine."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 EXIT_CODES = {"pass": 0, "fail": 1, "undecided": 3}
-"""2 is a misspelled command."""
+"""2 is for wrong usage."""
 
 _MARKS = {"pass": "[green]✓ pass[/green]", "fail": "[red]✗ fail[/red]", "undecided": "[yellow]? undecided[/yellow]"}
 
@@ -93,7 +93,7 @@ def _write(found: "Comparison", path: Path) -> None:
 
 
 def _print(found: "Comparison") -> None:
-    """Verdict, a row a segment, what the fairness card has open."""
+    """Print the verdict, a row for each segment, and the open points of the fairness card."""
     from rich.console import Console
     from rich.table import Table
 

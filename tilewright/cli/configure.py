@@ -1,4 +1,4 @@
-"""`tilewright configure`: the best configuration of a service for a model, this machine and an objective."""
+"""`tilewright configure`: finds the best configuration of a service for a model, this machine and an objective."""
 
 import json
 from pathlib import Path

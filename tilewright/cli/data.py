@@ -1,4 +1,4 @@
-"""`tilewright data`: text worth training on, from archives to token shards."""
+"""`tilewright data`: prepares text for training, from archives to token shards."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`tilewright doctor`: what works on this machine, what is missing, and how to get it."""
+"""`tilewright doctor`: shows what works on this machine, what is missing, and how to get it."""
 
 import json
 import os
@@ -34,11 +34,11 @@ FOR = {
     "lab": "the pictures of `tilewright lab`",
     "load": "`tilewright load`, and `tilewright serve --replicas`",
 }
-"""Extra -> what it is for."""
+"""Extra -> its purpose."""
 
 
 class Finding(NamedTuple):
-    """One line of the answer."""
+    """One line of the result."""
 
     what: str
     state: str
@@ -127,7 +127,7 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _known(index: int) -> Finding:
-    """Whether somebody has measured what such a card can do."""
+    """Whether the ceilings of such a card have been measured."""
     from tilewright.hw.ceilings import path_of
     from tilewright.hw.device import device_of
 
@@ -185,7 +185,7 @@ def _model() -> Iterator[Finding]:
 
 
 def _run() -> Iterator[Finding]:
-    """A norm and a product, against float64, on every device there is."""
+    """Compute a norm and a product on every device, and compare with float64."""
     import torch
 
     from tilewright import ops

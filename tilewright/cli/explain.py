@@ -1,4 +1,4 @@
-"""`tilewright explain`: why a call runs the way it does, on any card."""
+"""`tilewright explain`: explains which implementation a call uses and why, for any card."""
 
 import json
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""`tilewright export`: a model as a folder that is served without its code and without a compiler."""
+"""`tilewright export`: writes a model as a folder that can be served without its code and without a compiler."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from tilewright.cli.root import Progress, app, ends_on_sigterm, plain_errors, sa
 __all__ = ["export"]
 
 MOST = 1 << 24
-"""Of a dimension."""
+"""The largest size of a dimension."""
 
 
 @app.command(
@@ -81,7 +81,7 @@ def export(
 
 
 def _shapes(given: Sequence[str]) -> dict[str, list[int]]:
-    """--shape of each input. Raises ValueError: it is none."""
+    """The values of --shape, by input. Raises ValueError if one is invalid."""
     found = dict[str, list[int]]()
     for text in given:
         name, _, sizes = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""`tilewright hw`: what machine is this, what can it do, and how a kernel would sit on it."""
+"""`tilewright hw`: shows this machine's hardware and limits, and how a kernel would use an SM or a card."""
 
 import json
 import sys
@@ -93,7 +93,7 @@ def _software() -> Facts:
 
 
 def _seen_by_cuda(address: str) -> Facts:
-    """What only CUDA tells of a GPU, if this process may see it."""
+    """Facts about a GPU that only CUDA reports, if this process may see it."""
     from tilewright.hw.device import cuda_count, device_of, pci_id
 
     index = next((i for i in range(cuda_count()) if pci_id(i) == address), None)
@@ -104,7 +104,7 @@ def _seen_by_cuda(address: str) -> Facts:
 
 
 def _measure() -> None:
-    """Measure what CUDA sees and keep it for whoever asks."""
+    """Measure the GPUs that CUDA sees, and store the results."""
     from tilewright.hw.ceilings import path_of, save, write_json
     from tilewright.hw.device import cuda_count, device_of
     from tilewright.hw.measure import cards, measure

@@ -1,4 +1,4 @@
-"""`tilewright load`: requests to a service on a schedule, and what its users would have felt."""
+"""`tilewright load`: load-tests a service on a schedule, and reports the latencies that users would see."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""`tilewright merge`: a base and its low-rank adapter become one model folder."""
+"""`tilewright merge`: merges a base model and its LoRA adapter into one model folder."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`tilewright ops`: which operators there are, and which implementations each has on which card."""
+"""`tilewright ops`: lists the operators, and their implementations for each card."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""`tilewright optimize`: what would become of a model, fusion by fusion, and how far its outputs are from the float model's."""
+"""`tilewright optimize`: shows how `optimize` would change a model, fusion by fusion, and the error of its outputs."""
 
 from pathlib import Path
 from typing import Annotated

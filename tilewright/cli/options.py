@@ -1,4 +1,4 @@
-"""Options of verbs, made from the fields of config dataclasses: a field with a help text is an option."""
+"""Command-line options made from the fields of config dataclasses: every field with a help text becomes an option."""
 
 import dataclasses
 import difflib

@@ -1,4 +1,4 @@
-"""`tilewright place`: which device of this machine does a batch of a model first."""
+"""`tilewright place`: finds the fastest device of this machine for each batch size of a model."""
 
 import dataclasses
 import json

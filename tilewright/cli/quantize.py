@@ -1,4 +1,4 @@
-"""`tilewright quantize`: a model with 8-bit or 4-bit weights as a folder that every other verb takes."""
+"""`tilewright quantize`: writes a model with 8-bit or 4-bit weights as a folder for all other commands."""
 
 import json
 from pathlib import Path

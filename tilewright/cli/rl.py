@@ -1,4 +1,4 @@
-"""`tilewright rl`: improve a policy by the rewards of an environment, and make texts to pretrain one on."""
+"""`tilewright rl`: trains a policy by the rewards of an environment, and writes texts for pretraining one."""
 
 import json
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
-"""The root of the command line: what stands before a verb, how errors and progress are said, and exit codes.
+"""The root of the command line: global options, error and progress messages, and exit codes.
 
-Exit codes: 0 it worked, 1 it failed (one line on stderr says what, what it got, what it wanted and what to do), 2 the command
-was misspelled, 130 Ctrl-C, 143 SIGTERM. Results go to stdout, everything else to stderr. `--traceback` shows where an error
+Exit codes: 0 success, 1 failure (one line on stderr says what failed, what was given, what was wanted and what to do), 2 wrong
+usage,
+130 Ctrl-C, 143 SIGTERM. Results go to stdout, everything else to stderr. `--traceback` shows where an error
 came from.
 """
 

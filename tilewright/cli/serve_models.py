@@ -1,4 +1,4 @@
-"""Which of the models that `tilewright serve` is given are ordinary ones."""
+"""Decides which of the models given to `tilewright serve` are ordinary models rather than language models."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""`tilewright train CONFIG.toml`, `tilewright train run`: a model from a config file, or from options that overrule it."""
+"""`tilewright train CONFIG.toml`, `tilewright train run`: trains a model, by a config file and options that override it."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The group `tilewright train`: a config file or options without a command go to the command "run"."""
+"""The command group `tilewright train`: a config file or options without a command are passed to the command "run"."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`tilewright train plan`: what to keep for the backward pass, and what to compute again."""
+"""`tilewright train plan`: plans which activations to keep for the backward pass, and which to recompute."""
 
 import json
 from dataclasses import asdict

@@ -1,6 +1,6 @@
-"""`tilewright tune export | import | merge | freeze | show`: what has been measured.
+"""`tilewright tune export | import | merge | freeze | show`: manages the measured configs.
 
-The search itself is `tilewright tune OP ...`: any word that is none of the verbs is taken for an op.
+The search itself is `tilewright tune OP ...`: a word that is not one of these commands is taken as the name of an op.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`tilewright tune OP dims...`: search the best config of one problem, or say with `--dry-run` what would be measured."""
+"""`tilewright tune OP dims...`: searches the best config for one problem; `--dry-run` shows what would be measured."""
 
 import json
 import sys

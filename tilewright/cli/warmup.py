@@ -1,4 +1,4 @@
-"""`tilewright warmup`: compile everything that serving a model launches, on a machine without a GPU."""
+"""`tilewright warmup`: compiles all kernels for serving a model, on a machine without a GPU."""
 
 import json
 import os

@@ -1,1 +1,1 @@
-"""Text worth training on: readers, rules, deduplication, decontamination, token shards, and the report of what happened."""
+"""Preparing text for training: readers, quality rules, deduplication, decontamination, token shards, and a report."""

@@ -1,10 +1,12 @@
-"""Bytes of a file, decompressed piece by piece: damage and bombs end a piece, never the program.
+"""Reads the bytes of a file, decompressed piece by piece; damage and decompression bombs end a piece, never the program.
 
-A gzip file is a chain of members. Where one is damaged the next is looked for, so that one flipped byte costs one member; the
-readers of Python and fastwarc stop at the first error. xz and zstd files cannot be entered in the middle: they end there.
+A gzip file is a sequence of members. After a damaged one the next is searched for, so one flipped byte costs one member; the
+readers of Python and fastwarc stop at the first error. xz and zstd files cannot be read from the middle, so they end at the
+first damage.
 
-A member (of xz and zstd: the file) that unpacks to more than `Limits.free_bytes` and to more than `Limits.expansion` times its
-own size is a bomb: what it gave so far is handed on, the rest is left.
+A member (for xz and zstd: the file) that unpacks to more than `Limits.free_bytes` and to more than `Limits.expansion` times its
+own
+size is treated as a bomb: what has been unpacked so far is returned, the rest is skipped.
 """
 
 import lzma
@@ -24,18 +26,18 @@ _MAGIC = b"\x1f\x8b\x08"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a reader holds in memory and how far it follows a compressed stream."""
+    """Limits on what a reader holds in memory, and on the expansion of compressed data."""
 
     record_bytes: int = 64 << 20
-    """A record, line or page above this is skipped and counted."""
+    """A larger record, line or page is skipped and counted."""
     free_bytes: int = 16 << 20
-    """Below this a member may expand as it likes."""
+    """Up to this size, expansion is not limited."""
     expansion: int = 300
-    """Above `free_bytes` a member may unpack to this many times its size. Text reaches 20, deflate at most 1032."""
+    """Above `free_bytes`, the limit for unpacked over packed size. Text reaches 20, deflate at most 1032."""
 
 
 class Piece(NamedTuple):
-    """Decompressed bytes. `offset`: where in the file they (gzip: their member) begin. Not `sound`: a checksum failed."""
+    """Decompressed bytes. `offset`: their position in the file (gzip: of their member). Not `sound`: a checksum failed."""
 
     offset: int
     data: bytes
@@ -43,16 +45,16 @@ class Piece(NamedTuple):
 
 
 class Break(NamedTuple):
-    """The stream is interrupted here: what follows does not continue what came before."""
+    """An interruption of the stream: what follows does not continue what came before."""
 
     offset: int
     reason: str
 
 
 def pieces(path: Path, limits: Limits) -> Iterator[Piece | Break]:
-    """The bytes of a file in order, decompressed by what its first bytes say (gzip, xz, zstd, else as they are).
+    """The bytes of a file in order. The first bytes determine the format: gzip, xz, zstd, or not compressed.
 
-    Raises OSError where the file itself cannot be opened.
+    Raises OSError if the file cannot be opened.
     """
     with path.open("rb") as file:
         start = file.read(6)
@@ -95,7 +97,7 @@ def _gzip(file: BinaryIO, limits: Limits) -> Iterator[Piece | Break]:
 
 
 class _End(NamedTuple):
-    """Where the next member begins (None: nowhere) and why this one ended early ("": it did not)."""
+    """Where the next member begins (None: there is none), and why this one ended early ("": it did not)."""
 
     at: int | None
     reason: str
@@ -111,7 +113,7 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
             pending = file.read(_READ)
             taken += len(pending)
             if not pending:
-                # Damage in a stored length can swallow the following members: they are looked for from here's start.
+                # Damage in a stored length can swallow the following members, so search from the start of this one.
                 yield _End(start + 1, "gzip: truncated")
                 return
         before = unpack.copy()
@@ -119,7 +121,7 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
             data = unpack.decompress(pending, 1 << 20)
         except zlib.error as error:
             yield _up_to_damage(before, pending)
-            # At which byte it failed zlib does not say: look again from the start of this member.
+            # zlib does not say at which byte it failed, so search again from the start of this member.
             yield _End(start + 1, "gzip: checksum" if "check" in str(error) else "gzip: damaged data")
             return
         pending = unpack.unconsumed_tail
@@ -137,7 +139,7 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
 
 
 def _up_to_damage(unpack: "zlib._Decompress", data: bytes) -> bytes:
-    """What can be unpacked of damaged bytes: zlib keeps nothing of a call that fails, so they go in one by one."""
+    """What can be unpacked of damaged bytes, one byte at a time, because zlib returns nothing from a call that fails."""
     found = bytearray()
     try:
         for at in range(len(data)):
@@ -148,7 +150,7 @@ def _up_to_damage(unpack: "zlib._Decompress", data: bytes) -> bytes:
 
 
 def _after(file: BinaryIO, at: int) -> _End:
-    """What follows a whole member: another, the end, or something else (zeros are padding)."""
+    """What follows a complete member: another member, the end, or something else (zeros are padding)."""
     file.seek(at)
     following = file.read(_READ)
     if following[:3] == _MAGIC:
@@ -159,7 +161,7 @@ def _after(file: BinaryIO, at: int) -> _End:
 
 
 def _next_member(file: BinaryIO, at: int) -> int | None:
-    """The offset of the next bytes that look like the start of a member and unpack without error for a while."""
+    """The offset of the next bytes that look like the start of a member and can be unpacked for a while."""
     file.seek(at)
     tail = b""
     while data := file.read(_READ):

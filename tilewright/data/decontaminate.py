@@ -1,8 +1,9 @@
-"""Decontamination: a document that holds a run of words from an evaluation set goes.
+"""Decontamination: removes documents that contain a run of words from an evaluation set.
 
-Words are lower-cased letters and digits; every run of `words` neighbours of an evaluation text is looked up (Brown et al. 2020,
-appendix C, with 13). 10 is chosen here: it finds 98 % of GSM8K's questions after 5 % of their words were changed and nothing in
-books, where 13 finds 95 % (docs/data.md). A text shorter than that is looked up as a whole, if it has `min_words`.
+Words are lower-case letters and digits. Every run of `words` successive words of an evaluation text is looked up (Brown et al.
+2020,
+appendix C, with 13). The default is 10: it finds 98 % of GSM8K's questions after 5 % of their words were changed, and nothing
+in books; 13 finds 95 % (docs/data.md). A shorter text is looked up as a whole, if it has at least `min_words`.
 """
 
 import json
@@ -21,7 +22,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Decontaminate:
-    """The step. `evaluation`: JSON lines files; `fields`: which of their fields are looked for, each on its own."""
+    """The step. `evaluation`: JSON lines files; `fields`: fields whose texts are looked up, each on its own."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Decontaminate:
         self.sorted = {size: np.sort(np.fromiter(grams, np.uint64, len(grams))) for size, grams in self.grams.items()}
 
     def __call__(self, document: Document) -> Document | Removed:
-        """Removed where a run of words is found; the detail names its line."""
+        """Removed if a run of words is found; the detail names its line."""
         tokens = [hashed(token) for token in _WORD.findall(document.text.lower())]
         for size, known in self.sorted.items():
             found = windows(tokens, size)

@@ -1,4 +1,4 @@
-"""What two recipes did differently to the same input: which documents only one kept, which texts differ, what each step did."""
+"""Compares the results of two recipes: which documents only one kept, which texts differ, and what each step did."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ _SHOWN = 10
 
 
 def compare(before: Path, after: Path) -> dict[str, Any]:
-    """The differences between two output folders. Documents are matched by their ids, which name the input file and record."""
+    """The differences between two output folders. Documents are matched by their ids, which identify input file and record."""
     reports = [_report(folder) for folder in (before, after)]
     texts = [dict(_documents(folder)) for folder in (before, after)]
     both = texts[0].keys() & texts[1].keys()
@@ -55,7 +55,7 @@ def _brief(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _changes(before: Any, after: Any, place: str = "") -> list[list[Any]]:
-    """[where, before, after] of every value of two recipes that differs."""
+    """[place, before, after] for every value that differs between two recipes."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(before.keys() | after.keys())
         return [row for key in keys for row in _changes(before.get(key), after.get(key), f"{place}.{key}".lstrip("."))]

@@ -1,4 +1,4 @@
-"""A document on its way through the steps, and what a step may answer about it."""
+"""A document on its way through the steps, and the results of a step for it."""
 
 import hashlib
 import json
@@ -10,10 +10,10 @@ __all__ = ["Document", "Removed", "from_line", "to_line"]
 
 @dataclass
 class Document:
-    """One text and where it came from.
+    """One text and its origin.
 
-    `origin` names the input file, the number of the record in it and the byte offset of that record (for compressed archives:
-    of the compressed member it stands in). `steps` grows by one entry for each step that the document went through.
+    `origin` has the input file, the number of the record in it, and the byte offset of that record (in compressed archives: of
+    the compressed member that contains it). `steps` gets an entry for each step that the document went through.
     """
 
     text: str
@@ -25,7 +25,7 @@ class Document:
     html: bytes | None = None
     """The page as it was read, until the step that extracts its text."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What the step that runs says about its work; moved into `steps` when it is done."""
+    """Facts from the current step; moved into `steps` when it is done."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -34,14 +34,14 @@ class Document:
 
 
 class Removed(NamedTuple):
-    """A step's answer that a document goes no further: a short constant reason, and words about this document."""
+    """A step's result that removes a document: a short constant reason, and details about this document."""
 
     reason: str
     detail: str = ""
 
 
 def to_line(document: Document) -> bytes:
-    """One line of JSON, keys sorted, so that equal documents are equal bytes."""
+    """One line of JSON with sorted keys, so that equal documents give equal bytes."""
     row: dict[str, Any] = {"id": document.id, "text": document.text, "origin": document.origin}
     if document.url:
         row["url"] = document.url
@@ -55,7 +55,7 @@ def to_line(document: Document) -> bytes:
 
 
 def from_line(line: bytes) -> Document:
-    """What `to_line` wrote."""
+    """The inverse of `to_line`."""
     row = json.loads(line)
     html = row.pop("html", None)
     return Document(**row, html=None if html is None else html.encode("latin-1"))

@@ -1,12 +1,13 @@
-"""Exact duplicates over all documents: whole texts, lines, and stretches of words. The first occurrence stays.
+"""Exact duplicates over all documents: whole texts, lines, and runs of words. The first occurrence stays.
 
-Each step runs in three parts, so that documents are never all in memory: `index` hashes one chunk of documents, `join` looks
-at the hashes of all chunks, `apply` edits one document by what was found. What comes first is decided by the order of the
-input alone, so the result does not depend on how documents are cut into chunks.
+Each step has three parts, so that never all documents are in memory: `index` hashes one chunk of documents, `join` compares the
+hashes of all chunks, `apply` edits one document with the result. Which occurrence is first depends only on the order of the
+input, so the result does not depend on how documents are divided into chunks.
 
-Stretches follow Lee et al. 2022 (arXiv 2107.06499), who find them with a suffix array over tokens: every run of words that
-occurred before and is at least `words` long goes. Here each window of `words` words has a hash, and the windows that were
-seen before are joined into runs: the same runs, in memory that can be bounded.
+Runs of words follow Lee et al. 2022 (arXiv 2107.06499), who find them with a suffix array over tokens: every run of at least
+`words` words that occurred before is removed. Here each window of `words` words has a hash, and windows that were seen before
+are merged into
+runs: this gives the same runs, in a bounded amount of memory.
 """
 
 import hashlib
@@ -26,28 +27,28 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class GlobalStep(Protocol):
-    """A step that has to see all documents before it can decide on one."""
+    """A step that needs all documents before it can decide about one."""
 
     def index(self, documents: Sequence[Document]) -> Arrays:
-        """What `join` needs to know of a chunk."""
+        """The data about a chunk that `join` needs."""
         ...
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """What `apply` needs for each chunk, and facts for the report."""
+        """The data that `apply` needs for each chunk, and facts for the report."""
         ...
 
     def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
-        """The document of row `row` in its chunk, edited, or why it goes."""
+        """The document with index `row` in its chunk, edited, or why it is removed."""
         ...
 
 
 def seen_before(chunks: Sequence[NDArray[np.uint64]], memory_bytes: int) -> list[NDArray[np.bool_]]:
-    """For each hash whether an equal one stands before it, in its chunk or an earlier one.
+    """For each hash, whether an equal one comes before it, in its chunk or an earlier one.
 
-    Works through ranges of hashes such that the hashes of one range and their order fit `memory_bytes`.
+    Works through ranges of hash values, so that the hashes in one range and their order fit into `memory_bytes`.
     """
     total = sum(map(len, chunks))
-    ranges = max(1, -(-total * 40 // max(memory_bytes, 1)))  # 8 bytes a hash, 8 a position, and what sorting them takes
+    ranges = max(1, -(-total * 40 // max(memory_bytes, 1)))  # 8 bytes per hash, 8 per position, the rest for sorting
     found = [np.zeros(len(chunk), np.bool_) for chunk in chunks]
     flat = np.zeros(total, np.bool_)
     for part in range(ranges):
@@ -76,7 +77,7 @@ def ids_of(documents: Sequence[Document]) -> NDArray[Any]:
 
 
 class ExactDocuments:
-    """Removes documents whose text, apart from white space and case, came before. 128-bit hashes."""
+    """Removes documents whose text occurred before, ignoring white space and case. 128-bit hashes."""
 
     def index(self, documents: Sequence[Document]) -> Arrays:
         """The hash of every text."""
@@ -84,7 +85,7 @@ class ExactDocuments:
         return {"digest": np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2), "id": ids_of(documents)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each document the id of the first with its text, "" for that one itself."""
+        """For each document the id of the first with the same text, "" for that first one."""
         digests = np.concatenate([chunk["digest"] for chunk in chunks])
         ids = np.concatenate([chunk["id"] for chunk in chunks])
         rows = np.ascontiguousarray(digests).view([("a", np.uint64), ("b", np.uint64)])[:, 0]
@@ -96,7 +97,7 @@ class ExactDocuments:
         return [{"like": part} for part in np.split(like, ends)], facts
 
     def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
-        """Removed where the text came before."""
+        """Removed if the text occurred before."""
         like = bytes(found["like"][row]).decode()
         return Removed("same text", f"as {like}") if like else document
 
@@ -106,7 +107,7 @@ def _plain(text: str) -> str:
 
 
 class ExactLines:
-    """Drops lines of at least `min_chars` that came before, in this document or an earlier one; 64-bit hashes."""
+    """Removes lines of at least `min_chars` that occurred before, in this document or an earlier one; 64-bit hashes."""
 
     def __init__(self, *, min_chars: int = 20) -> None:
         self.min_chars = min_chars
@@ -121,13 +122,13 @@ class ExactLines:
         return {"hash": flat, "end": np.cumsum([len(part) for part in lines], dtype=np.int64)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each line whether it came before."""
+        """For each line whether it occurred before."""
         seen = seen_before([chunk["hash"] for chunk in chunks], memory_bytes)
         found = [{"seen": mask, "end": np.asarray(chunk["end"])} for mask, chunk in zip(seen, chunks)]
         return found, {"lines": sum(map(len, seen)), "lines removed": int(sum(mask.sum() for mask in seen))}
 
     def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
-        """The document without those lines; removed where nothing is left."""
+        """The document without those lines; removed if nothing is left."""
         start = int(found["end"][row - 1]) if row else 0
         seen = found["seen"][start : int(found["end"][row])].tolist()
         if not any(seen):
@@ -140,7 +141,7 @@ class ExactLines:
 
 
 class ExactSubstrings:
-    """Drops every run of at least `words` words that came before, in this document or an earlier one; 64-bit hashes."""
+    """Removes every run of at least `words` words that occurred before, in this document or an earlier one; 64-bit hashes."""
 
     def __init__(self, *, words: int = 50) -> None:
         if words < 2:
@@ -154,13 +155,13 @@ class ExactSubstrings:
         return {"hash": flat, "end": np.cumsum([len(part) for part in parts], dtype=np.int64)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each window whether it came before."""
+        """For each window whether it occurred before."""
         seen = seen_before([chunk["hash"] for chunk in chunks], memory_bytes)
         found = [{"seen": mask, "end": np.asarray(chunk["end"])} for mask, chunk in zip(seen, chunks)]
         return found, {"windows": sum(map(len, seen)), "windows seen before": int(sum(mask.sum() for mask in seen))}
 
     def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
-        """The document without those runs; removed where nothing is left."""
+        """The document without those runs; removed if nothing is left."""
         start = int(found["end"][row - 1]) if row else 0
         seen = np.flatnonzero(found["seen"][start : int(found["end"][row])])
         if not len(seen):

@@ -1,7 +1,7 @@
-"""The main text of a web page, by trafilatura (Barbaresi, ACL 2021), with encodings found by resiliparse.
+"""Extracts the main text of a web page with trafilatura (Barbaresi, ACL 2021), and detects encodings with resiliparse.
 
-trafilatura's "precision" mode keeps least of menus, comments and teasers; where it finds nothing on a page, its usual mode is
-asked. On the pages of the article extraction benchmark this gives the best F1 of its modes (docs/data.md).
+trafilatura's "precision" mode includes the least of menus, comments and teasers. If it finds nothing on a page, the usual mode
+is tried. On the pages of the article extraction benchmark this has the best F1 of its modes (docs/data.md).
 """
 
 from tilewright.data.document import Document, Removed
@@ -11,7 +11,7 @@ __all__ = ["Extract", "decode", "main_text"]
 
 
 def decode(page: bytes) -> str:
-    """A page's characters: its byte order mark, what it declares, what its bytes look like."""
+    """A page as text; the encoding comes from its byte order mark, its declaration, or its bytes."""
     encoding = needed("resiliparse.parse.encoding", "data")
     name = encoding.detect_encoding(page, html5_compatible=True, from_html_meta=True) or "utf-8"
     text = encoding.bytes_to_str(page, name, errors="replace", fallback_encodings=("utf-8", "windows-1252"))
@@ -19,9 +19,9 @@ def decode(page: bytes) -> str:
 
 
 def main_text(page: str, min_chars: int = 100) -> str:
-    """The article or main content of an HTML page as plain text, "" where there is none.
+    """The article or main content of an HTML page as plain text, "" if there is none.
 
-    `min_chars`: below this trafilatura's usual mode is asked as well, and the longer answer taken.
+    `min_chars`: if there is less text, trafilatura's usual mode is tried as well, and the longer result is used.
     """
     trafilatura = needed("trafilatura", "data")
     try:
@@ -29,13 +29,13 @@ def main_text(page: str, min_chars: int = 100) -> str:
         if len(text) < min_chars:
             usual = trafilatura.extract(page, include_comments=False) or ""
             text = max(text, usual, key=len)
-    except (ValueError, TypeError, AttributeError, RecursionError, AssertionError):  # what lxml's users meet on broken pages
+    except (ValueError, TypeError, AttributeError, RecursionError, AssertionError):  # lxml raises these on broken pages
         return ""
     return text.encode("utf-8", "replace").decode()
 
 
 class Extract:
-    """The step: documents that were read as pages get their text; the others pass unchanged."""
+    """The step: documents that were read as pages get their text; others pass unchanged."""
 
     def __init__(self, *, max_bytes: int = 8 << 20, min_chars: int = 100) -> None:
         self.max_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""64-bit hashes of strings and of windows of strings: equal on every machine and in every process."""
+"""64-bit hashes of strings and of windows of strings, equal on every machine and in every process."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,12 +14,12 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, the constant of Fi
 
 @lru_cache(1 << 18)
 def hashed(text: str) -> int:
-    """The first 64 bits of a text's BLAKE2b. Frequent strings, such as words, are remembered."""
+    """The first 64 bits of a text's BLAKE2b hash. Frequent strings, such as words, are cached."""
     return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Every bit of a 64-bit number spread over all (the finaliser of MurmurHash3, Appleby), element by element."""
+    """Mixes each 64-bit number so that every bit depends on all (the finaliser of MurmurHash3, Appleby), elementwise."""
     values = values ^ (values >> np.uint64(33))
     values *= np.uint64(0xFF51AFD7ED558CCD)
     values ^= values >> np.uint64(33)
@@ -29,9 +29,9 @@ def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def windows(hashes: Sequence[int] | NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    """A hash for every run of `size` neighbours, `len(hashes) - size + 1` of them (none where there are fewer).
+    """A hash for every run of `size` successive hashes, `len(hashes) - size + 1` in all (none if there are fewer).
 
-    A polynomial in an odd constant modulo 2**64, by doubling: log2(size) passes instead of `size`.
+    A polynomial in an odd constant modulo 2**64, computed by doubling: log2(size) passes instead of `size`.
     """
     values = np.asarray(hashes, np.uint64)
     if len(values) < size:
@@ -41,7 +41,7 @@ def windows(hashes: Sequence[int] | NDArray[np.uint64], size: int) -> NDArray[np
     while length <= size:
         if size & length:
             part = power[done : done + count]
-            # What is joined on the right moves the rest up by the constant's power of its length.
+            # Appending on the right multiplies the rest by the constant to the power of the appended length.
             result = part if result is None else result * _power(length) + part
             done += length
         power = power[: len(power) - length] * _power(length) + power[length:] if len(power) > length else power[:0]
@@ -55,5 +55,5 @@ def _power(exponent: int) -> np.uint64:
 
 
 def order_key(seed: int, name: str) -> int:
-    """A number for a document's place in a shuffled order."""
+    """A number that determines a document's place in a shuffled order."""
     return int.from_bytes(blake2b(f"{seed}\n{name}".encode("utf-8", "replace"), digest_size=8).digest(), "big")

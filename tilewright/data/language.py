@@ -1,7 +1,7 @@
-"""Which language a text is in, by py3langid (Lui and Baldwin 2012; 140 languages, its model is in the package).
+"""Detects the language of a text with py3langid (Lui and Baldwin 2012; 140 languages, the model is in that package).
 
-Its confidence is too low for short texts; with `_SHIFT` added to its log-odds it is a probability: where 0.7 is said, seven
-of ten are right (docs/data.md has the figures). A text below `min_confidence`, or without letters, is "unknown".
+Its confidence is too low for short texts. With `_SHIFT` added to its log-odds it is a calibrated probability: if it says 0.7,
+seven of ten are right (docs/data.md has figures). A text below `min_confidence`, or without letters, is "unknown".
 """
 
 import math
@@ -14,9 +14,9 @@ from tilewright.extras import needed
 
 __all__ = ["Language", "identify"]
 
-_SAMPLE = 4000  # characters looked at, more than the documents that docs/data.md measures: the model walks them in Python
-_SHIFT = 0.8  # fits sentences of 71 languages: each tenth of the scale is then within 0.1 of the share that is right
-_SAME = {"nb": "no"}  # one label for what the model holds together
+_SAMPLE = 4000  # characters that are examined, more than in the documents measured in docs/data.md: the model is slow Python
+_SHIFT = 0.8  # fits sentences in 71 languages: each tenth of the scale is then within 0.1 of the share that is right
+_SAME = {"nb": "no"}  # labels of the model that count as one
 
 
 @cache
@@ -36,7 +36,7 @@ def identify(text: str, min_confidence: float = 0.0) -> tuple[str, float]:
 
 
 class Language:
-    """The step: notes the language; `keep` names those that stay ("unknown" may be one), all by default."""
+    """The step: records the language; `keep` lists the languages to keep ("unknown" may be one), by default all."""
 
     def __init__(self, *, keep: Sequence[str] = (), min_confidence: float = 0.5) -> None:
         if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):

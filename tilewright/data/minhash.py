@@ -1,10 +1,11 @@
-"""MinHash signatures of texts (Broder 1997): of two texts they agree in a share of places that estimates their Jaccard
-similarity.
+"""MinHash signatures of texts (Broder 1997): the share of places in which two signatures agree estimates the Jaccard similarity
+of the texts.
 
-A text is the set of its shingles: `words` neighbouring words after lower-casing, without punctuation, accents and the digits
-of numbers. A shingle is 32 bits. Place p of a signature is the least of (a_p x + b_p mod 2**64) >> 33 over the shingles x,
-a_p odd: multiply-shift hashing (Dietzfelbinger et al. 1997) of 31 bits, integers alone, so that a GPU gives the same bits
-(kernels/dedup/minhash.py, whose definition a test holds against this one).
+A text is represented by its set of shingles: runs of `words` successive words, in lower case, without punctuation and accents,
+and with all numbers treated as equal. A shingle is hashed to 32 bits. Place p of a signature is the minimum of (a_p x + b_p mod
+2**64) >> 33 over
+the shingles x, with a_p odd: multiply-shift hashing (Dietzfelbinger et al. 1997) to 31 bits. It uses integers only, so that a
+GPU gives the same bits (kernels/dedup/minhash.py; a test compares its definition with this one).
 """
 
 import re
@@ -19,15 +20,15 @@ from tilewright.data.hashing import hashed, windows
 __all__ = ["EMPTY", "normal_words", "parameters", "shingles", "signatures"]
 
 EMPTY = np.int32(2**31 - 1)
-"""Every place in the signature of a text that has no shingle."""
+"""Every place in the signature of a text without shingles."""
 
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-_BLOCK = 1 << 14  # shingles at a time: 128 KiB of 64-bit numbers, which stay in the second cache
+_BLOCK = 1 << 14  # shingles at a time: 128 KiB of 64-bit numbers, which fit into the level-2 cache
 
 
 def normal_words(text: str) -> list[str]:
-    """The words of a text as shingles see them: lower case, no accents, every number "0"."""
+    """The words of a text for shingles: lower case, no accents, every number replaced by "0"."""
     text = text.lower()
     if not text.isascii():
         text = unicodedata.normalize("NFD", text)
@@ -37,7 +38,7 @@ def normal_words(text: str) -> list[str]:
 
 
 def shingles(text: str, words: int = 5) -> NDArray[np.uint32]:
-    """The different shingles of a text, sorted: 32-bit hashes. A text of fewer words is one shingle, an empty one none."""
+    """The distinct shingles of a text, sorted: 32-bit hashes. A shorter text is one shingle, an empty one has none."""
     hashes = [hashed(word) for word in normal_words(text)]
     return np.unique((windows(hashes, min(words, max(1, len(hashes)))) >> np.uint64(32)).astype(np.uint32))
 
@@ -50,7 +51,7 @@ def parameters(places: int, seed: int = 1) -> tuple[NDArray[np.uint64], NDArray[
 
 
 def signatures(sets: Sequence[NDArray[np.uint32]], a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.int32]:
-    """The signature of each set of shingles. [D sets, P places] of int32, EMPTY where a set is empty."""
+    """The signature of each set of shingles: int32 [D sets, P places], EMPTY if a set is empty."""
     found = np.full((len(sets), len(a)), EMPTY, np.int32)
     starts = np.cumsum([0, *map(len, sets)])
     flat = np.concatenate([*sets, np.zeros(0, np.uint32)])
@@ -64,7 +65,7 @@ def signatures(sets: Sequence[NDArray[np.uint32]], a: NDArray[np.uint64], b: NDA
         for place in range(len(a)):
             np.multiply(x, a[place], out=work)
             np.add(work, b[place], out=work)
-            # The shift keeps the order, so it may come after the minimum.
+            # The shift preserves the order, so it may come after the minimum.
             least = (np.minimum.reduceat(work, edges) >> np.uint64(33)).astype(np.int32)
             found[rows, place] = np.minimum(found[rows, place], least)
     return found

@@ -1,12 +1,12 @@
-"""Near duplicates by MinHash and locality-sensitive hashing: clusters of texts whose shingles mostly agree; the first stays.
+"""Near duplicates by MinHash and locality-sensitive hashing: of each cluster of similar texts, the first one stays.
 
-Signatures are cut into `bands` bands of `rows` places. Texts that agree in a whole band are candidates: two texts of Jaccard
-similarity s with probability 1 - (1 - s**rows)**bands (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets, 3.4). A
-candidate counts where at least the share `min_agreement` of all places agrees, which removes what one band brought together
-by chance; 0.4 costs one pair in a thousand at a similarity of 0.5. The defaults 14 and 8 are FineWeb's. Clusters are what is
-connected.
+Signatures are divided into `bands` bands of `rows` places. Two texts that agree in a whole band are candidates; for texts with
+Jaccard similarity s the probability is 1 - (1 - s**rows)**bands (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets,
+3.4). A candidate counts if at least the share `min_agreement` of all places agrees, which removes pairs that agree in a band by
+chance; 0.4 loses one pair in a thousand at a similarity of 0.5. The defaults 14 and 8 are FineWeb's. Clusters are the connected
+components.
 
-The result depends on the order of the documents alone, not on how they are cut into chunks.
+The result depends only on the order of the documents, not on how they are divided into chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _ROUNDS = 64
 
 
 def band_keys(signature_DP: NDArray[np.int32], bands: int) -> NDArray[np.uint64]:
-    """A 64-bit number for every band of every signature, equal where all places of the band are. [D, bands]."""
+    """A 64-bit number for every band of every signature, equal if all places of the band are equal. [D, bands]."""
     rows = signature_DP.shape[1] // bands
     keys = np.zeros((len(signature_DP), bands), np.uint64)
     parts = signature_DP[:, : rows * bands].reshape(len(signature_DP), bands, rows).astype(np.uint64)
@@ -40,7 +40,7 @@ Sorted = tuple[NDArray[np.int64], NDArray[np.uint64]]
 
 
 def sorted_here(part: NDArray[np.int32]) -> Sorted:
-    """(order of the documents by the key of a band, documents of one key in theirs; the keys in that order), by numpy."""
+    """(document indices sorted by the key of a band, stable; the keys in that order), by numpy."""
     keys = band_keys(part, 1)[:, 0]
     order = np.argsort(keys, kind="stable")
     return order, keys[order]
@@ -52,7 +52,7 @@ def clusters(
     min_agreement: float,
     sort: Callable[[NDArray[np.int32]], Sorted] = sorted_here,
 ) -> NDArray[np.int64]:
-    """For each document the number of the first document of its cluster, its own where it stands alone. [D]."""
+    """For each document the index of the first document of its cluster, or its own if it is alone. [D]."""
     count, places = signature_DP.shape
     rows = places // bands
     parent = np.arange(count)
@@ -75,7 +75,7 @@ def _merge_with_first(
     min_agreement: float,
     parent: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Join the members of each bucket with its first one; returns those that agree too little with it, for another round."""
+    """Merge the members of each bucket with its first one; returns those that agree too little with it, for another round."""
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
     sizes = np.diff(np.append(starts, len(keys)))
     first = np.repeat(members[starts], sizes)
@@ -125,7 +125,7 @@ class NearDuplicates:
             )
         self.sign, self.sort = signatures, sorted_here
         if device != "cpu":
-            # Only here: torch and the kernels take seconds to import in every worker process.
+            # Imported here, because torch and the kernels take seconds to import in every worker process.
             from tilewright.data.on_gpu import signatures_on, sorted_on
 
             self.sign, self.sort = signatures_on(device), sorted_on(device)
@@ -138,7 +138,7 @@ class NearDuplicates:
         return {"signature": self.sign(sets, self.a, self.b), "id": ids_of(documents)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each document the id of the first of its cluster, "" for that one itself."""
+        """For each document the id of the first of its cluster, "" for that first one."""
         places, count = len(self.a), sum(len(chunk["id"]) for chunk in chunks)
         if 4 * places * count > memory_bytes:
             raise ValueError(
@@ -164,6 +164,6 @@ class NearDuplicates:
         return [{"like": part} for part in np.split(np.where(alone, b"", ids[first]), ends)], facts
 
     def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
-        """Removed where an earlier document is nearly equal."""
+        """Removed if an earlier document is nearly equal."""
         like = bytes(found["like"][row]).decode()
         return Removed("near duplicate", f"of {like}") if like else document

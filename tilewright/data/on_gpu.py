@@ -1,4 +1,4 @@
-"""What a GPU does of near duplicates: signatures and the keys of bands, by the ops of kernels/dedup, with the bits of numpy."""
+"""The GPU part of near duplicates: signatures and band keys by the ops of kernels/dedup, bitwise the same as with numpy."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +21,7 @@ def _checked(device: str) -> str:
 def signatures_on(
     device: str,
 ) -> Callable[[Sequence[NDArray[np.uint32]], NDArray[np.uint64], NDArray[np.uint64]], NDArray[np.int32]]:
-    """`minhash.signatures` on a device; raises ValueError where there is none."""
+    """`minhash.signatures` on a device; raises ValueError if the device does not exist."""
     _checked(device)
 
     def sign(sets: Sequence[NDArray[np.uint32]], a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.int32]:

@@ -1,8 +1,9 @@
-"""E-mail addresses, IP addresses and telephone numbers are masked.
+"""Masks e-mail addresses, IP addresses and telephone numbers.
 
-Addresses of machines are told from version numbers by what stands around them; telephone numbers without a country code
-count in the usual ways of writing them (area code in brackets, three groups, a leading 0), or behind words such as "call"
-and "tel". Numbers with a country code must be possible ones (phonenumbers, Google's libphonenumber).
+IP addresses are distinguished from version numbers by the text around them. Telephone numbers without a country code count if
+they are written in a usual way (area code in brackets, three groups, a leading 0), or after words such as "call" and "tel".
+Numbers with a
+country code must be valid ones (phonenumbers, Google's libphonenumber).
 """
 
 import ipaddress
@@ -32,7 +33,7 @@ _PHONE = re.compile(
     r"|(?:1[ .\-])?\(\d{2,5}\)[ .\-]?\d{2,4}[ .\-]?\d{3,5}(?:[ .\-]\d{2,4})?"  # (212) 555-0100
     r"|(?:1[ .\-])?[2-9]\d{2}([ .\-])\d{3}\1\d{4}"  # 212-555-0100
     r"|0\d{1,4}[ /\-]\d{2,4}(?:[ \-]?\d{2,5}){1,4}"  # 030 901820, 020 7946 0018
-    r"|\d{10,11})"  # 2125550100, where a word says so
+    r"|\d{10,11})"  # 2125550100, if a word before it says so
     r"(?![\w%]|[.\-/:]\d)"
 )
 _PHONE_WORD = re.compile(
@@ -42,7 +43,7 @@ _DATE = re.compile(r"\d{1,2}[ ./\-]\d{1,2}[ ./\-](?:\d{2}|\d{4})|\d{4}[./\-]\d{1
 
 
 def find(text: str) -> list[tuple[int, int, str]]:
-    """(start, end, "email" | "ip" | "phone") of everything found, in order, none overlapping."""
+    """(start, end, "email" | "ip" | "phone") of everything found, in order, without overlaps."""
     spans = [(*match.span(), "email") for match in _EMAIL.finditer(text)] if "@" in text else []
     spans += [(*match.span(), "ip") for match in _QUAD.finditer(text) if _is_ip4(text, match)]
     spans += [(*match.span(), "ip") for match in _HEX.finditer(text) if _is_ip6(match.group())]
@@ -56,14 +57,14 @@ def find(text: str) -> list[tuple[int, int, str]]:
 
 def _is_ip4(text: str, match: re.Match[str]) -> bool:
     parts = [int(part) for part in match.group().split(".")]
-    nobody = parts[0] == 0 or parts[:2] == [255, 255] or match.group() == "127.0.0.1"  # any address, masks, this machine
+    nobody = parts[0] == 0 or parts[:2] == [255, 255] or match.group() == "127.0.0.1"  # unspecified, masks, localhost
     if nobody or any(len(part) > 1 and part[0] == "0" for part in match.group().split(".")):
         return False
     before = text[max(0, match.start() - 40) : match.start()]
     if _VERSION_BEFORE.search(before):
         return False
     around = before + text[match.end() : match.end() + 12]
-    # Four small numbers are more often a version or a section; an address of such numbers has a word or a port beside it.
+    # Four small numbers are more often a version or a section; an address with such numbers has a word or a port next to it.
     return max(parts) >= 32 or bool(_ADDRESS_NEAR.search(around)) or text[match.end() : match.end() + 1] in (":", "/")
 
 
@@ -94,7 +95,7 @@ def _is_phone(text: str, match: re.Match[str]) -> bool:
 
 
 class MaskPII:
-    """The step: what is found becomes `[EMAIL]`, `[IP]`, `[PHONE]`; `kinds` says which of them."""
+    """The step: replaces what is found by `[EMAIL]`, `[IP]`, `[PHONE]`; `kinds` selects among them."""
 
     def __init__(self, *, kinds: tuple[str, ...] = ("email", "ip", "phone")) -> None:
         if strange := sorted(set(kinds) - {"email", "ip", "phone"}):
@@ -103,7 +104,7 @@ class MaskPII:
         needed("phonenumbers", "data")
 
     def __call__(self, document: Document) -> Document:
-        """The document with masks."""
+        """The document with everything masked."""
         parts, at = [], 0
         for start, end, kind in find(document.text):
             if kind in self.kinds:

@@ -1,6 +1,7 @@
-"""Characters that the published rules count as punctuation, as code points in hexadecimal.
+"""The characters that the published rules treat as punctuation, as code points in hexadecimal.
 
-`ENDS_SENTENCE` is Unicode's property Sentence_Terminal as FineWeb used it; `PUNCTUATION` adds what its word counts leave out.
+`ENDS_SENTENCE` is Unicode's property Sentence_Terminal as used by FineWeb; `PUNCTUATION` adds characters ignored in word
+counts.
 """
 
 __all__ = ["ENDS_SENTENCE", "PUNCTUATION"]

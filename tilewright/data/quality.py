@@ -1,8 +1,8 @@
-"""A quality classifier that is trained on two sets of texts: logistic regression over hashed words and pairs of words.
+"""A quality classifier trained on two sets of texts: logistic regression over hashed words and pairs of words.
 
-The form of fastText's supervised classifier (Joulin et al. 2017) without its hidden layer: counts of words and of neighbouring
-pairs, hashed into 2**18 columns, logarithms of them, rows of length one. It is trained by scikit-learn and kept as numbers
-(`.safetensors`), so a model file cannot run code. Given the same texts the same weights come out.
+It has the form of fastText's supervised classifier (Joulin et al. 2017) without the hidden layer: counts of words and of pairs
+of neighbours, hashed into 2**18 columns, log-scaled, each row normalised to length one. It is trained by scikit-learn and
+stored as numbers (`.safetensors`), so a model file cannot run code. The same texts give the same weights.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ _WORDS = 2000
 
 
 def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """(columns, values) of a text's first 2000 words: sorted columns, values of square sum one (none for an empty text)."""
+    """(columns, values) of a text's first 2000 words: sorted columns, values with square sum one (empty for an empty text)."""
     words = np.array([hashed(word) for word in normal_words(text[: _WORDS * 12])[:_WORDS]], np.uint64)
     found = np.concatenate([words, windows(words, 2)])
     columns, counts = np.unique((found >> np.uint64(64 - 18)).astype(np.int64), return_counts=True)
@@ -38,7 +38,7 @@ def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
 
 
 def train(good: Sequence[str], bad: Sequence[str], *, strength: float = 10.0) -> dict[str, NDArray[np.float32]]:
-    """Weights that tell `good` texts from `bad` ones. `strength`: inverse of the L2 penalty."""
+    """Weights that separate `good` texts from `bad` ones. `strength`: inverse of the L2 penalty."""
     if not good or not bad:
         raise ValueError(f"quality: {len(good)} good and {len(bad)} bad texts; wanted some of both")
     sparse, linear = needed("scipy.sparse", "data"), needed("sklearn.linear_model", "data")
@@ -55,16 +55,16 @@ def train(good: Sequence[str], bad: Sequence[str], *, strength: float = 10.0) ->
 
 
 def score(weights: dict[str, NDArray[np.float32]], text: str) -> float:
-    """The probability that a text is of the good kind."""
+    """The probability that a text is good."""
     columns, values = features(text)
     logit = float(weights["weight"][columns] @ values + weights["bias"][0])
     return float(1 / (1 + np.exp(-np.clip(logit, -50, 50))))
 
 
 def train_files(good: Path, bad: Path, out: Path, *, text_field: str = "text") -> dict[str, float | int]:
-    """Train on two files of texts and write the model; every tenth text of each is held out to measure it.
+    """Train on two files of texts and write the model; every tenth text of each is held out for measurement.
 
-    Returns how many texts it saw, and on the held-out ones the accuracy and the area under the ROC curve.
+    Returns the number of texts, and for the held-out ones the accuracy and the area under the ROC curve.
     """
     sets = []
     for path in (good, bad):
@@ -83,7 +83,7 @@ def train_files(good: Path, bad: Path, out: Path, *, text_field: str = "text") -
 
 
 class Quality:
-    """The step: notes the score; documents below `min_score` go. `model`: a file that `tilewright data train-quality` wrote."""
+    """The step: records the score and removes documents below `min_score`. `model`: from `tilewright data train-quality`."""
 
     def __init__(self, *, model: str, min_score: float = 0.5) -> None:
         try:

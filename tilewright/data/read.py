@@ -1,6 +1,6 @@
-"""Documents from files: WARC, WET, HTML, JSON lines, parquet and plain text, compressed or not.
+"""Reads documents from files: WARC, WET, HTML, JSON lines, parquet and plain text, compressed or not.
 
-Nothing of a file is trusted: what cannot be read is counted by reason, and reading goes on behind it.
+Files are not trusted: everything that cannot be read is counted by reason, and reading continues after it.
 """
 
 import json
@@ -27,7 +27,7 @@ _HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name says; raises ValueError for a name that says none."""
+    """The format according to a file's name; raises ValueError if the name does not say it."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
     for suffix in reversed(suffixes):
         if suffix in _SUFFIXES:
@@ -42,8 +42,8 @@ def documents(
 ) -> Iterator[Document]:
     """Every readable document of a file, in order.
 
-    `kind`: one of FORMATS. `name`: what `origin` calls the file, by default its path. `text_field`: where JSON lines and
-    parquet keep the text; their other fields become metadata. `damage` counts what was not read, by reason.
+    `kind`: one of FORMATS. `name`: the name of the file in `origin`, by default its path. `text_field`: the field with the text
+    in JSON lines and parquet; other fields become metadata. `damage` counts what could not be read, by reason.
     """
     name = name or str(path)
     readers = {"warc": _warc, "html": _html, "text": _plain, "parquet": _parquet, "jsonl": _json_lines}
@@ -107,14 +107,14 @@ def _plain(path: Path, name: str, limits: Limits, damage: Counter[str]) -> Itera
 
 
 def _lines(path: Path, limits: Limits, damage: Counter[str]) -> Iterator[tuple[int, bytes]]:
-    """(decompressed offset, line) of every whole line; lines over the limit are skipped and counted."""
+    """(decompressed offset, line) of every complete line; lines above the limit are skipped and counted."""
     buffer, at, skipping = bytearray(), 0, False
     for part in pieces(path, limits):
         if isinstance(part, Break):
             damage[part.reason] += 1
             at += len(buffer)
             buffer.clear()
-            skipping = True  # what follows begins inside a line
+            skipping = True  # the following bytes begin within a line
             continue
         buffer += part.data
         start = 0
@@ -164,7 +164,7 @@ def _parquet(path: Path, name: str, limits: Limits, damage: Counter[str], text_f
                         yield document
                     elif document is not None:
                         damage[f"row over {limits.record_bytes} bytes"] += 1
-    except (OSError, ValueError) as error:  # pyarrow's own errors are both
+    except (OSError, ValueError) as error:  # includes pyarrow's own errors
         damage[f"parquet: {'truncated' if 'footer' in str(error) else 'damaged'}"] += 1
 
 
@@ -176,14 +176,14 @@ def _from_row(row: Any, origin: dict[str, Any], damage: Counter[str], text_field
     if not isinstance(text, str):
         damage[f"{kind}: no text in field {text_field!r}"] += 1
         return None
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates have no bytes
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
     url = row.get("url")
     keep = {key: value for key, value in row.items() if key not in (text_field, "url") and _plain_value(value)}
     return Document(text, origin, url=url if isinstance(url, str) else "", metadata=keep)
 
 
 def _plain_value(value: Any) -> bool:
-    """What metadata may hold: short, and something that JSON has (it has no NaN and no infinity)."""
+    """Whether metadata may contain a value: it must be short and valid in JSON (no NaN, no infinity)."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, str | int | float | bool) and len(str(value)) <= 1000

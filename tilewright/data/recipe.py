@@ -1,4 +1,4 @@
-"""A recipe: what to read, which steps in which order, what to write. TOML in, a checked value out.
+"""Recipes for cleaning data: what to read, which steps in which order, what to write. Read from TOML and checked.
 
     seed = 0
     [[input]]
@@ -13,7 +13,7 @@
     [tokens]
     tokenizer = "tokenizer.json"
 
-Paths are relative to the recipe's folder. Settings of a step are the arguments of its class (steps.py).
+Paths are relative to the recipe's folder. The settings of a step are the arguments of its class (steps.py).
 """
 
 import glob
@@ -36,7 +36,7 @@ class _Part(BaseModel):
 
 
 class Input(_Part):
-    """Files of one source. `weight`: how often its documents go into the tokens; 0.5 takes half of them, 2 each twice."""
+    """The files of one source. `weight`: how often its documents go into the tokens; 0.5: half of them, 2: each twice."""
 
     paths: tuple[str, ...] = Field(min_length=1)
     name: str = ""
@@ -46,7 +46,7 @@ class Input(_Part):
 
 
 class Tokens(_Part):
-    """Token shards: a `tokenizer.json`, tokens a shard, the token behind each document ("" for none)."""
+    """Token shards: a `tokenizer.json`, tokens per shard, the token after each document ("" for none)."""
 
     tokenizer: str
     shard_tokens: int = Field(default=100_000_000, ge=1, le=2_000_000_000)
@@ -54,7 +54,7 @@ class Tokens(_Part):
 
 
 class Recipe(_Part):
-    """A whole recipe. `seed` fixes the order of the documents in the token shards."""
+    """A whole recipe. `seed` determines the order of the documents in the token shards."""
 
     input: tuple[Input, ...] = Field(min_length=1)
     step: tuple[dict[str, Any], ...] = ()
@@ -62,7 +62,7 @@ class Recipe(_Part):
     seed: int = 0
 
     def files(self) -> list[tuple[Path, str, int]]:
-        """(path, format, which input) of every file, in order; raises ValueError where a pattern finds none."""
+        """(path, format, index of the input) of every file, in order; raises ValueError if a pattern matches nothing."""
         found: list[tuple[Path, str, int]] = []
         for number, source in enumerate(self.input):
             for pattern in source.paths:
@@ -75,7 +75,7 @@ class Recipe(_Part):
         return found
 
     def fingerprint(self) -> str:
-        """A hash over everything that decides the output: the recipe, the input files' names, sizes and times, step files."""
+        """A hash over everything that determines the output: the recipe, input files' names, sizes and times, step files."""
         rows = [[str(path), kind, path.stat().st_size, path.stat().st_mtime_ns] for path, kind, _ in self.files()]
         used = [path for step in self.step for key in _PATHS if key in step for path in _listed(step[key])]
         if self.tokens:
@@ -93,7 +93,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def load(path: Path) -> Recipe:
-    """Read a recipe; raises ValueError with one sentence for what is wrong in it, OSError where it cannot be read."""
+    """Read a recipe; raises ValueError with one sentence if it is invalid, OSError if it cannot be read."""
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -111,7 +111,7 @@ def load(path: Path) -> Recipe:
 
 
 def _absolute(recipe: Recipe, base: Path) -> Recipe:
-    # The folder's own name may hold [ or *: only what the recipe says is a pattern.
+    # The folder's own name may contain [ or *, but only the recipe has patterns.
     patterns = [tuple(str(Path(glob.escape(str(base))) / p) for p in source.paths) for source in recipe.input]
     inputs = tuple(source.model_copy(update={"paths": paths}) for source, paths in zip(recipe.input, patterns))
     steps = []

@@ -1,4 +1,4 @@
-"""What a run did, for people: a table in the terminal, one self-contained HTML page."""
+"""The report of a run: a table for the terminal, and one self-contained HTML page."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 def table(report: dict[str, Any]) -> str:
-    """The funnel as text: a line for each step, its commonest reasons under it."""
+    """The documents after each step as text: a line for each step, with its most frequent reasons below."""
     rows = [f"{'step':24}{'documents':>12}{'MB':>10}{'removed':>10}{'MB/s a core':>13}"]
     for step in report["steps"]:
         removed = step["documents_in"] - step["documents_out"]
@@ -40,7 +40,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def write_html(report: dict[str, Any], path: Path) -> None:
-    """Write the page: every text in it is escaped, nothing is loaded from elsewhere."""
+    """Write the page; all its text is escaped, and it loads nothing from elsewhere."""
     template = (Path(__file__).parent / "page" / "report.html").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(template)
     steps = report["steps"]
@@ -62,13 +62,13 @@ def _size(count: float) -> str:
 
 
 def _lengths(counts: dict[str, int]) -> dict[str, int]:
-    """Counts by the bit length of a document's bytes -> by words, shortest first, gaps filled."""
+    """From counts by the bit length of a document's bytes to counts by text labels, shortest first, gaps filled."""
     present = sorted(map(int, counts))
     return {f"under {_size(2**bits)}": counts.get(str(bits), 0) for bits in range(present[0], present[-1] + 1)}
 
 
 def _bars(counts: dict[str, int], most: int) -> Markup:
-    """A bar chart as SVG: a row for each name, its length by its count."""
+    """A bar chart as SVG: one row for each name, with a length proportional to its count."""
     rows = list(counts.items())[:most]
     top = max((count for _, count in rows), default=1) or 1
     parts = [

@@ -1,7 +1,9 @@
-"""Quality rules of Gopher, C4 and FineWeb: a document passes or is removed for the first rule that it breaks.
+"""Quality rules of Gopher, C4 and FineWeb: a document passes, or is removed for the first rule that it breaks.
 
-Decisions equal datatrove's, which produced FineWeb; a test compares them. The thresholds stand in thresholds.py. Where the
-papers leave a choice (what a word is, which comparison is strict), datatrove's is taken. C4 changes a document: lines go.
+Decisions are the same as those of datatrove, which produced FineWeb; a test compares them. The thresholds are in thresholds.py.
+Where
+the papers are ambiguous (what a word is, which comparison is strict), datatrove's choice is used. C4 also removes lines of a
+document.
 """
 
 import re
@@ -18,7 +20,7 @@ __all__ = ["C4", "RULES", "FineWeb", "GopherQuality", "GopherRepetition"]
 
 
 class _Rule:
-    """Thresholds by name, the published ones unless others are given; an unknown name or a wrong type raises ValueError."""
+    """Thresholds by name, by default the published ones; an unknown name or a wrong type raises ValueError."""
 
     name = ""
 
@@ -72,7 +74,7 @@ class GopherQuality(_Rule):
         if removed := _over(len(real), limits["max_words"], "too many words"):
             return removed
         if not real:
-            return None  # only where min_words is 0: nothing can be counted a word
+            return None  # only if min_words is 0: nothing counts as a word
         length = sum(map(len, real)) / len(real)
         lines = text.splitlines()
         ellipses = text.count("...") + text.count("…")
@@ -92,7 +94,7 @@ class GopherQuality(_Rule):
 
 
 class GopherRepetition(_Rule):
-    """Paragraphs, lines and n-grams of words that come again."""
+    """Repeated paragraphs, lines and n-grams of words."""
 
     name = "gopher-repetition"
 
@@ -121,7 +123,7 @@ class GopherRepetition(_Rule):
 
 
 def _repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """(how many parts were seen before, their characters)."""
+    """(number of repeated parts, their characters)."""
     seen: set[str] = set()
     count = chars = 0
     for part in parts:
@@ -133,16 +135,16 @@ def _repeated(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def _top_gram_chars(tokens: Sequence[str], n: int) -> int:
-    """Characters in the most frequent n-gram, spaces between its words counted; of equally frequent ones the first."""
+    """Characters of the most frequent n-gram, including spaces between its words; of equally frequent ones the first."""
     grams = Counter(zip(*(tokens[i:] for i in range(n))))
     if not grams:
         return 0
-    gram, times = max(grams.items(), key=lambda item: item[1])  # the first of equals: a Counter keeps the order of arrival
+    gram, times = max(grams.items(), key=lambda item: item[1])  # the first of equals, because a Counter keeps insertion order
     return (sum(map(len, gram)) + n - 1) * times
 
 
 def _duplicate_gram_chars(tokens: Sequence[str], n: int) -> int:
-    """Characters of n-grams that came before, none counted twice; grams are told apart by their letters alone."""
+    """Characters of repeated n-grams, none counted twice; n-grams are compared by their letters only."""
     seen: set[str] = set()
     chars = at = 0
     while at <= len(tokens) - n:
@@ -157,7 +159,7 @@ def _duplicate_gram_chars(tokens: Sequence[str], n: int) -> int:
 
 
 class C4(_Rule):
-    """Lines without an end of sentence, too short, about policies or javascript go; then the page must have sentences left."""
+    """Removes lines without a sentence end, too short, or about policies or javascript; enough sentences must remain."""
 
     name = "c4"
 
@@ -186,7 +188,7 @@ class C4(_Rule):
         return None
 
     def _line(self, line: str) -> str | None:
-        """The line without citation marks; None where it goes for its form."""
+        """The line without citation marks; None if it is removed because of its form."""
         parts = line.split()
         if any(len(word) > self.limits["max_word_chars"] for word in parts):
             return None
@@ -197,7 +199,7 @@ class C4(_Rule):
 
 
 class FineWeb(_Rule):
-    """Lines that end no sentence, short lines, repeated lines, lists."""
+    """Lines that do not end a sentence, short lines, repeated lines, lists."""
 
     name = "fineweb"
 

@@ -1,10 +1,9 @@
-"""Token shards: documents as numbers, in the order in which a trainer reads them.
+"""Token shards: documents as token ids, in the order in which a trainer reads them.
 
-A folder holds `shard-00000.npy` (uint16, or uint32 where the vocabulary needs it: the documents' tokens back to back),
-`shard-00000.idx.npy` (int64: where each document ends, behind its end-of-text token if the recipe names one) and
-`meta.json`. The documents were shuffled by the recipe's seed before they were written: reading the shards front to back is
-the order, so a position in it is one number, the tokens read so far. Rows are cut from this stream by whoever trains; the
-ends say where documents begin.
+A folder contains `shard-00000.npy` (uint16, or uint32 if the vocabulary needs it: the concatenated tokens of documents),
+`shard-00000.idx.npy` (int64: where each document ends, after its end-of-text token if the recipe has one) and `meta.json`. The
+documents were shuffled by the recipe's seed before writing, so a trainer reads the shards from front to back, and its position
+is one number, the tokens read so far. The trainer cuts this stream into rows; the ends say where documents begin.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ FORMAT = {"format": "tilewright-tokens", "version": 1}
 def write(
     folder: Path, documents: Iterable[NDArray[Any]], dtype: str, shard_tokens: int, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write documents, in this order, as shards of about `shard_tokens`; returns what meta.json holds. `facts` go into it."""
+    """Write documents, in this order, as shards of about `shard_tokens`; returns the content of meta.json, with `facts`."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Any]] = []
     held: list[NDArray[Any]] = []
@@ -57,7 +56,7 @@ def _shard(folder: Path, number: int, documents: Sequence[NDArray[Any]], dtype: 
 class TokenShards:
     """A folder of token shards as one sequence of tokens, read from disk as needed.
 
-    Raises ValueError where the folder is not one, or a shard does not have the size that meta.json says.
+    Raises ValueError if the folder is not one, or a shard's size differs from meta.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +78,7 @@ class TokenShards:
         return self._starts[-1]
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens `start` to `stop` (exclusive; cut at the end) of the whole sequence."""
+        """Tokens `start` to `stop` (exclusive) of the whole sequence; fewer at its end."""
         stop = min(stop, len(self))
         parts = []
         shard = bisect_right(self._starts, start) - 1

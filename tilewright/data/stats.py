@@ -1,4 +1,4 @@
-"""What happened, as plain numbers that add up: of a chunk, of a step, of a run."""
+"""Statistics of a chunk, a step or a run, as plain numbers that can be added."""
 
 import hashlib
 from collections import Counter
@@ -13,14 +13,14 @@ _EXCERPT = 600
 
 
 def size_of(document: Document) -> int:
-    """The bytes of a document's text, or of its page while that has not been extracted."""
+    """The bytes of a document's text, or of its page if the text has not been extracted yet."""
     return len(document.text.encode()) if document.html is None else len(document.html)
 
 
 class StepStats:
-    """Counts of one step over some documents, and a few examples of what it removed, by reason, and kept.
+    """Counts of one step over some documents, with a few examples of what it removed (by reason) and kept.
 
-    Examples are those whose ids hash lowest, so that the same ones are shown however the documents were cut into chunks.
+    Examples are those with the lowest hashes of ids, so that they do not depend on how documents are divided into chunks.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class StepStats:
         self.examples: dict[str, list[list[str]]] = {}
 
     def note(self, document: Document, bytes_in: int, answer: Document | Removed, seconds: float) -> None:
-        """Count one document and what the step said about it."""
+        """Count one document and the step's result for it."""
         self.documents_in += 1
         self.bytes_in += bytes_in
         self.seconds += seconds
@@ -64,7 +64,7 @@ class StepStats:
             del held[_EXAMPLES:]
 
     def value(self) -> dict[str, Any]:
-        """As a value that JSON can hold."""
+        """As a value for JSON."""
         return {key: dict(value) if isinstance(value, Counter) else value for key, value in vars(self).items()}
 
 

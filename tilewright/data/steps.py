@@ -1,4 +1,4 @@
-"""The steps that a recipe can name, and what they are made of."""
+"""The steps that a recipe can name, and the classes behind them."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ GLOBAL: dict[str, Callable[..., GlobalStep]] = {
 
 
 def build(step: dict[str, Any]) -> LocalStep | GlobalStep:
-    """A step from its table in the recipe; raises ValueError for a name or setting that there is not."""
+    """A step from its table in the recipe; raises ValueError for an unknown name or setting."""
     settings = dict(step)
     name = settings.pop("use", None)
     kind = LOCAL.get(str(name)) or GLOBAL.get(str(name))
@@ -52,7 +52,8 @@ def build(step: dict[str, Any]) -> LocalStep | GlobalStep:
 
 
 def stages(steps: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any] | None, list[dict[str, Any]]]]:
-    """Steps cut where one needs all documents: [(None, local steps), (global step, local steps behind it), ...]."""
+    """Steps divided before each one that needs all documents: [(None, local steps), (global step, local steps after it),
+    ...]."""
     cut: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [(None, [])]
     for step in steps:
         if step.get("use") in GLOBAL:

@@ -1,7 +1,7 @@
-"""The units of work of a run: functions of (work folder, which one) that read files and write files, in any process.
+"""The units of work of a run: functions of (work folder, which unit) that read and write files, in any process.
 
-Each writes what it makes under another name first and renames it, the file with its counts last: where that file stands, the
-task is done, and a run that was killed goes on behind it. Nothing here knows how many processes there are.
+Each writes its results under another name and renames them, the file with its counts last. When that file exists, the task is
+done, so a killed run continues after it. Nothing here depends on the number of processes.
 """
 
 import json
@@ -29,7 +29,7 @@ __all__ = ["Plan", "join", "process", "read", "save_json", "work_plan"]
 
 
 class Plan:
-    """What a run does, as its folder says: the recipe, the sizes, the input files."""
+    """The work of a run, read from its folder: the recipe, sizes and input files."""
 
     def __init__(self, folder: Path) -> None:
         raw = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ class Plan:
         self.stages = stages(self.recipe.step)
 
     def stage_folder(self, stage: int) -> Path:
-        """Where a stage keeps its chunks; 0 is reading."""
+        """The folder with a stage's chunks; stage 0 is reading."""
         return self.folder / "work" / f"stage-{stage}"
 
     def chunks(self, stage: int) -> list[str]:
@@ -52,19 +52,19 @@ class Plan:
         return self.chunks(0)
 
     def stats_path(self, stage: int, name: str) -> Path:
-        """The file that stands when a task is done."""
+        """The file that exists when a task is done."""
         return self.stage_folder(stage) / f"{name}.json"
 
 
 @lru_cache(4)
 def work_plan(folder: str) -> Plan:
-    """The plan of a folder, read once a process."""
+    """The plan of a folder, read once per process."""
     return Plan(Path(folder))
 
 
 @lru_cache(64)
 def _built(folder: str, stage: int) -> tuple[GlobalStep | None, tuple[tuple[str, LocalStep], ...], GlobalStep | None]:
-    """(the step that the last join decided, the local steps, the step to index for) of a stage, built once a process."""
+    """(the step of the last join, the local steps, the step to index for) of a stage, built once per process."""
     cut = work_plan(folder).stages
     before, local = cut[stage - 1]
     after = cut[stage][0] if stage < len(cut) else None
@@ -76,7 +76,7 @@ def _built(folder: str, stage: int) -> tuple[GlobalStep | None, tuple[tuple[str,
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, whole or not at all."""
+    """Write a value as JSON, atomically."""
     _replace(path, json.dumps(value, sort_keys=True, indent=1).encode())
 
 
@@ -148,7 +148,7 @@ def read(folder: str, number: int) -> str:
 
 
 def process(folder: str, stage: int, name: str) -> str:
-    """Bring one chunk through a stage: what the join before it decided, its local steps, the index for the next join."""
+    """Bring one chunk through a stage: apply the join before it, run its local steps, index it for the next join."""
     plan = work_plan(folder)
     before, local, after = _built(folder, stage)
     cut = plan.stages[stage - 1][0]
@@ -202,7 +202,7 @@ def _load_arrays(plan: Plan, stage: int, name: str, what: str) -> Arrays:
 
 
 def join(folder: str, stage: int) -> str:
-    """Look at the indexes of all chunks of a stage and write what was found for each."""
+    """Compare the indexes of all chunks of a stage and write the result for each."""
     plan = work_plan(folder)
     step = cast(GlobalStep, _built(folder, stage)[2])
     names = plan.chunks(stage)
@@ -223,7 +223,7 @@ def _tokenizer(path: str) -> Any:
 
 
 def end_of_text(recipe: Recipe) -> int | None:
-    """The id of the token behind each document; raises ValueError where the tokenizer does not have it."""
+    """The id of the token after each document; raises ValueError if the tokenizer does not have it."""
     assert recipe.tokens is not None
     if not recipe.tokens.end_of_text:
         return None

@@ -1,4 +1,4 @@
-"""Every threshold of the published quality rules, once, with its source. Recipes may name other values; nothing else holds one.
+"""Every threshold of the published quality rules with its source. Recipes may override them; no other file has thresholds.
 
 Gopher: Rae et al. 2021, arXiv 2112.11446, section A1.1 and table A1. C4: Raffel et al. 2020, JMLR 21(140), section 2.2, and the
 code that made it (tensorflow_datasets, c4_utils.py). FineWeb: Penedo et al. 2024, arXiv 2406.17557, section 3.6.
@@ -74,5 +74,5 @@ TABLE: tuple[Threshold, ...] = (
 
 
 def defaults(step: str) -> dict[str, float | int | tuple[str, ...]]:
-    """The published values of one step, by name."""
+    """The published values for one step, by name."""
     return {row.name: row.value for row in TABLE if row.step == step}

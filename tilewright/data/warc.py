@@ -1,8 +1,8 @@
-"""Records of WARC and WET archives, damaged ones too: what is readable is read, what is not is counted by its reason.
+"""Reads records of WARC and WET archives, also damaged ones; unreadable parts are counted by reason.
 
-Format: ISO 28500 (WARC 1.1), RFC 9112 (HTTP/1.1 messages, chunked transfer). A record that was cut short, or whose
-`WARC-Block-Digest` does not match, is handed on with a mark. Where a gzip member's checksum failed, only records with a
-matching digest are. After damage the next line `WARC/1.x` with a header behind it is the next record.
+Format: ISO 28500 (WARC 1.1), RFC 9112 (HTTP/1.1 messages, chunked transfer). A truncated record, or one whose
+`WARC-Block-Digest` does not match, is returned with a mark. If a gzip member's checksum failed, only records with a matching
+digest are returned. After damage, the next line `WARC/1.x` that is followed by a header is taken as the next record.
 """
 
 import base64
@@ -23,18 +23,18 @@ _HEADER_BYTES = 1 << 16
 
 
 class Record(NamedTuple):
-    """One record: headers with lower-case names, the block as it stands in the archive."""
+    """One record: headers with lower-case names, and the block as it is in the archive."""
 
     headers: dict[str, str]
     block: bytes
     offset: int
     number: int
     damage: str = ""
-    """"" for a whole record, else "truncated" or "digest does not match"."""
+    """"" for a complete record, else "truncated" or "digest does not match"."""
 
 
 class Page(NamedTuple):
-    """What a web server answered: status, headers with lower-case names, the body with transfer and content coding undone."""
+    """A web server's answer: status, headers with lower-case names, the body after undoing transfer and content coding."""
 
     status: int
     headers: dict[str, str]
@@ -42,7 +42,7 @@ class Page(NamedTuple):
 
 
 class _Broken(Exception):
-    """The stream ended or was interrupted inside a record, or does not hold one here."""
+    """The stream ended or was interrupted inside a record, or there is no record here."""
 
 
 class _Stream:
@@ -57,22 +57,22 @@ class _Stream:
         self.buffer = bytearray()
         self.broken = False
         self.ended = False
-        self.cut = False  # the last break was an end before its time, not damage
+        self.cut = False  # whether the last break was an early end, not damage
 
     @property
     def offset(self) -> int:
-        """Where in the file the buffer begins: of plain files the byte, of gzip the member."""
+        """Position of the buffer in the file: the byte for plain files, the member for gzip."""
         while len(self._starts) > 1 and self._starts[1][0] <= self._at:
             self._starts.pop(0)
         return self._starts[0][1]
 
     @property
     def sound(self) -> bool:
-        """No checksum failed over what stands at the buffer's first byte."""
+        """Whether no checksum failed for the data at the buffer's first byte."""
         return self._at >= self._unsound_to
 
     def fill(self, size: int) -> bool:
-        """True when the buffer holds `size` bytes; False at a break or the end before that."""
+        """Whether the buffer now holds `size` bytes; False if a break or the end comes before that."""
         while len(self.buffer) < size and not self.broken:
             part = next(self._parts, None)
             if part is None:
@@ -90,12 +90,12 @@ class _Stream:
         return len(self.buffer) >= size
 
     def drop(self, size: int) -> None:
-        """Forget the first `size` bytes of the buffer."""
+        """Remove the first `size` bytes of the buffer."""
         del self.buffer[:size]
         self._at += size
 
     def skip(self, size: int) -> None:
-        """Read over bytes without holding them."""
+        """Skip bytes without storing them."""
         while size:
             if not self.buffer and not self.fill(1):
                 raise _Broken("truncated record")
@@ -104,7 +104,7 @@ class _Stream:
             size -= step
 
     def resync(self) -> bool:
-        """Go to the next start of a record; False where there is none before the end."""
+        """Go to the next start of a record; False if there is none before the end."""
         while True:
             found = _START.search(self.buffer)
             if found:
@@ -138,7 +138,7 @@ def records(parts: Iterable[Piece | Break], limits: Limits, damage: Counter[str]
                 damage[f"warc: {record.damage}, kept"] += 1
             yield record
         except _Broken as why:
-            if str(why) != "truncated record" or stream.ended:  # else the break was counted already
+            if str(why) != "truncated record" or stream.ended:  # otherwise the break is counted already
                 damage[f"warc: {why}"] += 1
             if not stream.resync():
                 return
@@ -169,7 +169,7 @@ def _block(stream: _Stream, headers: dict[str, str], length: int, record: Record
     matches = _digest_matches(headers.get("warc-block-digest", ""), block)
     damage = "" if matches is not False else "digest does not match"
     if len(block) < length or (after[:1] not in (b"\r", b"\n", b"") and not matches):
-        # Cut short, or a wrong length: the next record may begin inside.
+        # Truncated, or a wrong length: the next record may begin inside.
         following = _START.search(stream.buffer, 1)
         if following:
             block, damage = bytes(stream.buffer[: following.start()]).removesuffix(b"\r\n\r\n"), "truncated"
@@ -196,7 +196,7 @@ def _headers(stream: _Stream) -> dict[str, str]:
             stream.drop(1)
             raise _Broken("truncated record" if stream.broken else "header without end")
     head = bytes(stream.buffer[: end.start()])
-    if following := _START.search(head, 1):  # cut short in its header
+    if following := _START.search(head, 1):  # truncated in its header
         stream.drop(following.start())
         raise _Broken("truncated header")
     stream.drop(end.end())
@@ -204,7 +204,7 @@ def _headers(stream: _Stream) -> dict[str, str]:
 
 
 def _fields(head: bytes) -> dict[str, str]:
-    """Header lines after the first as a table, names in lower case; continued lines are joined."""
+    """Header lines after the first as a dict, names in lower case; continuation lines are joined."""
     found: dict[str, str] = {}
     name = ""
     for line in head.decode("utf-8", "replace").splitlines()[1:]:
@@ -218,7 +218,7 @@ def _fields(head: bytes) -> dict[str, str]:
 
 
 def _digest_matches(digest: str, block: bytes) -> bool | None:
-    """None: there is no digest that we can check."""
+    """None: there is no digest that can be checked."""
     method, _, value = digest.partition(":")
     if method.lower() not in ("sha1", "sha256", "md5") or not value:
         return None
@@ -229,7 +229,7 @@ def _digest_matches(digest: str, block: bytes) -> bool | None:
 
 
 def http_page(block: bytes, limits: Limits, damage: Counter[str]) -> Page | None:
-    """The answer in a response record's block; None (and a count) where it cannot be read."""
+    """The answer in a response record's block; None, with a count, if it cannot be read."""
     end = re.search(rb"\r?\n\r?\n", block[:_HEADER_BYTES])
     first = re.match(rb"HTTP/\d(?:\.\d)?\s+(\d{3})", block)
     if not end or not first:
@@ -248,7 +248,7 @@ def http_page(block: bytes, limits: Limits, damage: Counter[str]) -> Page | None
 
 
 def _unchunked(body: bytes, damage: Counter[str]) -> bytes:
-    """Bodies that say "chunked" but were stored plain stay as they are, as archives often hold them."""
+    """A body that claims to be "chunked" but is stored plain is returned unchanged; archives often have such bodies."""
     parts, at = [], 0
     while True:
         size = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n").match(body, at)
@@ -270,11 +270,11 @@ def _unchunked(body: bytes, damage: Counter[str]) -> bytes:
 
 
 def _decoded(body: bytes, coding: str, limits: Limits, damage: Counter[str]) -> bytes | None:
-    """The body without one content coding, at most `record_bytes` of it."""
+    """The body after undoing one content coding, at most `record_bytes` of it."""
     try:
         if coding in ("gzip", "x-gzip"):
             if body[:2] != b"\x1f\x8b":
-                return body  # decoded by the crawler, its header kept
+                return body  # decoded by the crawler, which kept the header
             return _bounded(zlib.decompressobj(31), body, limits, damage)
         if coding == "deflate":
             return _bounded(zlib.decompressobj(15 if body[:1] == b"\x78" else -15), body, limits, damage)

@@ -1,6 +1,6 @@
-"""Words and sentences as the published rules were computed: spaCy's tokenizer for English, its rule-based sentence ends.
+"""Words and sentences as used by the published rules: spaCy's tokenizer for English, and its rule-based sentence ends.
 
-Both follow what datatrove does, so that decisions agree. spaCy's blank pipeline needs no model files.
+Both follow datatrove, so that decisions agree. spaCy's blank pipeline needs no model files.
 """
 
 from functools import cache, lru_cache
@@ -27,13 +27,13 @@ def _tokens(text: str) -> Any:
 
 @lru_cache(4)
 def words(text: str) -> tuple[str, ...]:
-    """The tokens of a text without white space, punctuation among them. The last texts are remembered: rules share them."""
+    """The tokens of a text without white space, including punctuation. The last texts are cached, because rules share them."""
     with _pipeline().memory_zone():
         tokens = (token.text.strip() for token in _tokens(text))
         return tuple(token for token in tokens if token)
 
 
 def sentence_count(text: str) -> int:
-    """How many sentences a text has; 0 for an empty one."""
+    """The number of sentences of a text; 0 for an empty one."""
     with _pipeline().memory_zone():
         return sum(1 for _ in _tokens(text).sents)

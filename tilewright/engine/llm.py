@@ -1,11 +1,11 @@
-"""`LLM`: a model that is ready to generate, for a program that owns it. A server stands on `Engine` instead.
+"""`LLM`: a language model or encoder inside a Python program. (The server uses `Engine` directly.)
 
     llm = LLM("bookworm")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=50))[0].outputs[0].text)
     print(llm.embed(["Once upon a time", "It was dark"]).shape)
 
-A prompt that does not fit the model together with its max_tokens is an error; nothing is ever cut off. Not for several threads,
-nor for one `generate` or `stream` inside another: each takes all deltas of the engine.
+A prompt that does not fit the model together with its max_tokens is an error; nothing is ever cut off. Do not use an `LLM`
+from several threads, nor call `generate` or `stream` inside another one: each takes all results of the engine.
 """
 
 from collections import deque
@@ -39,28 +39,30 @@ __all__ = ["LLM", "Engine", "EngineConfig", "EngineStats", "load_engine"]
 Prompt = str | list[int]
 
 CPU_SEQS = 64
-"""Requests that run at once on a CPU: with 256 a step takes 3.4 times as long and makes only a sixth more tokens a second
+"""Requests that run at once on a CPU. With 256 a step takes 3.4 times as long and makes only a sixth more tokens per second
 (bookworm, 35 and 118 ms)."""
 CPU_STEP_TOKENS = 256
-"""Tokens of one pass on a CPU, which takes about a second for 2000 of a small model: whoever generates beside a long prompt
-waits for such a step."""
+"""Tokens of one pass on a CPU. 2000 tokens of a small model take about a second; requests that generate beside a long prompt
+wait for such a step."""
 
 
 class LLM:
-    """A loaded model. Attributes: `engine`, `tokenizer`, `config` (the model's), `plan` (what the loader decided; of an encoder
-    None)."""
+    """A loaded model.
+
+    Attributes: `engine`, `tokenizer`, `config` (of the model) and `plan` (the loader's decisions; None for an encoder).
+    """
 
     plan: Any
 
     def __init__(self, model: str = "bookworm", *, progress: Callable[[str], None] | None = None, **options: Any):
         """Load a model: the embedded one by its name, a folder, or a name on the Hugging Face hub.
 
-        `options` are the other fields of `EngineConfig`; `progress` is told in words what takes time.
+        `options` are the other fields of `EngineConfig`. `progress` is called with a sentence before each slow step.
         """
         options_of = EngineConfig(model=str(model), **options)
         encoder = _encoder(options_of)
         self.generates = encoder is None
-        """False for an encoder, which has embeddings and scores alone."""
+        """False for an encoder, which computes embeddings and scores only."""
         if encoder is not None:
             self.config, self.plan = encoder.model.config, None
             self.tokenizer, self.engine = encoder.tokenizer, encoder.engine
@@ -75,7 +77,7 @@ class LLM:
 
     @cached_property
     def pooler(self) -> "Pooler | None":
-        """Embeddings and scores; None where the model has none. Raises ModelError where its folder pools in another way."""
+        """Computes embeddings and scores; None if the model has none. ModelError: its folder asks for an unknown pooling."""
         return self._make_pooler()
 
     def generate(
@@ -85,14 +87,19 @@ class LLM:
         *,
         adapter: str | None = None,
     ) -> list[Completion]:
-        """Completions of all prompts (texts or token ids), in their order. `params` is for all of them, or one for each.
+        """Generate text for each prompt.
 
-        adapter: the name of the LoRA adapter that all of them have, as `params` may say of each.
+        Args:
+            prompts: a text or several, or several lists of token ids.
+            params: sampling parameters for all prompts, or one for each.
+            adapter: name of the LoRA adapter to use for all prompts; `params` can name one for each prompt instead.
 
-        A failure of the model ends as finish_reason "error" of the completions that it hit. An interrupt aborts everything.
+        Returns:
+            A completion for each prompt, in the same order. If the model fails, the completions in question end with
+            finish_reason "error". Ctrl-C aborts all of them.
 
         Raises:
-            ValueError: a prompt is refused; none of them has been started then, or those that were are aborted.
+            ValueError: a prompt is refused. Then none has been started, or those that were are aborted.
         """
         self._check_generates()
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
@@ -115,9 +122,10 @@ class LLM:
         return [transcript.completion() for transcript in by_id.values()]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Deltas of one prompt as they are made; leaving the iterator early aborts the rest.
+        """The text of one prompt in pieces, as it is generated. Leaving the iterator early aborts the request.
 
-        Raises ValueError at the first `next` if the prompt is refused.
+        Raises:
+            ValueError: at the first `next`, if the prompt is refused.
         """
         self._check_generates()
         params = params or SamplingParams()
@@ -139,11 +147,11 @@ class LLM:
     def embed(self, texts: str | Sequence[str] | Sequence[list[int]], *, dimensions: int | None = None) -> "np.ndarray":
         """Embeddings of texts, or of lists of token ids: float32 [texts, numbers].
 
-        How tokens are pooled, and whether embeddings have the length 1, the model's folder says (docs/embeddings.md).
-        `dimensions`: so many of the numbers, of models that were trained to be cut.
+        The model's folder says how tokens are pooled and whether embeddings are normalised (docs/embeddings.md).
+        `dimensions` keeps only the first numbers of each embedding, for models that were trained for that.
 
         Raises:
-            ValueError: a text is empty or too long, or the model has no embeddings of that size, or none.
+            ValueError: a text is empty or too long, or the model has no embeddings, or none of that size.
         """
         pooler = self._need_pooler()
         pooler.pooled.check_dimensions(dimensions)
@@ -151,13 +159,14 @@ class LLM:
         return pooler.run_all([self._text(text) for text in many], dimensions=dimensions)
 
     def score(self, queries: str | Sequence[str], documents: str | Sequence[str]) -> list[float]:
-        """How well each document fits its query; one query may stand for all.
+        """How well each document fits its query; a single query is used for all documents.
 
-        An encoder with a head of one label reads both together, and gives 0 to 1 where its folder says nothing else. Of any
-        other model it is the cosine of two embeddings.
+        An encoder with a one-label classification head reads query and document together and returns 0 to 1, unless its folder
+        says otherwise. For any other model the score is the cosine of two embeddings.
 
         Raises:
-            ValueError: the numbers of texts do not fit, a text is too long, or the model's head is not for scores.
+            ValueError: there are neither one nor as many queries as documents, a text is too long, or the model's head is not
+                for scores.
         """
         from tilewright.engine.pairs import scores
 
@@ -181,10 +190,10 @@ class LLM:
             raise ValueError("this model is an encoder, which generates no text; wanted embed or score")
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Hold the LoRA adapter in a folder under a name, where the model was loaded with room (`max_adapters`).
+        """Load the LoRA adapter in a folder under a name. The model must have been loaded with `max_adapters`.
 
         Raises:
-            ValueError: there is no room, the name is taken or is none, or (ModelError) the folder cannot be taken.
+            ValueError: there is no room, or the name is taken or invalid; ModelError: the folder cannot be used.
         """
         adapters = self.engine.adapters
         if adapters is None:
@@ -192,7 +201,7 @@ class LLM:
         self.engine.hold_adapter(name, adapters.read(folder), str(folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; unfinished requests that have it end with it. Raises UnknownAdapter."""
+        """Remove an adapter; unfinished requests that use it are ended. Raises UnknownAdapter."""
         if self.engine.adapters is None:
             raise UnknownAdapter(f"there is no adapter {name!r} here")
         self.engine.adapters.remove(name)
@@ -205,14 +214,14 @@ class LLM:
         return list(prompt)
 
     def _submit(self, queue: deque[tuple[list[int], SamplingParams]]) -> Iterator[tuple[str, Transcript]]:
-        """Submits from the queue as long as the engine lets more wait."""
+        """Submit requests from the queue until the engine's waiting line is full."""
         while queue:
             prompt_ids, params = queue[0]
             try:
                 name = self.engine.submit(prompt_ids, params, whole=True)
             except QueueFull:
                 if not self.engine.has_work:
-                    raise  # no step makes room for n samples where so many may never wait
+                    raise  # the engine is idle: n samples are more than may ever wait, so no step would make room
                 return
             queue.popleft()
             yield name, Transcript(prompt_ids, params.n)
@@ -225,7 +234,7 @@ def _load(options: EngineConfig, progress: Callable[[str], None] | None, model: 
 
 
 def _encoder(options: EngineConfig) -> "LoadedEncoder | None":
-    """The encoder that the options name; None where they name a decoder, or nothing."""
+    """The encoder that the options name; None if they name a decoder or nothing."""
     from tilewright.models import resolve
     from tilewright.models.encoders import is_encoder
 
@@ -247,7 +256,7 @@ def _pooler(options: EngineConfig, loaded: "Loaded") -> "Pooler | None":
 def load_engine(model: str | Path | Any, options: EngineConfig, progress: Callable[[str], None] | None = None) -> Engine:
     """An engine without a tokenizer: token ids in, token ids out.
 
-    `model` overrules `options.model`; a `ModelConfig` gives random weights of that shape, for measurements.
+    `model` takes precedence over `options.model`; a `ModelConfig` gives random weights of that shape, for measurements.
     """
     loaded = _load(options, progress, model)
     return _engine(options, loaded, None)

@@ -1,7 +1,7 @@
-"""What is asked of the engine, and what comes back: sampling parameters, one request's state, and its deltas.
+"""Requests to the engine and their results: sampling parameters, the state of one request, and its deltas.
 
 Pure Python: no tensors. A prompt with `n` samples is `n` requests; they share the pages of the prompt through the prefix cache.
-Parameters are checked, and brought to the widths that a device has, when a request is made: no later step can fail on them.
+Parameters are checked and converted to the device's number types when a request is made, so no later step can fail on them.
 Not supported: beam search.
 """
 
@@ -37,14 +37,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (-(2**63), 2**63 - 1),
     "priority": (0, 100),
 }
-"""Smallest and largest value of every numeric sampling parameter; `top_p` 0 is refused as well. All of them fit what a device
-computes with: int32 (seeds int64), and float32 without overflow or underflow."""
+"""Smallest and largest value of every numeric sampling parameter; `top_p` 0 is refused as well. All values fit the types that a
+device uses: int32 (seeds int64), and float32 without overflow or underflow."""
 MAX_BIAS = 100.0
 """Largest absolute value in `logit_bias`; OpenAI's bound."""
 
 
 class QueueFull(RuntimeError):
-    """No room to wait, or (`by_time`) too long a wait. `retry_after_s`: when a place should be free."""
+    """The waiting line is full, or (`by_time`) the wait would be too long. `retry_after_s`: when a place should be free."""
 
     def __init__(self, message: str, retry_after_s: float, *, by_time: bool = False):
         super().__init__(message)
@@ -52,22 +52,22 @@ class QueueFull(RuntimeError):
 
 
 class RequestTooLong(ValueError):
-    """A prompt and its `max_tokens` do not fit the model or the page pool, and never will."""
+    """A prompt and its `max_tokens` can never fit the model or the page pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one prompt is to be continued. Raises ValueError, its first word the field's name, for a value out of range.
+    """How to continue one prompt. Raises ValueError for a value out of range; the message begins with the field's name.
 
-    Numbers are bounded on both sides (`RANGES`). Seeds: sample i of a prompt draws with `seed + i` (wrapped to int64), or with
-    one random seed each where `seed` is None. The order of the filters is that of `ops.sample`: temperature, top-k, top-p,
-    min-p; 0 is greedy and ignores all of them.
+    All numbers are bounded on both sides (`RANGES`). Sample i of a prompt draws with `seed + i` (wrapped to int64); if `seed`
+    is None, each sample gets a random seed. The filters are applied in the order of `ops.sample`: temperature, top-k, top-p,
+    min-p; temperature 0 is greedy and ignores them.
     """
 
     max_tokens: int = 16
-    """Most tokens generated. A prompt whose length plus this exceeds the model's is refused; this is never cut down."""
+    """Most tokens to generate. A prompt whose length plus this exceeds the model's length is refused; it is never reduced."""
     min_tokens: int = 0
-    """Tokens before the end-of-text token, a stop token or a stop string may end the text."""
+    """Number of tokens to generate before the end-of-text token, a stop token or a stop string may end the text."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -78,30 +78,30 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be generated, the end-of-text token too; None: all of them."""
+    """The only tokens that may be generated (the end-of-text token must be listed, too); None: all tokens."""
     grammar: Grammar | None = None
-    """What the text must look like. The end-of-text token comes where the grammar allows it, and always ends the text. Not
-    together with `min_tokens` or `allowed_token_ids`, which could leave no token at all."""
+    """Constrains the text. The end-of-text token comes where the grammar allows it, and always ends the text. Cannot be
+    combined with `min_tokens` or `allowed_token_ids`, because this could leave no possible token."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these that it completes."""
+    """The text ends before the first of these strings that it completes."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the text; like the end-of-text token they are in `token_ids`, but not in the text."""
     ignore_eos: bool = False
     special_tokens: bool = False
-    """Special tokens stand in the text, such as the marks around a tool call; otherwise they are left out."""
+    """Include special tokens in the text, such as the marks around a tool call; otherwise they are left out."""
     logprobs: int | None = None
-    """Likeliest alternatives reported with every generated token (0: only the token's own); None: no logprobs at all."""
+    """How many of the most likely tokens to report with every generated token (0: only the token itself); None: no logprobs."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt, from its second on. Such a request does not use the prefix cache."""
+    """The same for the tokens of the prompt, from the second on. Such a request does not use the prefix cache."""
     speculate: bool = True
-    """Whether the engine may guess tokens ahead, where it can. It changes no token, only when they come."""
+    """Whether the engine may guess tokens ahead, if it supports it. This changes when tokens come, not which ones."""
     n: int = 1
     seed: int | None = None
     priority: int = 0
-    """Who starts first, and who keeps its pages when they run out: lower numbers before higher ones, then by arrival. A request
-    can put itself behind others, never before those that say nothing."""
+    """Which requests start first, and which keep their pages if memory runs out: lower numbers first, then by arrival. A
+    request can put itself behind others, but never before requests without a priority."""
     adapter: str | None = None
-    """The name of the LoRA adapter that the model has for this request; None: the model alone."""
+    """The name of the LoRA adapter to use; None: the model without an adapter."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "min_tokens", "top_k", "n", "priority"):
@@ -158,19 +158,19 @@ class SamplingParams:
 
 
 class Decoders(Protocol):
-    """Arrays by slot that hold what changes of a request in every step."""
+    """Arrays by slot that hold the part of a request's state that changes in every step."""
 
     computed: Any
     pending: Any
     known: Any
 
     def tell(self, request: "Request") -> None:
-        """Give a request its newest tokens."""
+        """Pass a request its newest tokens."""
         ...
 
 
 class State(Enum):
-    """Where a request stands. A preempted one is WAITING again."""
+    """The stage of a request. A preempted one is WAITING again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -178,29 +178,29 @@ class State(Enum):
 
 
 class Request:
-    """One sample being generated. Written by the scheduler only; a runner reads it while it launches a step, not later.
+    """One sample being generated. Only the scheduler changes it; a runner reads it only while it launches a step.
 
-    Compared and hashed by identity. The texts of its attributes:
+    Compared and hashed by identity. Its attributes:
         prompt_ids, output_ids   the tokens known so far, in two parts; `len(request)` counts both
-        adapter, salt            number of its adapter, 0 for none; what its pages' digests begin with
+        adapter, salt            number of its adapter, 0 for none; the first input of the digests of its pages
         seed                     int64, resolved: the same seed, tokens and position draw the same sample
-        settings, edits          what the sampler takes, and what is done to the logits before (None: nothing)
-        order                    (priority, number of arrival): who goes first
-        max_wait_s               how long it may wait for its start; None: for ever
+        settings, edits          settings for the sampler, and changes of the logits before sampling (None: no changes)
+        order                    (priority, number of arrival): the order in which requests start
+        max_wait_s               how long it may wait for its start; None: no limit
         stop_ids                 tokens that end the text: the model's end-of-text tokens unless ignored, and the caller's
         pages                    the block table: physical page of every `page_size` tokens; [] unless RUNNING
-        window_pages, behind     that of windowed layers, where these have their own; its first entry that still counts
-        computed                 tokens whose keys and values are in the cache, or will be once launched steps have run; drafts
+        window_pages, behind     the block table for layers with their own window pages; its first entry that is still used
+        computed                 tokens whose keys and values are in the cache, or will be after launched steps have run; drafts
                                  do not count before they are accepted
-        pending                  rows launched whose samples are not known yet: 0 or 1 between two steps of the engine
-        drafted, accepted        tokens that were guessed for it, and how many of them were right
-        cached                   prompt tokens that the prefix cache had, when first started
+        pending                  launched rows whose samples are not known yet: 0 or 1 between two steps of the engine
+        drafted, accepted        how many tokens were guessed for it, and how many of the guesses were right
+        cached                   prompt tokens that were in the prefix cache when it was first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
-        lease                    number of its stay in that slot: no other stay of any request has it
-        decoders                 what holds `computed`, `pending` and the newest tokens while one token at a time is computed,
+        lease                    number of its stay in that slot, unique over all requests and stays
+        decoders                 holds `computed`, `pending` and the newest tokens while one token at a time is decoded,
                                  else None
-        digests, registered      chain hashes of its first full pages; how many pages the prefix cache knows about
-        arrival_s ...            by the scheduler's clock
+        digests, registered      chain hashes of its first full pages; how many of its pages the prefix cache contains
+        arrival_s ...            times of the scheduler's clock
     """
 
     __slots__ = (
@@ -258,7 +258,7 @@ class Request:
         self.prompt_ids = prompt_ids
         self.params = params
         self.seed = sample_seed(params.seed, index)
-        # A grammar's end leaves no token but the end of the text.
+        # At the end of a grammar, only the end-of-text token is left.
         ignore_eos = params.ignore_eos and params.grammar is None
         self.stop_ids = frozenset(params.stop_token_ids if ignore_eos else (*eos_ids, *params.stop_token_ids))
         self.max_tokens = params.max_tokens  # read for every request in every step
@@ -306,7 +306,7 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        """The tokens generated so far, always in the same list. Numbers become Python's only when somebody asks for them."""
+        """The tokens generated so far, always the same list. Numbers are converted to Python's only when it is read."""
         if self.decoders is not None:
             self.decoders.tell(self)
         if self._untold:
@@ -319,7 +319,7 @@ class Request:
         self._output_ids = token_ids
 
     def told(self, tokens: bytes) -> None:
-        """Has these tokens more, int64; for `Decoders.tell`."""
+        """Append tokens, int64; called by `Decoders.tell`."""
         self._untold.frombytes(tokens)
 
     @property
@@ -348,11 +348,11 @@ class Request:
 
     @property
     def total(self) -> int:
-        """Tokens known and pending."""
+        """The number of tokens known and pending."""
         return len(self) + self.pending
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """The known tokens at positions [start, stop); fewer where `stop` is beyond them."""
+        """The known tokens at positions [start, stop); fewer if `stop` is beyond them."""
         split = len(self.prompt_ids)
         if stop <= split:
             return self.prompt_ids[start:stop]
@@ -370,31 +370,31 @@ class TokenLogprobs:
     rank: int
     """1 is the likeliest token."""
     top: tuple[tuple[int, float], ...]
-    """(token id, logprob) of the likeliest tokens, best first, as many as were asked for."""
+    """(token id, logprob) of the most likely tokens, best first, as many as requested."""
     drawn: float | None = None
-    """In the distribution that it was drawn from, after temperature and filters, which kept `kept` tokens; None: not said."""
+    """Logprob in the distribution it was drawn from: after temperature and filters, which kept `kept` tokens; None: unknown."""
     kept: int = 0
 
 
-@dataclass(slots=True)  # not frozen, which would cost three times as much a token
+@dataclass(slots=True)  # not frozen, because that would cost three times as much per token
 class Delta:
-    """What one step added to one sample. The deltas of a sample, concatenated, are its output; the last has a reason."""
+    """The additions of one step to one sample. All deltas of a sample, concatenated, are its output; the last has a reason."""
 
     request_id: str
     index: int
     token_ids: tuple[int, ...] = ()
     text: str = ""
-    """May lag behind `token_ids`: an unfinished character, or what may become a stop string, is held back."""
+    """May lag behind `token_ids`: an incomplete character, or the possible beginning of a stop string, is held back."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
-    """stop, length, abort, error, or expired: it had waited too long to be started."""
+    """stop, length, abort, error, or expired (it had waited too long for its start)."""
     stop_reason: str | int | None = None
     """The stop string or the stop token id that ended the text; None for the end-of-text token."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """Of the prompt's tokens from the second on; in the first delta only, where asked for."""
+    """Logprobs of the prompt's tokens from the second on; in the first delta only, if requested."""
     error: str | None = None
-    """What went wrong, where `finish_reason` is error or expired."""
+    """The error message if `finish_reason` is error or expired."""
     retry_after_s: float | None = None
-    """When to ask again, where `finish_reason` is expired."""
+    """When to try again, in seconds, if `finish_reason` is expired."""
     cached_tokens: int = 0
-    """Tokens of the prompt that the prefix cache had when the sample started, in each delta the same."""
+    """Number of prompt tokens that were in the prefix cache when the sample started; the same in each delta."""

@@ -1,4 +1,4 @@
-"""A user's torch.nn model on the operators here: traced, folded, fused, arranged once, replayed as one CUDA graph."""
+"""`optimize`: runs a user's torch.nn model on the operators of this package, fused and replayed as one CUDA graph."""
 
 from tilewright.fuse.anchors import READERS, Anchor, read
 from tilewright.fuse.decisions import Decision

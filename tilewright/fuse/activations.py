@@ -1,8 +1,8 @@
-"""Finding an activation in a graph where it has been taken apart.
+"""Recognises activations that Inductor has decomposed into several nodes of a graph.
 
-Inductor decomposes GELU into seven nodes and SiLU into four, with casts to float32 around them in 16 bits. The form depends on
-torch's version, so it is not written down here: each activation is traced with the decompositions in force, and that small
-graph is looked for.
+Inductor decomposes GELU into seven nodes and SiLU into four, in 16 bits with casts to float32 around them. The form depends on
+torch's version, so it is not hard-coded: each activation is traced with the current decompositions, and the resulting small
+graph is searched for.
 """
 
 from functools import lru_cache
@@ -33,7 +33,7 @@ def _template(name: str, dtype: torch.dtype) -> fx.Graph:
 
 
 def _same(wanted: Any, found: Any, x: fx.Node, seen: dict[fx.Node, fx.Node]) -> bool:
-    """Whether `found` computes from x what `wanted` computes from the template's input; fills `seen`: wanted -> found."""
+    """Whether `found` computes from x what `wanted` computes from the template's input. Fills `seen`: wanted -> found."""
     if not isinstance(wanted, fx.Node):
         if isinstance(wanted, list | tuple):
             return (
@@ -59,7 +59,7 @@ def _same(wanted: Any, found: Any, x: fx.Node, seen: dict[fx.Node, fx.Node]) -> 
 
 
 def _below(x: fx.Node, depth: int) -> list[fx.Node]:
-    """What is computed from x in at most so many steps, nearest first."""
+    """The nodes computed from x in at most `depth` steps, nearest first."""
     level, found = [x], dict[fx.Node, None]()
     for _ in range(depth):
         level = [user for node in level for user in node.users if user.op == "call_function" and user not in found]
@@ -68,9 +68,9 @@ def _below(x: fx.Node, depth: int) -> list[fx.Node]:
 
 
 def find_activation(x: fx.Node) -> Activation | None:
-    """The activation of x's value, where x has no other reader; None where there is none.
+    """The activation applied to x, if nothing else reads x; None if there is none.
 
-    What lies inside of it may be read elsewhere (a backward pass keeps it): see `inside`.
+    Values inside of it may be read elsewhere (a backward pass keeps them); see `inside`.
     """
     value = tensor_of(x)
     if value is None or not value.is_floating_point():

@@ -1,14 +1,14 @@
-"""What counts as an anchor: an ATen call that one of our operators computes, read into one form.
+"""Recognises anchors: ATen calls that one of our operators can compute. They are brought into one form.
 
-The table is keyed by ATen target, and reads both spellings: that of an exported program (`aten.linear`, `aten.conv2d`,
-`aten.layer_norm`, `aten.scaled_dot_product_attention`) and that of Inductor's graphs after autograd (`aten.addmm`, `aten.mm`,
-`aten.convolution`, the flash and cuDNN attentions). Attention that is written out, softmax(q k^T * scale) v, is read from its
-last product.
+The table is keyed by ATen target and covers both kinds of graphs: exported programs (`aten.linear`, `aten.conv2d`,
+`aten.layer_norm`, `aten.scaled_dot_product_attention`) and Inductor's graphs after autograd (`aten.addmm`, `aten.mm`,
+`aten.convolution`, the flash and cuDNN attentions). Attention that a model spells out, softmax(q k^T * scale) v, is recognised
+by its last product.
 
-Reading is strict: every argument that changes the result is looked at. A call of the right name that the operator does not
-compute (a transposed convolution, attention with a mask) is read as the sentence that says why.
+Every argument that changes the result is checked. For a call of a known kind that the operator cannot compute (a transposed
+convolution, attention with a mask) the result is a sentence that says why.
 
-Not here: what is fused with an anchor (rules.py, walk.py), and any choice.
+Not here: what is fused with an anchor (rules.py, walk.py), and any choice of implementation.
 """
 
 import math
@@ -36,17 +36,17 @@ class Anchor:
     kind: str
     """conv, linear, attention, layer_norm, max_pool, global_mean."""
     node: Node
-    """Whose value the operator computes: for a call with several results the getitem of the first is in `users`."""
+    """The node whose value the operator computes; if the call has several results, `users` has the getitem of the first."""
     x: Node
     weight: Node | None = None
-    """Parameter or computed: [O, C / groups, *K] of a conv, [N, K] of a linear unless `options["kn"]`."""
+    """A parameter or a computed value: [O, C / groups, *K] of a conv, [N, K] of a linear ([K, N] with `options["kn"]`)."""
     bias: Node | None = None
     others: tuple[Node, ...] = ()
-    """Attention: keys and values."""
+    """Keys and values, for attention."""
     inside: tuple[Node, ...] = ()
-    """Nodes between x and node that the anchor stands for: of attention that is written out."""
+    """Nodes between x and node that are part of the anchor: for attention that is spelled out."""
     without: "Anchor | None" = None
-    """The same call without what is computed in front of it, for where another group has that in its epilogue."""
+    """The same call without the operation before it, if another group has that operation in its epilogue."""
     options: dict[str, Any] = field(default_factory=dict)
     """conv: stride, padding (numbers or "same"), dilation, groups. linear: kn (the weight is [K, N]). attention: causal, scale.
     layer_norm: eps. max_pool: kernel_size, stride, padding, dilation, ceil_mode."""
@@ -58,24 +58,24 @@ class Anchor:
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor that tracing left at a node: shape, dtype, device; None where it is no single tensor."""
+    """The fake tensor that tracing left at a node (shape, dtype, device); None if the value is not a single tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def symbolic(*shapes: Iterable[Any]) -> bool:
-    """Whether a size is not known when the graph is compiled."""
+    """Whether a size is unknown when the graph is compiled."""
     return any(not isinstance(size, int) for shape in shapes for size in shape)
 
 
 def same_sizes(one: Iterable[Any], two: Iterable[Any]) -> bool:
-    """Whether two shapes are equal; sizes that are not known yet are compared without a guard on them."""
+    """Whether two shapes are equal; unknown sizes are compared without adding a guard."""
     a, b = list(one), list(two)
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def fit(anchor: Anchor) -> Anchor | str:
-    """The anchor if its operands are tensors that the operators take: of one floating type and device, none of them empty."""
+    """The anchor if the operators accept its operands: tensors of one floating type on one device, none of them empty."""
     found = [tensor_of(n) for n in anchor.operands]
     known = [t for t in found if t is not None]
     if len(known) != len(found):
@@ -94,7 +94,7 @@ def fit(anchor: Anchor) -> Anchor | str:
 
 
 def _given(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """The arguments of a call, by name."""
     found = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
     found.update(zip(names, node.args, strict=False))
     found.update(node.kwargs)
@@ -151,7 +151,7 @@ def _mm(node: Node) -> Anchor | str:
 
 
 def _product(node: Node, x: Any, weight: Any, bias: Any, kn: bool) -> Anchor | str:
-    """x [..., K] times a weight [N, K], or [K, N] where `kn`."""
+    """x [..., K] times a weight [N, K], or [K, N] if `kn`."""
     left, right, added = tensor_of(x), tensor_of(weight), tensor_of(bias)
     if left is None or right is None:
         return "an operand's shape is not known"
@@ -179,7 +179,7 @@ def _flash(node: Node) -> Anchor | str:
 
 
 def _efficient(node: Node) -> Anchor | str:
-    """The memory-efficient and the cuDNN one: q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal."""
+    """The memory-efficient and the cuDNN calls: q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal."""
     names = ("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal")
     a = _given(node, names, (None, False, 0.0, False))
     return _read_attention(node, a, a["attn_bias"], a.get("scale"))
@@ -227,7 +227,7 @@ def _called(node: Any, targets: tuple[Any, ...]) -> bool:
 
 
 def _through(node: Any, inside: list[Node]) -> Any:
-    """What stands behind copies that have one reader (dropout in evaluation is one)."""
+    """The value before copies that have one reader (dropout in evaluation is such a copy)."""
     while _called(node, _COPIES) and len(node.users) == 1 and _alike(node, node.args[0]):
         inside.append(node)
         node = node.args[0]
@@ -241,7 +241,7 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 def _scores(scores: Any, inside: list[Node]) -> tuple[Any, float] | None:
-    """(the product q k^T, the factors behind it), None where a factor is no positive number."""
+    """(the product q k^T, the product of the factors applied to it); None if a factor is not a positive number."""
     scale = 1.0
     while _called(scores, _FACTORS) and len(scores.users) == 1:
         value, factor = scores.args[:2]
@@ -256,7 +256,7 @@ def _scores(scores: Any, inside: list[Node]) -> tuple[Any, float] | None:
 
 
 def _written_out(node: Node) -> Anchor | str:
-    """softmax(q @ k^T * scale, -1) @ v, of [B, H, S, D] operands. No mask, and nothing else may read what lies between."""
+    """softmax(q @ k^T * scale, -1) @ v with [B, H, S, D] operands, without a mask; nothing else may read values in between."""
     inside: list[Node] = []
     weights = _through(node.args[0], inside)
     if not _called(weights, _SOFTMAX) or len(weights.users) > 1 or weights.args[1] not in (-1, 3):
@@ -283,7 +283,7 @@ def _written_out(node: Node) -> Anchor | str:
 
 
 def _matmul(node: Node) -> Anchor | str:
-    """Attention that is written out, or x [..., K] @ w [K, N]."""
+    """Attention that is spelled out, or x [..., K] @ w [K, N]."""
     x, weight = (tensor_of(n) for n in node.args[:2])
     if x is None or weight is None:
         return "an operand's shape is not known"
@@ -311,7 +311,7 @@ def _max_pool(node: Node) -> Anchor | str:
 
 
 def _images(x: Any) -> str | None:
-    """Why x is not [N, C, H, W]."""
+    """Why x is not [N, C, H, W]; None if it is."""
     known = tensor_of(x)
     return None if known is not None and known.dim() == 4 else "pooling of what is not [N, C, H, W]"
 
@@ -356,11 +356,11 @@ READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
 }
-"""ATen target -> what reads a call of it: an anchor, or the sentence that says why it is none."""
+"""ATen target -> function that reads such a call: returns an anchor, or a sentence that says why it is none."""
 
 
 def read(node: Node) -> Anchor | str | None:
-    """The anchor that a call is, or why it is none; None for calls that no operator of ours has."""
+    """The anchor for a call, or why it is none; None for calls that have nothing to do with our operators."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     reader = READERS.get(node.target)

@@ -1,17 +1,18 @@
-"""Attention with masks and biases: torch's own call with `attn_mask`, and softmax(q k^T * scale + bias) v that is written out.
+"""Recognises attention with masks and biases: torch's own call with `attn_mask`, and softmax(q k^T * scale + bias) v spelled
+out.
 
     softmax(scores, -1) v        scores: q k^T, then any of  * number,  + bias,  masked_fill(mask, number),
-                                 where(mask, scores, number), in an order that one bias and one fill can say
+                                 where(mask, scores, number), in an order that one bias and one fill value can express
 
-Casts to float32 around the softmax, dropout in evaluation, and views that split or join the leading dims (batch and heads, the
-windows of an image) may stand between. What nobody else reads counts alone. `options`:
+In between there may be casts to float32 around the softmax, dropout in evaluation, and views that split or join the leading
+dims (batch and heads, or the windows of an image). Values that something else reads do not qualify. `options`:
 
-    scale, fill, empty_nan   as of kernels/attention/biased.py
+    scale, fill, empty_nan   as in kernels/attention/biased.py
     lead                     (batch, heads), to which all leading dims are brought
-    turned                   whether the keys come as k^T
-    masks                    for each operand behind keys and values: (what it does, its shape seen from `lead`)
+    turned                   whether the keys are already transposed, k^T
+    masks                    for each operand after keys and values: (what it does, its shape relative to `lead`)
 
-Where the mask turns out to be a constant causal one, emit_attention.py asks for `causal` instead.
+If the mask turns out to be a constant causal one, emit_attention.py uses `causal` instead.
 """
 
 import math
@@ -42,7 +43,7 @@ def _called(node: Any, targets: tuple[Any, ...]) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A Python number, a bool not among them."""
+    """A Python number that is not a bool; None otherwise."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -82,7 +83,7 @@ def _is_bool(node: Any) -> bool:
 def _anchor(
     node: Node, operands: tuple[Any, Any, Any], masks: tuple[Node, ...], inside: tuple[Node, ...], options: dict[str, Any]
 ) -> Anchor | str:
-    """Checked: types, sizes, head dims."""
+    """The anchor, after checks of types, sizes and head dims; or why there is none."""
     q, k, v = operands
     if symbolic(*(_shape(n) for n in (*operands, *masks))):
         return "attention with a mask over lengths that are not known"
@@ -97,9 +98,9 @@ def _anchor(
 def _seen_from(
     shape: tuple[int, ...], here: tuple[int, ...], lead: tuple[int, int], last: tuple[int, int]
 ) -> tuple[int, ...] | str:
-    """The shape of a mask as [N, H | 1, S | 1, T | 1], where it meets scores [*here, *last] and these are [*lead, *last].
+    """The shape of a mask as [N, H | 1, S | 1, T | 1], for scores of shape [*here, *last] that are brought to [*lead, *last].
 
-    N is 1, the batch, or the windows of which every image has one: then `here` is (images, windows, heads).
+    N is 1, the batch, or the number of windows of an image; in that case `here` is (images, windows, heads).
     """
     words = f"attention with a mask of {list(shape)} over scores of {[*here, *last]}"
     whole = (*(1,) * (len(here) + 2 - len(shape)), *shape)
@@ -122,24 +123,24 @@ def _seen_from(
 
 @dataclass
 class _Scores:
-    """What is known of scores, from the softmax back to the product."""
+    """What is known about the scores, going back from the softmax to the product."""
 
     inside: list[Node] = field(default_factory=list)
     scale: float = 1.0
     masks: list[tuple[str, Node, tuple[int, ...]]] = field(default_factory=list)
-    """(add, see or hide; the operand; the leading dims that the scores have there)."""
+    """(add, see or hide; the operand; the leading dims of the scores at that point)."""
     fill: float | None = None
 
     @property
     def finite(self) -> bool:
-        """Whether masks give scores a finite number."""
+        """Whether masks set scores to a finite number."""
         return self.fill not in (None, -math.inf)
 
     def hide(self, what: str, mask: Any, value: Any, here: tuple[int, ...]) -> str | None:
-        """A mask that replaces scores by a number; the reason where it cannot be said beside what follows it."""
+        """Record a mask that replaces scores by a number; returns the reason if it cannot be combined with what follows it."""
         fill = _number(value)
         if fill is None or not _is_bool(mask):
-            return "scores are replaced by what is no number"
+            return "scores are replaced by something other than a number"
         if self.scale != 1.0:
             return "a factor follows a mask"
         biased = any(kind == "add" for kind, *_ in self.masks)
@@ -156,7 +157,8 @@ def _is_softmax(node: Any) -> bool:
 
 
 def _behind_copies(node: Any, inside: list[Node]) -> Any:
-    """What stands before casts among floats, dropout in evaluation and views that keep the last two dims, each read once."""
+    """The value before casts among floats, dropout in evaluation and views that keep the last two dims, each with one
+    reader."""
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         source = node.args[0] if node.args else None
         known, now = tensor_of(source), tensor_of(node)
@@ -177,12 +179,12 @@ def _moves(node: Node) -> bool:
 
 
 def _leads_alone(one: Any, two: Any) -> bool:
-    """Whether two shapes of as many elements differ in their leading dims alone."""
+    """Whether two shapes with equally many elements differ in their leading dims only."""
     return len(one) > 2 and len(two) > 2 and same_sizes(list(one)[-2:], list(two)[-2:])
 
 
 def _factor(node: Node) -> tuple[Any, float] | None:
-    """(what is multiplied, the number) of a product or quotient with a number."""
+    """(the other operand, the number) of a product or quotient with a number."""
     if node.op != "call_function" or len(node.args) < 2:
         return None
     target, (left, right) = node.target, node.args[:2]
@@ -198,7 +200,8 @@ def _factor(node: Node) -> tuple[Any, float] | None:
 
 
 def _step(node: Node, found: _Scores) -> Any:
-    """One call back from scores towards the product; a sentence where it is none that the operator has, None at the product."""
+    """One call back from the scores towards the product: the value before it, a sentence if the operator cannot do it, or None
+    at the product."""
     here = _shape(node)[:-2]
     if _called(node, _PRODUCTS):
         return _biased_product(node, found, here) if node.target is aten.baddbmm.default else None
@@ -227,7 +230,7 @@ def _biased_product(node: Node, found: _Scores, here: tuple[int, ...]) -> str | 
 
 
 def _sum(node: Node, found: _Scores, here: tuple[int, ...]) -> Any:
-    """The operand of a sum that leads to the product: the one of which scores can be made."""
+    """The operand of a sum that leads to the product, from which the scores are computed."""
     left, right = node.args[:2]
     for scores, bias in ((left, right), (right, left)):
         if not isinstance(scores, Node) or not isinstance(bias, Node) or not _leads_to_product(scores):
@@ -244,7 +247,7 @@ def _sum(node: Node, found: _Scores, here: tuple[int, ...]) -> Any:
 
 
 def _leads_to_product(node: Any) -> bool:
-    """Whether q k^T stands before a value, through what may stand between."""
+    """Whether a value comes from q k^T through calls that are allowed in between."""
     for _ in range(12):
         node = _behind_copies(node, [])
         if _called(node, _PRODUCTS):
@@ -259,7 +262,7 @@ def _leads_to_product(node: Any) -> bool:
 
 
 def read_product(node: Node, otherwise: str) -> Anchor | str:
-    """A product of two batches of matrices: attention that is written out, else the sentence that says what it is."""
+    """A product of two batches of matrices: attention that is spelled out, or else the given sentence."""
     found = _Scores()
     weights = _behind_copies(node.args[0], found.inside)
     if not isinstance(weights, Node) or not _is_softmax(weights) or len(weights.users) != 1:
@@ -289,7 +292,7 @@ def _float_softmax(node: Node) -> bool:
 
 
 def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: _Scores, empty_nan: bool) -> Anchor | str:
-    """The anchor of what was found."""
+    """The anchor from what was found."""
     (q, turned), v = product.args[1:3] if product.target is aten.baddbmm.default else product.args[:2], node.args[1]
     last = _shape(product)[-2:]
     leads = [shape[:-2] for shape in shapes if len(shape) == 4]
@@ -317,7 +320,7 @@ def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: 
     factor = _factor(q) if isinstance(q, Node) and len(q.users) == 1 else None
     if factor is None or isinstance(plain, str):
         return plain
-    before, number = factor  # all masks follow the product
+    before, number = factor  # the masks come after the product
     options = options | {"scale": found.scale * number}
     scaled = _anchor(node, (before, turned, v), operands, (*inside, q), options)  # pyright: ignore[reportArgumentType]
     return plain if isinstance(scaled, str) else replace(scaled, without=plain)

@@ -1,11 +1,11 @@
-"""Calls whose whole is one operator of ours, read strictly: norms of channels, RMS norm, pools, resizing, transposed
-convolutions, softmax, activations by themselves; and why calls that are near to one are none.
+"""Recognises calls that are one operator of ours as a whole: norms over channels, RMS norm, pools, resizing, transposed
+convolutions, softmax and single activations; for similar calls that are not, it says why.
 
-RMS norm is read in torch's call and as models write it out,
+RMS norm is recognised as torch's call and as models spell it out,
 
     w * (x.float() * rsqrt(mean(x.float()^2, -1, keepdim) + eps)).to(dtype)
 
-`read` asks anchors.py first. Options are the arguments of op_calls.py by name.
+`read` asks anchors.py first. Options are named like the arguments in op_calls.py.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def _given(node: Node, **defaults: Any) -> dict[str, Any]:
-    """Arguments by name, from their names in order with defaults."""
+    """Arguments by name; `defaults` has their names in order."""
     return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
@@ -65,7 +65,7 @@ def _group_norm(node: Node) -> Anchor | str:
 
 
 def _behind_sum(norm: Anchor) -> Anchor:
-    """A group norm that adds one number for each channel of each image itself, where only the norm reads that sum."""
+    """A group norm that also adds a number for each channel of each image, if only the norm reads that sum."""
     node = norm.x
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.users) != 1:
         return norm
@@ -94,7 +94,7 @@ def _softmax(node: Node) -> Anchor | str:
     if x is None or out is None or x.dtype != out.dtype:
         return "a softmax that changes the type"
     if x.dim() == 0 or a["dim"] not in (-1, x.dim() - 1):
-        return "a softmax over another dim than the last"
+        return "a softmax over a dim other than the last"
     if any(_reads_product(user) for user in node.users):
         return "the softmax of attention that is written out, and is not taken as a whole"
     log = node.target in (aten.log_softmax.int, aten._log_softmax.default)
@@ -102,7 +102,7 @@ def _softmax(node: Node) -> Anchor | str:
 
 
 def _reads_product(user: Node) -> bool:
-    """Whether a product of two batches of matrices reads a softmax, perhaps behind casts, dropout and views."""
+    """Whether a product of two batches of matrices reads a softmax, possibly after casts, dropout and views."""
     if user.target in (aten.matmul.default, aten.bmm.default):
         return _dims(user.args[1]) > 2
     behind = is_view(user) or user.target in (aten._to_copy.default, aten.to.dtype, aten.expand.default)
@@ -197,12 +197,13 @@ _MOVES = (aten._to_copy.default, aten.to.dtype, aten.cat.default, aten.expand.de
 
 
 def _activation(node: Node) -> Anchor | str | None:
-    """An activation that no product or convolution has, and whose neighbours no operator of Inductor's could have with it."""
+    """An activation that is not in the epilogue of a product or convolution, and that Inductor could not fuse with
+    neighbours."""
     found = _form(node)
     if found is None:
         return None
     if _pointwise(plain_source(node.args[0])) or any(map(_pointwise, _readers(node))):
-        return "an activation beside other pointwise calls, which torch's compiler computes in one pass where that is faster"
+        return "an activation next to other pointwise calls, which torch's compiler can compute in one pass"
     return fit(Anchor(kind="activation", node=node, x=node.args[0], options=found))  # pyright: ignore[reportArgumentType]
 
 
@@ -222,12 +223,12 @@ def _form(node: Node) -> dict[str, Any] | None:
 
 
 def _readers(node: Node) -> list[Node]:
-    """What reads a value, behind views."""
+    """The readers of a value, also through views."""
     return [reader for user in node.users for reader in (_readers(user) if is_view(user) else [user])]
 
 
 def _pointwise(node: Any) -> bool:
-    """Whether a call is arithmetic on elements."""
+    """Whether a call is elementwise arithmetic."""
     if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in node.target.tags or node.target in _MOVES
@@ -267,7 +268,7 @@ _READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
 
 
 def read(node: Node) -> Anchor | str | None:
-    """The anchor that a call of an exported graph is, or why it is none; None for calls that no operator of ours has."""
+    """The anchor for a call of an exported graph, or why it is none; None for calls unrelated to our operators."""
     found = anchors.read(node)
     if isinstance(found, Anchor) or node.op != "call_function":
         return found

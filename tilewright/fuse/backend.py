@@ -1,21 +1,22 @@
-"""`torch.compile(model, backend="tilewright")`: Inductor, with the operators here put into its graphs.
+"""`torch.compile(model, backend="tilewright")`: Inductor, with operators of this package in its graphs.
 
-Inductor does everything as ever; before its own passes a pass of ours replaces products, convolutions and attention, with what
-follows them, by calls of our operators (post_grad.py says by which rules). Forward and backward graphs, sizes known or not.
+Inductor works as usual. Before its own passes, a pass of ours replaces products, convolutions and attention, together with what
+follows them, by calls of our operators (post_grad.py has the rules). This covers forward and backward graphs, with known or
+symbolic sizes.
 
     compiled = torch.compile(model, backend="tilewright", mode="max-autotune", options={"tilewright.cpu": True})
     compiled(x)
     print(explain_last())
 
-`mode` and `options` are Inductor's. Of ours there is one: "tilewright.cpu" takes tensors on a CPU too (for tests; it brings
-nothing there). A pass that the user has set, as `post_grad_custom_pre_pass` in Inductor's config or in `options`, runs before
-ours, and sees the graph that it would have seen. Nothing global is changed: our pass belongs to the compile it is given to.
+`mode` and `options` are Inductor's. We add one option: "tilewright.cpu" also replaces calls on CPU tensors (for tests; it is
+not faster). A pass of the user, `post_grad_custom_pre_pass` in Inductor's config or in `options`, runs before ours and sees the
+graph as it would without us. Nothing global is changed: our pass belongs to this compile only.
 
-Every compile leaves its decisions: `explain_last()`, the logger "tilewright.fuse.backend" at INFO, and the artifact
-"tilewright_fusions" in torch's structured trace (TORCH_TRACE).
+The decisions of a compile are available from `explain_last()`, from the logger "tilewright.fuse.backend" at INFO, and as the
+artifact "tilewright_fusions" in torch's structured trace (TORCH_TRACE).
 
-Not here: folding batch norm (Inductor's `freezing` does), CUDA graphs (mode="reduce-overhead" has them), precisions other than
-the model's. `tilewright.optimize` does all three.
+Not here: folding batch norm (Inductor's `freezing` does it), CUDA graphs (use mode="reduce-overhead"), and other precisions
+than the model's. `tilewright.optimize` does all three.
 """
 
 import hashlib
@@ -34,7 +35,7 @@ from torch import Tensor, fx
 from torch import _logging as torch_logging
 from torch._dynamo.backends.registry import register_backend
 
-# Inductor's documented extension point. Both packages take seconds to import: nothing in `tilewright.fuse` imports this module.
+# Inductor's documented extension point. The import takes seconds, so nothing in `tilewright.fuse` imports this module.
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -52,33 +53,33 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Explanation:
-    """What one `torch.compile` of a graph decided."""
+    """The decisions of one `torch.compile` of a graph."""
 
     graphs: list[tuple[Decision, ...]] = field(default_factory=list)
-    """Of each graph that Inductor compiled: the forward one, and the backward one once it was needed."""
+    """For each graph that Inductor has compiled: the forward graph, and the backward graph once it was needed."""
     stored: Path | None = None
-    """Where they are kept for a compile that Inductor's cache answers: our pass does not run then."""
+    """A file with the decisions, for compiles that Inductor answers from its cache, in which our pass does not run."""
 
     def noted(self, decisions: Sequence[Decision]) -> None:
-        """One graph more."""
+        """Add the decisions of one more graph."""
         self.graphs.append(tuple(decisions))
         if self.stored is not None:
             self.stored.parent.mkdir(parents=True, exist_ok=True)
             self.stored.write_text(json.dumps([[d.to_json() for d in graph] for graph in self.graphs]), encoding="utf-8")
 
     def all_graphs(self) -> list[tuple[Decision, ...]]:
-        """The graphs' decisions, from the compile that filled the cache where this one was answered by it."""
+        """The decisions for each graph; if Inductor answered from its cache, those of the compile that filled the cache."""
         if self.graphs or self.stored is None or not self.stored.exists():
             return self.graphs
         return [tuple(Decision(**row) for row in graph) for graph in json.loads(self.stored.read_text(encoding="utf-8"))]
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All of them."""
+        """The decisions for all graphs."""
         return tuple(decision for graph in self.all_graphs() for decision in graph)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """As values for JSON."""
         return {"graphs": [[d.to_json() for d in graph] for graph in self.all_graphs()], **totals(self.decisions)}
 
     def __str__(self) -> str:
@@ -91,20 +92,20 @@ class Explanation:
 
 
 _LAST: list[Explanation] = []
-"""The last compile's explanation, alone; read by `explain_last`, never by a compile."""
+"""The last compile's explanation, in a list; read by `explain_last` only."""
 
 
 def explain_last() -> Explanation | None:
-    """The decisions of the last compile in this process, None before the first.
+    """The decisions of the last compile in this process; None before the first.
 
-    A model with graph breaks is compiled in several parts, each an explanation of its own.
+    A model with graph breaks is compiled in several parts, and each part has its own explanation.
     """
     return _LAST[0] if _LAST else None
 
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """A digest of what decides: the sources of the package's passes, operators and kernels, and versions."""
+    """A digest of everything that determines decisions: the sources of passes, operators and kernels, and versions."""
     digest = hashlib.sha256()
     home = Path(__file__).parent.parent
     for part in ("fuse", "ops", "kernels", "tune", "hw", "op.py"):
@@ -117,7 +118,7 @@ def _sources() -> str:
 
 
 class FusePass(CustomGraphPass):
-    """The pass that Inductor runs, behind those of the user."""
+    """The pass that Inductor runs; it runs the user's passes first."""
 
     def __init__(self, before: Sequence[Callable[[fx.Graph], None]] = (), *, cpu: bool = False):
         self.before, self.cpu = tuple(before), cpu
@@ -137,7 +138,7 @@ class FusePass(CustomGraphPass):
         )
 
     def uuid(self) -> Any | None:
-        """What Inductor's caches know the pass by; None, for no caching, where a pass of the user has no name of its own."""
+        """The identity of the pass in Inductor's cache keys; None (no caching) if a pass of the user has no identity."""
         theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.before]
         if any(name is None for name in theirs):
             return None
@@ -145,14 +146,14 @@ class FusePass(CustomGraphPass):
 
 
 def _passes(given: Any) -> tuple[Callable[[fx.Graph], None], ...]:
-    """Inductor takes one pass, and from torch 2.13 on several."""
+    """The user's passes: Inductor accepts one, and from torch 2.13 on several."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 def _place(graph: fx.GraphModule, inputs: Sequence[Any], name: Any, patches: dict[str, Any]) -> Path | None:
-    """A file beside Inductor's cache for the decisions of such a compile; None where nothing is cached."""
+    """The file beside Inductor's cache with the decisions of such a compile; None if nothing is cached."""
     if name is None:
         return None
     of_inputs = [(i.shape, i.stride(), i.dtype, i.device, i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
@@ -164,10 +165,10 @@ def _place(graph: fx.GraphModule, inputs: Sequence[Any], name: Any, patches: dic
 def tilewright(
     graph: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend: what `torch.compile(..., backend="tilewright", mode=..., options=...)` calls for every graph.
+    """The backend, which `torch.compile(..., backend="tilewright", mode=..., options=...)` calls for every graph.
 
     Raises:
-        ValueError: an option that begins with "tilewright." and is unknown.
+        ValueError: an unknown option that begins with "tilewright.".
     """
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -184,7 +185,7 @@ def tilewright(
     return compile_fx(graph, list(inputs), config_patches={**patches, _HOOK: ours})  # pyright: ignore[reportReturnType]
 
 
-# An installed package is found by its entry point (pyproject.toml). A source tree on the path has none: there the name is known
-# once this module is imported.
+# An installed package is found by its entry point (pyproject.toml). A source tree has none, so the backend is registered when
+# this module is imported.
 if not entry_points(group="torch_dynamo_backends", name="tilewright"):
     register_backend(compiler_fn=tilewright, name="tilewright")

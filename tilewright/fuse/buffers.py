@@ -1,7 +1,7 @@
-"""Tensors of an optimised graph while it is built: buffers, views of them, constants, and copies where nothing else helps.
+"""Tensors of an optimised graph while it is built: buffers, views of them, constants, and copies if nothing else works.
 
-A value of the exported graph is a buffer of the new one and a `View` of it. Our calls say how their buffer lies in memory, so a
-chain of views behind one costs nothing, whatever it does; where no strides can say it, one copy is made.
+A value of the exported graph becomes a buffer of the new graph and a `View` of it. Our calls state the memory layout of their
+result, so a chain of views after one costs nothing, whatever it does. If no strides can express the layout, it is copied once.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Value:
-    """What a node of the old graph is in the new one."""
+    """What a node of the old graph has become in the new one."""
 
     node: Node | None
     """The buffer; None for a constant."""
@@ -37,34 +37,34 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the old node's value."""
+        """Shape of the old node's value."""
         return self.view.shape
 
 
 class Buffers:
-    """A graph that grows, and where each value of the old one lies in it.
+    """A graph under construction, and the place of each value of the old graph in it.
 
     Args:
-        weights: parameters.
-        report: launches go there.
+        weights: the parameters.
+        report: records the launches.
     """
 
     def __init__(self, weights: Weights, report: Report):
         self.weights, self.report = weights, report
         self.graph = fx.Graph()
         self.values: dict[Node, Any] = {}
-        """Node of the old graph -> `Value`, or a node of the new one that is no tensor."""
+        """Node of the old graph -> `Value`, or a node of the new one that is not a tensor."""
         self.memory: dict[Node, View] = {}
-        """Buffer -> how it lies, seen as the tensor that the new node returns."""
+        """Buffer -> its layout, relative to the tensor that the new node returns."""
         self.made: dict[tuple[Node, View], Node] = {}
-        """Views that were made before, so that they are made once."""
+        """Views made so far, so that each is made once."""
         self.merged: dict[Node, Value] = {}
-        """Anchor of a linear -> the product of several that it is part of."""
+        """Anchor of a linear -> the merged product that it is a part of."""
 
     # ---- tensors
 
     def buffer(self, target: Callable[..., Any], args: tuple[Any, ...], view: View, old: Node | None) -> Value:
-        """Emit a call whose result lies as `view` says."""
+        """Emit a call whose result has the layout `view`."""
         node = self.graph.call_function(target, args)
         self.memory[node] = view
         if old is not None:
@@ -72,7 +72,7 @@ class Buffers:
         return Value(node, view)
 
     def tensor(self, value: Any) -> Any:
-        """A node of the new graph whose tensor has the value's shape; other things pass."""
+        """A node of the new graph whose tensor has the value's shape; values that are not tensors are returned unchanged."""
         if not isinstance(value, Value):
             return value
         if value.constant is not None:
@@ -97,7 +97,7 @@ class Buffers:
         return node
 
     def attribute(self, value: Tensor | nn.Module, hint: str) -> Node:
-        """The new graph's node of a tensor that never changes."""
+        """The new graph's node for a constant tensor."""
         name = self.weights.keep(value, hint)
         for node in self.graph.nodes:
             if node.op == "get_attr" and node.target == name:
@@ -107,7 +107,7 @@ class Buffers:
         return node
 
     def opened(self, value: Value) -> Value:
-        """The value, a constant among them, as a view of a buffer."""
+        """The value as a view of a buffer, also if it is a constant."""
         if value.constant is None:
             return value
         node = self.tensor(value)
@@ -115,18 +115,18 @@ class Buffers:
         return Value(node, dense(value.shape))
 
     def copied(self, value: Value, last: bool) -> Value:
-        """The value in memory of its own, contiguous or with channels last."""
+        """The value copied to new memory, contiguous or channels-last."""
         view = channels_last(value.shape) if last else dense(value.shape)
         return self.buffer(calls.as_dense, (self.tensor(value), last), view, None)
 
     def arranged(self, value: Value, last: bool) -> Value:
-        """The value as it lies if it lies so, else copied."""
+        """The value itself if it has this layout, otherwise a copy."""
         value = self.opened(value)
         wanted = channels_last(value.shape) if last else dense(value.shape)
         return value if value.view.strides == wanted.strides else self.copied(value, last)
 
     def rows(self, value: Value) -> tuple[Node, View, bool]:
-        """(a tensor of rows [R, K], the leading dims as view of a buffer [R, 1], whether rows stand in their logical order)."""
+        """(a tensor of rows [R, K], the leading dims as view of a buffer [R, 1], whether rows are in their logical order)."""
         value = self.opened(value)
         count = 1
         for size in value.shape[:-1]:
@@ -157,5 +157,5 @@ class Buffers:
         )  # fmt: skip
 
     def launched(self, group: Group, op: str, value: Value, what: str) -> None:
-        """Note a launch."""
+        """Record a launch in the report."""
         self.report.launches.append({"layer": layer_name(group.anchor.node), "op": op, "what": what})

@@ -1,7 +1,7 @@
-"""The calls of an optimised graph: our public operators with what the graph knows fixed, and the few moves of memory between.
+"""The calls of an optimised graph: our public operators with the known arguments fixed, and a few memory operations.
 
-Each says in its result where elements lie: convolutions and pools are channels-last, everything else is contiguous. The graph
-counts on it (`views.View`).
+The layout of each result is known: convolutions and pools are channels-last, everything else is contiguous. The graph relies on
+this (`views.View`).
 """
 
 import math
@@ -30,11 +30,11 @@ __all__ = [
 ]  # fmt: skip
 
 Choice = tuple[str, Config]
-"""The implementation and the config that `choose` has measured to be the fastest."""
+"""The implementation and config that `choose` has measured to be the fastest."""
 
 
 def run(op: Op, args: tuple[Any, ...], choice: Choice | None) -> Any:
-    """Call an op, or the very implementation and config that were chosen for it."""
+    """Call an op, or the implementation and config that were chosen for it."""
     if choice is None:
         return op(*args)
     impl = next(impl for impl in op.impls if impl.name == choice[0])
@@ -45,7 +45,7 @@ _CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def _for_inductor(x: Tensor) -> bool:
-    """On a CPU under torch.compile: calls are torch's own, whose convolutions and products Inductor packs and fuses there."""
+    """On a CPU under torch.compile: calls are torch's own, because Inductor packs and fuses its convolutions and products."""
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
@@ -58,12 +58,12 @@ def _dense_strides(size: Sequence[int]) -> list[int]:
 
 
 def enter(x: Tensor, dtype: torch.dtype | None, last: bool) -> Tensor:
-    """An input in the graph's dtype (None: its own) and memory format; itself if it is so already."""
+    """An input in the graph's dtype (None: its own) and memory format; the input itself if it has these already."""
     return as_dense(x if dtype is None else x.to(dtype), last)
 
 
 def as_dense(x: Tensor, last: bool) -> Tensor:
-    """x contiguous, or with its channels last; itself if it is so already."""
+    """x contiguous, or channels-last; x itself if it is so already."""
     if not last:
         return x.contiguous()
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -80,10 +80,10 @@ def strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
 
 def gathered(patches: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Patches [B, ..., K's dims] written into rows [B, T, K] from row `first` of each image on; rows [B T, K].
+    """Patches [B, ..., K's dims] written into rows [B, T, K], starting at row `first` of each image; rows [B T, K].
 
-    A CUDA graph writes the rows themselves, for it is replayed by one caller after the other. Elsewhere calls of several
-    threads may overlap, and each writes a copy.
+    A CUDA graph writes to the rows in place, because its callers take turns. Otherwise calls of several threads may overlap, so
+    each writes to a copy.
     """
     if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
         rows = rows.clone()
@@ -95,7 +95,7 @@ def conv_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], groups: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What `conv_op` is called with: channels last, which for tensors of this graph is a view."""
+    """The arguments of `conv_op`: channels-last, which is a view for tensors of this graph."""
     window = window_of("conv", x, weight, stride, padding, dilation)
     x, weight, residual = x.movedim(1, -1), weight.movedim(1, -1), None if residual is None else residual.movedim(1, -1)
     return (
@@ -108,7 +108,7 @@ def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], groups: int, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """ops.conv1d, conv2d or conv3d of channels-last tensors, by x's dims."""
+    """ops.conv1d, conv2d or conv3d for channels-last tensors, depending on x's dims."""
     if _for_inductor(x):
         y = _CONVS[x.dim() - 2](x, weight, bias, stride, padding, dilation, groups)
         return ACTIVATION_FORMS[activation](y if residual is None else y + residual)
@@ -120,7 +120,7 @@ def linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, activation: str, shape: Sequence[int],
     choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """ops.linear of rows [R, K], the result with dims `shape`."""
+    """ops.linear for rows [R, K]; the result has dims `shape`."""
     if _for_inductor(x) and isinstance(weight, Tensor):
         y = ACTIVATION_FORMS[activation](F.linear(x, weight, bias))
         return (y if residual is None else y + residual).view(shape)
@@ -130,14 +130,14 @@ def linear(
 
 
 def attention_operands(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Any, ...]:
-    """What `attention_op` is called with. Raises ValueError as `ops.attention` does where the scale is not above 0."""
+    """The arguments of `attention_op`. Raises ValueError, as `ops.attention` does, if the scale is not above 0."""
     return q, k, v, None, None, q.shape[1], k.shape[1], scale_of(q, scale), causal, False
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, choice: Choice | None = None
 ) -> Tensor:  # fmt: skip
-    """ops.attention of [B, S, H, D]."""
+    """ops.attention for [B, S, H, D]."""
     if _for_inductor(q):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = q.shape[1] != k.shape[1]
@@ -151,7 +151,7 @@ def attention(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int]) -> Tensor:
-    """ops.layer_norm of rows [R, D], the result with dims `shape`."""
+    """ops.layer_norm for rows [R, D]; the result has dims `shape`."""
     if _for_inductor(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).view(shape)
     return ops.layer_norm(x, weight, bias, eps).view(shape)
@@ -160,33 +160,33 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int], total: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """ops.add_layer_norm of rows of x's and residual's last dim: (the norm with dims `shape`, the sum with dims `total`)."""
+    """ops.add_layer_norm over the last dim of x and residual: (the norm with dims `shape`, the sum with dims `total`)."""
     width = x.shape[-1]
     y, summed = ops.add_layer_norm(x.reshape(-1, width), residual.reshape(-1, width), weight, bias, eps)
     return y.view(shape), summed.view(total)
 
 
 def added_in_place(x: Tensor, weight: Tensor, residual: Tensor, shape: Sequence[int]) -> Tensor:
-    """residual += x @ weight^T, by the library; what the residual then is, with dims `shape`."""
+    """residual += x @ weight^T, by the library; returns the residual with dims `shape`."""
     return residual.view(-1, residual.shape[-1]).addmm_(x, weight.t()).view(shape)
 
 
 def shifted_layer_norm(
     x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int]
 ) -> Tensor:  # fmt: skip
-    """The layer norm of x + shift [D], of rows [R, D], with dims `shape`."""
+    """The layer norm of x + shift [D], for rows [R, D]; the result has dims `shape`."""
     return add_layer_norm_op(x, shift.expand(x.shape), weight, bias, eps, False)[0].view(shape)
 
 
 def part(values: Sequence[Tensor], index: int) -> Tensor:
-    """One of a call's results."""
+    """One of the results of a call."""
     return values[index]
 
 
 def max_pool(
     x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
 ) -> Tensor:  # fmt: skip
-    """ops.max_pool of [N, C, H, W]."""
+    """ops.max_pool for [N, C, H, W]."""
     if _for_inductor(x):
         return F.max_pool2d(x, kernel_size, stride or None, padding, dilation, ceil_mode)
     y = ops.max_pool(x, kernel_size, stride or None, padding, dilation, ceil_mode)
@@ -195,7 +195,7 @@ def max_pool(
 
 
 def global_mean(x: Tensor) -> Tensor:
-    """The mean over all pixels of [N, C, *S] with channels last -> [N, C]."""
+    """The mean over all pixels of channels-last [N, C, *S] -> [N, C]."""
     if _for_inductor(x):
         return x.mean(list(range(2, x.dim())))
     return ops.mean(x.movedim(1, -1).flatten(1, -2), 1)

@@ -1,9 +1,9 @@
-"""A graph of known shapes, ready to be called: on a GPU replayed as a CUDA graph, elsewhere called by itself.
+"""A graph for known shapes, ready to be called: replayed as a CUDA graph on a GPU, called directly elsewhere.
 
-A CUDA graph reads its inputs from tensors of its own and writes its results into others, so two calls of it must not overlap,
-whichever threads and streams they come from. `Turns` holds a lock for the threads and an event for the streams: inputs are
-copied in, the graph is replayed and results are copied out in one turn, and the next turn's stream waits for the last one's.
-A graph that is called by itself writes to nothing that another call reads, and needs no turn.
+A CUDA graph reads its inputs from fixed tensors and writes its results into others, so two calls must not overlap, whatever
+threads and streams they come from. `Turns` has a lock for threads and an event for streams. In one turn, inputs are copied in,
+the graph is replayed and results are copied out; the stream of the next turn waits for the one before. A graph that is called
+directly writes to nothing that another call reads, and needs no turns.
 """
 
 import threading
@@ -20,15 +20,15 @@ from tilewright.kernels.launch.counters import own_tickets
 __all__ = ["Captured", "Turns", "plainly", "share_weights"]
 
 _WARM_UP = 2
-"""Calls before the capture: the first one compiles kernels and lets libraries choose theirs."""
+"""Calls before the capture. The first one compiles kernels and lets libraries choose theirs."""
 
 
 class Turns:
-    """The CUDA graphs of one model, which share their memory and are replayed one after the other.
+    """The CUDA graphs of one model, which share memory and are replayed one after the other.
 
     Args:
         device: the GPU.
-        copies: whether results are copied out. Otherwise they belong to the thread that called first, until its next call.
+        copies: whether results are copied out. If not, they belong to the first calling thread, until its next call.
     """
 
     def __init__(self, device: torch.device, copies: bool):
@@ -40,7 +40,7 @@ class Turns:
         self.owner: int | None = None
 
     def begin(self) -> torch.cuda.Stream:
-        """Let the current stream wait for the last turn. Under the lock."""
+        """Let the current stream wait for the last turn. The caller holds the lock."""
         stream = torch.cuda.current_stream(self.device)
         if self.done is not None and stream != self.stream:
             stream.wait_event(self.done)
@@ -49,7 +49,7 @@ class Turns:
         return stream
 
     def end(self, stream: torch.cuda.Stream) -> None:
-        """Note where the turn's last work stands. Under the lock."""
+        """Record the end of the turn's work. The caller holds the lock."""
         if self.done is None:
             with torch.cuda.device(self.device):
                 self.done = torch.cuda.Event()
@@ -67,7 +67,7 @@ class Turns:
 
 
 def plainly(device: torch.device) -> ExitStack:
-    """The scope of a call that computes the same in whatever mode the caller is: no gradients, no autocast, normal tensors."""
+    """The scope of a call that computes the same in every mode of the caller: no gradients, no autocast, normal tensors."""
     scope = ExitStack()
     scope.enter_context(torch.no_grad())
     if torch.is_inference_mode_enabled():
@@ -83,12 +83,12 @@ class Captured:
 
     Args:
         fused: the graph: tensors -> a sequence of tensors.
-        called: the same, as it is called: the graph itself, or compiled.
+        called: what is called: the graph itself, or its compiled form.
         inputs: the examples' tensors, in their own dtypes.
         outputs: dtypes of the float model's outputs.
-        structure: of what the user's model returns.
+        structure: of the user's result.
         device: where it runs.
-        turns: on a GPU: a CUDA graph is captured, and takes them.
+        turns: on a GPU: a CUDA graph is captured, and replayed in these turns.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Captured:
                     self.called(*self.given)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on with theirs. What they replay shares the pool: the lock keeps them from it meanwhile.
+            # Other threads may continue with their own captures. The lock keeps them from replaying graphs that share the pool.
             capture = torch.cuda.graph(graph, pool=turns.pool, capture_error_mode="thread_local")
             with turns.lock, own_tickets(self.device) as self.tickets, capture:
                 results = self.called(*self.given)
-                # Where nothing is copied out, the cast is a launch of the graph's.
+                # If nothing is copied out, casts of results are part of the graph.
                 self.results = results if turns.copies else self._own(results)
         self.graph = graph
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """The user's call, of tensors that have the examples' shapes."""
+        """The user's call, with tensors that have the examples' shapes."""
         if self.graph is None or self.turns is None:
             with plainly(self.device):
                 results = self.called(*map(_laid, tensors, self.layout))
@@ -134,7 +134,7 @@ class Captured:
             stream = self.turns.begin()
             try:
                 for static, new in zip(self.given, tensors, strict=True):
-                    # Memory of the host may be written again as soon as this call returns.
+                    # The user may overwrite host memory as soon as this call returns.
                     static.copy_(new, non_blocking=new.is_cuda)
                 self.graph.replay()
                 outputs = [r.to(d, copy=self.turns.copies) for r, d in zip(self.results, self.dtypes, strict=True)]
@@ -143,13 +143,13 @@ class Captured:
         return outputs[0] if self.single else rebuild(self.structure, outputs)
 
     def _own(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Results as the user may have them: what depends on parameters alone is the graph's, and is copied."""
+        """Results that the user may keep: those that depend on parameters alone belong to the graph, and are copied."""
         each = zip(results, self.dtypes, self.constant, strict=True)
         return [r.to(d, copy=constant) for r, d, constant in each]
 
 
 def share_weights(fused: fx.GraphModule, others: Iterable[fx.GraphModule]) -> None:
-    """Let a graph read those tensors of other graphs that are equal to its own: a model's graphs share one set of weights."""
+    """Make a graph use equal constants of the model's other graphs, so that all share one set of weights."""
     known: dict[Any, list[Tensor]] = {}
     for other in others:
         for held in (*other.buffers(), *other.parameters()):
@@ -166,22 +166,22 @@ def _placeholders(fused: fx.GraphModule) -> list[fx.Node]:
 
 
 def _laid(value: Tensor, layout: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
-    """A tensor in memory as the example was, at 16 bytes, in its dtype and with its strides: launches were chosen for such."""
+    """A tensor with the example's dtype, strides and 16-byte alignment: launches were chosen for these."""
     dtype, stride = layout
     if value.stride() == stride and value.dtype == dtype and value.data_ptr() % 16 == 0:
         return value
-    if 0 in stride:  # of numbers that share their memory nothing can be written
+    if 0 in stride:  # elements share memory, so it cannot be written
         return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return torch.empty_strided(value.shape, stride, dtype=dtype, device=value.device).copy_(value)
 
 
 def _constants(fused: fx.GraphModule) -> list[bool]:
-    """Which outputs of a graph are tensors that it holds."""
+    """Which outputs of a graph are constants."""
     outputs: Any = next(n for n in fused.graph.nodes if n.op == "output").args[0]
     return [isinstance(n, fx.Node) and n.op == "get_attr" for n in outputs]
 
 
 def _static(value: Tensor, node: fx.Node) -> Tensor:
-    """A tensor of the graph's own for an input, as the graph's first call wants it: that call then does nothing."""
+    """A fixed tensor for an input, in the layout that the graph's first call wants, so that this call does nothing."""
     first = next((user for user in node.users if user.op == "call_function"), None)
     return value.clone() if first is None else first.target(value, *first.args[1:]).clone()  # pyright: ignore[reportCallIssue]

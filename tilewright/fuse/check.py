@@ -1,16 +1,16 @@
-"""Whether an optimised model still computes what the float model does, and what is to blame where it does not.
+"""Checks that an optimised model computes what the float model does; if it does not, finds the layer that is to blame.
 
     check = verify(float_graph, fused_graph, inputs, want, precision="fp16")
 
-Outputs are compared with those of the model as the user calls it (differences.py). Where torch's own model in the precision is
-further off than the table allows, twice its error is allowed, up to CEILING. A tolerance of yours is the RMS error, and the
-share of integers, that is allowed. Above it `Inaccurate` is raised. It names the first layer whose own error is out of line
-(layer_errors.py), and says whether torch's own layer has that error too: then the precision is too narrow for the model;
-otherwise one of our implementations is wrong.
+Outputs are compared with those of the model as the user calls it (differences.py). If torch's own model in the same precision
+is further off than the table allows, twice its error is allowed, up to CEILING. A tolerance given by the user is the allowed
+RMS error, and the allowed share of different integers. A larger error raises `Inaccurate`. The message names the first layer
+whose own error is too large (layer_errors.py), and says whether torch's own layer has that error as well. If so, the precision
+is too narrow for the model; otherwise one of our implementations is wrong.
 
-An output that rounding errors of float32 alone would change beyond recognition is not held against anybody.
+An output that float32 rounding errors alone would change completely is ignored.
 
-Not here: whether two models are equally good on a task.
+Not here: whether two models are equally good at a task.
 """
 
 import math
@@ -43,45 +43,45 @@ __all__ = [
 ]
 
 _HALF_ULP = 2.0**-24
-"""Of float32, relative."""
+"""Size of a float32 rounding error, relative."""
 _OURS = 4.0
-"""So many times the error of torch's own layer is no rounding: a matter of the implementation."""
+"""An error this many times that of torch's own layer is not rounding, but a fault of the implementation."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What `verify` found."""
+    """The result of `verify`."""
 
     precision: str
     tolerance: Tolerance
     outputs: tuple[Difference, ...]
     layers: tuple[LayerError, ...] = ()
-    """Filled where an output is out of tolerance."""
+    """Only if an output is out of tolerance."""
     native: tuple[Difference, ...] = ()
-    """How far torch's own model is off in this precision; filled where the table alone would not allow the outputs."""
+    """Error of torch's own model in this precision; only if the table alone would not allow the outputs."""
     torchs: dict[str, float] = field(default_factory=dict)
-    """Own errors of torch's layers in this precision, by the node of the float graph; filled with `layers`."""
+    """Own errors of torch's layers in this precision, by node of the float graph; filled with `layers`."""
     faults: tuple[LayerError, ...] = ()
-    """Layers that are wrong in float32 as well, though the fuser was told to leave them."""
+    """Layers that are wrong in float32 as well, although the fuser was told to leave them alone."""
 
     @property
     def failed(self) -> tuple[Difference, ...]:
-        """The outputs that are too far off."""
+        """The outputs that are out of tolerance."""
         return tuple(d for d in self.outputs if not self.tolerance.allows(d))
 
     @property
     def worst(self) -> Difference:
-        """The output that is farthest off."""
+        """The output with the largest error."""
         return max(self.outputs, key=lambda d: (d.rms, d.largest))
 
     @property
     def guilty(self) -> LayerError | None:
-        """The first layer whose own error alone would break the tolerance, else the one that adds most."""
+        """The first layer whose own error alone breaks the tolerance, otherwise the one that adds most."""
         over = (layer for layer in self.layers if not layer.own <= self.tolerance.rms)
         return next(over, max(self.layers, key=lambda layer: layer.own, default=None))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values; what is not finite as text."""
+        """As values for JSON; numbers that are not finite as text."""
         return {
             "precision": self.precision,
             "tolerance": self.tolerance._asdict(),
@@ -144,7 +144,7 @@ def _beside_torch(check: Check, guilty: LayerError) -> str:
 
 
 def _advice(check: Check) -> str:
-    """What to do about it."""
+    """What the user can do about it."""
     off, dtype = check.failed[0], "fp16" if check.precision == "int8" else check.precision
     for d in check.native:
         if d.name == off.name and (d.rms >= off.rms / _OURS or not math.isfinite(d.rms)):
@@ -169,27 +169,27 @@ def verify(
 ) -> Check:  # fmt: skip
     """Compare an optimised model with the float model on the same inputs.
 
-    A deep model may be further off than `TOLERANCES` says, in whatever hands: where torch's own is, twice its error is allowed,
-    up to `CEILING`.
+    A deep model may be further off than `TOLERANCES` says, in any implementation. If torch's own model is, twice its error is
+    allowed, up to `CEILING`.
 
     Args:
         float_graph: the float model as a graph.
-        fused: the optimised one as a graph, for finding the guilty layer.
+        fused: the optimised model as a graph, for finding the layer that is to blame.
         inputs: flat arguments of both.
-        want: the right outputs; None: what the float graph gives.
-        precision: which of `TOLERANCES` holds.
-        tolerance: the relative RMS error that is allowed instead; the largest may be 16 times that, and that share of an
-            output's integers may differ.
-        run: what is called for the optimised outputs (compiled, captured); default: `fused` itself.
-        native: torch's own model in the precision, of the same inputs, in the structure of `want`; called where it is needed.
+        want: the right outputs; None: those of the float graph.
+        precision: a key of `TOLERANCES`.
+        tolerance: allowed relative RMS error instead; the largest error may be 16 times that, and this share of an output's
+            integers may differ.
+        run: the function that computes the optimised outputs (compiled, captured); default: `fused` itself.
+        native: torch's own model in the precision, with the same inputs and the structure of `want`; called only if needed.
 
     Returns:
-        What was found, in tolerance.
+        The comparison, which is within tolerance.
 
     Raises:
         Inaccurate: an output is out of tolerance.
-        ValueError: an unknown precision without a tolerance, a tolerance that is no number of at least 0, or a float model that
-            draws random numbers.
+        ValueError: an unknown precision without a tolerance, a tolerance that is not a number of at least 0, or a float model
+            that draws random numbers.
     """
     allowed = allowed_of(precision, tolerance)
     with torch.no_grad(), exact_float32():
@@ -216,7 +216,7 @@ def verify(
 
 
 def _jittered(float_graph: fx.GraphModule, inputs: Sequence[Any], want: Any) -> Any:
-    """What the float model gives where each value on the way is off by half an ulp of float32, up or down at random."""
+    """The float model's outputs if each intermediate value is off by half an ulp of float32, up or down at random."""
     with torch.no_grad(), exact_float32():
         found = list(_Jitter(float_graph).run(*inputs, enable_io_processing=False))
     tensors, structure = flatten(want)
@@ -224,7 +224,7 @@ def _jittered(float_graph: fx.GraphModule, inputs: Sequence[Any], want: Any) -> 
 
 
 class _Jitter(fx.Interpreter):
-    """Runs a graph in float32 with a rounding error more in each value."""
+    """Runs a graph in float32 with an additional rounding error in each value."""
 
     def __init__(self, graph: fx.GraphModule):
         super().__init__(graph)
@@ -239,9 +239,9 @@ class _Jitter(fx.Interpreter):
 
 
 def above_noise(check: Check, want: Any, jittered: Callable[[], Any]) -> Check:
-    """`check` without outputs that rounding errors of float32 alone move by a tenth of their RMS, and by half as much as seen.
+    """`check` without outputs that float32 rounding errors alone move by a tenth of their RMS and by half of the seen error.
 
-    Such an output is a difference of nearly equal values, as `x - x` is. No precision keeps it, and it says nothing of an
+    Such an output is a difference of nearly equal values, like `x - x`. No precision preserves it, so it says nothing about an
     implementation.
     """
     moved = {d.name: d for d in compare_outputs(want, jittered())}
@@ -265,7 +265,7 @@ RANDOM = (
 
 
 def allowed_of(precision: str, tolerance: float | None) -> Tolerance:
-    """What outputs may be off by. Raises ValueError: an unknown precision, or a tolerance that is none."""
+    """The tolerance for outputs. Raises ValueError for an unknown precision or an invalid tolerance."""
     if tolerance is not None and not 0.0 <= tolerance < math.inf:
         raise ValueError(f"tolerance is {tolerance}; wanted a finite number of at least 0, or None")
     if tolerance is None and precision not in TOLERANCES:
@@ -274,7 +274,7 @@ def allowed_of(precision: str, tolerance: float | None) -> Tolerance:
 
 
 def beside(check: Check, native: tuple[Difference, ...]) -> Check:
-    """`check` with twice the error of torch's own model allowed, where that is more than the table's, up to the ceiling."""
+    """`check` with twice the error of torch's own model allowed, if that is more than the table allows, up to the ceiling."""
     rms, largest = (max((getattr(d, name) for d in native if not d.discrete), default=0.0) for name in ("rms", "largest"))
     apart = max((d.rms for d in native if d.discrete), default=0.0)
     check = replace(check, native=native)

@@ -1,12 +1,12 @@
-"""Which implementation and config each launch of an optimised graph takes: measured on the GPU at hand, once, while optimising.
+"""Chooses the implementation and config of each launch of an optimised graph, measured once on the current GPU by `optimize`.
 
-A running program never searches; `optimize` is the step before it. For each distinct problem of the graph the implementations
-that take it are timed with their default configs, and the first few that the analytical model ranks: in turns, in CUDA graphs,
-the weights of a launch taken from memory rather than L2 as they are in a model, its activations where they are. What is found
-is written into the graph's calls. Of products and convolutions a measured row of the tuning database decides without a
-measurement, and a process measures each problem once; attention is measured in each graph.
+For each distinct problem of the graph, all implementations that accept it are timed with their default configs, and a few more
+configs that the analytical model ranks first. They are timed in turns, in CUDA graphs. As in a model, weights come from memory
+and activations may be in L2. The fastest is written into the graph's calls. For products and convolutions, a measured row of
+the tuning database decides without measuring, and a process measures each problem only once; attention is measured in each
+graph.
 
-Refuses: devices other than a CUDA GPU.
+Refuses devices other than a CUDA GPU.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,13 @@ from tilewright.tune.unmeasured import rank
 __all__ = ["Launch", "candidates", "choose", "launches_of", "recorded", "sets_of", "times_of"]
 
 _COLD_BYTES = 120_000_000
-"""Of weights in a rotation, so that no launch finds its own in an L2 of 50 MB; at most `_SETS` copies."""
+"""Bytes of weights in a rotation, so that no launch finds its weight in an L2 of 50 MB; at most `_SETS` copies."""
 _SETS = 24
 _JOBS = 8
-"""Compiling threads: each is a ptxas most of its time."""
+"""Compiling threads; each mostly waits for ptxas."""
 _LEAD = 0.98
-"""What a candidate must take of the default's time to replace it: two timings of one kernel differ by about a per cent."""
+"""A candidate replaces the default if it takes at most this share of its time: two timings of one kernel differ by about 1
+%."""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Launch:
 
     op: Op
     args: tuple[Any, ...]
-    """Of its first call: the real tensors, or meta ones."""
+    """Arguments of its first call: real tensors, or meta tensors."""
     nodes: list[Node] = field(default_factory=list)
 
 
@@ -68,16 +69,16 @@ _OPERANDS: dict[Any, tuple[Op, Callable[..., tuple[Any, ...]]]] = {
     coded_calls.linear_to_codes: (cast_linear_op, coded_calls.linear_to_codes_operands),
     op_calls.biased_attention: (biased_attention_op, lambda *args: args),
 }
-"""Calls that take a choice -> their op, and its arguments from theirs."""
+"""Calls that take a choice -> their op, and a function from their arguments to the op's."""
 _FIXED = {
     calls.conv: 9, calls.linear: 6, coded_calls.conv_from_codes: 11, coded_calls.conv_to_codes: 10,
     coded_calls.linear_from_codes: 10, coded_calls.linear_to_codes: 8, op_calls.biased_attention: 7,
 }  # fmt: skip
-"""How many arguments stand before the choice."""
+"""The position of the choice among the arguments."""
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and notes the distinct problems of its launches."""
+    """Runs a graph and records the distinct problems of its launches."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
@@ -89,7 +90,7 @@ class _Recorder(fx.Interpreter):
         if n.target in _OPERANDS:
             args, _ = self.fetch_args_kwargs_from_env(n)
             op, operands = _OPERANDS[n.target]
-            # The weights of other formats have products of their own.
+            # Quantised weights have products of their own.
             if all(isinstance(a, Tensor) for a in args[:2]):
                 given = operands(*args[: _FIXED[n.target]])
                 key = (op.name, op.problem(*given), given[0].shape)
@@ -103,7 +104,7 @@ class _Recorder(fx.Interpreter):
 
 
 def recorded(fused: fx.GraphModule, inputs: list[Any]) -> _Recorder:
-    """A run of a graph: its distinct launches, attentions and sums."""
+    """Run a graph and record its distinct launches, attentions and sums."""
     with torch.no_grad():
         recorder = _Recorder(fused)
         recorder.run(*inputs)
@@ -116,9 +117,9 @@ def launches_of(fused: fx.GraphModule, inputs: list[Any]) -> list[Launch]:
 
 
 def candidates(launch: Launch, device: Device, ranked: int) -> list[tuple[Impl, Any]]:
-    """(implementation, config) pairs worth a measurement.
+    """(implementation, config) pairs that are worth a measurement.
 
-    First what an untuned call takes; then every implementation's default; then as many as `ranked` that the model puts first.
+    First the choice of an untuned call, then every implementation's default, then the `ranked` best of the analytical model.
     """
     op, problem = launch.op, launch.op.problem(*launch.args)
     now: Choice = op.choose(device, problem)
@@ -142,7 +143,7 @@ def candidates(launch: Launch, device: Device, ranked: int) -> list[tuple[Impl, 
 
 
 def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
-    """Whether a default needs no measurement: another implementation of a product takes the same, and is faster."""
+    """Whether a default needs no measurement, because another implementation accepts the same products and is always faster."""
     names = {i.name for i in allowed}
     if op is not linear_op:
         return impl.name in ("triton", "invariant") and "sm90" in names
@@ -152,7 +153,7 @@ def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
 
 
 def sets_of(launch: Launch) -> list[tuple[Any, ...]]:
-    """Arguments of several launches, each with a copy of the weight."""
+    """Arguments for several launches, each with its own copy of the weight."""
     weight = launch.args[1]
     count = max(2, min(_SETS, _COLD_BYTES // max(1, weight.nbytes)))
     return [launch.args] + [
@@ -161,12 +162,12 @@ def sets_of(launch: Launch) -> list[tuple[Any, ...]]:
 
 
 def _compile(wanted: list[tuple[Launch, Device, list[tuple[Impl, Any]]]]) -> None:
-    """Compile what is to be measured, side by side, into Triton's cache."""
+    """Compile all candidates in parallel, into Triton's cache."""
     if not wanted:
         return
     device = wanted[0][1]
-    # CPython 3.11 may fail to parse in several threads ("AST constructor recursion depth mismatch"). What is not in the cache
-    # then, the first launch compiles, and says what is wrong with it.
+    # CPython 3.11 may fail to parse in several threads ("AST constructor recursion depth mismatch"). A kernel that is then not
+    # in the cache is compiled by its first launch, which also reports errors.
     with suppress(CompileFailed), torch.no_grad(), on_card(device), compile_only(device.arch, _JOBS):
         for launch, _, found in wanted:
             args = [stand_in(a) for a in launch.args]
@@ -176,15 +177,15 @@ def _compile(wanted: list[tuple[Launch, Device, list[tuple[Impl, Any]]]]) -> Non
 
 
 def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[str, Any]]:
-    """Measure every launch's candidates and write the fastest into the graph.
+    """Measure the candidates of every launch and write the fastest into the graph.
 
     Args:
-        fused: on a GPU; its calls are changed in place.
+        fused: a graph on a GPU; its calls are changed in place.
         inputs: flat examples.
-        ranked: how many of the model's configs to try beside the defaults; each is a kernel to compile.
+        ranked: how many of the model's best configs to try besides the defaults; each is a kernel to compile.
 
     Returns:
-        One row a distinct problem: op, problem, how often, every candidate's microseconds, and which was taken.
+        One row for each distinct problem: op, problem, number of calls, microseconds of every candidate, and the choice.
     """
     watch, rows = Stopwatch(), []
     wanted, recorder = [], recorded(fused, inputs)
@@ -218,12 +219,12 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
 
 
 _EVERY_CONFIG = ("short",)
-"""Implementations of attention of which all configs are measured: there are few, and the best differ with the keys."""
+"""Implementations of attention whose configs are all measured: there are few, and the best depends on the number of keys."""
 _INVARIANT = "sm90_invariant"
 
 
 def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> dict[str, Any]:
-    """Measure attention's implementations on one call, and write the fastest into the graph's."""
+    """Measure the implementations of attention for one call, and write the fastest into the graph's calls."""
 
     def call(choice: calls.Choice | None) -> Callable[[int], Any]:
         q, k, v, causal, scale = args
@@ -253,7 +254,7 @@ def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> di
 
 @dataclass(frozen=True)
 class _Summed:
-    """What was measured of a sum and the norm behind it: by the product, in place, by the norm behind each of `pairs`."""
+    """Times of a sum and the norm after it: sum by the product, in place, or by the norm with each of the products `pairs`."""
 
     pairs: list[tuple[Impl, Any]]
     us: list[float]
@@ -261,18 +262,18 @@ class _Summed:
 
     @property
     def best(self) -> int:
-        """The fastest that stands by itself: not in place."""
+        """The fastest way that is not in place."""
         apart = [i for i in range(len(self.us)) if i != 1]
         best = min(apart, key=lambda i: self.us[i])
         return best if self.us[best] <= _LEAD * self.us[0] else 0
 
 
 _SUMMED: dict[Any, _Summed] = {}
-"""Of this process."""
+"""Results of this process."""
 
 
 def _summed(problem: Sum, watch: Stopwatch) -> _Summed:
-    """Measure who forms a residual's sum (sums.py)."""
+    """Measure which operator should compute a residual's sum (sums.py)."""
     *product, _ = problem.linear
     apart, device = Launch(linear_op, (*product, None)), device_of(product[0].get_device())
     before = problem.places[0][0].args[_FIXED[calls.linear] :]
@@ -290,11 +291,11 @@ def _summed(problem: Sum, watch: Stopwatch) -> _Summed:
 
 
 def _sums(fused: fx.GraphModule, sums: list[Sum], watch: Stopwatch) -> list[dict[str, Any]]:
-    """Measure who forms each residual's sum, and rewrite the graph where it is not the product."""
+    """Measure which operator should compute each residual's sum, and rewrite the graph if it is not the product."""
     found = {id(problem): _summed(problem, watch) for problem in sums}
     of = {product: found[id(problem)] for problem in sums for product, _ in problem.places}
     whole, rows = set[Node](), []
-    # In place is the library's: not where rows must not depend on the others of a batch.
+    # "In place" uses the library, so not if rows must not depend on the other rows of a batch.
     places = [] if scope().invariant else [place for problem in sums for place in problem.places]
     for run in streams(fused.graph, places):
         each = [of[product] for product, _ in run]
@@ -317,18 +318,18 @@ def _sums(fused: fx.GraphModule, sums: list[Sum], watch: Stopwatch) -> list[dict
 
 @dataclass(frozen=True)
 class _Known:
-    """What was measured of a problem in this process: None where the default stays."""
+    """What this process has measured for a problem; None: keep the default."""
 
     pair: tuple[Impl, Any] | None
     row: dict[str, Any]
 
 
 _KNOWN: dict[Any, _Known] = {}
-"""So a second model with the same launches takes the same kernels, at no cost; and so do parts of a model, timed beside it."""
+"""With this, a second model with the same launches, or a part of a model timed beside it, gets the same kernels for free."""
 
 
 def times_of(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> dict[Node, float]:
-    """Call -> microseconds of what it takes after `choose`, all timed in the same way."""
+    """Call -> microseconds of its chosen implementation, all timed in the same way."""
     found = dict[Node, float]()
     for launch in launches_of(fused, inputs):
         device = device_of(launch.args[0].get_device())
@@ -339,7 +340,7 @@ def times_of(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> dict[Node
 
 
 def _alone_us(launch: Launch, device: Device) -> float:
-    """What a launch takes that a row of the database has decided: the row's own figure was measured between other launches."""
+    """The time of a launch that a row of the database decided: the row's own figure was measured between other launches."""
     choice, sets = launch.op.choose(device, launch.op.problem(*launch.args)), sets_of(launch)
     return Stopwatch().in_turns([_call(choice.impl, choice.config, sets)], len(sets), rounds=7)[0].us
 

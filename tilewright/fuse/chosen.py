@@ -1,7 +1,8 @@
-"""Operators with the implementation and config that were measured, as calls that torch's compiler keeps whole.
+"""Operators with a measured implementation and config, as custom operators that torch's compiler treats as one call.
 
-`chosen(op)` is torch.ops.tilewright_chosen.<name>: the choice as words (`spelled`), then the op's own arguments. A config that
-came from a measurement would else have to be in the tuning database, which a compile has no business to write.
+`chosen(op)` is torch.ops.tilewright_chosen.<name>; its arguments are the choice as text (`spelled`), then the op's own.
+Otherwise a
+measured config would have to be in the tuning database, to which a compile must not write.
 """
 
 import json
@@ -19,14 +20,14 @@ _LIBRARY = torch.library.Library("tilewright_chosen", "DEF")
 
 
 def spelled(choice: Choice) -> str:
-    """The implementation and the config as one word."""
+    """The implementation and the config as text without spaces."""
     return json.dumps([choice.impl.name, choice.config], sort_keys=True)
 
 
 def chosen(op: Op) -> Any:
-    """Define the overload of an op that takes a choice before its arguments; once an op, where modules are imported.
+    """Define the overload of an op that takes a choice before its arguments. Call it once per op, when a module is imported.
 
-    Code that comes from Inductor's cache calls it by its name.
+    Code from Inductor's cache calls the overload by its name.
     """
 
     @cache

@@ -1,7 +1,7 @@
-"""The calls of a graph that runs in int8: products of codes, what writes codes on its way, and the two conversions.
+"""Further calls of a graph that runs in int8: products of quantised values, operators that quantise their result, conversions.
 
-As in calls.py each says in its result where elements lie: codes lie as the tensor that they stand for. A tensor's codes have
-one scale, found on the example inputs, or where a layer norm writes them one a row.
+As in calls.py, the layout of each result is known: quantised values are laid out like the tensor that they stand for. A tensor
+has one scale, found on the example inputs, or one per row if a layer norm quantises it.
 """
 
 import math
@@ -26,17 +26,18 @@ __all__ = [
 ]  # fmt: skip
 
 _WIDEST = 4096
-"""Columns of the rows in which a tensor is quantised, at most."""
+"""The largest width of rows in which a tensor is quantised."""
 
 
 def quantise(x: Tensor, scale: Tensor) -> Tensor:
-    """The codes of a dense tensor, contiguous or with channels last; scale: one float32, [].
+    """Quantise a dense tensor, contiguous or channels-last; scale: one float32, [].
 
-    A row with a number that is not finite has codes of 0: rows are of one entry of the batch, so the others keep theirs.
+    If a row contains a number that is not finite, its quantised values are 0; rows belong to one entry of the batch, so other
+    entries are not affected.
     """
     flat = x if x.is_contiguous() else x.movedim(1, -1)
     width = math.gcd(math.prod(flat.shape[1:]), _WIDEST)
-    if width < 16:  # rows of codes start at multiples of 16 bytes
+    if width < 16:  # quantised rows must start at multiples of 16 bytes
         codes = quantize_static_op(flat.reshape(flat.shape[0], -1), scale, "int8")[0].contiguous()
     else:
         codes = quantize_static_op(flat.reshape(-1, width), scale, "int8")[0]
@@ -45,8 +46,8 @@ def quantise(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes * scale, one float32, []: the tensor that they stand for. A step may be too small a number for 16 bits."""
-    if torch.compiler.is_compiling():  # Dynamo takes no `out` with channels last; Inductor makes one loop of this anyway
+    """codes * scale (one float32, []): the tensor that they stand for. The scale may be too small a number for 16 bits."""
+    if torch.compiler.is_compiling():  # Dynamo accepts no `out` that is channels-last; Inductor makes one loop of this anyway
         return (codes * scale).to(dtype)
     return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
 
@@ -55,7 +56,7 @@ def linear_from_codes_operands(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool, shape: Sequence[int],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What `scaled_linear_op` is called with."""
+    """The arguments of `scaled_linear_op`."""
     return x, weight, x_scales.reshape(-1), w_scales, bias, activation, residual, dtype, chained
 
 
@@ -63,7 +64,7 @@ def linear_from_codes(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool, shape: Sequence[int], choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """A product of codes [R, K], the result in `dtype` with dims `shape`. chained: the launch before wrote the codes."""
+    """A product of quantised rows [R, K]; result in `dtype` with dims `shape`. chained: the launch before quantised them."""
     args = linear_from_codes_operands(
         x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained, shape
     )  # fmt: skip
@@ -74,7 +75,7 @@ def linear_to_codes_operands(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str, y_scale: Tensor,
     shape: Sequence[int],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What `cast_linear_op` is called with."""
+    """The arguments of `cast_linear_op`."""
     return x, weight, x_scales.reshape(-1), w_scales, bias, activation, None, torch.int8, y_scale
 
 
@@ -82,7 +83,7 @@ def linear_to_codes(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str, y_scale: Tensor,
     shape: Sequence[int], choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with a result of codes, in rows of a multiple of 16."""
+    """The same with a quantised result, in rows whose width is a multiple of 16."""
     args = linear_to_codes_operands(x, weight, x_scales, w_scales, bias, activation, y_scale, shape)
     return run(cast_linear_op, args, choice).view(shape)
 
@@ -100,7 +101,7 @@ def conv_from_codes_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What `conv_op` is called with."""
+    """The arguments of `conv_op`."""
     window = _window(x, weight, stride, padding, dilation)
     return _last(x), _last(weight), bias, _last(residual), activation, *window, x_scales, w_scales, dtype
 
@@ -110,7 +111,7 @@ def conv_from_codes(
     padding: list[int] | str, dilation: list[int], x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype,
     choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """A convolution of codes, the residual and the result in `dtype`, all with channels last."""
+    """A convolution of quantised values; residual and result in `dtype`, all channels-last."""
     args = conv_from_codes_operands(
         x, weight, bias, residual, activation, stride, padding, dilation, x_scales, w_scales, dtype
     )  # fmt: skip
@@ -121,7 +122,7 @@ def conv_to_codes_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], w_scales: Tensor, factors: Tensor,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What `conv_codes_op` is called with."""
+    """The arguments of `conv_codes_op`."""
     window = _window(x, weight, stride, padding, dilation)
     return _last(x), _last(weight), bias, _last(residual), activation, *window, w_scales, factors
 
@@ -130,7 +131,7 @@ def conv_to_codes(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], w_scales: Tensor, factors: Tensor, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with a residual and a result of codes; scales are folded (kernels/conv/int8.py)."""
+    """The same with quantised residual and result; scales are folded (kernels/conv/int8.py)."""
     args = conv_to_codes_operands(x, weight, bias, residual, activation, stride, padding, dilation, w_scales, factors)
     return run(conv_codes_op, args, choice).movedim(-1, 1)
 
@@ -138,6 +139,6 @@ def conv_to_codes(
 def layer_norm_codes(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(codes with dims `shape`, scales of rows [R], the norm itself with dims `shape`, of no rows without `keep`)."""
+    """(quantised norm with dims `shape`, scales of rows [R], the norm with dims `shape`, or without rows if not `keep`)."""
     codes, scales, y = layer_norm_quantize_op(x, weight, bias, eps, keep)
     return codes.reshape(shape), scales.reshape(-1), y.view(shape) if keep else y

@@ -1,4 +1,4 @@
-"""A graph in 16 bits with the codes of a plan (quantise.py) put in: new calls for some, the rest copied."""
+"""Rewrites a graph in 16 bits according to an int8 plan (quantise.py): some calls are replaced, the others copied."""
 
 import operator
 from typing import Any
@@ -15,7 +15,7 @@ from tilewright.kernels.conv.int8 import folded_scales
 __all__ = ["coded_graph"]
 
 _ACTIVATION, _RESIDUAL, _SHAPE = 4, 3, 5
-"""Places in the arguments of `calls.linear`; those of `calls.conv` are alike up to the activation."""
+"""Positions of arguments of `calls.linear`; those of `calls.conv` are the same up to the activation."""
 
 
 class _Builder:
@@ -23,13 +23,13 @@ class _Builder:
         self.fused, self.found, self.plan, self.dtype = fused, found, plan, dtype
         self.graph = fx.Graph()
         self.plain: dict[Node, Node] = {}
-        """Old node -> the same in 16 bits, where there is one."""
+        """Old node -> the new node in 16 bits, if there is one."""
         self.codes: dict[Node, Node] = {}
         self.row_scales: dict[Node, Node] = {}
         self.named = 0
 
     def run(self) -> tuple[fx.GraphModule, dict[Node, Node]]:
-        """The new graph, and what stands in a product's place."""
+        """The new graph, and the new call of each product."""
         made: dict[Node, Node] = {}
         for node in self.fused.graph.nodes:
             if node in self.plan.products:
@@ -67,7 +67,7 @@ class _Builder:
             return self.graph.get_attr(name)
 
     def _sixteen(self, node: Node) -> Node:
-        """The node in 16 bits; made from its codes where there is nothing else."""
+        """The node in 16 bits; dequantised if there is no such value."""
         if node in self.plain:
             return self.plain[node]
         if node.target is calls.strided:
@@ -78,7 +78,7 @@ class _Builder:
         return self.plain[node]
 
     def _coded(self, node: Node) -> Node:
-        """The node's codes, seen through its views."""
+        """The node's quantised values, seen through its views."""
         if node not in self.codes:
             inner = self._coded(node.args[0])  # pyright: ignore[reportArgumentType]
             self.codes[node] = self.graph.call_function(calls.strided, (inner, *node.args[1:]))
@@ -145,12 +145,12 @@ class _Builder:
 def coded_graph(
     fused: fx.GraphModule, found: Found, plan: Plan, dtype: torch.dtype
 ) -> tuple[fx.GraphModule, dict[Node, Node]]:  # fmt: skip
-    """The graph with codes as the plan has them, on the same parameters, and each product's new call.
+    """The graph with quantisation as planned, with the same parameters, and each product's new call.
 
     Args:
-        fused: in 16 bits; codes and scales become buffers of it, its graph stays as it is.
-        found: of its products.
-        plan: who writes codes.
-        dtype: of what is not codes.
+        fused: a graph in 16 bits, which is not changed; quantised weights and scales become buffers of its module.
+        found: facts about its products.
+        plan: which calls quantise.
+        dtype: dtype of values that are not quantised.
     """
     return _Builder(fused, found, plan, dtype).run()

@@ -1,9 +1,8 @@
-"""Where the columns of a product, or the channels of a convolution, stand in a value that is seen through views.
+"""Where the columns of a product, or the channels of a convolution, are in a value that is seen through views.
 
-A factor, a bias or a batch norm behind a product can be folded into the weight where each of its numbers meets elements of one
-column only. Whether it does is decided by the views' own arithmetic (views.py): the result of the product is a dense buffer, of
-which the column has certain strides; what is behind reshapes and permutations says of each of its dimensions which of those
-strides it has.
+A factor, a bias or a batch norm after a product can be folded into the weight if each of its numbers applies to elements of one
+column only. The arithmetic of views (views.py) decides this. The result of the product is a dense buffer, in which columns have
+certain strides. After reshapes and permutations it is known which of these strides each dimension has.
 """
 
 import math
@@ -22,19 +21,19 @@ __all__ = ["Columns", "Spread", "columns_of"]
 
 @dataclass(frozen=True)
 class Spread:
-    """How an operand's numbers belong to the columns: by the dimensions of the value that it is combined with."""
+    """How the numbers of an operand map to columns, by the dimensions of the value that it is combined with."""
 
     dims: tuple[tuple[Atom, ...], ...]
-    """Of each dimension of the value: (size, stride) among the columns."""
+    """For each dimension of the value: (size, stride) among the columns."""
     count: int
-    """Of columns."""
+    """The number of columns."""
 
     @property
     def _flat(self) -> list[Atom]:
         return [atom for dim in self.dims for atom in dim]
 
     def in_order(self, shape: Sequence[int]) -> bool:
-        """Whether an operand of that shape is one number for each column, in the columns' order."""
+        """Whether an operand of that shape has one number for each column, in the columns' order."""
         strides = [stride for _, stride in self._flat]
         return math.prod(shape) == self.count and strides == sorted(strides, reverse=True)
 
@@ -48,17 +47,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Columns:
-    """A value seen through views of an anchor's result, and which strides of that are its columns'."""
+    """A value seen through views of an anchor's result, and which strides of it belong to columns."""
 
     view: View
     count: int
     step: int
-    """From one column to the next in the dense result."""
+    """The distance from one column to the next in the dense result."""
     known: bool = True
-    """Whether all sizes are: else only that the columns are one dimension, all others being written as 1."""
+    """Whether all sizes are known. If not, the columns are one dimension, and all other sizes are written as 1."""
 
     def behind(self, node: Node) -> "Columns | None":
-        """Behind a view call; None where it cannot be said."""
+        """The columns after a view call; None if they cannot be determined."""
         if self.known:
             view = follow(node, self.view)
             return None if view is None else Columns(view, self.count, self.step)
@@ -69,7 +68,7 @@ class Columns:
         return _unknown(out.dim(), out.dim() - 1, self.count) if out.shape[-1] == self.count else None
 
     def spread(self, shape: Sequence[int]) -> Spread | None:
-        """How an operand of that shape, broadcast against the value, belongs to the columns; None where it does not."""
+        """How an operand of that shape, broadcast against the value, maps to the columns; None if it does not."""
         high = self.step * self.count
         dims = tuple(
             tuple((size, stride // self.step) for size, stride in dim if size != 1 and self.step <= stride < high)
@@ -87,12 +86,12 @@ def _unknown(rank: int, at: int, count: int) -> Columns:
 
 
 def columns_of(anchor: Anchor) -> Columns | None:
-    """The columns of an anchor's own result; None for an anchor without any."""
+    """The columns of an anchor's own result; None for an anchor without columns."""
     value = tensor_of(anchor.node)
     if value is None or anchor.kind not in ("conv", "conv_transpose", "linear"):
         return None
     if anchor.kind == "conv_transpose" and anchor.options["groups"] != 1:
-        return None  # its weight [C, O / groups, *K] has no row for each channel of the result
+        return None  # the weight [C, O / groups, *K] does not have a row for each channel of the result
     at = value.dim() - 1
     if anchor.kind != "linear":
         at = value.dim() - 1 - len(anchor.options["stride"])

@@ -1,6 +1,6 @@
-"""What a fusion pass decided, fusion by fusion: the record that `optimize` and the torch.compile backend both keep.
+"""The decisions of a fusion pass, as records; `optimize` and the torch.compile backend share them.
 
-A decision is about one node beside one anchor: it was pulled into the anchor's launch, or it was not, and why.
+A decision is about one node next to one anchor: whether it was fused into the anchor's launch, and why.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ __all__ = ["Decision", "table_of", "totals"]
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One fusion, taken or refused."""
+    """One possible fusion: done or not."""
 
     anchor: str
-    """The layer whose launch it is about, by the user's name (`layer1.0.conv1`), else by its node's."""
+    """The layer whose launch it is about, by the user's name (`layer1.0.conv1`), or if it has none, the node's name."""
     kind: str
-    """What would be pulled in: anchor (the launch itself), bias, activation, residual, norm, layout, cast, quantise ..."""
+    """What would be fused: anchor (the launch itself), bias, activation, residual, norm, layout, cast, quantise ..."""
     node: str
-    """Name of the node that the decision is about."""
+    """Name of the node that would be fused."""
     taken: bool
     reason: str
-    """A sentence: why it was refused, or what was done."""
+    """A sentence: why not, or what was done."""
     bytes_saved: int = 0
-    """Bytes that need not be written and read again; 0 where refused."""
+    """Bytes that need not be written and read again; 0 if not fused."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """As values for JSON."""
         return asdict(self)
 
 
@@ -38,7 +38,7 @@ def totals(decisions: Sequence[Decision]) -> dict[str, int]:
 
 
 def table_of(decisions: Sequence[Decision]) -> str:
-    """A line a decision, anchors in order; refusals of one kind with one reason in one line, wherever they are."""
+    """One line per decision, by anchor; refusals of the same kind with the same reason share a line."""
     rows: dict[tuple[Any, ...], list[Decision]] = {}
     for d in decisions:
         rows.setdefault((d.anchor if d.taken else None, d.kind, d.taken, d.reason), []).append(d)

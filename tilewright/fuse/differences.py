@@ -1,8 +1,7 @@
 """How far outputs are from the right ones, and how far they may be.
 
-Each output has two numbers relative to the RMS of the right one, however small that is: RMS error and largest error. NaNs and
-infinities must stand where the right one has them. Of integers and flags (of argmax, of a comparison) the share that differs
-counts.
+Each output has two errors relative to the RMS of the right output, however small that is: RMS error and largest error. NaNs and
+infinities must be in the same places. For integers and flags (of argmax, of a comparison), the share that differs counts.
 """
 
 import math
@@ -21,18 +20,18 @@ __all__ = ["CEILING", "LARGEST_OVER_RMS", "TOLERANCES", "Difference", "Tolerance
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one output is from the float model's; inf where its shape, its NaNs or its infinities are others."""
+    """How far one output is from the float model's; inf if its shape, NaNs or infinities differ."""
 
     name: str
-    """Its place in what the model returns: "" for a single tensor, ['logits'], [0] ..."""
+    """Its path in the model's result: "" for a single tensor, ['logits'], [0] ..."""
     rms: float
     """RMS error over the RMS of the right values; for integers and flags the share that differs."""
     largest: float
-    """Largest error, each relative to the RMS and its own right value; for integers as `rms`."""
+    """The largest error, relative to the RMS plus the right value; for integers as `rms`."""
     words: str = ""
-    """What is wrong beyond a number."""
+    """What is wrong, if a number does not say it."""
     discrete: bool = False
-    """Whether it is of integers or flags."""
+    """Whether the output has integers or flags."""
 
 
 class Tolerance(NamedTuple):
@@ -41,22 +40,22 @@ class Tolerance(NamedTuple):
     rms: float
     largest: float
     apart: float = 0.0
-    """The share of an output's integers or flags that may be others."""
+    """The share of an output's integers or flags that may differ."""
 
     @classmethod
     def given(cls, tolerance: float) -> "Tolerance":
-        """What a user's number stands for."""
+        """The tolerance for a number given by the user."""
         return cls(tolerance, tolerance * LARGEST_OVER_RMS, tolerance)
 
     def allows(self, d: "Difference", margin: float = 1.0) -> bool:
-        """Whether an output is near enough, by that part of what is allowed."""
+        """Whether an output is within this part of the tolerance."""
         if d.discrete:
             return d.rms <= margin * self.apart
         return d.rms <= margin * self.rms and d.largest <= margin * self.largest
 
 
 LARGEST_OVER_RMS = 16.0
-"""Measured 0.5 to 4 on the models of docs/optimize.md#how-errors-are-judged; a single wrong value is far above."""
+"""Measured ratios are 0.5 to 4 for the models of docs/optimize.md#how-errors-are-judged; a single wrong value is far above."""
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-4 * LARGEST_OVER_RMS),
     "fp16": Tolerance(1e-2, 1e-2 * LARGEST_OVER_RMS),
@@ -65,13 +64,14 @@ TOLERANCES = {
 }
 """Precision -> what `verify` allows; torch's own models have 4e-4 to 2e-3 in fp16, 2e-3 to 2e-2 in bf16 (docs/optimize.md)."""
 CEILING = 0.1
-"""What no precision's own error excuses: an output that is off by more than a tenth of its RMS has lost too much. The largest
-error may be 16 times that, as in the table."""
+"""Highest tolerance in any precision: an output that is off by more than a tenth of its RMS is useless. The largest error may
+be
+16 times that, as in the table."""
 
 
 def difference(name: str, want: Any, got: Any) -> Difference:
-    """Of one output, tensor or not, by its name."""
-    if isinstance(want, float) and isinstance(got, float):  # of `.item()` and `.tolist()`: rounded as tensors are
+    """The difference of one output, tensor or not, with its name."""
+    if isinstance(want, float) and isinstance(got, float):  # from `.item()` and `.tolist()`: rounded like tensors
         want, got = torch.tensor(want, dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         same = type(want) is type(got) and want == got
@@ -92,7 +92,7 @@ def difference(name: str, want: Any, got: Any) -> Difference:
 
 
 def _not_finite(want: Tensor, got: Tensor) -> str:
-    """Which NaNs and infinities are at places of their own."""
+    """Which NaNs and infinities are in different places."""
     new = int((want.isfinite() & ~got.isfinite()).sum())
     kind = "NaN" if bool((want.isfinite() & got.isnan()).any()) else "infinite"
     if new:
@@ -101,14 +101,14 @@ def _not_finite(want: Tensor, got: Tensor) -> str:
 
 
 def compare_outputs(want: Any, got: Any) -> tuple[Difference, ...]:
-    """Every leaf of what a model returned, tuples, dicts, dataclasses and plain numbers alike.
+    """Compare all leaves of a model's result: tuples, dicts, dataclasses and plain numbers, too.
 
     Args:
-        want: the float model's.
-        got: the optimised model's.
+        want: the float model's result.
+        got: the optimised model's result.
 
     Returns:
-        One `Difference` a leaf, in order; a single one of inf where the structures differ.
+        One `Difference` per leaf, in order; a single one of inf if the structures differ.
     """
     wanted, structure = pytree.tree_flatten_with_path(opened(want))
     found, other = pytree.tree_flatten(opened(got))

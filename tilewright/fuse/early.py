@@ -1,9 +1,9 @@
 """Products of one row that start while the launch before them still runs (programmatic dependent launch, sm_90 and later).
 
-`gemv` fetches weights and bias before it waits for x (kernels/gemm/gemv.py), which is right where nothing writes them: in an
-optimised graph they are constants. Only a launch that lets it start is worth waiting for inside, a norm or another product of
-one row (launch/pdl.py); behind another it would cost 0.4 us. What `choose` measured has no such launch before it, so both are
-measured once more, behind a norm.
+`gemv` fetches weights and bias before it waits for x (kernels/gemm/gemv.py). This is correct if nothing writes them, and in an
+optimised graph they are constants. It pays only after a launch that allows it to start early, a norm or another product of one
+row (launch/pdl.py); after others it would cost 0.4 us. The measurements of `choose` have no such launch before the product, so
+both variants are measured again, after a norm.
 """
 
 import operator
@@ -32,13 +32,13 @@ _EARLY = next(impl for impl in linear_op.impls if "PDL" in impl.space.axes)
 _QUIET = (calls.strided, operator.getitem, torch.ops.aten.view.default)
 """Calls that launch nothing."""
 _CHOICE = 6
-"""Which argument of `calls.linear`."""
+"""Position of this argument of `calls.linear`."""
 _LEAD = 0.98
-"""What an early one must take of the other's time: two timings of one kernel differ by about a per cent."""
+"""The early variant is used if it takes at most this share of the other's time: two timings differ by about 1 %."""
 
 
 def start_early(fused: fx.GraphModule, inputs: list[Any]) -> int:
-    """Write into a graph which products start early, and return how many do. `inputs`: flat examples, on a GPU."""
+    """Write into a graph which products start early; returns how many do. `inputs`: flat examples, on a GPU."""
     found = dict[Node, Launch]()
     for launch in launches_of(fused, inputs):
         if launch.op is linear_op and overlaps(device_of(launch.args[0].get_device())):
@@ -55,7 +55,7 @@ def start_early(fused: fx.GraphModule, inputs: list[Any]) -> int:
 
 
 _KNOWN: dict[Any, Choice | None] = {}
-"""What was measured in this process: a part of a model, timed beside it, takes the same kernels."""
+"""Results of this process, so that a part of a model that is timed beside it gets the same kernels."""
 
 
 def _better(launch: Launch, usual: Choice) -> Choice | None:
@@ -67,7 +67,7 @@ def _better(launch: Launch, usual: Choice) -> Choice | None:
 
 
 def _measured(launch: Launch, usual: Choice) -> Choice | None:
-    """The fastest early product behind a norm, where it is faster than the usual one there; None where that one stays."""
+    """The fastest early product after a norm, if it is faster there than the usual one; otherwise None."""
     device, problem = device_of(launch.args[0].get_device()), linear_op.problem(*launch.args)
     if _EARLY.refusal(device, problem, scope()) is not None:
         return None
@@ -93,7 +93,7 @@ def _is_constant(argument: Any) -> bool:
 
 
 def mark(graph: fx.Graph, usual: dict[Node, Choice], early: Callable[[Node], Choice | None]) -> int:
-    """Write the choices of products that start early: those that may, where `early` has one. `usual`: of all products."""
+    """Write the choices of products that start early: those that may, if `early` has one. `usual`: choices of all products."""
     releases, count = False, 0
     for node in graph.nodes:
         if node.op != "call_function" or node.target in _QUIET:

@@ -1,7 +1,7 @@
-"""Groups as calls of our operators: one function a kind of anchor.
+"""Emits groups as calls of our operators: one function for each kind of anchor.
 
-Each takes the graph that is being built and a group whose operands are there already, emits one launch, and returns the value
-of the group's last call.
+Each function takes the graph that is being built and a group whose operands are emitted already. It emits one launch and
+returns the value of the group's last call.
 """
 
 import math
@@ -39,14 +39,14 @@ def dtype_of(node: Node) -> torch.dtype:
 
 
 def finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
-    """Through the views of the chain; the note in the report, and which value it is for whoever compares."""
+    """Apply the views of the chain, record the launch in the report, and record whose value it is for later comparison."""
     end = b.behind(group, value)
     b.launched(group, op, value, _what(group, end.shape))
     return end if group.plus else _compared(b, end, group.last, group.anchor.node)
 
 
 def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
-    """Note in a call whose value it computes: the very tensor of the old graph, or a view of what it returns."""
+    """Record in a call which value it computes: the same tensor as in the old graph, or a view of its result."""
     assert end.node is not None, "a launch has a buffer"
     strides = end.view.strides
     if b.memory[end.node] == end.view:
@@ -61,7 +61,7 @@ def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
 
 
 def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) in float64 with all that is folded in; None where one of them is computed."""
+    """(weight, bias) in float64 with everything folded in; None if one of them is computed."""
     a = group.anchor
     if not b.weights.known(a.weight) or (a.bias is not None and not b.weights.known(a.bias)):
         return None
@@ -75,7 +75,8 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
 
 
 _LOST = 4e-3
-"""The part of a weight's RMS that rounding may lose behind folds; bfloat16 loses 1.6e-3, float16 2e-4 of what it can hold."""
+"""The share of a weight's RMS that rounding after folds may lose; bfloat16 loses 1.6e-3, float16 2e-4 of values in its
+range."""
 
 
 def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
@@ -83,7 +84,7 @@ def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tup
     exact, bias = pair
     weight = exact.to(dtype)
     if group.folds and not (weight - exact).norm() <= _LOST * exact.norm():
-        reason = f"folded into the weight it makes numbers that {str(dtype).removeprefix('torch.')} has not"
+        reason = f"folding it would make weights that {str(dtype).removeprefix('torch.')} cannot represent"
         raise Unbuilt(reason, *(fold.node for fold in group.folds))
     if weight.dim() > 2:
         weight = weight.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -115,7 +116,7 @@ def _conv(b: Buffers, group: Group) -> Value:
     x = b.arranged(x, True)
     operand = None if residual is None else b.tensor(b.arranged(residual, True))
     if any(n.target is calls.as_dense for n in list(b.graph.nodes)[before:]):
-        b.report.add(layer_name(a.node), "layout", a.node.name, False, "an operand comes with other strides, and is copied")
+        b.report.add(layer_name(a.node), "layout", a.node.name, False, "an operand has other strides, and is copied")
     if pair is None:
         weight, bias = b.tensor(b.arranged(b.values[a.weight], True)), _computed_bias(b, group)
     else:
@@ -129,7 +130,7 @@ def _conv(b: Buffers, group: Group) -> Value:
 
 
 def _is_product(group: Group, weight: Tensor) -> bool:
-    """Whether a convolution is a product of pixels that `linear` computes: it adds a residual behind its activation."""
+    """Whether a convolution is a product over pixels for `linear`, which adds a residual after its activation."""
     o, plain = group.anchor.options, group.residual is None or group.activation == "none"
     ones = all(n == 1 for n in (*weight.shape[2:], *o["stride"])) and o["groups"] == 1
     return plain and ones and (o["padding"] in ("same", "valid") or not any(o["padding"]))
@@ -156,11 +157,11 @@ def _pointwise(
 
 
 def _is_patches(group: Group, weight: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether filters stand side by side and cover the image: a product of patches, once they are copied out."""
+    """Whether the filter's positions cover the image without overlap: after copying patches out, this is a product."""
     o, kernel = group.anchor.options, tuple(weight.shape[2:])
     plain = group.residual is None and o["groups"] == 1 and tuple(o["stride"]) == kernel and set(o["dilation"]) == {1}
     whole = all(size % k == 0 for size, k in zip(shape[2:], kernel, strict=True))
-    # Few channels: a convolution of many reads them as they are.
+    # Few channels only: a convolution of many channels reads them without a copy.
     return plain and whole and math.prod(kernel) > 1 and shape[1] <= 16 and not any(_sides(o["padding"]))
 
 
@@ -171,7 +172,7 @@ def _sides(padding: Any) -> list[int]:
 def _patches(
     b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None], shape: tuple[int, ...]
 ) -> Value:  # fmt: skip
-    """A convolution of patches side by side: one copy that gathers each patch, one product."""
+    """A convolution of non-overlapping patches: one copy that gathers each patch, and one product."""
     a, dims = group.anchor, len(shape) - 2
     x = b.opened(b.values[a.x])
     kernel = list(pair[0].shape[2:])
@@ -186,7 +187,7 @@ def _patches(
     new = b.buffer(
         calls.linear, (flat, weight, bias, None, group.activation, [rows, shape[1]]), dense((rows, shape[1])), a.node
     )
-    b.report.add(layer_name(a.node), "patches", a.node.name, True, "filters side by side: a product of rows of pixels")
+    b.report.add(layer_name(a.node), "patches", a.node.name, True, "the patches do not overlap: a product of rows of pixels")
     return finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
@@ -211,7 +212,7 @@ def _linear(b: Buffers, group: Group) -> Value:
 
 
 def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
-    """Weight [N, K] and bias where they are no parameters."""
+    """Weight [N, K] and bias if they are not parameters."""
     a = group.anchor
     assert a.weight is not None, "a product has a weight"
     value = b.opened(b.values[a.weight])
@@ -220,7 +221,7 @@ def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
 
 
 def _computed_bias(b: Buffers, group: Group) -> Node | None:
-    """The bias beside a weight that is no parameter: the anchor's own, or the one that was folded."""
+    """The bias for a weight that is not a parameter: the anchor's own, or the one that was folded."""
     node = group.folds[0].operands[0] if group.folds else group.anchor.bias
     if node is None:
         return None
@@ -233,7 +234,7 @@ def _computed_bias(b: Buffers, group: Group) -> Node | None:
 def _product(
     b: Buffers, group: Group, weight: Node, bias: Node | None, n: int, width: int, activation: str
 ) -> Value:  # fmt: skip
-    """One launch of ops.linear: rows in the order in which they lie, the result seen in the order that is asked for."""
+    """One launch of ops.linear: rows in the order of memory, the result viewed in the required order."""
     value = b.values[group.anchor.x]
     x, lead, in_order = b.rows(value)
     count = 1
@@ -248,10 +249,11 @@ def _product(
 
 
 def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> Node:
-    """The other operand of the sum as rows in the order of the product's, without a copy. Raises Unbuilt: it lies otherwise."""
+    """The other operand of the sum, as rows in the order of the product's, without a copy. Raises Unbuilt if that is
+    impossible."""
     assert group.residual is not None, "the caller has looked"
     other = b.opened(b.values[group.residual])
-    # Where each element of the sum will lie in the product's buffer.
+    # Where each element of the sum will be in the product's buffer.
     probe = b.behind(group, Value(other.node, lead.with_columns(width, width)))
     if probe.node is other.node and _steps(probe.view) is not None and _steps(probe.view) == _steps(other.view):
         return b.tensor(Value(other.node, View((((count, width),), ((width, 1),)), other.view.offset)))
@@ -259,7 +261,7 @@ def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> N
         view = other.view.reshape((count, width))
         if view is not None and view.strides is not None and view.strides[1] == 1:
             return b.tensor(Value(other.node, view))
-    raise Unbuilt("the rows of the other operand lie in another order", group.last)
+    raise Unbuilt("the rows of the other operand are in another order", group.last)
 
 
 def _steps(view: View) -> list[int] | None:
@@ -269,7 +271,7 @@ def _steps(view: View) -> list[int] | None:
 
 
 def emit_gate(b: Buffers, gate: Gate) -> Value:
-    """act(gate) * up as one product with the weights one above the other."""
+    """act(gate) * up as one product, with the weights stacked."""
     group = gate.groups[0]
     pairs = [_parameters(b, g, False) for g in gate.groups]
     weight, bias = b.weights.joined([p for p in pairs if p is not None])
@@ -283,7 +285,7 @@ def emit_gate(b: Buffers, gate: Gate) -> Value:
 
 
 def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
-    """The columns of one group of a product that several share; emitted where the first of them stands."""
+    """The columns of one group in a product that several groups share; it is emitted at the first of them."""
     sizes = [tensor_of(g.anchor.node).shape[-1] for g in batch]  # pyright: ignore[reportOptionalMemberAccess]
     whole = next((b.merged[g.anchor.node] for g in batch if g.anchor.node in b.merged), None)
     if whole is None:
@@ -291,7 +293,7 @@ def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
         weight, bias = b.weights.joined([p for p in pairs if p is not None])
         n = sum(sizes)
         whole = _product(b, batch[0], *_stored(b, batch[0], (weight, bias)), n, n, "none")
-        b.launched(batch[0], "linear", whole, f"{list(whole.shape)}: {len(batch)} linears of one input")
+        b.launched(batch[0], "linear", whole, f"{list(whole.shape)}: {len(batch)} linears with the same input")
     b.merged[group.anchor.node] = whole
     start = sum(sizes[: batch.index(group)])
     view = whole.view.narrow(len(whole.view.dims) - 1, start, sizes[batch.index(group)])
@@ -310,7 +312,7 @@ def _attention(b: Buffers, group: Group) -> Value:
         value = Value(value.node, value.view.permute((0, 2, 1, 3)))
         strides = value.view.strides
         if strides is None or (strides[-1] != 1 and value.shape[-1] != 1) or 0 in strides:
-            b.report.add(layer_name(a.node), "layout", node.name, False, "no strides say how it lies: copied")
+            b.report.add(layer_name(a.node), "layout", node.name, False, "strides cannot express its layout: copied")
             value = b.copied(value, False)
         operands.append(value)
     q, v = operands[0], operands[2]
@@ -371,4 +373,4 @@ EMIT: dict[str, Callable[[Buffers, Group], Value]] = {
     "max_pool": _max_pool,
     "global_mean": _global_mean,
 }
-"""Kind of anchor -> what emits a group of it."""
+"""Kind of anchor -> function that emits such a group."""

@@ -1,4 +1,4 @@
-"""Attention with masks and biases as one launch: masks become one operand, a constant causal mask becomes `causal`."""
+"""Emits attention with masks and biases as one launch: masks are combined to one operand, or a causal mask to `causal`."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def emit_attention(b: Buffers, group: Group) -> Value:
-    """One launch of `biased_attention`, or of `attention` where there is no mask or a causal one."""
+    """One launch of `biased_attention`, or of `attention` if there is no mask or a causal one."""
     a, o = group.anchor, group.anchor.options
     q, k, v = (_operand(b, group, b.values[n], turned) for n, turned in zip((a.x, *a.others[:2]), (False, o["turned"], False)))
     shape = (*q.shape[:3], v.shape[-1])
@@ -40,12 +40,12 @@ def emit_attention(b: Buffers, group: Group) -> Value:
         op = MASKED
     view = value.view.permute((0, 2, 1, 3)).reshape(tuple(a.node.meta["val"].shape))
     if view is None:
-        raise ValueError(f"no strides say how {list(shape)} is seen as {list(a.node.meta['val'].shape)}")
+        raise ValueError(f"strides cannot express {list(shape)} as {list(a.node.meta['val'].shape)}")
     return finish(b, group, op, Value(value.node, view))
 
 
 def _operand(b: Buffers, group: Group, value: Value, turned: bool) -> Value:
-    """[B, S, H, D] of an operand [.., S, D], or [.., D, S]; copied where its strides do not say it."""
+    """An operand [.., S, D] or [.., D, S] as [B, S, H, D]; copied if strides cannot express it."""
     value, lead = b.opened(value), group.anchor.options["lead"]
     if len(lead) == 2 and value.shape[:-2] != tuple(lead):
         heads = lead if math.prod(value.shape[:-2]) == math.prod(lead) else (lead[0], value.shape[-3])
@@ -70,12 +70,12 @@ def _seen(value: Value, shape: tuple[int, ...]) -> Value:
         return Value(None, dense(shape), constant)
     view = value.view.reshape(shape)
     if view is None:
-        raise ValueError(f"no strides say how a mask of {list(value.shape)} is seen as {list(shape)}")
+        raise ValueError(f"strides cannot express a mask of {list(value.shape)} as {list(shape)}")
     return Value(value.node, view)
 
 
 def _combined(masks: list[Tensor], kinds: list[str], fill: float) -> Tensor | None:
-    """Constant masks as one: bool, True where a query sees a key, or numbers to add."""
+    """Constant masks combined: bool, True if a query sees a key, or numbers to add."""
     seen: Tensor | None = None
     added: Tensor | None = None
     for mask, kind in zip(masks, kinds, strict=True):
@@ -90,7 +90,7 @@ def _combined(masks: list[Tensor], kinds: list[str], fill: float) -> Tensor | No
 
 
 def _bias(b: Buffers, masks: list[Value], kinds: list[str], fill: float) -> Any:
-    """The same of masks that are computed in each call."""
+    """The same for masks that are computed in each call."""
     nodes = [b.tensor(mask) for mask in masks]
     seen: Any = None
     added: Any = None
@@ -106,9 +106,9 @@ def _bias(b: Buffers, masks: list[Value], kinds: list[str], fill: float) -> Any:
 
 
 def _is_causal(mask: Tensor, fill: float, queries: int, keys: int) -> bool:
-    """Whether a constant mask shows each query the keys up to its own, the last query's being the last key."""
+    """Whether a constant mask is causal: each query sees the keys up to its own, and the last query's is the last key."""
     if queries > keys:
-        return False  # the first queries would see nothing, for which the two have other numbers
+        return False  # the first queries would see nothing, and the two operators differ for such queries
     lower = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
     if mask.dtype == torch.bool:
         hidden = fill == -math.inf or fill <= _LEAST
@@ -120,11 +120,11 @@ def _is_causal(mask: Tensor, fill: float, queries: int, keys: int) -> bool:
 
 
 _LEAST = -1e30
-"""Behind such a number, or -inf, no score matters: a float32 is not changed by what is added to it, and its weight is 0."""
+"""With such a number, or -inf, a score does not matter: adding it to a float32 changes nothing, and its weight is 0."""
 
 
 def _hides_all(mask: Tensor, fill: float) -> bool:
-    """Whether a constant mask leaves a query nothing but -inf."""
+    """Whether a constant mask leaves only -inf for some query."""
     if mask.dtype == torch.bool:
         return fill == -math.inf and bool((~mask).all(-1).any())
     return bool((mask == -math.inf).all(-1).any())

@@ -1,4 +1,4 @@
-"""Groups of the anchors of anchors_ops.py as calls of op_calls.py."""
+"""Emits groups with anchors of anchors_ops.py as calls of op_calls.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["EMIT", "IMAGES"]
 
 
 def _vector(b: Buffers, node: Node | None) -> Node | None:
-    """A weight or bias [C], or what is added to channels, without gaps."""
+    """A weight or bias [C], or a vector that is added to channels, without gaps."""
     return None if node is None else b.tensor(b.arranged(b.values[node], False))
 
 
@@ -29,7 +29,7 @@ def _out(group: Group) -> tuple[int, ...]:
 
 
 def _image(b: Buffers, group: Group, target: Callable[..., Any], *args: Any) -> Value:
-    """A call on [N, C, *S] whose result lies with its channels last."""
+    """A call on [N, C, *S] whose result is channels-last."""
     x = b.tensor(b.arranged(b.values[group.anchor.x], True))
     value = b.buffer(target, (x, *args), channels_last(_out(group)), group.anchor.node)
     return emit.finish(b, group, group.anchor.kind, value)
@@ -55,7 +55,7 @@ def _conv_transpose(b: Buffers, group: Group) -> Value:
     a, o = group.anchor, group.anchor.options
     assert a.weight is not None, "a convolution has a weight"
     if b.weights.known(a.weight) and (a.bias is None or b.weights.known(a.bias)):
-        # [O, C, *K] while channels are folded into, which columns.py allows of one group alone.
+        # As [O, C, *K] while channels are folded in; columns.py allows this for a single group only.
         weight, bias = b.weights.folded(a.weight, a.bias, group.folds, True)
         dtype = emit.dtype_of(a.node)
         weight = weight.transpose(0, 1).to(dtype).movedim(1, -1).contiguous().movedim(-1, 1)
@@ -92,7 +92,7 @@ def _softmax(b: Buffers, group: Group) -> Value:
 
 
 def _activation(b: Buffers, group: Group) -> Value:
-    """Of memory as it lies: with channels last, or contiguous."""
+    """An activation of dense memory, channels-last or contiguous."""
     a, shape = group.anchor, _out(group)
     x = b.opened(b.values[a.x])
     last = len(shape) > 2 and x.view.strides == channels_last(shape).strides != dense(shape).strides
@@ -114,6 +114,6 @@ EMIT: dict[str, Callable[[Buffers, Group], Value]] = {
     "softmax": _softmax,
     "upsample": _by_options(op_calls.upsample, "size", "factors", "mode", "corners"),
 }
-"""Kind of anchor -> what emits a group of it."""
+"""Kind of anchor -> function that emits such a group."""
 IMAGES = ("adaptive_avg_pool", "avg_pool", "conv_transpose", "group_norm", "instance_norm", "upsample")
-"""Kinds that read [N, C, *S] with channels last."""
+"""Kinds that read channels-last [N, C, *S]."""

@@ -1,4 +1,4 @@
-"""act(a) * b as one gated product: of two linears of one input, or of the halves of one linear's result."""
+"""Recognises act(a) * b as one gated product: of two linears with the same input, or of the halves of one linear's result."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from tilewright.fuse.views import View, dense
 __all__ = ["gate_of"]
 
 _GATED = ("silu", "gelu")
-"""Activations that `linear` has a gated form of."""
+"""Activations for which `linear` has a gated form."""
 
 
 def gate_of(node: Node, tips: Mapping[Node, Tip], parameter: Callable[[Any], bool]) -> Gate | None:
-    """The gated product that a multiplication is, or None."""
+    """The gated product for a multiplication, or None."""
     if node.target is not torch.ops.aten.mul.Tensor:
         return None
     one, two = node.args[:2]
@@ -38,7 +38,7 @@ def gate_of(node: Node, tips: Mapping[Node, Tip], parameter: Callable[[Any], boo
 
 
 def _joinable(group: Group, parameter: Callable[[Any], bool]) -> bool:
-    """Whether a group is a linear whose weight can be put above another's."""
+    """Whether a group is a linear whose weight can be stacked with another's."""
     a = group.anchor
     known = parameter(a.weight) and (a.bias is None or parameter(a.bias))
     return a.kind == "linear" and known and not a.options["kn"] and not group.folds and group.residual is None
@@ -82,7 +82,7 @@ def _halves(node: Node, gate: Any, up: Any, tips: Mapping[Node, Tip], parameter:
 
 
 def _part(node: Any) -> tuple[Node, View | None, tuple[Node, ...]] | None:
-    """(what a value is a part of, where its elements stand in that, the calls between), where it is one."""
+    """(the whole value, where the elements are in it, the calls in between) if a value is a part of another; otherwise None."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     source, index, between = node, None, (node,)

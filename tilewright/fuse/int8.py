@@ -1,10 +1,11 @@
-"""An optimised graph in int8, where that is right and faster: the plan, what it takes, and what was decided why.
+"""Makes an int8 version of an optimised graph, if it is accurate and faster, and records the decisions.
 
-The candidates and the plan are quantise.py's, the graph coded_graph.py's. What pays is found from times: of each product in 16
-bits and in int8, and of the conversions that a set of products causes. Products are dropped, one by one and by what they read,
-while that takes time away. Then the whole graphs are timed in turns.
+Candidates and plan come from quantise.py, the graph from coded_graph.py. Whether int8 pays is decided by times: of each product
+in
+16 bits and in int8, and of the conversions that a set of products needs. Products are removed from the set, alone or with those
+that share an input, as long as this saves time. Then the whole graphs are timed in turns.
 
-Where the outputs are too far from the float model's, the products with the larger errors stay in 16 bits, a stage at a time.
+If the outputs are too far from the float model's, the products with the largest errors stay in 16 bits, step by step.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,11 @@ from tilewright.tune.measure import Stopwatch
 __all__ = ["in_int8"]
 
 _LIMITS = (LARGEST_ERROR, 0.012, 0.008)
-"""Errors of single products that are allowed, in turn, until the outputs are right."""
+"""Limits for the errors of single products, tried in this order until the outputs are right."""
 _MARGIN = 0.9
-"""Of the error that is allowed: a call's other numbers may be a little further off."""
+"""Share of the allowed error that is used: in other calls the error may be a little larger."""
 _LAUNCH_US, _BYTES_A_US = 1.5, 2.2e6
-"""What a conversion takes: H100, 2 bytes read and 1 written or the other way round."""
+"""Time of a conversion on an H100: 2 bytes read and 1 written, or the other way round."""
 
 
 def _conversions_us(found: Found, plan: Plan) -> float:
@@ -45,7 +46,7 @@ def _takes_us(found: Found, products: frozenset[Node], sixteen: dict[Node, float
 
 
 def _paying(found: Found, sixteen: dict[Node, float], eight: dict[Node, float]) -> frozenset[Node]:
-    """The products that are faster in int8, all that they cause included."""
+    """The products that are faster in int8, including the conversions that they need."""
     products = frozenset(found.candidates)
     known = {n: us for n, us in eight.items() if n in sixteen}
     best = _takes_us(found, products, sixteen, known)
@@ -63,22 +64,22 @@ def _paying(found: Found, sixteen: dict[Node, float], eight: dict[Node, float]) 
 
 
 def _in_order(nodes: frozenset[Node]) -> list[Node]:
-    """The order of a set of nodes is another one in every process."""
+    """Sorted, because the order of a set of nodes differs between processes."""
     return sorted(nodes, key=lambda n: n.name)
 
 
 def _written(n: Node, plan: Plan, found: Found) -> str:
-    """Who writes the codes that a product reads."""
+    """Which call quantises the input of a product."""
     source = found.candidates[n].source
     if source in plan.quantised:
         return "a launch of its own"
-    return f"{layer_name(source)}, one scale a row" if source in plan.norms else layer_name(source)
+    return f"{layer_name(source)}, one scale per row" if source in plan.norms else layer_name(source)
 
 
 def _decided(report: Report, found: Found, plan: Plan, why_not: dict[Node, str]) -> None:
     for n, c in found.candidates.items():
         if n in plan.products:
-            reason = f"int8, own error {c.error:.1e}; codes written by {_written(n, plan, found)}"
+            reason = f"int8, own error {c.error:.1e}; input quantised by {_written(n, plan, found)}"
             report.add(layer_name(n), "quantise", n.name, True, reason, c.codes.numel() + found.bytes[c.source] // 2)
         else:
             report.add(layer_name(n), "quantise", n.name, False, why_not.get(n, "not faster with its conversions"))
@@ -99,15 +100,15 @@ def _whole_us(graphs: Sequence[fx.GraphModule], inputs: Sequence[Any]) -> list[f
 def in_int8(
     plain: fx.GraphModule, fused: fx.GraphModule, inputs: list[Any], want: Sequence[Any], report: Report, settings: Settings
 ) -> fx.GraphModule:
-    """The graph with the products in int8 that may be and that pay, or `fused` where there is none.
+    """The graph with those products in int8 that are accurate and pay, or `fused` if there are none.
 
     Args:
-        plain: in 16 bits, as it was lowered.
-        fused: the same with what measuring made of it.
+        plain: the graph in 16 bits, as it was lowered.
+        fused: the same after choosing implementations.
         inputs: flat examples.
         want: the float model's outputs, flat.
-        report: decisions go there, and on a GPU what was measured.
-        settings: the error that is allowed; whether to measure.
+        report: records decisions, and on a GPU the measurements.
+        settings: the allowed error; whether to measure.
     """
     allowed = TOLERANCES["int8"] if settings.tolerance is None else Tolerance.given(settings.tolerance)
     for limit in _LIMITS:
@@ -145,7 +146,7 @@ def in_int8(
 def _built(
     fused: fx.GraphModule, found: Found, inputs: list[Any], settings: Settings, notes: Report
 ) -> tuple[fx.GraphModule, Plan, dict[Node, str]]:
-    """(the graph in int8, its plan, why candidates are not in it)."""
+    """(the graph in int8, its plan, reasons of candidates that are not in it)."""
     plan, why_not = planned(found, frozenset(found.candidates)), dict[Node, str]()
     dtype, ranked = settings.dtype, settings.search
     graph, made = coded_graph(fused, found, plan, dtype)

@@ -1,8 +1,9 @@
-"""What a graph is held against: the model as the user calls it, its outputs and its time; and which fusions are at fault.
+"""The reference for an optimised graph: outputs and time of the model as the user calls it; and which fusions are wrong.
 
-The right outputs are those of `model(*args)` in evaluation, without TF32: not those of the exported graph, which may differ.
-Where torch's fast path of nn.TransformerEncoder is the difference (it puts zeros in padded places), the graph computes what the
-layers do, and the report says how far that is from the fast path. Any other difference means that the module is no graph.
+The right outputs are those of `model(*args)` in evaluation, without TF32. The exported graph's outputs may differ. If the
+difference comes from torch's fast path of nn.TransformerEncoder (which puts zeros in padded places), the graph computes what
+the layers do, and the report says how far that is from the fast path. Any other difference means that the module cannot be
+represented as a graph.
 """
 
 import time
@@ -26,7 +27,7 @@ from tilewright.hw.tf32 import exact_float32
 __all__ = ["Right", "called_on_copies", "faults_of", "right_outputs", "same_as_graph", "timed_us", "torchs_own"]
 
 _SECONDS = 0.5
-"""What a measurement may take beyond one call of each side."""
+"""Limit for the time of a measurement, beyond one call of each side."""
 _ROUNDS = 30
 
 
@@ -37,13 +38,13 @@ class Right(NamedTuple):
     tensors: list[Tensor]
     structure: Structure
     layers_only: bool = False
-    """Whether they are those without torch's fast path."""
+    """Whether they are computed without torch's fast path."""
     words: str = ""
-    """How far the fast path's are from them."""
+    """How far the outputs of the fast path are from them."""
 
 
 def called_on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's own call, on copies of its inputs; its buffers are put back."""
+    """The model's own call, on copies of its inputs; its buffers are restored."""
     device = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), torch.device("cpu"))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tensors, structure = flatten((tuple(args), dict(kwargs)))
@@ -57,7 +58,7 @@ def called_on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
-    """What the model gives, as the user calls it. Raises ValueError: it fails; with the user's line."""
+    """The model's outputs as the user calls it. Raises ValueError, with the user's line, if it fails."""
     try:
         outputs = called_on_copies(model, args, kwargs)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
@@ -68,11 +69,11 @@ def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
-    """The right outputs, known to be those of the exported graph as well.
+    """The right outputs, after checking that the exported graph gives the same.
 
     Raises:
-        Untraceable: they are others.
-        ValueError: the model gives others at every call.
+        Untraceable: the graph gives others.
+        ValueError: the model gives other outputs at every call.
     """
     tensors, _ = flatten((tuple(args), dict(kwargs)))
     with torch.no_grad(), exact_float32():
@@ -101,7 +102,7 @@ def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[
 
 
 def _apart(want: Any, got: Any) -> Difference | None:
-    """The first output that differs by more than rounding in its own dtype."""
+    """The first output that differs by more than rounding errors of its dtype."""
     narrow = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     kinds = {narrow[t.dtype] for t in flatten(want)[0] if t.dtype in narrow}
     allowed = TOLERANCES["bf16" if "bf16" in kinds else "fp16" if kinds else "fp32"]
@@ -113,7 +114,7 @@ def _words(apart: Difference) -> str:
 
 
 def _where(layers: Any, right: Right) -> str:
-    """Which part of the values it is."""
+    """Which part of the values differs."""
     for want, got in zip(flatten(layers)[0], right.tensors, strict=True):
         if want.shape == got.shape and want.is_floating_point():
             far = (want - got).abs() > 1e-3 * want.double().square().mean().sqrt()
@@ -127,12 +128,12 @@ def _where(layers: Any, right: Right) -> str:
 
 
 def faults_of(float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequence[Tensor]) -> list[LayerError]:
-    """The fusions that compute something else than the float model does, rounding aside.
+    """The fusions that compute something else than the float model does, apart from rounding.
 
     Args:
-        float_graph: in float32.
-        fused: lowered in float32 too, so that no precision is to blame.
-        inputs: of both.
+        float_graph: the model in float32.
+        fused: the graph lowered in float32 too, so that precision is not the reason.
+        inputs: inputs of both.
     """
     allowed = TOLERANCES["fp32"]
     errors = layer_errors(float_graph, fused, inputs)
@@ -142,12 +143,12 @@ def faults_of(float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequen
 def torchs_own(
     float_graph: fx.GraphModule, traced: Traced, inputs: Sequence[Tensor], given: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Own errors of torch's layers in a precision, by the node of the float graph.
+    """Own errors of torch's layers in a precision, by node of the float graph.
 
     Args:
         float_graph: the float model.
-        traced: it in the precision.
-        inputs: of the float model.
+        traced: the same in the precision.
+        inputs: inputs of the float model.
         given: the same in the precision.
     """
     names = {n.name for n in float_graph.graph.nodes if n.op == "call_function"}
@@ -161,7 +162,7 @@ def torchs_own(
 
 
 def timed_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Microseconds of calls, each the median of several taken in turns, results included."""
+    """Microseconds of calls, each the median of several taken in turns, including the transfer of results."""
     wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
 
     def once(call: Callable[[], Any]) -> float:
@@ -173,11 +174,11 @@ def timed_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[f
 
     scope: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with scope:
-        first = sum(once(call) for call in calls)  # what a first call prepares is no part of it
+        first = sum(once(call) for call in calls)  # the preparations of a first call do not count
         rounds = max(3, min(_ROUNDS, int(_SECONDS * 1e6 / max(first, 1.0))))
         taken = [[once(call) for call in calls] for _ in range(rounds)]
     return [median(each) for each in zip(*taken, strict=True)]
 
 
 def _nothing() -> None:
-    """A CPU has computed when a call returns."""
+    """A CPU call has finished when it returns."""

@@ -1,8 +1,8 @@
-"""What each layer of a fused graph adds to the error of its outputs.
+"""The error that each layer of a fused graph adds to the outputs.
 
-Both graphs are run node by node, and each node of the fused one gets the float model's values for what comes before it, rounded
-to its own type. So an error is seen where it arises, not where it arrives. Nodes are compared that say whose value they
-compute: `node.meta[FLOAT_NODE]` is the name of a node in the float graph (parts.py: of several).
+Both graphs are run node by node, and each node of the fused graph gets the float model's values as inputs, rounded to its own
+type. So an error shows at the node that causes it. A node is compared if it records whose value it computes:
+`node.meta[FLOAT_NODE]` is the name of a node in the float graph (parts.py: of several).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,31 +20,31 @@ from tilewright.hw.tf32 import exact_float32
 __all__ = ["ANCHOR_NODE", "FLOAT_NODE", "LayerError", "layer_errors"]
 
 FLOAT_NODE = "float_node"
-"""Key of a fused node's `meta`: the name of the node of the float graph whose value it computes."""
+"""Key of a fused node's `meta`: the name of the float graph's node whose value it computes."""
 ANCHOR_NODE = "anchor_node"
-"""Another, optional: the name of the one that its layer is called by (of a convolution and a relu the convolution)."""
+"""Optional second key: the name of the node after which the layer is called (for a convolution and a relu, the convolution)."""
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """What one node of the fused graph adds to the error."""
+    """The error that one node of the fused graph adds."""
 
     node: str
     """Name in the fused graph."""
     layer: str
-    """The user's name of it (`layer1.0.conv1`), else the float graph's."""
+    """The user's name (`layer1.0.conv1`), or the float graph's."""
     line: str
-    """The user's line, "model.py:12", or "" where it is not known."""
+    """The user's line, "model.py:12", or "" if it is unknown."""
     own: float
-    """RMS error with the float model's values as its inputs, relative to the RMS of the right values."""
+    """RMS error with the float model's values as inputs, relative to the RMS of the right values."""
     words: str = ""
-    """What is wrong beyond a number."""
+    """What is wrong, if a number does not say it."""
     largest: float = 0.0
-    """Largest error, each relative to the RMS and its own right value."""
+    """The largest error, relative to the RMS plus the right value."""
     computes: str = ""
     """The node of the float graph whose value it computes."""
     anchor: str = ""
-    """The one that its fusion is named by."""
+    """The node after which the fusion is named."""
 
 
 class _Recorder(fx.Interpreter):
@@ -57,16 +57,16 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.name in self.keep:
-            # An in-place node behind it would change it.
+            # A later in-place node would change it.
             self.values[n.name] = value.clone() if isinstance(value, Tensor) else value
         return value
 
 
-_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, where its value is (None: it is all)
+_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, which part has its value (None: all)
 
 
 class _Forced(fx.Interpreter):
-    """Runs the fused graph; a paired node's value is compared, then the float model's goes on in its place."""
+    """Runs the fused graph; after a node is compared, its value is replaced by the float model's."""
 
     def __init__(
         self, graph: fx.GraphModule, pairs: Mapping[str, list[_Pair]], values: Mapping[str, Any], named: Mapping[str, fx.Node]
@@ -91,7 +91,7 @@ class _Forced(fx.Interpreter):
 
 
 def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list[_Pair]]:
-    """Node of the fused graph -> what it computes of the float one. Raises ValueError: there is no such node."""
+    """Node of the fused graph -> nodes of the float graph that it computes. Raises ValueError if there is no such node."""
     nodes = {n.name: n for n in float_graph.graph.nodes}
     found = dict[str, list[_Pair]]()
     for n in fused.graph.nodes:
@@ -108,16 +108,16 @@ def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list
 def layer_errors(
     float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Any] | None = None
 ) -> list[LayerError]:
-    """The own error of every node of the fused graph that says whose value it computes, in order.
+    """The own error of every node of the fused graph that records whose value it computes, in order.
 
     Args:
-        float_graph: the model as it was, functional.
-        fused: the optimised one, before it is compiled or captured.
-        inputs: flat, for both.
-        given: for the optimised one, where its graph casts none.
+        float_graph: the original model, functional.
+        fused: the optimised graph, before it is compiled or captured.
+        inputs: flat inputs of both.
+        given: inputs of the optimised graph, if it does not cast them itself.
 
     Raises:
-        ValueError: a node names one that the float graph has not.
+        ValueError: a node refers to one that the float graph does not have.
     """
     pairs = _pairs(float_graph, fused)
     with torch.no_grad(), exact_float32():

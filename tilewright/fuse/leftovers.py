@@ -1,12 +1,12 @@
-"""What no operator of ours computes, on a GPU: neighbouring calls of it through Inductor as one part, where that is faster.
+"""Lets Inductor compile neighbouring calls for which there is no operator of ours, if that is faster. For GPUs.
 
-Between our launches an optimised graph calls torch operation by operation: activations of one's own, masks, embeddings and
-their sums. Two and more of them between which none of ours stands, those that do not read each other too, become one module
-(torch.fx's CapabilityBasedPartitioner), which torch.compile turns into few kernels; both ways are timed on the example inputs,
-and the module is kept if it wins. It is captured with the rest.
+Between our launches an optimised graph calls torch operation by operation: custom activations, masks, embeddings and their
+sums. Two or more such calls that are not separated by one of ours become one module (torch.fx's CapabilityBasedPartitioner),
+also if they do not read each other. torch.compile turns it into few kernels. Both ways are timed on the example inputs, and the
+module is kept if it is faster. It is captured with the rest of the graph.
 
-Refuses: random numbers, calls that are no plain arithmetic, gathering or reduction. A part that Inductor cannot compile stays
-as it was, with the reason.
+Refuses random numbers, and calls other than plain arithmetic, gathering or reduction. A part that Inductor cannot compile stays
+as it was, and the reason is recorded.
 """
 
 import operator
@@ -38,7 +38,7 @@ _GATHERED = frozenset(
         aten.group_norm.default, aten.instance_norm.default, aten.rms_norm.default,
     }
 )  # fmt: skip
-"""Beside what torch calls pointwise."""
+"""In addition to the calls that torch tags as pointwise."""
 _MOVES = frozenset(
     {
         aten.slice.Tensor, aten.select.int, aten.expand.default, aten.reshape.default, aten.unsqueeze.default,
@@ -46,9 +46,9 @@ _MOVES = frozenset(
         aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
     }
 )  # fmt: skip
-"""Taken along; two of them are no reason for a part."""
+"""Included in a part, but two of them alone do not make one."""
 _LEAD = 0.95
-"""What Inductor's kernels must take of the time of the calls."""
+"""The part is kept if Inductor's kernels take at most this share of the time of the calls."""
 
 
 def _computes(node: Node) -> bool:
@@ -62,7 +62,7 @@ def _computes(node: Node) -> bool:
 
 class _Support(OperatorSupportBase):
     def is_node_supported(self, submodules: Mapping[str, nn.Module], node: Node) -> bool:
-        """Whether Inductor may have a call."""
+        """Whether a call may go to Inductor."""
         if node.target is operator.getitem:
             source = node.args[0]
             return isinstance(source, Node) and (source.target in _MOVES or _computes(source))
@@ -70,7 +70,7 @@ class _Support(OperatorSupportBase):
 
 
 class _Part(nn.Module):
-    """A part as torch.compile made it."""
+    """A part compiled by torch.compile."""
 
     def __init__(self, compiled: Any):
         super().__init__()
@@ -82,7 +82,7 @@ class _Part(nn.Module):
 
 
 class _Decider(fx.Interpreter):
-    """Runs a graph and decides about each part where it stands, while its operands are there."""
+    """Runs a graph and decides about each part when it is reached, because its operands exist then."""
 
     def __init__(self, module: fx.GraphModule, report: Report):
         super().__init__(module)
@@ -101,12 +101,12 @@ def _timed(ways: Sequence[Any], args: tuple[Any, ...]) -> list[float]:
 
 
 def compile_leftovers(fused: fx.GraphModule, inputs: list[Any], report: Report) -> fx.GraphModule:
-    """The graph with parts of it compiled where that is faster; it is changed.
+    """The graph with parts compiled if that is faster; it is changed in place.
 
     Args:
-        fused: on a GPU, its other launches chosen.
+        fused: a graph on a GPU whose other launches are chosen already.
         inputs: flat examples.
-        report: a decision for each part.
+        report: gets a decision for each part.
     """
     partitioner = CapabilityBasedPartitioner(fused, _Support(), allows_single_node_partition=False)
     found = [part for part in partitioner.propose_partitions() if sum(map(_computes, part.nodes)) > 1]

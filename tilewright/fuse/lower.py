@@ -1,7 +1,7 @@
-"""An exported graph becomes a graph of our operators: groups are emitted where their last call stood, views become strides.
+"""Turns an exported graph into a graph of our operators: a group is emitted at its last call, and views become strides.
 
-Calls that are no anchor are emitted as they are, on tensors of the shapes they expect, and their results are made dense (which
-they nearly always are). What depends on parameters alone is computed here, once.
+Calls that are not anchors are emitted unchanged, on tensors of the shapes they expect; their results are made dense (which they
+nearly always are). Values that depend on parameters alone are computed here, once.
 """
 
 import math
@@ -37,19 +37,19 @@ aten = torch.ops.aten
 
 
 def beside(conv: Anchor, x: Tensor) -> bool:
-    """Whether filters stand side by side on an image of few channels (`emit`'s patches)."""
+    """Whether non-overlapping patches of an image with few channels are convolved (`_patches` in emit.py)."""
     weight = tensor_of(conv.weight)
     kernel = () if weight is None else tuple(weight.shape[2:])
     return math.prod(kernel) > 1 and tuple(conv.options["stride"]) == kernel and x.shape[1] <= 16
 
 
 def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
-    """Whether a group reads an input of the model with its channels last."""
+    """Whether a group reads an input of the model channels-last."""
     anchor = group.anchor
     if anchor.kind == "conv":
         if value.dim() != len(anchor.options["stride"]) + 2:
             return False
-        # A patch is gathered from rows of pixels as the user has them.
+        # Patches are gathered from rows of pixels in the user's layout.
         return node is group.residual or (node is anchor.x and not beside(anchor, value))
     return node is anchor.x and (
         anchor.kind in emit_ops.IMAGES or (anchor.kind in ("max_pool", "global_mean") and value.dim() == 4)
@@ -60,21 +60,21 @@ _EMIT = {**EMIT, **emit_ops.EMIT}
 
 
 class Lowering:
-    """What turns a traced model into the new graph.
+    """Turns a traced model into the new graph.
 
-    A fusion that cannot be built is planned away, and the graph built once more without it: its calls are torch's then, and the
-    report says why.
+    If a fusion cannot be built, the graph is planned and built again without it: its calls are then torch's, and the report
+    says why.
 
     Args:
         traced: the model in the graph's dtype.
         exact: parameters of the float model by name.
-        report: decisions go there.
-        refused: names of layers or nodes that are not to be fused (walk.plan).
+        report: records decisions.
+        refused: names of layers or nodes that must not be fused (walk.plan).
     """
 
     def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: Collection[str] = frozenset()):
         self.traced, self.exact, self.report = traced, exact, report
-        # Casts leave assertions about types behind, which hold by construction, and would count as readers of a value.
+        # Casts leave type assertions behind, which always hold, and which would count as readers of a value.
         for node in [n for n in traced.graph.nodes if n.target is aten._assert_tensor_metadata.default]:
             traced.graph.erase_node(node)
             traced.module.recompile()
@@ -97,7 +97,7 @@ class Lowering:
 
 
 _FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AssertionError)
-"""What says that a fusion cannot be built."""
+"""Errors that mean that a fusion cannot be built."""
 
 
 class _Build(Buffers):
@@ -108,11 +108,11 @@ class _Build(Buffers):
         super().__init__(Weights(exact, traced.state, self.root, found.constant), Report())
         self.trial = Trial(self.root)
         self.failed: dict[str, str] = {}
-        """What is not to be planned again, by name, and why."""
+        """Names that must not be planned again, and why."""
         move_biases(found.groups, self.report)
 
     def run(self) -> fx.GraphModule:
-        """The graph; worth nothing where something has failed."""
+        """The graph; unusable if `failed` is not empty."""
         gates = {gate.node: gate for gate in self.plan.gates}
         merged = {group.last: batch for batch in self.plan.merges for group in batch}
         gated = {group.last for gate in self.plan.gates for group in gate.groups}
@@ -140,7 +140,7 @@ class _Build(Buffers):
         return fx.GraphModule(self.root, self.graph)
 
     def _fused(self, last: Node, emit: Callable[[], Value], nodes: Sequence[Node], names: Sequence[str]) -> None:
-        """Emit a fusion as the value of its last call. Where that fails, note its names, and go on with torch's calls."""
+        """Emit a fusion as the value of its last call. If that fails, record its names, and continue with torch's calls."""
         before = set(self.graph.nodes)
         try:
             value = emit()
@@ -163,7 +163,7 @@ class _Build(Buffers):
             self._run_new()
 
     def _run_new(self, like: Node | None = None) -> None:
-        """Try the calls that were emitted since the last time."""
+        """Run the calls that were emitted since the last time on fake tensors."""
         new = list(takewhile(lambda node: node not in self.trial.values, reversed(self.graph.nodes)))
         for node in reversed(new):
             self.trial.run(node, self.memory.get(node), None if like is None else like.meta.get("val"))
@@ -171,7 +171,7 @@ class _Build(Buffers):
     # ---- everything else
 
     def plain(self, node: Node) -> None:
-        """A node that no group has."""
+        """A node that is in no group."""
         if node.op == "placeholder":
             self.values[node] = self._placeholder(node)
         elif node.op == "get_attr":
@@ -210,7 +210,7 @@ class _Build(Buffers):
         return self._leftover(node, tensors)
 
     def _as_traced(self, node: Node) -> Node:
-        """The operand of a call that reads memory itself, in memory as the model has it. Raises Untraceable: a view of more."""
+        """The operand of a call that reads memory directly, in the model's layout. Raises Untraceable for a view of more."""
         source: Any = node.args[0]
         value, known = self.opened(self.values[source]), tensor_of(source)
         if known is not None and known.untyped_storage().nbytes() == known.numel() * known.element_size():
@@ -222,7 +222,7 @@ class _Build(Buffers):
         raise Untraceable(f"{source_line(node) or node.name}: as_strided of a view reads memory that a graph does not have")
 
     def _leftover(self, node: Node, tensors: Sequence[Value]) -> Any:
-        """The ATen call itself, on tensors of the shapes that it expects; its result made dense."""
+        """The ATen call itself, on tensors of the shapes that it expects; its result is made dense."""
         target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.tensor(self.values[n]))
         if node.target is aten.as_strided.default:

@@ -1,10 +1,11 @@
-"""A bias that a layer norm adds instead of the product behind it, so that a library adds the residual in its one launch.
+"""Moves a bias from a product to the layer norm before it, so that a library can add the residual in its one launch.
 
     r = norm(x) * g + s;  y = W z + b + r;  u = V r + c        becomes
     r' = norm(x) * g + (s + b);  y = W z + r';  u = V r' + (c - V b)
 
-as post-norm transformers have it. cuBLAS adds a bias or a matrix to its product, not both; our own kernels do not mind. Only
-where everything that reads r is a product with a parameter, or that one sum.
+This occurs in post-norm transformers. cuBLAS adds either a bias or a matrix to its product, not both (our own kernels can).
+Possible
+only if everything that reads r is a product with a parameter, or that one sum.
 """
 
 from torch.fx import Node
@@ -19,7 +20,7 @@ __all__ = ["move_biases"]
 
 
 def _readers(node: Node) -> list[tuple[Node, Node]]:
-    """(what a call reads, the call), for all that read a node's value through views."""
+    """(the value read, the call) for all calls that read a node's value through views."""
     found = []
     for user in node.users:
         found += _readers(user) if is_view(user) else [(node, user)]
@@ -31,13 +32,13 @@ def _parameter(node: Node | None) -> bool:
 
 
 def _movable(group: Group) -> bool:
-    """A product with a bias of its own that adds a residual, and nothing between."""
+    """Whether it is a product with a bias that adds a residual, with nothing in between."""
     plain = group.activation == "none" and not group.folds and not group.minus
     return group.anchor.kind == "linear" and plain and _parameter(group.anchor.bias) and _parameter(group.anchor.weight)
 
 
 def move_biases(groups: list[Group], report: Report) -> None:
-    """Note in groups which norm adds which product's bias, and which products take it off again."""
+    """Record in groups which norm adds which product's bias, and which products subtract it again."""
     norms = {group.last: group for group in groups if group.anchor.kind == "layer_norm"}
     products = {group.anchor.node: group for group in groups if group.anchor.kind == "linear"}
     for group in groups:

@@ -1,4 +1,4 @@
-"""What the user calls a node of a graph: the module that it comes from, and the line."""
+"""The user's names for a node of a graph: the module that it comes from, and the line of source code."""
 
 import re
 from pathlib import Path
@@ -9,15 +9,15 @@ from torch import fx
 __all__ = ["layer_name", "source_line"]
 
 _SELF = re.compile(r"^L\['\w+'\]\.|^L__self___")
-"""How torch.compile spells the model in front of a module's name."""
+"""torch.compile's prefix for the model in the names of its modules."""
 _TORCH = str(Path(torch.__file__).parent)
-"""A line in here is torch's, not the user's."""
+"""Lines in this folder are torch's, not the user's."""
 _FUSE = str(Path(__file__).parent)
-"""Nor is one in here."""
+"""Lines in this folder are ours."""
 
 
 def layer_name(node: fx.Node) -> str:
-    """The user's name of the module that a node comes from, `layer1.0.conv1`; the node's where there is none."""
+    """The user's name of the module that a node comes from, `layer1.0.conv1`; or the node's name if there is none."""
     stack = node.meta.get("nn_module_stack") or {}
     names = [path for path, _ in stack.values()]
     last = names[-1] if names else ""
@@ -25,7 +25,7 @@ def layer_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line behind a node, "model.py:12"; "" where it is not known."""
+    """The user's line for a node, "model.py:12"; "" if it is unknown."""
     lines = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
     trace = [line for line in lines if line.startswith("File ") and _TORCH not in line and _FUSE not in line]
     if not trace:

@@ -1,15 +1,15 @@
-"""The normal form of what stands behind an anchor: one small vocabulary, whatever the graph's dialect.
+"""Brings the calls after an anchor into a normal form with a small vocabulary, the same for every kind of graph.
 
-    activation    act(y), by the name that our operators know it by
+    activation    act(y), by the name that our operators use
     batch_norm    in evaluation, (weight, bias, mean, variance, eps)
     factor        y * other, y / number
     sum           y + other
 
-Reading is strict: what an argument changes (alpha, approximate, a rounding mode, a type or shape that the call changes) is
-looked at, and the call is read as the sentence that says why it is nothing of these. Exported graphs have one call each;
-Inductor's have activations taken apart (activations.py), and no batch norms.
+All arguments that matter are checked (alpha, approximate, a rounding mode, a change of type or shape); a call that does not
+qualify is read as a sentence that says why. In exported graphs each of these is one call. In Inductor's graphs activations are
+decomposed (activations.py), and there are no batch norms.
 
-Not here: whether an operator takes such a step (rules.py).
+Not here: whether an operator can fuse such a step (rules.py).
 """
 
 import math
@@ -29,16 +29,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One thing that is computed from a value."""
+    """One operation on a value."""
 
     kind: str
     """activation, batch_norm, factor, sum."""
     node: Node
-    """Whose value it is."""
+    """The node that has the result."""
     inside: tuple[Node, ...] = ()
-    """Other calls that it stands for."""
+    """Other calls that belong to it."""
     name: str = ""
-    """The activation's."""
+    """Name of the activation."""
     operand: Any = None
     """factor, sum: the other operand, a node or a number. batch_norm: (weight, bias, mean, variance)."""
     eps: float = 0.0
@@ -49,9 +49,9 @@ class Activation(NamedTuple):
 
     name: str
     node: Node
-    """Its last node, whose value it is."""
+    """Its last node, which has the result."""
     inside: frozenset[Node]
-    """All of its nodes, the last one too."""
+    """All of its nodes, including the last one."""
 
 
 _ACTIVATIONS: dict[Any, str] = {
@@ -65,7 +65,7 @@ _ACTIVATIONS: dict[Any, str] = {
 
 
 def activation_of(node: Any) -> str | None:
-    """The name of an activation; our operators have those of rules.ACTIVATIONS in their epilogues."""
+    """The name of an activation; those in rules.ACTIVATIONS can be in the epilogue of our operators."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is aten.gelu.default:
@@ -75,7 +75,7 @@ def activation_of(node: Any) -> str | None:
 
 
 def activation_behind(here: Node) -> Activation | None:
-    """The activation of a value, one ATen call; None where nothing reads it so."""
+    """The activation applied to a value, if it is one ATen call; otherwise None."""
     for node in here.users:
         name = activation_of(node)
         if name is not None and node.args[0] is here:
@@ -84,13 +84,13 @@ def activation_behind(here: Node) -> Activation | None:
 
 
 def _other(node: Node, here: Node) -> Any:
-    """The second operand of a call of two, `here` itself where it is both."""
+    """The other operand of a binary call; `here` if both are the same."""
     left, right = node.args[:2]
     return right if left is here else left
 
 
 def _inverse(number: Any) -> float | None:
-    """1 / number; None for what is no number, and where that is not finite."""
+    """1 / number; None if it is not a number, or the result is not finite."""
     if not isinstance(number, int | float) or isinstance(number, bool) or not number:
         return None
     inverse = 1 / number
@@ -98,7 +98,7 @@ def _inverse(number: Any) -> float | None:
 
 
 def step_behind(here: Node, node: Node) -> Step | str | None:
-    """What a call that reads `here` computes; a sentence where no epilogue could have it, None where no rule is near.
+    """The operation of a call that reads `here`; a sentence if no epilogue can compute it; None if it is unrelated to any rule.
 
     Activations are read by `activation_behind`.
     """
@@ -112,7 +112,7 @@ def step_behind(here: Node, node: Node) -> Step | str | None:
     if other is here:
         return "both operands are the same value"
     if isinstance(other, Node) and tensor_of(other) is None:
-        return "the other operand is no tensor of known type"
+        return "the other operand is not a tensor of known type"
     if node.target is aten.add.Tensor:
         alpha = node.kwargs.get("alpha", 1)
         return Step(kind="sum", node=node, operand=other) if alpha == 1 else f"a sum with alpha {alpha}"
@@ -120,14 +120,14 @@ def step_behind(here: Node, node: Node) -> Step | str | None:
         return Step(kind="factor", node=node, operand=other)
     inverse = _inverse(other) if node.args[0] is here else None
     return (
-        "a quotient that is no value over a number other than 0"
+        "a quotient, but not of a value and a number other than 0"
         if inverse is None
         else Step(kind="factor", node=node, operand=inverse)
     )
 
 
 def _batch_norm(here: Node, node: Node) -> Step | str:
-    """Of either spelling: aten.batch_norm, or the functional one, whose first result is the value."""
+    """For both forms: aten.batch_norm, and the functional one, whose first result is the value."""
     if node.args[0] is not here:
         return "its parameters are computed from the value"
     whole = node.target is aten.batch_norm.default

@@ -1,8 +1,9 @@
-"""Operands of one type, where a module that was cast to 16 bits makes float32 itself and hands it to its layers.
+"""Gives operands one type, if a module that was cast to 16 bits creates float32 values itself and passes them to its layers.
 
-A float32 model may say `x.to(torch.float32)`, of an image of bytes, positions or scores, and go on to a layer. Cast to float16,
-that layer has weights of 16 bits and an input of 32, which torch refuses when it runs, and not when it traces. The input is
-cast in front of the layer, not where the module makes it: what is computed in between keeps the precision that was asked for.
+A float32 model may call `x.to(torch.float32)` on an image of bytes, positions or scores, and pass the result to a layer. After
+a cast to float16, that layer has 16-bit weights and a 32-bit input; torch refuses this when it runs, but not while tracing. The
+input is cast just before the layer, not where the module creates it, so that the computation in between keeps the intended
+precision.
 """
 
 from typing import Any
@@ -25,22 +26,23 @@ _PRODUCTS = frozenset(
         aten.lstm.input, aten.gru.input,
     }
 )  # fmt: skip
-"""Calls whose floating operands have one type, or torch raises."""
+"""Calls for which torch raises unless all floating operands have one type."""
 _NORMS = frozenset(
     {
         aten.layer_norm.default, aten.native_layer_norm.default, aten.group_norm.default, aten.batch_norm.default,
         aten._native_batch_norm_legit_no_training.default, aten.instance_norm.default,
     }
 )  # fmt: skip
-"""Calls whose weights may be wider than their input, and not narrower."""
+"""Calls whose weights may be wider than their input, but not narrower."""
 
 
 def one_type(graph: fx.Graph) -> int:
-    """Cast what is wider than it may be, in a functional ATen graph with `val` in the nodes' meta. Returns how many casts."""
+    """Cast operands that are too wide, in a functional ATen graph with `val` in the nodes' meta. Returns the number of
+    casts."""
     count = 0
     for node in list(graph.nodes):
         if count and node.target is aten._assert_tensor_metadata.default:
-            graph.erase_node(node)  # it says what a type was before
+            graph.erase_node(node)  # it states a type that has changed
             continue
         for wide, dtype in _too_wide(node).items():
             with graph.inserting_before(node):
@@ -59,7 +61,7 @@ def _floats(node: Node) -> dict[Node, torch.dtype]:
 
 
 def _too_wide(node: Node) -> dict[Node, torch.dtype]:
-    """Operands of a call that have to be narrower -> the type that they get."""
+    """Operands of a call that must be narrower -> their new type."""
     if node.target not in _PRODUCTS | _NORMS:
         return {}
     found = _floats(node)
@@ -71,7 +73,7 @@ def _too_wide(node: Node) -> dict[Node, torch.dtype]:
 
 
 def _propagate(node: Node) -> None:
-    """The value of a call whose operands may have changed their type."""
+    """Compute the value of a call again, because its operands may have changed their type."""
     if node.op != "call_function":
         return
 

@@ -1,8 +1,8 @@
-"""Further calls of an optimised graph: operators whose whole call is one of torch's, and the same call by torch's own kernel.
+"""Further calls of an optimised graph: operators that replace one call of torch, with torch's own kernel as the alternative.
 
-Each has `library` as its last argument: whether torch's kernel computes it. On a GPU both ways are timed (op_race.py), and the
-faster one stays; what Inductor compiles for a CPU is torch's anyhow. Results lie as the graph counts on: images channels-last,
-all else contiguous.
+The last argument of each, `library`, selects torch's kernel. On a GPU both are timed (op_race.py) and the faster one is used;
+on a CPU Inductor compiles torch's call anyway. The layout of results is known: images are channels-last, everything else is
+contiguous.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def _by_torch(x: Tensor, library: bool) -> bool:
-    """Whether torch's own kernel is called: as was chosen, or for Inductor on a CPU."""
+    """Whether torch's own kernel is called: because it was chosen, or for Inductor on a CPU."""
     return library or (torch.compiler.is_compiling() and x.device.type == "cpu")
 
 
@@ -43,7 +43,7 @@ _ACTIVATIONS = {
 
 
 def activation(x: Tensor, kind: str, alpha: float, last: bool, library: bool = False) -> Tensor:
-    """ops.activation of dense memory, contiguous or with channels last."""
+    """ops.activation of dense memory, contiguous or channels-last."""
     if _by_torch(x, library):
         f = _ACTIVATIONS[kind]
         return as_dense(f(x, alpha) if kind in ("elu", "leaky_relu") else f(x), last)
@@ -58,7 +58,7 @@ def softmax(x: Tensor, log: bool, library: bool = False) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shape: Sequence[int], library: bool = False) -> Tensor:
-    """ops.rms_norm of rows [R, D], the result with dims `shape`."""
+    """ops.rms_norm for rows [R, D]; the result has dims `shape`."""
     if _by_torch(x, library):
         return F.rms_norm(x, x.shape[-1:], weight, eps).view(shape)
     return ops.rms_norm(x, weight, eps).view(shape)
@@ -68,7 +68,7 @@ def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, added: Tensor | None, activation: str,
     library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.group_norm of [N, C, *S] with channels last, behind a sum with `added` [N, C, 1, ...], with its activation."""
+    """ops.group_norm of channels-last [N, C, *S], after adding `added` [N, C, 1, ...], with its activation."""
     if _by_torch(x, library):
         y = F.group_norm(x if added is None else x + added, groups, weight, bias, eps)
         return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), True)
@@ -79,7 +79,7 @@ def group_norm(
 def instance_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, library: bool = False
 ) -> Tensor:  # fmt: skip
-    """ops.instance_norm of [N, C, *S] with channels last, by its own statistics."""
+    """ops.instance_norm of channels-last [N, C, *S], by its own statistics."""
     if _by_torch(x, library):
         return as_dense(F.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
     return as_dense(ops.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
@@ -93,7 +93,7 @@ def avg_pool(
     x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], ceil_mode: bool, count_include_pad: bool,
     divisor: int | None, library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.avg_pool of [N, C, *S] with channels last."""
+    """ops.avg_pool of channels-last [N, C, *S]."""
     dims = x.dim() - 2
     if _by_torch(x, library):
         rest = () if dims == 1 else (divisor,)
@@ -103,7 +103,7 @@ def avg_pool(
 
 
 def adaptive_avg_pool(x: Tensor, size: list[int], library: bool = False) -> Tensor:
-    """ops.adaptive_avg_pool of [N, C, *S] with channels last."""
+    """ops.adaptive_avg_pool of channels-last [N, C, *S]."""
     dims = x.dim() - 2
     if _by_torch(x, library):
         return as_dense(_ADAPTIVE[dims](x, size), True)
@@ -113,7 +113,7 @@ def adaptive_avg_pool(x: Tensor, size: list[int], library: bool = False) -> Tens
 def upsample(
     x: Tensor, size: list[int], factors: list[float] | None, mode: str, corners: bool | None, library: bool = False
 ) -> Tensor:  # fmt: skip
-    """ops.upsample of [N, C, *S] with channels last; `factors`: the steps are by them, not by the sizes."""
+    """ops.upsample of channels-last [N, C, *S]; `factors` determine the steps if given, otherwise the sizes do."""
     given = {"size": size} if factors is None else {"scale_factor": factors}
     if _by_torch(x, library):
         return as_dense(F.interpolate(x, **given, mode=mode, align_corners=corners), True)  # pyright: ignore[reportArgumentType]
@@ -128,7 +128,7 @@ def conv_transpose(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     output_padding: list[int], groups: int, dilation: list[int], library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.conv_transpose1d, 2d or 3d of [N, C, *S] with channels last, with its activation."""
+    """ops.conv_transpose1d, 2d or 3d of channels-last [N, C, *S], with its activation."""
     dims, window = x.dim() - 2, (stride, padding, output_padding, groups, dilation)
     if _by_torch(x, library):
         y = _TRANSPOSED[dims](x, weight, bias, *window)

@@ -1,7 +1,7 @@
-"""Whether our operator or torch's own kernel computes a call of op_calls.py: both are timed on the GPU at hand, once a problem.
+"""Decides whether our operator or torch's own kernel computes a call of op_calls.py: both are timed once per problem.
 
-The graph's call then has `library` set where torch's kernel takes clearly less. Inside of `with invariant():` or `prefer(...)`
-the operator stays, whatever it costs. Refuses: devices other than a CUDA GPU.
+If torch's kernel takes clearly less, the graph's call gets `library=True`. Inside `with invariant():` or `prefer(...)` the
+operator is always used. Refuses devices other than a CUDA GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ RACED = {
     op_calls.activation: 4, op_calls.adaptive_avg_pool: 2, op_calls.avg_pool: 7, op_calls.conv_transpose: 9,
     op_calls.group_norm: 7, op_calls.instance_norm: 4, op_calls.rms_norm: 4, op_calls.softmax: 2, op_calls.upsample: 5,
 }  # fmt: skip
-"""Calls -> how many arguments stand before `library`."""
+"""Calls -> position of the argument `library`."""
 _LEAD = 0.98
-"""What torch's kernel must take of the operator's time: two timings of one kernel differ by about a per cent."""
+"""torch's kernel is used if it takes at most this share of the operator's time: two timings differ by about 1 %."""
 
 Timed = Callable[[Sequence[Callable[[int], Any]]], list[float]]
 """Calls -> microseconds of each."""
@@ -34,7 +34,7 @@ def _on_gpu(ways: Sequence[Callable[[int], Any]]) -> list[float]:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and notes the distinct problems of its raced calls."""
+    """Runs a graph and records the distinct problems of its raced calls."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
@@ -56,15 +56,15 @@ def _summary(value: Any) -> Any:
 
 
 def race(fused: fx.GraphModule, inputs: list[Any], timed: Timed = _on_gpu) -> list[dict[str, Any]]:
-    """Time both ways of each distinct call, and write the faster one into the graph.
+    """Time both variants of each distinct call, and write the faster one into the graph.
 
     Args:
         fused: its calls are changed in place.
         inputs: flat examples.
-        timed: what times calls.
+        timed: function that times calls.
 
     Returns:
-        One row a distinct problem, as of choose.choose.
+        One row per distinct problem, as in choose.choose.
     """
     if scope().invariant or scope().preferred is not None:
         return []

@@ -1,13 +1,13 @@
-"""`optimize`: a torch.nn model on our operators, as fast as they are, with the reasons for all that was done and left.
+"""`optimize`: runs a torch.nn model on our operators, as fast as possible, and reports all decisions with their reasons.
 
-    model -> traced (trace.py) -> groups of calls (patterns.py) -> calls of our operators (lower.py, emit.py)
+    model -> traced (trace.py) -> groups of calls (walk.py) -> calls of our operators (lower.py, emit.py)
           -> implementations measured (choose.py) -> one CUDA graph (captured.py) -> compared with the float model (check.py)
           -> timed beside it (judge.py) -> called by shapes (optimized.py)
 
-The user's model is never changed: a copy is cast to the precision, and the float model's own parameters are what is folded. A
-model that is no graph is optimised child by child (partial.py).
+The user's model is never changed: a copy is cast to the precision, and folding uses the float model's own parameters. A model
+that cannot be traced as a graph is optimised child by child (partial.py).
 
-Refuses: training, models on several devices.
+Refuses training, and models on several devices.
 """
 
 import copy
@@ -52,34 +52,38 @@ def optimize(
     copy_outputs: bool = True, search: int | None = 4, tune: bool = False, compiled: bool | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized:  # fmt: skip
-    """A model for inference that computes what `model` does, on our operators: a module with the model's own call.
+    """Optimise a model for inference. The result is a module that is called like `model` and computes the same.
 
     Args:
-        model: any torch.nn.Module; it is copied, and stays as it is.
-        example_inputs: its arguments: its one tensor, a tuple of arguments, or a dict of arguments by name.
-        precision: of weights and activations: fp32, fp16, bf16; int8: fp16 with quantised products (quantise.py). None: fp16 on
-            a GPU, fp32 on a CPU.
-        example_kwargs: arguments by name, beside a tuple.
-        report: print it when done; it stays in `.report`, as text and JSON.
-        tolerance: relative RMS error of outputs that is allowed; None: what the precision is allowed (check.TOLERANCES).
+        model: any torch.nn.Module; it is copied, and not changed.
+        example_inputs: its arguments: a single tensor, a tuple of arguments, or a dict of arguments by name.
+        precision: of weights and activations: fp32, fp16, bf16, or int8 (fp16 with quantised products, see quantise.py). None:
+            fp16 on a GPU, fp32 on a CPU.
+        example_kwargs: further arguments by name, in addition to a tuple.
+        report: print the report when done; in any case it is in `.report`, as text and JSON.
+        tolerance: allowed relative RMS error of outputs; None: the tolerance of the precision (check.TOLERANCES).
         dynamic: which dimensions may differ from the examples' in calls that get a graph of their own: True for all, False for
-            none, {0: [0], "mask": [0, 1]} for those of arguments by place or name. Other calls run the model as given.
-        max_shapes: for how many combinations of shapes graphs are made, each at its first call.
-        measure: time the graph beside the model as given, and let the faster one answer. None: yes, but not with
-            compiled=False on a CPU, which asks for the operators one by one.
+            none, {0: [0], "mask": [0, 1]} for dimensions of arguments by position or name. Other calls run the original model.
+        max_shapes: the highest number of combinations of shapes with a graph; each graph is made at the first such call.
+        measure: time the graph beside the original model, and use the faster one. None: yes, except with compiled=False on a
+            CPU, which runs the operators one by one.
         graph: whether to capture a CUDA graph; None: on a GPU.
-        copy_outputs: whether results outlive the next call; without, one launch less for each, and calls from one thread alone.
-        search: on a GPU: measure for each launch the implementations that take it, and so many configs more that the model
-            ranks first; 0 for the implementations alone, None for no measuring.
-        tune: on a GPU: search every launch of the model thoroughly first (minutes), into the user's database (tuning.py).
-        compiled: on a CPU: whether Inductor compiles the whole graph, weights packed; None for yes. Else operators run singly.
-        progress: told in words how far `tune` is; None: it searches in silence.
+        copy_outputs: whether results stay valid after the next call. False saves one launch per result, but then all calls must
+            come from one thread.
+        search: on a GPU: for each launch, measure all implementations that accept it, and this many of the model's best configs
+            in addition; 0: implementations only; None: measure nothing.
+        tune: on a GPU: first search every launch of the model thoroughly (takes minutes); results go into the user's tuning
+            database (tuning.py).
+        compiled: on a CPU: whether Inductor compiles the whole graph, with packed weights; None: yes. Otherwise operators run
+            one by one.
+        progress: called with a text as `tune` advances; None: no messages.
 
     Raises:
-        ValueError: no torch.nn.Module, or one of TorchScript, which has no Python to trace; an option that is none, no inputs,
-            parameters without a shape yet, several devices, a model that fails, a call that torch has not in the precision.
-        Untraceable: nothing of the model can be traced; the user's line.
-        check.Inaccurate: the outputs are too far from the float model's; the guilty layer.
+        ValueError: `model` is not a torch.nn.Module, or it is TorchScript, which has no Python code to trace; an invalid
+            option; no inputs; parameters without a shape; several devices; a model that fails, or a call that torch does not
+            support in the precision.
+        Untraceable: no part of the model can be traced; the message has the user's line.
+        check.Inaccurate: the outputs are too far from the float model's; the message names the layer that is to blame.
     """
     _checked(model)
     args, kwargs = _arguments(example_inputs, example_kwargs)
@@ -95,10 +99,10 @@ def optimize(
 def _optimized(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
-    """Of a copy of the model. Raises as `optimize`."""
+    """Optimise a copy of the model. Raises as `optimize`."""
     start = time.perf_counter()
     model = copy_of(model).eval().requires_grad_(False)
-    # Streams, graphs and launches are the current device's.
+    # Streams, graphs and launches belong to the current device.
     with BUILDING, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         done = _whole_or_parts(model, args, kwargs, settings, device)
     done.keep_examples(args, kwargs)
@@ -109,7 +113,7 @@ def _optimized(
 
 
 def _arguments(inputs: Any, named: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of the examples."""
+    """(args, kwargs) of the example inputs."""
     if isinstance(inputs, Mapping):
         return (), {**inputs, **(named or {})}
     if not isinstance(inputs, Tensor | tuple | list):
@@ -121,7 +125,7 @@ def _arguments(inputs: Any, named: Mapping[str, Any] | None) -> tuple[tuple[Any,
 
 
 def _settings(device: torch.device, precision: str | None, **asked: Any) -> Settings:
-    """What was asked for, with the device's defaults. Raises ValueError: it cannot be had there."""
+    """The options, with the device's defaults filled in. Raises ValueError if the device does not support one."""
     gpu = device.type == "cuda"
     precision = precision or ("fp16" if gpu else "fp32")
     if precision not in PRECISIONS:
@@ -155,12 +159,12 @@ def _settings(device: torch.device, precision: str | None, **asked: Any) -> Sett
 def _whole_or_parts(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
-    """As one graph, or child by child. Raises as `optimize`."""
+    """Optimise the model as one graph, or child by child. Raises as `optimize`."""
     try:
         return _whole(model, args, kwargs, settings, device)
     except Untraceable as error:
         why = error
-    except NotImplementedError as error:  # torch's kernels for 16 bits on a CPU are not all there
+    except NotImplementedError as error:  # on a CPU torch lacks some kernels for 16 bits
         reason = str(error).strip().split("\n")[0]
         words = f"optimize: torch cannot run the model in {settings.precision} on {device}: {reason}; take another"
         raise ValueError(words) from error
@@ -181,7 +185,7 @@ def _facts(settings: Settings, device: str) -> dict[str, Any]:
 
 
 def _checked(model: Any) -> None:
-    """Raises ValueError: nothing that can be copied and traced."""
+    """Raises ValueError if the model cannot be copied and traced."""
     if isinstance(model, torch.jit.ScriptModule) or not isinstance(model, nn.Module):
         raise ValueError(f"optimize: wanted a torch.nn.Module with Python code of its own; got {type(model).__name__}")
     lazy = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
@@ -190,7 +194,8 @@ def _checked(model: Any) -> None:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy; what a module has computed and keeps (torch.nn.utils.weight_norm) without its history, which has none."""
+    """A deep copy. Tensors that a module has computed and stored (torch.nn.utils.weight_norm) are copied without autograd
+    history."""
     kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf)
     return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
 
@@ -206,14 +211,14 @@ def _device(model: nn.Module, inputs: Any) -> torch.device:
 
 
 def _compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report) -> Any:
-    """The graph through Inductor, weights packed as constants; torch.compile loses `freezing` when it is given as an option.
+    """The graph compiled by Inductor, with weights packed as constants (torch.compile loses `freezing` if it is an option).
 
-    Where Inductor itself fails when it packs them (torch 2.13: convolutions of single pixels in 16 bits, which are products),
-    without that, and the report says so. Nothing guards the code: it is called with tensors that lie as the examples do, and
-    must not be compiled anew, without packing, because a caller is in another mode.
+    If Inductor fails to pack them (torch 2.13: convolutions of single pixels in 16 bits, which are products), the graph is
+    compiled without packing, and the report says so. There are no guards: the code is called with tensors in the examples'
+    layout, and must not be compiled again without packing because a caller is in another mode.
     """
     from torch._dynamo.exc import BackendCompilerFailed
-    from torch._inductor import config  # seconds to import, and for CPUs alone
+    from torch._inductor import config  # the import takes seconds, and is needed on CPUs only
 
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     called = torch.compile(fused, fullgraph=True, options=options)
@@ -222,7 +227,7 @@ def _compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report) -> Any:
             called(*flat)
     except BackendCompilerFailed as error:
         reason = str(error.inner_exception).strip().split("\n")[0]
-        found.facts["compiled"] = f"by Inductor, weights as they are, for it fails to pack them: {reason}"
+        found.facts["compiled"] = f"by Inductor, without packing weights, which fails: {reason}"
         called = torch.compile(fused, fullgraph=True, options=options)
         with torch.no_grad():
             called(*flat)
@@ -232,7 +237,7 @@ def _compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report) -> Any:
 def _whole(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
-    """A module that can be traced, as one graph. Raises Untraceable."""
+    """A module that can be traced, optimised as one graph. Raises Untraceable."""
     done = Optimized(model, settings, device, _made)
     done.first_call(args, dict(kwargs))
     done.report = replace(done.made[0].report, own_shapes=done.report.own_shapes)
@@ -240,7 +245,7 @@ def _whole(
 
 
 def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Made:
-    """A graph of a module for arguments, checked and timed. Raises as `optimize`."""
+    """A graph of a module for these arguments, checked and timed. Raises as `optimize`."""
     model, settings = owner.model, owner.settings
     tensors, _ = flatten((args, dict(kwargs)))
     right = right_outputs(model, args, kwargs)
@@ -265,7 +270,7 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if right.words:
         found.facts["differs"] = right.words
     if traced.mutated:
-        found.facts["not written"] = f"inputs that the model writes to stay as they are: {', '.join(traced.mutated)}"
+        found.facts["not written"] = f"inputs that only the model as given writes to: {', '.join(traced.mutated)}"
     owner.writes, owner.layers_only = owner.writes or bool(traced.mutated), owner.layers_only or right.layers_only
     rivals = None
     if settings.graph and settings.measure and not settings.quantised:
@@ -277,7 +282,7 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def _checked_capture(
     owner: Optimized, exact: Traced, fused: fx.GraphModule, traced: Traced, tensors: list[Tensor], right: Right, found: Report
 ) -> Captured:
-    """The lowered graph with its implementations chosen, captured, and compared with the right outputs. Raises Inaccurate."""
+    """The lowered graph with implementations chosen, captured, and compared with the right outputs. Raises Inaccurate."""
     settings = owner.settings
     fused = _chosen(fused, tensors, right, found, settings)
     share_weights(fused, (made.captured.fused for made in owner.made if made.captured is not None))
@@ -301,10 +306,10 @@ def _checked_capture(
 
 
 def _chosen(fused: fx.GraphModule, flat: list[Tensor], right: Right, found: Report, settings: Settings) -> fx.GraphModule:
-    """The graph with everything that is measured decided."""
+    """The graph after all decisions that need measurements."""
     if not settings.compiled:
         assemble(fused, found)
-    # As it is before measuring moves sums into norms: in int8 norms write codes.
+    # Before measuring moves sums into norms: in int8, norms quantise instead.
     plain = _copied(fused) if settings.quantised else None
     if settings.tune:
         found.tuned = tune_calls(lambda: fused(*flat), progress=settings.progress)
@@ -335,7 +340,7 @@ def _faster(
     owner: Optimized, captured: Captured, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any],
     found: Report, rivals: Rivals | None,
 ) -> Made:  # fmt: skip
-    """The graph, or what takes less: torch's own calls in the precision, or the model as given."""
+    """The fastest of the graph, torch's own calls in the precision, and the original model."""
     if not owner.settings.measure:
         return Made(captured, "", found)
     ours, given = timed_us((lambda: captured(tensors), lambda: owner.as_given(*args, **kwargs)), owner.device)
@@ -344,9 +349,7 @@ def _faster(
         (captured, "") if rivals is None else fastest(captured, tensors, rivals, found, partial(_compiled, found=found))
     )
     if name:
-        found.facts["speed"] = (
-            f"{name} is faster, and answers: {found.facts['rivals']}; the model as given {given / 1e3:.3f} ms"
-        )
+        found.facts["speed"] = f"{name} is faster and is used: {found.facts['rivals']}; the model as given {given / 1e3:.3f} ms"
         return Made(best, found.facts["speed"], found)
     if ours <= NOISE * given:
         found.facts["speed"] = f"{words}: {given / ours:.2f} times as fast"
@@ -358,7 +361,7 @@ def _faster(
 
 
 def _copied(fused: fx.GraphModule) -> fx.GraphModule:
-    """The same calls on the same parameters, as a graph of its own."""
+    """The same calls on the same parameters, as a separate graph."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(fused.graph, {}))
     return fx.GraphModule(fused, graph)
@@ -368,7 +371,7 @@ def lowered(
     model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report,
     refused: frozenset[str] = frozenset(),
 ) -> tuple[fx.GraphModule, Traced]:  # fmt: skip
-    """(the optimised graph without the fusions that are refused by their anchors, what was traced in `dtype`)."""
+    """(the optimised graph, without fusions whose anchors are refused; the model traced in `dtype`)."""
     to_dtype = partial(cast, dtype)
     given = flatten((tuple(args), dict(kwargs)))[0]
     traced = exact

@@ -1,14 +1,14 @@
-"""What `optimize` returns: a module that is called as the user's was, from any number of threads and streams.
+"""The result of `optimize`: a module that is called like the user's, from any number of threads and streams.
 
-Each combination of input shapes, dtypes and other arguments has a graph of its own (captured.py). The first one is made from
-the examples. A call with a new combination makes one more, which is checked against the model as given on that call's inputs
-like the first; up to `max_shapes`, and as far as `dynamic` lets dimensions vary. All other calls run the model as given: the
-float model, in evaluation, in its own dtype. `report.shapes` has a row for each combination, with the reason and the number of
-calls.
+Each combination of input shapes, dtypes and other arguments has its own graph (captured.py). The first one is made from the
+example inputs. A call with a new combination makes another, up to `max_shapes`, and if `dynamic` allows these dimensions to
+vary; like the first, it is checked against the original model on that call's inputs. All other calls run the original model:
+the float model, in evaluation, in its own dtype. `report.shapes` has a row for each combination, with the reason and the number
+of calls.
 
-Floating-point inputs are cast to the examples' dtype; outputs have the dtypes that the float model gives.
+Floating-point inputs are cast to the examples' dtype; outputs have the dtypes of the float model's outputs.
 
-Refuses: gradients, moves to another device or dtype, other weights, copies and pickling (`save` writes a file instead).
+Refuses gradients, moves to another device or dtype, other weights, copies and pickling (`save` writes a file instead).
 """
 
 import threading
@@ -29,16 +29,16 @@ from tilewright.fuse.trace import without_fast_path
 __all__ = ["BUILDING", "Made", "Optimized", "described"]
 
 BUILDING = threading.RLock()
-"""Whoever makes a graph holds it: torch.export, Inductor's settings and the TF32 flags are those of the whole process."""
+"""Held while a graph is made, because torch.export, Inductor's settings and TF32 flags are global to the process."""
 
 
 class Made(NamedTuple):
     """A graph for one combination of inputs."""
 
     captured: Captured | None
-    """None where the model as given is faster."""
+    """None if the original model is faster."""
     reason: str
-    """How fast it is, where that was measured."""
+    """How fast it is, if this was measured."""
     report: Report
 
 
@@ -46,13 +46,13 @@ Make = Callable[["Optimized", tuple[Any, ...], Mapping[str, Any]], Made]
 
 
 class Optimized(nn.Module):
-    """The user's model on our operators.
+    """The user's model, running on our operators.
 
     Args:
-        model: the float model as given, a copy of the user's in evaluation. It runs what no graph does.
-        settings: of all graphs.
+        model: the original float model: a copy of the user's, in evaluation. It runs calls without a graph.
+        settings: settings of all graphs.
         device: where the model is.
-        make: makes a graph of the model for arguments. What it raises is the reason to run the model as given.
+        make: makes a graph of the model for given arguments. An error that it raises is the reason to run the original model.
     """
 
     model: nn.Module
@@ -72,25 +72,25 @@ class Optimized(nn.Module):
 
     @property
     def captured(self) -> torch.cuda.CUDAGraph | None:
-        """The examples' CUDA graph, where there is one."""
+        """The CUDA graph for the example inputs, if there is one."""
         first = self.made[0].captured if self.made else None
         return None if first is None else first.graph
 
     @property
     def fused(self) -> fx.GraphModule:
-        """The examples' graph. Raises ValueError where the model as given is faster."""
+        """The graph for the example inputs. Raises ValueError if the original model is faster."""
         first = self.made[0].captured if self.made else None
         if first is None:
-            raise ValueError("optimized model: it has no graph, for the model as given is faster; measure=False keeps it")
+            raise ValueError("optimized model: it has no graph, because the model as given is faster; measure=False keeps it")
         return first.fused
 
     # ---- calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's call.
+        """Call the model as the user's.
 
         Raises:
-            ValueError: a gradient is asked for, inputs on another device, or an argument that cannot be compared.
+            ValueError: an input requires a gradient or is on another device, or an argument cannot be compared.
         """
         key: Any = () if kwargs else tuple([(a.shape, a.dtype) for a in args if type(a) is Tensor])
         tensors: Sequence[Tensor] = args
@@ -104,7 +104,7 @@ class Optimized(nn.Module):
         return self.as_given(*args, **kwargs) if captured is None else captured(tensors)
 
     def as_given(self, *args: Any, **kwargs: Any) -> Any:
-        """The float model's own call, without gradients."""
+        """The original float model's call, without gradients."""
         tensors, structure = flatten((args, kwargs))
         moved = [t.clone() if self.writes else t for t in self._placed(tensors, always=True)]
         args, kwargs = rebuild(structure, moved)
@@ -112,7 +112,7 @@ class Optimized(nn.Module):
             return self._own(self.model(*args, **kwargs))
 
     def _own(self, outputs: Any) -> Any:
-        """Outputs as the user may have them: what is a weight of the model, or a view of one, is copied."""
+        """Outputs that the user may change: those that are a weight of the model, or a view of one, are copied."""
         if self._held is None:
             weights = (*self.model.parameters(), *self.model.buffers())
             self._held = {t.untyped_storage().data_ptr() for t in weights if t.numel()}
@@ -122,12 +122,12 @@ class Optimized(nn.Module):
         return rebuild(structure, [t.clone() for t in tensors])
 
     def _placed(self, tensors: Sequence[Tensor], always: bool = False) -> Sequence[Tensor]:
-        """The tensors, as far as they may be given; those of the host on the GPU where nothing copies them in."""
+        """The checked tensors; host tensors are moved to the GPU if nothing else copies them."""
         if torch.is_grad_enabled():
             for at, t in enumerate(tensors):
                 if t.requires_grad:
                     raise ValueError(
-                        f"optimized model: input {at} asks for a gradient, and an optimised model is for inference only: call "
+                        f"optimized model: input {at} requires a gradient, and an optimised model is for inference only: call "
                         "it under torch.no_grad(), or train the model that it came from"
                     )
         elsewhere = [at for at, t in enumerate(tensors) if t.device != self.device]
@@ -140,12 +140,12 @@ class Optimized(nn.Module):
     # ---- shapes
 
     def first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the examples' graph. Raises as `make` does."""
+        """Make the graph for the example inputs. Raises as `make` does."""
         tensors, structure = flatten((args, kwargs))
         self._first_seen((structure, tuple([(t.shape, t.dtype) for t in tensors])), args, kwargs)
 
     def _first_seen(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Shape, Captured | None]:
-        """What runs a call whose key is not known."""
+        """The graph or original model for a call with an unknown combination of inputs."""
         named = {name: kwargs[name] for name in sorted(kwargs)}
         tensors, structure = flatten((args, named))
         whole = structure, tuple((t.shape, "float" if t.is_floating_point() else t.dtype) for t in tensors)
@@ -165,7 +165,7 @@ class Optimized(nn.Module):
             return self._known[whole]
 
     def _refusal(self, structure: Structure, tensors: Sequence[Tensor]) -> str | None:
-        """Why no graph is made for a new combination of inputs."""
+        """Why no graph is made for a new combination of inputs; None if one is made."""
         if self._example is None:
             return None
         dynamic, (like, shapes) = self.settings.dynamic, self._example
@@ -174,18 +174,18 @@ class Optimized(nn.Module):
         if dynamic is True:
             return None
         if dynamic is False or structure != like:
-            return f"dynamic={dynamic!r} allows no others than the examples'"
+            return f"dynamic={dynamic!r} allows only the examples' shapes"
         args, kwargs = rebuild(structure, range(len(tensors)))
         places = {**dict(enumerate(args)), **kwargs}
         free = {place: dynamic[name] for name, place in places.items() if name in dynamic and isinstance(place, int)}
         for at, (t, wanted) in enumerate(zip(tensors, shapes, strict=True)):
             may = {d % max(1, t.dim()) for d in free.get(at, ())}
             if t.dim() != len(wanted) or any(t.shape[d] != wanted[d] and d not in may for d in range(t.dim())):
-                return f"dynamic={dynamic!r} does not let these dimensions vary"
+                return f"dynamic={dynamic!r} does not allow these dimensions to vary"
         return None
 
     def _other(self, why: str) -> Shape:
-        """The row of all calls that get no graph for a reason."""
+        """The row for all calls that get no graph for the same reason."""
         if why not in self._others:
             self._others[why] = Shape("others", False, why)
             self.report.own_shapes.append(self._others[why])
@@ -194,14 +194,14 @@ class Optimized(nn.Module):
     def _made(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], structure: Structure
     ) -> tuple[Shape, Captured | None]:
-        """A graph for a new combination of inputs, or the reason why there is none. The first one's errors are raised."""
+        """A graph for a new combination of inputs, or the reason why there is none. Errors of the first one are raised."""
         first, words = self._example is None, described(tensors, structure)
         args, kwargs = rebuild(structure, [t.to(self.device) for t in tensors])
         if first:
             made = self.make(self, args, kwargs)
             self._example = structure, tuple(t.shape for t in tensors)
         else:
-            self.as_given(*args, **kwargs)  # what the user's code raises is the user's, and no reason
+            self.as_given(*args, **kwargs)  # an error of the user's own code is raised, and is not a reason
             try:
                 made = self.make(self, args, kwargs)
             except (ValueError, RuntimeError) as error:
@@ -212,15 +212,15 @@ class Optimized(nn.Module):
         self.report.own_shapes.append(Shape(words, made.captured is not None, made.reason, None if first else made.report))
         return self.report.own_shapes[-1], made.captured
 
-    # ---- what else a module can be asked for
+    # ---- other methods of a module
 
     def keep_examples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep copies of the examples on the host, for `save`."""
+        """Keep copies of the example inputs on the host, for `save`."""
         tensors, structure = flatten((args, dict(kwargs)))
         self.examples = [t.detach().to("cpu", copy=True) for t in tensors], structure
 
     def __getattr__(self, name: str) -> Any:
-        """Data and modules of the model as given (`config`, `weight`). Raises AttributeError: of its methods."""
+        """Data and modules of the original model (`config`, `weight`). Raises AttributeError for its methods."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -230,48 +230,48 @@ class Optimized(nn.Module):
         found = getattr(model, name)
         if callable(found) and not isinstance(found, nn.Module):
             raise AttributeError(
-                f"optimized model: {name} is a method of {type(model).__name__}, and its call alone is optimised: call {name} "
+                f"optimized model: {name} is a method of {type(model).__name__}, and only its call is optimised: call {name} "
                 "of the model that it came from"
             )
         return found
 
     def train(self, mode: bool = True) -> Self:
-        """Nothing: an optimised model is for inference, in whatever mode the model around it is."""
+        """Does nothing: an optimised model is for inference, whatever the mode of the model around it."""
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The float model's, under the user's names."""
+        """The float model's state dict, with the user's names."""
         return self.model.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Of `load_state_dict`, its own or that of a module around it. Raises ValueError: weights are folded."""
+        """Called by `load_state_dict` of this module or of one around it. Raises ValueError, because weights are folded."""
         raise ValueError(
-            "optimized model: its weights are folded into its graphs, and others cannot be loaded: load them into the model "
-            "that it came from, and optimise that once more"
+            "optimized model: its weights are folded into its graphs, so others cannot be loaded: load them into the model "
+            "that it came from, and optimise that one again"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A move or a cast that changes nothing. Raises ValueError: it would; the graphs read what is there."""
+        """A move or cast, which must change nothing. Raises ValueError if it would, because graphs use the present tensors."""
         held = {(t.dtype, t.device) for t in (*self.model.parameters(), *self.model.buffers())}
         for dtype, device in held:
             probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
                 raise ValueError(
                     f"optimized model: its graphs are for {self.settings.precision} on {self.device}, and it cannot be moved "
-                    "or cast: move or cast the model that it came from, and optimise that once more"
+                    "or cast: move or cast the model that it came from, and optimise that one again"
                 )
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: it has graphs, which are this process's."""
+        """Raises TypeError: CUDA graphs belong to this process."""
         raise TypeError(
             "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing): save(path) writes "
             "a file that tilewright.load_optimized(path, model) reads in any process; threads can share the one that is there"
         )
 
     def save(self, path: str | Path) -> None:
-        """Write what `load_optimized` makes it from again (saved.py). Raises ValueError: something cannot be written."""
-        from tilewright.fuse.saved import save  # which builds models of this class
+        """Write a file for `load_optimized` (saved.py). Raises ValueError if something cannot be written."""
+        from tilewright.fuse.saved import save  # imports this class
 
         save(self, path)
 
@@ -296,6 +296,6 @@ def _unhashable(structure: Structure) -> list[str]:
 
 
 def described(tensors: Sequence[Tensor], structure: Structure) -> str:
-    """Inputs in words: `[3, 8] float32, scale 2.0`."""
+    """Inputs as text: `[3, 8] float32, scale 2.0`."""
     args, kwargs = rebuild(structure, [f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors])
     return ", ".join([str(a) for a in args] + [f"{name} {value}" for name, value in kwargs.items()])

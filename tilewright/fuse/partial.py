@@ -1,10 +1,11 @@
-"""A model that is no graph as a whole: the children that are, optimised one by one; the rest runs as the user wrote it.
+"""Optimises a model that cannot be traced as a whole: its children, one by one; the rest runs as the user wrote it.
 
-Each child's arguments are recorded in one call of the model. A child that cannot be traced either is taken apart in turn. What
-stays eager stays in the user's own dtype, and is listed in the report with the reason. An optimised child makes graphs for
-further shapes as a whole model does, and keeps the child as given for all others.
+Each child's arguments are recorded in one call of the model. If a child cannot be traced either, its own children are tried.
+What
+stays eager keeps the user's own dtype, and is listed in the report with the reason. Like a whole model, an optimised child
+makes graphs for further shapes, and uses the original child for all others.
 
-Refuses: children that write to their inputs (an optimised one works on copies), that are called by other ways than
+Refuses children that write to their inputs (an optimised child works on copies), that are called in other ways than
 `child(...)`, or whose methods the model's own code calls.
 """
 
@@ -32,13 +33,13 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Partial(Optimized):
-    """The user's own module, some children of which are optimised.
+    """The user's own module with some optimised children.
 
     Args:
         model: a copy of the user's.
-        settings: of its children.
+        settings: settings of its children.
         device: where it is.
-        report: what was decided.
+        report: the decisions.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, device: torch.device, report: Report):
@@ -46,14 +47,14 @@ class Partial(Optimized):
         self.report, self.turns = report, None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The user's call."""
+        """Call the model as the user's."""
         self._placed(flatten((args, kwargs))[0])
         with plainly(self.device):
             return self.model(*args, **kwargs)
 
 
 def _never(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A model that is no graph makes none."""
+    """Never called: a model that cannot be traced has no graph of its own."""
     raise AssertionError("it calls its children's")
 
 
@@ -79,17 +80,17 @@ def _copies(value: Any) -> Any:
 
 
 class _Children:
-    """Goes through a model's children and puts optimised ones in their place."""
+    """Goes through a model's children and replaces them by optimised ones."""
 
     def __init__(
         self, calls: dict[nn.Module, list[Call]], settings: Settings, device: torch.device, whole: Whole, report: Report
     ):  # fmt: skip
         self.calls, self.settings, self.device, self.whole, self.report = calls, settings, device, whole, report
         self.done: dict[nn.Module, Optimized | None] = {}
-        """What became of a module, which may be a child in several places."""
+        """The result for each module, which may be a child in several places."""
 
     def visit(self, parent: nn.Module, path: str) -> None:
-        """The children of a module that is no graph itself."""
+        """Optimise the children of a module that cannot be traced itself."""
         for name, child in list(parent._modules.items()):
             if child is None:
                 continue
@@ -107,7 +108,7 @@ class _Children:
             return self._eager(where, "the model does not call it")
         if not flatten(calls[0])[0]:
             return self._eager(where, "it is called without tensors")
-        # The model reads a result of one call after the next one.
+        # The model may read the result of one call after the next call.
         settings = self.settings._replace(copy_outputs=self.settings.copy_outputs or len(calls) > 1)
         try:
             done = self.whole(child, *calls[0], settings, self.device)
@@ -118,7 +119,7 @@ class _Children:
         if done.made[0].captured is None:
             return self._eager(where, done.report.facts["speed"])
         if not any(launch["op"] in _OURS for launch in done.report.launches):
-            return self._eager(where, "none of our operators is in it")
+            return self._eager(where, "it contains none of our operators")
         if done.writes:
             self._eager(where, "it writes to its inputs, which the model around it may read")
             self.visit(child, where)
@@ -130,7 +131,7 @@ class _Children:
         self.report.add(where, "eager", where, False, reason)
 
     def _merge(self, found: Report, where: str) -> None:
-        self.report.add(where, "capture", where, True, "optimised by itself: the model around it is no graph")
+        self.report.add(where, "capture", where, True, "optimised separately, because the model around it cannot be traced")
         self.report.children[where] = found
         self.report.decisions += [replace(d, anchor=f"{where}.{d.anchor}") for d in found.decisions]
         self.report.launches += [{**launch, "layer": f"{where}.{launch['layer']}"} for launch in found.launches]
@@ -147,19 +148,19 @@ def optimize_children(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device,
     why: Untraceable, whole: Whole,
 ) -> Partial:  # fmt: skip
-    """A model whose children are optimised as far as they are graphs.
+    """Optimise those children of a model that can be traced.
 
     Args:
         model: a copy of the user's; it is changed.
         args: example arguments.
-        kwargs: the same by name.
+        kwargs: example arguments by name.
         settings: for each child.
         device: where the model is.
-        why: why the model is no graph.
-        whole: what optimises a module that is one.
+        why: why the model itself cannot be traced.
+        whole: function that optimises a module that can be traced.
 
     Raises:
-        Untraceable: nothing in it is a graph.
+        Untraceable: no part of it can be traced.
         Inaccurate: the outputs are too far from the float model's.
     """
     report = Report()
@@ -170,7 +171,7 @@ def optimize_children(
     children.visit(model, "")
     if all(found is None for found in children.done.values()):
         reasons = "; ".join(f"{d.anchor}: {d.reason}" for d in report.decisions[1:]) or "it has no children"
-        raise Untraceable(f"{why}. Nothing of it can be optimised by itself: {reasons}") from why
+        raise Untraceable(f"{why}. None of its children can be optimised either: {reasons}") from why
     done = Partial(model, settings, device, report)
     try:
         got = called_on_copies(done, args, kwargs)
@@ -186,11 +187,11 @@ def optimize_children(
 
 
 def _native(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> Any:
-    """What torch's own model gives in the precision, of a copy; None where it cannot be run in that."""
+    """The outputs of torch's own model in the precision, from a copy; None if it cannot run in that precision."""
     tensors, structure = flatten((args, dict(kwargs)))
     given, named = rebuild(structure, [cast(settings.dtype, t.clone()) for t in tensors])
     try:
         with torch.no_grad():
             return copy.deepcopy(model).to(settings.dtype)(*given, **named)
-    except (RuntimeError, ValueError, TypeError):  # kernels that torch does not have, code that asks for float32
+    except (RuntimeError, ValueError, TypeError):  # torch lacks a kernel, or the model's code needs float32
         return None

@@ -1,7 +1,8 @@
-"""Values of the float graph that stand somewhere inside of what one node of the fused graph gives.
+"""Values of the float graph that are only a part of the result of one node of the fused graph.
 
-A product of linears that are merged gives the columns of each; rows may lie in another order than the float model has them. The
-node's `meta[FLOAT_PARTS]` says which value is where, so that it can be compared (check.layer_errors).
+A product of merged linears gives the columns of each of them; its rows may be in another order than in the float model. The
+node's
+`meta[FLOAT_PARTS]` says where each value is, so that it can be compared (check.layer_errors).
 """
 
 from typing import NamedTuple
@@ -15,17 +16,17 @@ FLOAT_PARTS = "float_parts"
 
 
 class Part(NamedTuple):
-    """One value, and where it stands."""
+    """One value, and where it is."""
 
     node: str
     """Name in the float graph."""
     anchor: str
-    """The name of the one that its layer is called by."""
+    """The name of the node after which its layer is called."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Elements of the fused node's memory."""
+    """Positions of its elements in the fused node's memory."""
 
     def of(self, given: Tensor) -> Tensor:
-        """The value in what the fused node gave, as a view of that."""
+        """The value within the result of the fused node, as a view."""
         return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)

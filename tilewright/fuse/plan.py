@@ -1,6 +1,6 @@
-"""What a graph becomes, as data: which calls go into one launch, and what is decided about every call.
+"""The plan for a graph, as data: which calls go into one launch, and the decision about every call.
 
-walk.py makes a plan, lower.py and post_grad.py build what it says.
+walk.py makes a plan; lower.py and post_grad.py build it.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from tilewright.fuse.naming import layer_name
 __all__ = ["FUSED", "LEFT", "QUIET", "Fold", "Gate", "Group", "Plan", "Unbuilt", "merge_name"]
 
 FUSED = "anchor"
-"""Kind of the decision about an anchor itself."""
+"""Kind of a decision about an anchor itself."""
 LEFT = "torch"
-"""Kind of the decision about a call that stays torch's, and is no part of any epilogue."""
+"""Kind of a decision about a call that remains torch's and is not part of an epilogue."""
 QUIET = ("view", "constant", "unread", "inside", "inductor")
-"""Kinds of decisions that a plan has and a summary does not: about calls that cost nothing, or are a part of something else."""
+"""Kinds of decisions that a summary omits: about calls that cost nothing, or belong to something else."""
 
 
 class Unbuilt(ValueError):
-    """A fusion that cannot be built as it was planned: these nodes are not to be fused, for that reason."""
+    """A fusion that cannot be built as planned: these nodes must not be fused, for this reason."""
 
     def __init__(self, reason: str, *nodes: Node):
         super().__init__(reason)
@@ -33,43 +33,43 @@ class Unbuilt(ValueError):
 
 
 def merge_name(linear: Node) -> str:
-    """What a plan is told where a linear is not to be merged with others."""
+    """The name by which a plan refuses to merge a linear with others."""
     return f"{linear.name} with others"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """What is folded into the weight and the bias of a product or convolution."""
+    """An operation that is folded into the weight and the bias of a product or convolution."""
 
     kind: str
     """batch_norm, scale, bias."""
     operands: tuple[Any, ...]
-    """batch_norm: (weight, bias, mean, variance); scale and bias: the one operand. Nodes, numbers or None."""
+    """batch_norm: (weight, bias, mean, variance); scale and bias: one operand. Nodes, numbers or None."""
     spread: Spread | None = None
-    """How the operands' numbers belong to the columns; None for a number."""
+    """How the operands' numbers map to the columns; None for a number."""
     eps: float = 0.0
     node: Node
-    """The call whose value is behind it."""
+    """The call whose value includes it."""
 
 
 @dataclass
 class Group:
-    """An anchor and what is fused with it."""
+    """An anchor and the calls fused with it."""
 
     anchor: Anchor
     folds: list[Fold] = field(default_factory=list)
-    """In order."""
+    """In the order in which they apply."""
     activation: str = "none"
     residual: Node | None = None
     """The other operand of the sum."""
     moved: bool = False
     """Whether the anchor's bias is added elsewhere (moved_bias.py)."""
     plus: list[Node] = field(default_factory=list)
-    """Of a norm: biases of products that it adds to its own."""
+    """For a norm: biases of products that it adds to its own."""
     minus: list[Node] = field(default_factory=list)
-    """Of a product: what its input has too much, by such biases."""
+    """For a product: biases that its input contains in addition, and that it has to subtract."""
     chain: list[Node] = field(default_factory=list)
-    """Calls behind the anchor, in order, views among them; the last one's value is the group's."""
+    """Calls after the anchor, in order, including views; the last one's value is the group's."""
 
     @property
     def name(self) -> str:
@@ -78,21 +78,21 @@ class Group:
 
     @property
     def last(self) -> Node:
-        """Whose value the group computes."""
+        """The node whose value the group computes."""
         return self.chain[-1] if self.chain else self.anchor.node
 
     @property
     def plain(self) -> bool:
-        """Whether it is its anchor alone."""
+        """Whether it consists of its anchor alone."""
         return not self.chain
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All calls that it stands for, in the graph's order but for what lies inside of the anchor."""
+        """All calls that belong to it, in the graph's order, except for calls inside of the anchor."""
         return (*reversed(self.anchor.inside), self.anchor.node, *self.chain)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """As values for JSON."""
         a = self.anchor
         folds = [{"kind": f.kind, "operands": [str(o) for o in f.operands]} for f in self.folds]
         return {
@@ -104,53 +104,53 @@ class Group:
 
 @dataclass
 class Gate:
-    """act(gate) * up of two linears of one input, or of the halves of one linear's result."""
+    """act(gate) * up of two linears with the same input, or of the halves of one linear's result."""
 
     node: Node
-    """The product."""
+    """The multiplication."""
     groups: tuple[Group, ...]
-    """(gate, up), or the one linear whose halves they are."""
+    """(gate, up), or the one linear of which they are the halves."""
     activation: str
     """silu_mul or gelu_mul."""
     gate_first: bool = True
-    """Of one linear: whether its first half is the gate."""
+    """For one linear: whether its first half is the gate."""
     inside: tuple[Node, ...] = ()
-    """Of one linear: the calls between it and the product, in the graph's order."""
+    """For one linear: the calls between it and the multiplication, in the graph's order."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """As values for JSON."""
         return {"output": self.node.name, "linears": [g.name for g in self.groups], "activation": self.activation}
 
 
 @dataclass
 class Plan:
-    """Of a whole graph."""
+    """The plan of a whole graph."""
 
     groups: list[Group] = field(default_factory=list)
-    """In the order of their last calls; those of gates and merges among them."""
+    """In the order of their last calls, including those of gates and merges."""
     gates: list[Gate] = field(default_factory=list)
     merges: list[list[Group]] = field(default_factory=list)
-    """Linears of one input that become one product, in order."""
+    """Linears with the same input that become one product, in order."""
     decisions: dict[Node, Decision] = field(default_factory=dict)
-    """One about every call of the graph."""
+    """A decision about every call of the graph."""
     under: dict[Node, Node] = field(default_factory=dict)
-    """Call -> the anchor beside which its decision is listed."""
+    """Call -> the anchor under which its decision is listed."""
     notes: list[Decision] = field(default_factory=list)
-    """Decisions about several calls at once: merges."""
+    """Decisions about several calls at once (merges)."""
 
     def constant(self, node: Node) -> bool:
         """Whether a value depends on parameters alone."""
         return node.op == "get_attr" or (node in self.decisions and self.decisions[node].kind == "constant")
 
     def listed(self, nodes: Sequence[Node]) -> list[Decision]:
-        """What a summary says: in the graph's order, what is about one anchor together."""
+        """The decisions of a summary, in the graph's order, grouped by anchor."""
         place = {node: i for i, node in enumerate(nodes)}
         found = [n for n in self.decisions if self.decisions[n].kind not in QUIET]
         found.sort(key=lambda n: (place[self.under.get(n, n)], place[n]))
         return [self.decisions[n] for n in found] + self.notes
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values: the fusions, and what is decided about every call."""
+        """The fusions and the decisions about every call, as values for JSON."""
         about = {"kind", "taken", "reason", "anchor"}
         return {
             "fusions": [g.to_json() for g in self.groups],

@@ -1,17 +1,17 @@
-"""Operators put into a graph behind autograd, as Inductor has it after its decompositions: what the torch.compile backend does.
+"""The torch.compile backend's pass: puts operators into a graph after autograd and Inductor's decompositions.
 
-The graph is planned by the rules of every graph (walk.py, rules.py). Its dialect: activations are taken apart (activations.py),
-weights are inputs, so nothing is folded into them, and an epilogue reaches through reshapes alone. Each group of the plan then
-becomes a call of its operator, where that is faster.
+The graph is planned by the same rules as every graph (walk.py, rules.py). Its particulars: activations are decomposed
+(activations.py), weights are inputs, so nothing can be folded into them, and an epilogue reaches through reshapes only. Each
+group of the plan becomes a call of its operator, if that is faster.
 
-Left to Inductor, with the reason: a value that something else reads too, above all one that is kept for the backward pass; what
-the operator would hand to the vendor's library, as Inductor does; on a GPU what is measured to be slower than that (race.py);
-convolutions over sizes that are not known; anything on a CPU unless asked for. What is left is fused by Inductor as ever.
+Left to Inductor, with the reason: values that something else reads too, especially those kept for the backward pass; calls that
+the operator would pass to the vendor's library, as Inductor does; on a GPU, calls measured to be slower than that (race.py);
+convolutions with unknown sizes; everything on a CPU unless asked for. Inductor fuses the rest as usual.
 
-The graph stays functional and keeps its inputs, outputs and their order. Values' strides may change to channels-last; Inductor
+The graph stays functional and keeps its inputs, outputs and their order. Strides of values may become channels-last; Inductor
 restores those of the outputs.
 
-Not here: batch norm, which only an Inductor with `config.freezing` folds, since weights are inputs of such a graph.
+Not here: batch norm. Only Inductor with `config.freezing` folds it, because weights are inputs of such a graph.
 """
 
 import operator
@@ -51,9 +51,10 @@ def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
 
     Args:
         graph: functional ATen, decomposed as Inductor does, with `val` in the nodes' meta.
-        cpu: also where tensors are on a CPU, on which the operators are torch's own calls.
+        cpu: also replace calls on CPU tensors, for which the operators are torch's own calls.
 
     Returns:
+        Every fusion that was done or refused, in the graph's order.
         Every fusion taken or refused, in the graph's order.
     """
     nodes = list(graph.nodes)
@@ -62,9 +63,9 @@ def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
     )
     groups = {group.last: group for group in found.groups}
     moved: dict[Node, tuple[int, ...]] = {}
-    """Nodes whose strides are others than they were traced with, and those."""
+    """Nodes whose strides differ from those they were traced with -> the new strides."""
     now: dict[Node, Node] = {}
-    """Replaced values, and what stands for them."""
+    """Replaced values -> their replacements."""
     for node in nodes:
         _restride(node, moved)
         if node in groups:
@@ -84,7 +85,7 @@ def _reshape(node: Node) -> bool:
 
 
 def _read(node: Node, cpu: bool) -> Anchor | str | None:
-    """The anchor that a node is, of those that are put in here; why it is none."""
+    """The anchor that a node is, if it is replaced here; otherwise why not."""
     if node.target is aten.baddbmm.default:
         return "a product with a bias for each entry of a batch"
     if node.target is aten.bmm.default:
@@ -100,11 +101,11 @@ def _read(node: Node, cpu: bool) -> Anchor | str | None:
 
 
 def _refusal(anchor: Anchor, cpu: bool) -> str | None:
-    """Why the operator is not put in here, before it is asked how it would take the anchor."""
+    """Why the operator is not used here, apart from how it would run the anchor; None if it may be."""
     x, weight, out = (tensor_of(n) for n in (anchor.x, anchor.weight, anchor.node))
     assert x is not None, "an anchor has operands"
     if x.device.type == "cpu" and not cpu:
-        return "on a CPU the operator is torch's own call, and Inductor compiles that with what follows"
+        return "on a CPU the operator is torch's own call, which Inductor compiles together with what follows"
     if anchor.kind == "conv" and (weight is None or out is None or symbolic(weight.shape, out.shape[2:], x.shape[1:])):
         return "sizes of pixels or channels are not known when it is compiled; the operator takes them as numbers"
     if anchor.kind == "linear" and (weight is None or symbolic(weight.shape)):
@@ -113,13 +114,13 @@ def _refusal(anchor: Anchor, cpu: bool) -> str | None:
 
 
 def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]], now: dict[Node, Node]) -> None:
-    """A group's launch in place of its calls, of the anchor alone where that wins, or nothing; decisions say which."""
+    """Replace a group's calls, or the anchor alone if that is faster, or nothing; decisions are updated."""
     emit = {"linear": _linear, "conv": _conv, "attention": _attention}[group.anchor.kind]
     launch = _Launch(group, now)
     reason, value = emit(launch, cpu)
     lost = group.chain
     if value is None and group.chain:
-        # What loses with all that follows may win without.
+        # An anchor may be slower with everything that follows, and faster alone.
         launch = _Launch(Group(group.anchor), now)
         alone, value = emit(launch, cpu)
         reason, why = (reason, reason) if value is None else (alone, reason)
@@ -135,7 +136,7 @@ def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]
         if lost:
             decided[node] = replace(decided[node], taken=False, reason=why, bytes_saved=0)
         elif i:
-            # The first step spares storing the product and reading it again; Inductor fuses the others anyway.
+            # The first step saves storing the product and reading it again; Inductor fuses the others anyway.
             decided[node] = replace(decided[node], bytes_saved=0)
     if value is not None:
         now[launch.last] = value
@@ -146,7 +147,7 @@ def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]
 
 @dataclass
 class _Launch:
-    """A group that is put in: its operands as the graph has them now."""
+    """A group that is put into the graph, with its operands as they are in the graph now."""
 
     group: Group
     now: dict[Node, Node]
@@ -154,7 +155,7 @@ class _Launch:
     def __post_init__(self) -> None:
         self.anchor, self.last = self.group.anchor, self.group.last
         self.before = self.last
-        """What its calls are put before."""
+        """The node before which its calls are inserted."""
         self.x = self._now(self.anchor.x)
         self.residual = None if self.group.residual is None else self._now(self.group.residual)
         bias = self.group.folds[0].operands[0] if self.group.folds else self.anchor.bias
@@ -166,7 +167,7 @@ class _Launch:
 
     @property
     def weight(self) -> Node:
-        """Of a product or convolution."""
+        """The weight of a product or convolution."""
         assert self.anchor.weight is not None, "it has one"
         return self._now(self.anchor.weight)
 
@@ -180,19 +181,19 @@ class _Launch:
 
 
 def _call(before: Node, target: Callable[..., Any], *args: Any, like: Node) -> Node:
-    """A call put before a node, with its value's shape and strides."""
+    """Insert a call before a node, with the shape and strides of the node's value."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args)
     node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
     values = map_arg(args, lambda n: n.meta["val"])
     node.meta["val"] = target(*values)  # pyright: ignore[reportArgumentType]
-    # Without these Inductor may hand an operator that a pass has put in memory of any strides.
+    # Otherwise Inductor may give memory of any strides to an operator that a pass has inserted.
     node.meta["eager_input_vals"] = (values, {})
     return node
 
 
 def _choice(op: Op, args: list[Any]) -> Choice | str | None:
-    """What the operator will run; a sentence where it refuses, None where sizes are not known yet."""
+    """What the operator will run; a sentence if it refuses; None if sizes are not known yet."""
     if symbolic(*(t.shape for t in args if isinstance(t, Tensor))):
         return None
     device = args[0].device
@@ -205,7 +206,7 @@ def _choice(op: Op, args: list[Any]) -> Choice | str | None:
 
 
 def _empty(t: Tensor) -> Tensor:
-    """A tensor like it without memory, whose address counts as aligned."""
+    """A tensor like t without memory, whose address counts as aligned."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
@@ -213,7 +214,7 @@ _CHOSEN = {op.name: chosen(op) for op in (linear_op, conv_op, attention_op)}
 
 
 def _free(launch: _Launch) -> bool:
-    """Whether Inductor computes what follows an anchor in a kernel that it launches anyway: somebody but an anchor reads it."""
+    """Whether Inductor computes what follows an anchor in a kernel that it launches anyway, because another call reads it."""
     readers, seen = list(launch.last.users), set[Node]()
     while readers:
         reader = readers.pop()
@@ -234,9 +235,9 @@ _VIEWS = (
 
 
 def _why(op: Op, launch: _Launch, cpu: bool, *args: Any) -> tuple[str, Callable[..., Any] | None, tuple[str, ...]]:
-    """(the reason, what takes the anchor, None where the operator does not; what it is given before the arguments)."""
+    """(the reason; the function to call, or None if the operator is not used; arguments to insert before the others)."""
     tensors = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-    # Inside `with invariant():` or `prefer(...)` the user wants the operator, whatever it costs.
+    # Inside `with invariant():` or `prefer(...)` the user wants the operator in any case.
     wanted = scope().invariant or scope().preferred is not None
     with unset_fake_temporarily():
         choice = _choice(op, tensors)
@@ -254,7 +255,7 @@ def _why(op: Op, launch: _Launch, cpu: bool, *args: Any) -> tuple[str, Callable[
     if choice.impl.library:
         return f"{op.name} would take the vendor's library here, as Inductor does", None, ()
     if choice.impl.name == "linear" and launch.group.plain:
-        return "a product of the pixels without anything to fuse, which Inductor does as well", None, ()
+        return "a product over pixels without anything to fuse, which Inductor computes as well", None, ()
     return f"{op.name}, {choice.impl.name}", op.dispatched, ()
 
 
@@ -285,7 +286,7 @@ def _linear(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
 
 
 def _behind(launch: _Launch, value: Node) -> Node:
-    """The value in the shape that the reshapes of the group's chain give it."""
+    """The value in the shape after the reshapes of the group's chain."""
     if not launch.views:
         return value
     return _call(launch.before, aten.reshape.default, value, launch.views[-1].args[1], like=launch.anchor.node)
@@ -302,7 +303,7 @@ def _bias(launch: _Launch, count: int) -> Node | None:
 
 
 def _contiguous(before: Node, node: Node, like: Node) -> Node:
-    """The value in row-major order, copied where it is not."""
+    """The value in row-major order, copied if necessary."""
     if node.meta["val"].is_contiguous():
         return node
     with before.graph.inserting_before(before):
@@ -313,7 +314,7 @@ def _contiguous(before: Node, node: Node, like: Node) -> Node:
 
 
 def _laid(before: Node, node: Node, strides: tuple[int, ...]) -> Node:
-    """A copy of a value with such strides, which have no gaps."""
+    """A copy of a value with these strides, which have no gaps."""
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     inside = _contiguous(before, _call(before, aten.permute.default, node, order, like=node), node)
     return _call(before, aten.permute.default, inside, [order.index(d) for d in range(len(order))], like=node)
@@ -370,11 +371,11 @@ def _attention(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
 
 
 def _replace(launch: _Launch, value: Node, moved: dict[Node, tuple[int, ...]]) -> None:
-    """The launch's value in place of what it computes. What nobody reads then is erased at the end."""
+    """Replace the computed value by the launch's. Nodes without readers are erased at the end."""
     before = launch.last.meta.get("val")
     launch.last.replace_all_uses_with(value)
     if launch.anchor.kind == "attention":
-        # torch's counts as impure, for it may draw random numbers: as dead code it would stay.
+        # torch's call counts as impure, because it may draw random numbers, so dead-code elimination would keep it.
         node = launch.anchor.node
         for one in (*node.users, node):
             node.graph.erase_node(one)
@@ -383,11 +384,11 @@ def _replace(launch: _Launch, value: Node, moved: dict[Node, tuple[int, ...]]) -
 
 
 def _restride(node: Node, moved: dict[Node, tuple[int, ...]]) -> None:
-    """Of a pointwise call behind something that is channels-last now: the strides that it will have."""
+    """The new strides of a pointwise call after a value that has become channels-last."""
     if node.op != "call_function" or not any(n in moved for n in node.all_input_nodes):
         return
     if node.target is aten.as_strided.default:
-        # It reads memory itself.
+        # It reads memory directly.
         source: Any = node.args[0]
         node.replace_input_with(source, _laid(node, source, moved[source]))
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:

@@ -1,20 +1,21 @@
-"""Which products and convolutions of an optimised graph run in int8, and how codes come to them.
+"""Decides which products and convolutions of an optimised graph run in int8, and which calls quantise their inputs.
 
-    candidates -> a plan of who writes codes -> the graph with them -> measured -> the plan that takes the least time
+    candidates -> a plan of which calls quantise -> the graph -> measured -> the plan that takes the least time
 
-Weights get codes with one scale a row. An activation's codes have one scale, found on the example inputs (the one with the
-least squared error, so that single large numbers may saturate), or one a row where a layer norm writes them, which it does for
-products that read all of its rows in order. The error of each product is measured on those inputs before it is decided:
-relative RMS of the product alone.
+Weights are quantised with one scale per row. An activation has one scale, found on the example inputs (the one with the least
+squared error, so single large numbers may saturate). If a layer norm quantises it, it has one scale per row; this requires that
+all products that read it read all of its rows in order. The error of each product alone (relative RMS) is measured on those
+inputs before it is decided.
 
-Who writes the codes: a layer norm, or a quantised product or convolution, on its way out, where somebody reads them; a launch
-of its own elsewhere. A quantised convolution's residual then is codes too. So a chain of convolutions never leaves int8.
+A value is quantised by the layer norm, the quantised product or the quantised convolution that computes it, if something reads
+it quantised; otherwise by a separate launch. The residual of a quantised convolution is then quantised, too, so a chain of
+convolutions never leaves int8.
 
-On a GPU each product is measured in int8 and in 16 bits, and is left as it was where it does not pay with the conversions that
-it causes; and where the whole graph is not faster in int8, it stays in 16 bits. On a CPU nothing is measured.
+On a GPU each product is measured in int8 and in 16 bits. It stays in 16 bits if int8 does not pay together with the conversions
+that it needs; if the whole graph is not faster in int8, all of it stays in 16 bits. On a CPU nothing is measured.
 
-Refused: groups, channels or columns that are no multiple of 16, products that save nothing, activations that are not finite,
-what reads a layer norm in another way than the products that it writes codes for.
+Refused: groups, channels or columns that are not multiples of 16, products that save nothing, activations that are not finite,
+and products that read a quantised layer norm in another way than by rows.
 """
 
 import math
@@ -34,13 +35,13 @@ from tilewright.ops.linear import FEW_ROWS
 __all__ = ["LARGEST_ERROR", "Candidate", "Plan", "candidates_of", "planned"]
 
 LARGEST_ERROR = 0.03
-"""Of one product, relative to the RMS of the float one. Codes of 8 bits for normal numbers give 0.01."""
+"""Limit for one product, relative to the RMS of the float product. 8-bit quantisation of normal numbers gives 0.01."""
 _NARROW = 32
-"""Products with fewer rows of the weight, or of K, save nothing."""
+"""Products with fewer rows of the weight, or with a smaller K, save nothing."""
 _SAMPLE = 1 << 18
-"""Numbers of an activation that its scale is found on."""
+"""How many numbers of an activation are used to find its scale."""
 _CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
-"""Shares of the largest magnitude that the largest code may stand for."""
+"""Candidates for the largest representable value, as shares of the largest magnitude."""
 
 
 @dataclass(frozen=True)
@@ -50,41 +51,41 @@ class Candidate:
     node: Node
     """A call of `calls.linear` or `calls.conv`."""
     source: Node
-    """The buffer that its activation is a view of."""
+    """The buffer of which its activation is a view."""
     codes: Tensor
-    """Of the weight, laid out as it is."""
+    """The quantised weight, in the layout of the float weight."""
     w_scales: Tensor
-    """[N] or [O], float32."""
+    """Scales of the weight: [N] or [O], float32."""
     images: int
     """Rows or images of the activation."""
     error: float
-    """Of the product alone."""
+    """Error of the product alone."""
     rows: bool
-    """Whether the activation's scales are one a row: a layer norm writes it, for all products that read it."""
+    """Whether the activation has one scale per row: then a layer norm quantises it, for all products that read it."""
 
 
 @dataclass
 class Found:
-    """What a run on the example inputs has shown."""
+    """Facts from a run on the example inputs."""
 
     candidates: dict[Node, Candidate] = field(default_factory=dict)
     scales: dict[Node, Tensor] = field(default_factory=dict)
-    """Buffer -> what a step of its codes means, [] float32."""
+    """Buffer -> its scale, [] float32."""
     bytes: dict[Node, int] = field(default_factory=dict)
-    """Buffer -> its size in 16 bits."""
+    """Buffer -> its size in bytes in 16 bits."""
     readers: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
-    """Buffer -> `readers_of` it."""
+    """Buffer -> its `readers_of`."""
 
 
 def source_of(node: Any) -> Any:
-    """The buffer that a view is of."""
+    """The buffer of which a node is a view."""
     while isinstance(node, Node) and node.target is calls.strided:
         node = node.args[0]
     return node
 
 
 def readers_of(node: Node) -> list[tuple[Node, int]]:
-    """(call, which of its arguments) that read a buffer, through views; the output as (output, 0)."""
+    """(call, position of the argument) of all readers of a buffer, through views; the output is (output, 0)."""
     found = []
     for user in node.users:
         if user.target is calls.strided:
@@ -96,7 +97,7 @@ def readers_of(node: Node) -> list[tuple[Node, int]]:
 
 
 def _by_rows(product: Node, norm: Node) -> bool:
-    """Whether a product reads all rows of a layer norm, one by one in their order: they then may have a scale each."""
+    """Whether a product reads all rows of a layer norm, one by one in order, so that each row may have its own scale."""
     if product.target is not calls.linear:
         return False
     rows: Any = product.args[0]
@@ -108,7 +109,7 @@ def _by_rows(product: Node, norm: Node) -> bool:
 
 
 def step_of(x: Tensor) -> Tensor:
-    """The scale of the codes of x with the least squared error, [] float32; NaN where x is empty or not finite."""
+    """The int8 scale of x with the least squared error, [] float32; NaN if x is empty or not finite."""
     if not x.numel():
         return torch.full((), torch.nan, device=x.device)
     flat = x.reshape(-1) if x.is_contiguous() else x.movedim(1, -1).reshape(-1)
@@ -133,7 +134,7 @@ def _coded_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Observer(fx.Interpreter):
-    """Runs the graph in 16 bits and looks at what its products read."""
+    """Runs the graph in 16 bits and examines the inputs of its products."""
 
     def __init__(self, module: fx.GraphModule, report: Report, limit: float):
         super().__init__(module)
@@ -143,7 +144,7 @@ class _Observer(fx.Interpreter):
         norms = [(n, source) for n in products if (source := source_of(n.args[0])).target is calls.layer_norm]
         self.by_rows = {n for n, norm in norms if _by_rows(n, norm)}
         self.row_norms = {norm for n, norm in norms if n in self.by_rows}
-        """Layer norms whose codes have a scale for each row."""
+        """Layer norms whose quantised values have a scale per row."""
 
     def run_node(self, n: Node) -> Any:
         if n.target in (calls.linear, calls.conv):
@@ -167,7 +168,7 @@ class _Observer(fx.Interpreter):
     def _measured(self, n: Node, x: Tensor, weight: Tensor, source: Node, args: Sequence[Any]) -> str | None:
         step, rows = self.found.scales[source], source in self.row_norms
         if rows and n not in self.by_rows:
-            return "other products read the rows of its layer norm, which have a scale each; it reads them in another way"
+            return "its layer norm is quantised by rows for other products, and this product does not read whole rows"
         if not bool(step.isfinite()):
             return "its input is not finite on the example inputs"
         codes, scales = _coded_weight(weight)
@@ -189,7 +190,7 @@ class _Observer(fx.Interpreter):
 
 
 def _refusal(n: Node, args: Sequence[Any]) -> str | None:
-    """Why a product is none for int8, whatever its numbers are."""
+    """Why a product cannot run in int8, whatever its numbers are; None if it can."""
     x, weight, source = args[0], args[1], n.args[1]
     if not x.numel():
         return "nothing to multiply"
@@ -203,8 +204,8 @@ def _refusal(n: Node, args: Sequence[Any]) -> str | None:
         if min(weight.shape) < _NARROW:
             return f"a weight of {list(weight.shape)} saves nothing"
         if x.shape[0] <= FEW_ROWS:
-            return f"{x.shape[0]} rows: what counts is the weight's bytes, which int8 kernels of 16-bit activations save"
-        return None if weight.shape[1] % 16 == 0 else f"K is {weight.shape[1]}, no multiple of 16"
+            return f"{x.shape[0]} rows: reading the weight takes the time, which int8 kernels with 16-bit activations halve"
+        return None if weight.shape[1] % 16 == 0 else f"K is {weight.shape[1]}, not a multiple of 16"
     if args[8] != 1:
         return "a convolution with groups"
     if weight.shape[0] % 16 or weight.shape[1] % 16:
@@ -213,7 +214,7 @@ def _refusal(n: Node, args: Sequence[Any]) -> str | None:
 
 
 def candidates_of(fused: fx.GraphModule, inputs: Sequence[Any], report: Report, limit: float = LARGEST_ERROR) -> Found:
-    """The products of a graph in 16 bits that may run in int8; refusals go into the report."""
+    """The products of a graph in 16 bits that may run in int8; refusals are recorded in the report."""
     observer = _Observer(fused, report, limit)
     with torch.no_grad():
         observer.run(*inputs)
@@ -223,22 +224,22 @@ def candidates_of(fused: fx.GraphModule, inputs: Sequence[Any], report: Report, 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who writes codes."""
+    """Which calls quantise."""
 
     products: frozenset[Node]
-    """Calls that multiply codes."""
+    """Products with quantised inputs."""
     outputs: frozenset[Node]
-    """Those of them that write codes, and nothing else."""
+    """Those of them whose only result is quantised."""
     norms: dict[Node, bool]
-    """Layer norms that write codes -> whether they write themselves too."""
+    """Layer norms that quantise -> whether they also write their result in 16 bits."""
     quantised: frozenset[Node]
-    """Buffers of 16 bits whose codes a launch of its own writes."""
+    """16-bit buffers that a separate launch quantises."""
     dequantised: frozenset[Node]
-    """`outputs` that somebody reads in 16 bits."""
+    """Those of `outputs` that something reads in 16 bits."""
 
 
 def planned(found: Found, products: frozenset[Node]) -> Plan:
-    """Who writes codes if these products multiply codes."""
+    """The plan if these products run in int8."""
     outputs = frozenset(n for n in products if n.target is calls.conv or (n.args[3] is None and _whole_columns(found, n)))
     while True:
         kept = frozenset(
@@ -273,14 +274,14 @@ def _worth(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[
 
 
 def _whole_columns(found: Found, n: Node) -> bool:
-    """Whether rows of codes lie without holes, and none of their readers wants scales of rows."""
+    """Whether quantised rows have no gaps, and none of their readers needs one scale per row."""
     weight = found.candidates[n].w_scales.shape[0]
     gated = str(n.args[4]).endswith("_mul")
     return (weight // 2 if gated else weight) % 16 == 0
 
 
 def _residual_fits(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[Node]) -> bool:
-    """A residual of codes of one scale: somebody writes them anyway. Another activation than relu wants it in 16 bits."""
+    """Whether the residual is quantised with one scale anyway. With another activation than relu it must have 16 bits."""
     if n.target is not calls.conv or n.args[3] is None:
         return True
     source = source_of(n.args[3])

@@ -1,12 +1,12 @@
-"""An operator's launch against what Inductor would run in its place, on the GPU at hand, while a model is compiled.
+"""Times an operator's launch against what Inductor would run instead, on the current GPU, while a model is compiled.
 
-What Inductor does is stood for by the vendor's library without our epilogue, and where anything follows by one pass over its
-result, which is what its fused pointwise kernel reads and writes at least. Where Inductor would put what follows into a kernel
-that it launches anyway, as a norm behind a residual, that pass costs it nothing. Ours are all implementations that take the
-call, with their default configs. They are timed in turns, in CUDA graphs, on random numbers of the call's shapes and strides,
-weights taken from memory in rotation as in a model; once for each distinct call in a process.
+Inductor is represented by the vendor's library without our epilogue, plus one pass over its result if anything follows: this is
+what its fused pointwise kernel reads and writes at least. If Inductor would compute what follows in a kernel that it launches
+anyway, such as a norm after a residual, that pass costs nothing. On our side are all implementations that accept the call, with
+their default configs. All are timed in turns, in CUDA graphs, on random numbers of the call's shapes and strides, with weights
+that come from memory as in a model. A process times each distinct call once.
 
-Not here: configs beside the defaults, which are the tuning database's.
+Not here: configs other than the defaults; those come from the tuning database.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ from tilewright.tune.measure import Stopwatch
 __all__ = ["Race", "race"]
 
 _EPILOGUE = {"linear": (3, 4), "conv": (4, 3, 2)}
-"""Op -> where its arguments have what Inductor adds behind the library: cuBLAS adds a bias itself, for cuDNN that is a pass."""
+"""Op -> positions of the arguments that Inductor adds after the library: cuBLAS adds a bias itself; for cuDNN it is a pass."""
 _ROUNDS = 9
 _JOBS = 8
-"""Compiling threads: each is a ptxas most of its time."""
+"""Compiling threads; each mostly waits for ptxas."""
 _COLD_BYTES = 120_000_000
-"""Of weights in a rotation, so that no launch finds its own in an L2 of 50 MB."""
+"""Bytes of weights in a rotation, so that no launch finds its weight in an L2 of 50 MB."""
 _SETS = 12
 _LEAD = 0.97
-"""What ours must take of the library's time: two timings of one kernel differ by some per cent."""
+"""Our operator is used if it takes at most this share of the library's time: two timings differ by some per cent."""
 
 
 class Race(NamedTuple):
@@ -41,7 +41,7 @@ class Race(NamedTuple):
     ours: float
     theirs: float
     choice: Choice | None = None
-    """Which of ours."""
+    """Our fastest implementation."""
 
     @property
     def won(self) -> bool:
@@ -49,7 +49,7 @@ class Race(NamedTuple):
         return self.ours <= _LEAD * self.theirs
 
     def __str__(self) -> str:
-        return f"{self.ours:.1f} us against {self.theirs:.1f} of the vendor's library with what follows"
+        return f"{self.ours:.1f} us; the vendor's library with what follows takes {self.theirs:.1f} us"
 
 
 _KNOWN: dict[Any, Race | None] = {}
@@ -59,13 +59,14 @@ def race(op: Op, choice: Choice, args: tuple[Any, ...], *, free: bool = False) -
     """Time a call.
 
     Args:
-        op: linear, conv, attention.
+        op: linear, conv or attention.
         choice: what it would launch untuned.
-        args: of the call; tensors are examples of shape, stride, dtype and device, fake ones too. No fake mode may be on.
+        args: arguments of the call. Tensors, also fake ones, are examples of shape, stride, dtype and device. No fake mode may
+            be active.
         free: whether Inductor computes what follows in a kernel that it launches anyway.
 
     Returns:
-        None where nothing can be timed: no GPU, a graph is being captured, or the vendor's library does not take the call.
+        None if nothing can be timed: no GPU, a graph is being captured, or the vendor's library does not accept the call.
     """
     x = args[0]
     if x.device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
@@ -82,7 +83,7 @@ def _summary(value: Any) -> Any:
 
 
 def _entrants(op: Op, device: Device, problem: Any, choice: Choice) -> list[Choice]:
-    """What may run the call, the untuned choice first; without the vendor's, and without what another one beats anywhere."""
+    """The choices to time, the untuned one first; without the vendor's, and without those that another one always beats."""
     allowed = [impl for impl in op.impls if impl.refusal(device, problem, scope()) is None]
     names = {impl.name for impl in allowed}
     portable = {"triton", "triton_tma"} if "sm90" in names and op.name != "attention" else set[str]()
@@ -92,7 +93,7 @@ def _entrants(op: Op, device: Device, problem: Any, choice: Choice) -> list[Choi
 
 
 def _compiled(entrants: list[Choice], device: Device, args: list[Any]) -> None:
-    """Compile side by side into Triton's cache; what fails there says so at its first launch."""
+    """Compile in parallel into Triton's cache; errors are reported by the first launch."""
     with suppress(CompileFailed), on_card(device), compile_only(device.arch, _JOBS):
         meta = [stand_in(a) for a in args]
         for entrant in entrants:
@@ -110,7 +111,7 @@ def _launching(impl: Impl, config: Any, sets: list[list[Any]], passes: bool = Fa
 
 def _timed(op: Op, choice: Choice, args: tuple[Any, ...], free: bool) -> Race | None:
     device = device_of(args[0].device.index or 0)
-    # A generator of its own: the program's random numbers stay what they would have been.
+    # A separate generator, so that the program's random numbers do not change.
     generator = torch.Generator(args[0].device).manual_seed(0)
     real = [_drawn(a, generator) if isinstance(a, Tensor) else a for a in args]
     plain, follows = {}, False
@@ -138,6 +139,6 @@ def _timed(op: Op, choice: Choice, args: tuple[Any, ...], free: bool) -> Race | 
 
 def _drawn(t: Tensor, generator: torch.Generator) -> Tensor:
     made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    # The memory, not the tensor: what is expanded has several elements in one place, and cannot be written.
+    # Fill the memory, not the tensor: an expanded tensor has several elements in one place, and cannot be written.
     made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).normal_(generator=generator)
     return made

@@ -1,4 +1,4 @@
-"""What `optimize` decided, why, what it saved, and which calls it took: as text and as JSON."""
+"""The report of `optimize`: decisions, reasons, savings, and the calls it has served, as text and as JSON."""
 
 import json
 import threading
@@ -11,17 +11,17 @@ from tilewright.fuse.decisions import Decision, table_of
 __all__ = ["LAUNCH", "Report", "Shape"]
 
 LAUNCH = "launch"
-"""Key of a node's `meta`: the row of `Report.launches` that says it. Whoever takes the node out takes that out."""
+"""Key of a node's `meta`: its row in `Report.launches`. Code that removes the node must remove the row."""
 
 
 class Shape:
-    """Calls with inputs of certain shapes: what runs them and how many there were.
+    """Calls with inputs of certain shapes: what runs them, and their number.
 
     Args:
-        inputs: in words, `[3, 8] float32`.
-        optimised: whether our graph runs them; otherwise the model as given does.
-        reason: why the model as given does; of our graph, how fast it is where that was measured.
-        report: of the graph that was made for them after the first one; its own decisions.
+        inputs: as text, `[3, 8] float32`.
+        optimised: whether our graph runs them; otherwise the original model does.
+        reason: why the original model runs them; or how fast our graph is, if this was measured.
+        report: report of the graph that was made for them, for all graphs after the first one; its own decisions.
     """
 
     def __init__(self, inputs: str, optimised: bool, reason: str, report: "Report | None" = None):
@@ -30,12 +30,12 @@ class Shape:
         self._lock = threading.Lock()
 
     def count(self) -> None:
-        """One call more, of whichever thread."""
+        """Count one more call, from any thread."""
         with self._lock:
             self.calls += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """As values for JSON."""
         runs = "optimised" if self.optimised else "as given"
         return {"inputs": self.inputs, "runs": runs, "reason": self.reason, "calls": self.calls}
 
@@ -46,43 +46,43 @@ class Report:
 
     decisions: list[Decision] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
-    """What became of every call of the graph (`plan.Plan.to_json`)."""
+    """The decision about every call of the graph (`plan.Plan.to_json`)."""
     launches: list[dict[str, Any]] = field(default_factory=list)
-    """One for each call of the optimised graph that is no view, in order: layer, op, what is inside of it."""
+    """One for each call of the optimised graph that is not a view, in order: layer, op, and what is fused into it."""
     choices: list[dict[str, Any]] = field(default_factory=list)
-    """What was measured to choose implementations and configs, a row for each distinct problem (choose.py)."""
+    """Measurements for choosing implementations and configs, a row for each distinct problem (choose.py)."""
     tuned: list[dict[str, Any]] = field(default_factory=list)
-    """What a thorough search found, a row for each distinct problem (tuning.py)."""
+    """Results of a thorough search, a row for each distinct problem (tuning.py)."""
     provenance: list[dict[str, Any]] = field(default_factory=list)
-    """What says which implementation the other launches take (tuning.choices)."""
+    """Where the implementations of the other launches come from (tuning.choices)."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Precision, device, how inputs and outputs are copied, whether a CUDA graph is replayed, seconds spent."""
     error: dict[str, Any] | None = None
-    """The distance of the outputs to those of the float model (`Check.to_json`), where it was measured."""
+    """Errors of the outputs against the float model (`Check.to_json`), if they were measured."""
     own_shapes: list[Shape] = field(default_factory=list)
-    """Of the model as one graph, in the order in which they came."""
+    """Shapes of calls, for a model that is one graph; in order of first use."""
     children: dict[str, "Report"] = field(default_factory=dict)
-    """Of a model that is taken apart: those of its children, whose shapes go on being counted."""
+    """For a model that was taken apart: the reports of its children, whose shapes are still being counted."""
 
     def add(self, anchor: str, kind: str, node: str, taken: bool, reason: str, bytes_saved: int = 0) -> None:
-        """Note a decision."""
+        """Record a decision."""
         saved = bytes_saved if taken else 0
         self.decisions.append(
             Decision(anchor=anchor, kind=kind, node=node, taken=taken, reason=reason, bytes_saved=saved)
         )  # fmt: skip
 
     def count(self, kind: str, taken: bool = True) -> int:
-        """How many decisions of a kind were taken, or refused."""
+        """How many decisions of a kind were to fuse, or not to fuse."""
         return sum(d.kind == kind and d.taken == taken for d in self.decisions)
 
     @property
     def shapes(self) -> list[Shape]:
-        """All shapes that calls had, of the model or of its optimised children."""
+        """All shapes of calls, of the model or of its optimised children."""
         return self.own_shapes + [shape for found in self.children.values() for shape in found.shapes]
 
     @property
     def calls(self) -> dict[str, int]:
-        """How many calls our graphs ran ("optimised"), and how many the model as given ("as given")."""
+        """The number of calls that our graphs ran ("optimised"), and that the original model ran ("as given")."""
         counts = [(shape.optimised, shape.calls) for shape in self.shapes]
         return {
             "optimised": sum(calls for ours, calls in counts if ours),

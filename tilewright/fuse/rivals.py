@@ -1,7 +1,8 @@
-"""torch's own calls in the precision, captured as an optimised graph is: what that graph has to be faster than.
+"""torch's own calls in the same precision, captured like an optimised graph: the rivals that the graph must beat.
 
-Two rivals: the calls as they were traced, images channels-last, in a CUDA graph; and the same through Inductor with frozen
-weights. Where one of them takes less, it answers the user's calls.
+There are two: the traced calls, images channels-last, in a CUDA graph; and the same compiled by Inductor with frozen weights.
+If one of
+them is faster than our graph, it answers the user's calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ from tilewright.fuse.trace import Traced
 __all__ = ["NOISE", "Rivals", "fastest", "torchs_calls"]
 
 NOISE = 1.03
-"""A graph that takes no more than that, beside another, is not known to be slower."""
+"""A rival must take at most this share of the graph's time, otherwise the graph is not known to be slower."""
 _CLEAR = 1.5
-"""Inductor is not asked where the graph is that many times as fast as torch's own calls: it takes half a minute."""
+"""Inductor, which takes half a minute, is skipped if the graph is this many times as fast as torch's own calls."""
 _GRAPH, _INDUCTOR = "a CUDA graph of torch's own calls", "Inductor on torch's own calls"
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -44,17 +45,17 @@ class Rivals(NamedTuple):
     """Whether results are copied out."""
 
     def graph(self) -> Captured:
-        """The calls as they were traced."""
+        """The traced calls in a CUDA graph."""
         plain = torchs_calls(self.traced, self.dtype)
         return self._captured(plain, plain)
 
     def compiled(self, compiler: Compiler) -> Captured:
-        """The calls through a compiler."""
+        """The traced calls, compiled."""
         plain = torchs_calls(self.traced, self.dtype)
         return self._captured(plain, compiler(plain, self.inputs))
 
     def _captured(self, plain: fx.GraphModule, called: Callable[..., Any]) -> Captured:
-        # Turns of its own: the memory of one that loses is free again.
+        # Separate turns, so that the memory of a slower rival is freed.
         turns = Turns(self.device, self.copies)
         return Captured(plain, called, self.inputs, self.outputs, self.structure, self.device, turns)
 
@@ -62,26 +63,26 @@ class Rivals(NamedTuple):
 def fastest(
     captured: Captured, tensors: Sequence[Tensor], rivals: Rivals, found: Report, compiler: Compiler
 ) -> tuple[Captured, str]:
-    """(the fastest of the optimised graph and its rivals, the rival's name or ""); what they take stands in the report.
+    """(the fastest of the optimised graph and its rivals, the rival's name or ""). Their times are added to the report.
 
     Args:
         captured: the optimised graph.
         tensors: of the examples' call.
-        rivals: what it is timed beside.
-        found: of the model.
-        compiler: Inductor, for a graph and its inputs.
+        rivals: makes the rivals.
+        found: report of the model.
+        compiler: Inductor: function of a graph and its inputs.
     """
     made = {"": captured}
     try:
         made[_GRAPH] = rivals.graph()
-    except RuntimeError as error:  # such as too little memory for a second graph
+    except RuntimeError as error:  # for example too little memory for a second graph
         found.facts["no rival"] = f"{_GRAPH} fails: {_first_line(error)}"
         return captured, ""
     ours, graph = timed_us([partial(each, tensors) for each in made.values()], rivals.device)
     if ours > graph / _CLEAR:
         try:
             made[_INDUCTOR] = rivals.compiled(compiler)
-        except RuntimeError as error:  # Dynamo's and Inductor's own are RuntimeErrors too
+        except RuntimeError as error:  # includes errors of Dynamo and Inductor
             found.facts["no rival"] = f"{_INDUCTOR} fails: {_first_line(error)}"
     us = dict(zip(made, timed_us([partial(each, tensors) for each in made.values()], rivals.device), strict=True))
     best = min(us, key=lambda name: us[name])
@@ -95,9 +96,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def torchs_calls(traced: Traced, dtype: torch.dtype) -> fx.GraphModule:
-    """The traced calls on inputs of any floating-point dtype; where there are convolutions, images and filters channels-last.
+    """The traced calls on inputs of any floating-point dtype; if there are convolutions, images and filters are channels-last.
 
-    Parameters are shared with what was traced, but for the filters.
+    Parameters are shared with the traced model, except for the filters.
     """
     graph = _calls_alone(traced.graph)
     copied = fx.GraphModule(traced.module, graph)
@@ -121,7 +122,7 @@ def torchs_calls(traced: Traced, dtype: torch.dtype) -> fx.GraphModule:
 
 
 def _calls_alone(traced: fx.Graph) -> fx.Graph:
-    """A copy without what export checks of its inputs; views copy where memory that is channels-last asks for it."""
+    """A copy without export's checks of inputs; views copy if channels-last memory requires it."""
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in traced.nodes:
         if node.op == "call_module":

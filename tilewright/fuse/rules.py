@@ -1,15 +1,15 @@
-"""The rules of fusion, one table for every kind of graph: what each operator computes on its way out, and in which order.
+"""The rules of fusion, for every kind of graph: what each operator can compute in its epilogue, and in which order.
 
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
     conv_transpose    folds, of one group of channels  ->  activation
     group_norm        activation
 
-A step that is read behind an anchor (normal.py) goes into the first slot that has it and is not behind the group already. Each
-slot answers with the reason where it does not take a step. A graph whose weights are inputs (Inductor's) has no folds but a
-bias that is one number for each column, which the operator takes as an operand.
+A step after an anchor (normal.py) goes into the first slot that takes it, unless the group has already used a later slot. If a
+slot does not take it, there is a reason. A graph whose weights are inputs (Inductor's) has no folds, except for a bias that is
+one number per column, which is an operand of the operator.
 
-A kind without a row has no epilogue. Not here: who is asked, and in which order (walk.py).
+A kind without a row has no epilogue. Not here: the order in which calls are considered (walk.py).
 """
 
 import math
@@ -32,30 +32,31 @@ ACTIVATIONS = frozenset({"relu", "gelu", "gelu_tanh", "silu"})
 
 
 class Dialect(NamedTuple):
-    """What differs between the graphs that are planned."""
+    """Differences between the kinds of graphs that are planned."""
 
     read: Callable[[Node], Anchor | str | None]
-    """The anchor that a call is, or why it is none that is taken here."""
+    """Function: the anchor that a call is, or why it is none."""
     activation: Callable[[Node], Activation | None]
-    """The activation of a value."""
+    """Function: the activation applied to a value."""
     view: Callable[[Node], bool]
-    """Which calls an epilogue reaches through."""
+    """Function: whether an epilogue reaches through a call."""
     parameters: bool
-    """Whether weights are known: they can be folded into, joined, and what depends on them alone is computed once."""
+    """Whether weights are known: then they can be folded into and joined, and values that depend on them alone are computed
+    once."""
 
 
 @dataclass(frozen=True)
 class Tip:
-    """A value that a group may grow from: its last one, or a view of that."""
+    """A value from which a group may grow: its last value, or a view of it."""
 
     group: Group
     here: Node
     columns: Columns | None
-    """Where the anchor's columns stand in it; None where that cannot be said."""
+    """Where the anchor's columns are in it; None if this is unknown."""
     views: tuple[Node, ...] = ()
-    """From the group's last value to here."""
+    """Views from the group's last value to this one."""
     kept: str | None = None
-    """Why it is stored all the same: something beside these views reads it."""
+    """Why it must be stored in any case: something besides these views reads it."""
 
 
 class Slot(NamedTuple):
@@ -63,20 +64,20 @@ class Slot(NamedTuple):
 
     name: str
     steps: tuple[str, ...]
-    """Kinds of steps that go there."""
+    """Kinds of steps that it takes."""
     refuses: Callable[[Tip, Step, Callable[[Any], bool]], str | None]
-    """Why one does not, given which operands are parameters; None where it does."""
+    """Function: why it does not take a step, given which operands are parameters; None if it does."""
     apply: Callable[[Tip, Step], tuple[str, str]]
-    """Notes it in the group: (kind and words of the decision)."""
+    """Function: adds the step to the group; returns (kind and text of the decision)."""
     many: bool = False
-    """Whether it takes several."""
+    """Whether it takes several steps."""
 
 
-# ---- what is folded into weight and bias
+# ---- folding into weight and bias
 
 
 def _spread(tip: Tip, step: Step) -> Spread | None:
-    """How the numbers of a step belong to the columns; None where they do not."""
+    """How the numbers of a step map to the columns; None if they do not."""
     here, shaped = tensor_of(tip.here), tensor_of(step.operand[2] if step.kind == "batch_norm" else step.operand)
     if tip.columns is None or here is None or shaped is None:
         return None
@@ -100,7 +101,7 @@ def _fold_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str
 
 
 def _bias_refuses(tip: Tip, step: Step) -> str | None:
-    """Where the weight is no parameter: a bias may be an operand of the call."""
+    """For a weight that is not a parameter: a bias may be an operand of the call."""
     if step.kind != "sum" or tip.group.folds or tip.group.anchor.bias is not None or not isinstance(step.operand, Node):
         return "the weight or the bias is computed, not a parameter"
     spread, here, other = _spread(tip, step), tensor_of(tip.here), tensor_of(step.operand)
@@ -167,11 +168,11 @@ MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {
     "attention": lambda anchor: (anchor.x, *anchor.others),
     MASKED: lambda anchor: (anchor.x, *anchor.others[:2]),
 }
-"""Kind of anchor -> which of its operands, where they are linears of one input, become one product."""
+"""Kind of anchor -> operands that become one product if they are linears with the same input."""
 
 
 def _at(group: Group, slots: tuple[Slot, ...]) -> int:
-    """The last slot that a group has used, -1 for none."""
+    """The last slot that a group has used; -1 for none."""
     used = {
         _FOLD.name: bool(group.folds),
         _ACTIVATION.name: group.activation != "none",
@@ -181,7 +182,7 @@ def _at(group: Group, slots: tuple[Slot, ...]) -> int:
 
 
 def slot_of(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> Slot | str:
-    """The slot that takes a step behind a tip, or the reason why none does."""
+    """The slot that takes a step after a tip, or the reason why none does."""
     kind = tip.group.anchor.kind
     slots = EPILOGUES.get(kind, ())
     at, reason = _at(tip.group, slots), f"{kind} has no {step.kind} in its epilogue"

@@ -1,14 +1,16 @@
-"""An optimised model in a file, and back in another process, without pickle.
+"""Saves an optimised model to a file and loads it in another process, without pickle.
 
     fast.save("model.safetensors")
     fast = tilewright.load_optimized("model.safetensors", UsersModel())
 
-The file is one of safetensors: the float model's weights under the user's names, the examples, and as JSON the options of
-`optimize`. Code is not in it: a module of the same class is given again, and its weights are replaced by the file's. Graphs,
-compiled code and measurements are those of a machine and are made once more when the file is loaded; what a thorough search
-(`tune=True`) has found is in the tuning database.
+The file is in safetensors format: the float model's weights with the user's names, the example inputs, and as JSON the options
+of
+`optimize`. It contains no code: the caller passes a module of the same class, and its weights are replaced by the file's.
+Graphs,
+compiled code and measurements belong to a machine, and are made again when the file is loaded. The results of a thorough search
+(`tune=True`) are in the tuning database.
 
-Refuses: examples that are or hold objects of the user's classes.
+Refuses example inputs that are or contain objects of the user's classes.
 """
 
 import json
@@ -36,7 +38,7 @@ def save(model: Optimized, path: str | Path) -> None:
     """Write an optimised model to a file.
 
     Raises:
-        ValueError: an example holds something that no file can, or the path cannot be written.
+        ValueError: an example contains something that cannot be stored, or the path cannot be written.
     """
     if model.examples is None:
         raise ValueError("optimized model: it is a child of another and has no examples of its own: save the whole model")
@@ -44,7 +46,7 @@ def save(model: Optimized, path: str | Path) -> None:
     held, names = dict[str, Tensor](), dict[str, str]()
     first: dict[Any, str] = {}
     for name, value in model.state_dict().items():
-        # A weight under two names is written once.
+        # A weight with two names is written once.
         key = value.data_ptr(), value.shape, value.stride(), value.dtype
         names[name] = first.setdefault(key if value.numel() else name, name)
         if names[name] == name:
@@ -65,22 +67,22 @@ def save(model: Optimized, path: str | Path) -> None:
 
 
 def load_optimized(path: str | Path, model: nn.Module, *, report: bool = True) -> Optimized:
-    """An optimised model from a file of `Optimized.save`.
+    """Load an optimised model from a file of `Optimized.save`.
 
     Args:
         path: the file.
-        model: a module of the class that was optimised, with whatever weights, on the device where it is to run; it stays as
-            it is.
-        report: print what was done.
+        model: a module of the class that was optimised, with any weights, on the device on which it is to run; it is not
+            changed.
+        report: print the report.
 
     Raises:
-        ValueError: no such file, or of something else; a module of another class, or with other weights.
+        ValueError: the file does not exist or is something else; the module has another class or other weights.
         Untraceable, check.Inaccurate: as `optimize`.
     """
     said, held = _read(Path(path))
     if said["class"] != _class_of(model):
         raise ValueError(
-            f"load_optimized: {path} is of a {said['class']}; got a {_class_of(model)}: give a module of that class"
+            f"load_optimized: {path} is of a {said['class']}; got a {_class_of(model)}: pass a module of that class"
         )
     copied = copy_of(model)
     state = {name: held[f"weight.{of}"] for name, of in said["names"].items()}
@@ -106,7 +108,7 @@ def _number(item: tuple[str, Any]) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(what a file says, its tensors). Raises ValueError: it is none of ours."""
+    """(the description in a file, its tensors). Raises ValueError if the file is not one of ours."""
     try:
         with safe_open(str(path), framework="pt") as file:
             said = json.loads((file.metadata() or {}).get(_KEY, "{}"))

@@ -1,4 +1,4 @@
-"""What a call of `optimize` asked for, decided once."""
+"""The settings of a call of `optimize`, after defaults are filled in."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,16 +9,16 @@ from torch import Tensor
 __all__ = ["MAX_SHAPES", "PRECISIONS", "Dynamic", "Settings", "cast"]
 
 Dynamic = bool | Mapping[int | str, Sequence[int]]
-"""Which dimensions of the inputs may differ from the examples': all, none, or those of an argument by its place or its name."""
+"""Which dimensions of the inputs may differ from the examples': all, none, or those of arguments by position or name."""
 MAX_SHAPES = 8
-"""How many shapes a model is optimised for unless one says otherwise. Each costs what the first one did, in time and memory."""
+"""The default of `max_shapes`. Each shape costs as much time and memory as the first one."""
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float16}
-"""What `optimize` takes, and the dtype of everything that is not quantised."""
+"""The precisions of `optimize`, with the dtype of everything that is not quantised."""
 
 
 class Settings(NamedTuple):
-    """Of one `optimize`, for the whole model or for each of its children."""
+    """Settings of one `optimize`, for the whole model or for each of its children."""
 
     precision: str
     tolerance: float | None
@@ -27,17 +27,17 @@ class Settings(NamedTuple):
     search: int | None
     tune: bool = False
     compiled: bool = False
-    """Whether Inductor compiles the whole graph: on a CPU."""
+    """Whether Inductor compiles the whole graph (on a CPU)."""
     progress: Callable[[str], None] = lambda words: None
-    """Told in words how far a search is (`tune`)."""
+    """Called with a text as a search (`tune`) advances."""
     measure: bool = False
-    """Whether each graph is timed beside the model as given, which answers where it is the faster."""
+    """Whether each graph is timed beside the original model, which is used if it is faster."""
     dynamic: Dynamic = True
     max_shapes: int = MAX_SHAPES
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Dtype of weights and activations."""
         return PRECISIONS[self.precision]
 
     @property
@@ -47,5 +47,5 @@ class Settings(NamedTuple):
 
 
 def cast(dtype: torch.dtype, leaf: Any) -> Any:
-    """A floating-point tensor in that dtype; anything else as it is."""
+    """A floating-point tensor cast to `dtype`; anything else unchanged."""
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,12 +1,12 @@
-"""What a graph says twice, or computes for nothing, before it is planned.
+"""Removes calls from a graph that repeat another call or change nothing, before it is planned.
 
     pad(x, zeros), roll(x, zeros)      x
     f(x), and f(x) again               one call
 
-Models of others pad to a multiple that their size is already, and each block of a network applies one activation to one vector.
-Inductor and eager calls of a compiled graph do the same. A value that is a result of the graph stays a tensor of its own.
+Published models pad to a multiple although the size is one already, and apply the same activation to the same vector in each
+block. Inductor and eager calls of a compiled graph do the same. A value that is a result of the graph stays a separate tensor.
 
-Refuses: random numbers, calls that write, and calls that read nothing.
+Refuses random numbers, calls that write, and calls without inputs.
 """
 
 from collections.abc import Hashable
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def simplify(graph: fx.Graph) -> int:
-    """Take such calls out of a functional ATen graph, which is changed. Returns how many."""
+    """Remove such calls from a functional ATen graph, in place. Returns how many."""
     seen: dict[Hashable, Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -39,7 +39,7 @@ def simplify(graph: fx.Graph) -> int:
 
 
 def _input_of(node: Node) -> Node | None:
-    """What a call gives back unchanged."""
+    """The input that a call returns unchanged; None if it does not."""
     moves = (aten.pad.default, aten.constant_pad_nd.default, aten.roll.default)
     if node.target not in moves or len(node.args) < 2 or not isinstance(node.args[0], Node):
         return None
@@ -48,7 +48,7 @@ def _input_of(node: Node) -> Node | None:
 
 
 def _key(node: Node) -> Hashable | None:
-    """Equal of calls that give equal values; None where that cannot be said."""
+    """A key that is equal for calls with equal values; None if that is unknown."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
         return None
@@ -59,5 +59,5 @@ def _key(node: Node) -> Hashable | None:
 
 
 def _leaf(value: Any) -> Hashable:
-    """1, 1.0 and True are not one argument, nor are 0.0 and -0.0."""
+    """Distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
     return value if isinstance(value, Node) else (type(value), repr(value))

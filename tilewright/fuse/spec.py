@@ -1,7 +1,7 @@
-"""The arguments of an op call as JSON, and arguments like them from it: what tuning is told to measure.
+"""The arguments of an op call as JSON, and new arguments like them from it, for tuning.
 
-A tensor is its shape, strides and dtype; its numbers are drawn. Lists, numbers, words, None and dtypes stand as they are.
-Refused: tensors of indices (int16 to int64, bool), whose values decide what is read.
+A tensor is written as its shape, strides and dtype; its values are drawn at random. Lists, numbers, strings, None and dtypes
+are written as they are. Refused: tensors of indices (int16 to int64, bool), because their values decide what is read.
 """
 
 import json
@@ -16,17 +16,17 @@ from tilewright.op import Inputs
 __all__ = ["MAX_BYTES", "Unspoken", "arguments_of", "spelled"]
 
 MAX_BYTES = 16 << 30
-"""Of one argument: what is drawn for it has to fit beside the model."""
+"""Limit for one argument: it must fit beside the model."""
 
 _CODES = (torch.int8, torch.uint8)
 
 
 class Unspoken(ValueError):
-    """These arguments cannot be drawn anew from their shapes."""
+    """These arguments cannot be drawn from their shapes."""
 
 
 def spelled(args: Sequence[Any]) -> str:
-    """JSON, with sorted keys. Raises Unspoken."""
+    """JSON with sorted keys. Raises Unspoken."""
     return json.dumps([_spelled(a) for a in args], sort_keys=True, separators=(",", ":"))
 
 
@@ -49,10 +49,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def arguments_of(text: str, inputs: Inputs) -> tuple[Any, ...]:
-    """What `spelled` wrote, with tensors of `inputs`: normal numbers, codes of all values.
+    """The arguments that `spelled` wrote, with tensors from `inputs`: normal numbers, or quantised values over the full range.
 
     Raises:
-        ValueError: it is not what `spelled` writes, or larger than MAX_BYTES.
+        ValueError: the text is not from `spelled`, or a tensor is larger than MAX_BYTES.
     """
     values = json.loads(text)
     if not isinstance(values, list):

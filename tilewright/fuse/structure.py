@@ -3,10 +3,10 @@
     tensors, structure = flatten((args, kwargs))
     args, kwargs = rebuild(structure, tensors)
 
-Tuples, lists, dicts and whatever else is registered with torch's pytree (outputs of Hugging Face's models among them) are taken
-apart by pytree. Other objects that hold data in attributes, as dataclasses and Hugging Face's caches do, are taken apart by
-their attributes, and made again without calling their constructor: they come back as the class that they were. What is no
-tensor is a constant, and part of the structure. Structures can be compared and hashed as far as their constants can.
+Tuples, lists, dicts and everything else that is registered with torch's pytree (including outputs of Hugging Face's models) are
+flattened by pytree. Other objects with data in attributes, such as dataclasses and Hugging Face's caches, are flattened by
+their attributes, and rebuilt as the same class without calling the constructor. Everything that is not a tensor is a constant,
+and part of the structure. Structures can be compared and hashed if their constants can.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,36 +23,36 @@ __all__ = ["Constant", "Opened", "Structure", "flatten", "opened", "rebuild"]
 
 
 class Constant(NamedTuple):
-    """What is no tensor. Its type is compared too: 1, 1.0 and True are three constants."""
+    """A leaf that is not a tensor. Its type is compared too: 1, 1.0 and True are three different constants."""
 
     kind: type
     value: Any
 
 
 class Structure(NamedTuple):
-    """How a value is put together."""
+    """How a value is composed."""
 
     spec: pytree.TreeSpec
-    """pytree's, of the leaves below."""
+    """pytree's structure of the leaves below."""
     leaves: tuple["Constant | Opened | None", ...]
     """None for a tensor."""
 
 
 class Opened(NamedTuple):
-    """An object that was taken apart by its attributes."""
+    """An object that was flattened by its attributes."""
 
     kind: type
     names: tuple[str, ...]
     inside: Structure
-    """Of the list of the attributes' values."""
+    """Structure of the list of attribute values."""
 
 
 _WHOLE = (nn.Module, torch.dtype, torch.device, torch.Size, Enum, type, ModuleType, str, bytes, int, float, complex)
-"""Objects of these are constants, whatever attributes they have."""
+"""Objects of these types are constants, whatever attributes they have."""
 
 
 def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """The attributes of an object that is taken apart, by name; None for a constant."""
+    """The attributes of an object to flatten, by name; None for a constant."""
     if leaf is None or isinstance(leaf, _WHOLE) or callable(leaf):
         return None
     if is_dataclass(leaf):
@@ -65,7 +65,7 @@ def flatten(value: Any, around: tuple[int, ...] = ()) -> tuple[list[Tensor], Str
 
     Args:
         value: anything.
-        around: ids of the objects that the value is an attribute of; a reference back to one of them is a constant.
+        around: ids of the objects that contain the value as an attribute; a reference back to one of them is a constant.
     """
     leaves, spec = pytree.tree_flatten(value)
     tensors, found = list[Tensor](), list[Constant | Opened | None]()
@@ -83,7 +83,7 @@ def flatten(value: Any, around: tuple[int, ...] = ()) -> tuple[list[Tensor], Str
 
 
 def rebuild(structure: Structure, tensors: Iterable[Any]) -> Any:
-    """The value that has these tensors, which may be anything else as well."""
+    """The value with these tensors in its places; they may also be other objects."""
     return _rebuilt(structure, iter(tensors))
 
 
@@ -103,12 +103,12 @@ def _rebuilt(structure: Structure, tensors: Iterator[Any]) -> Any:
 
 
 def _is_mapping(value: Any) -> bool:
-    """Whether pytree's own names would not say the keys."""
+    """Whether it is a mapping, whose keys pytree's own paths would not contain."""
     return isinstance(value, Mapping) and type(value) is not dict
 
 
 def opened(value: Any) -> Any:
-    """The value as plain dicts, lists and tuples, for comparing it place by place: pytree then names each place."""
+    """The value as plain dicts, lists and tuples, so that pytree can name each place in a comparison."""
 
     def each(leaf: Any) -> Any:
         if _is_mapping(leaf):

@@ -1,18 +1,18 @@
-"""Where the sum of a residual block is formed: by the product before it, or by the layer norm behind it.
+"""Decides where the sum of a residual block is computed: in the product before it, or in the layer norm after it.
 
     linear(x, w, b, residual) -> layer_norm      or      linear(x, w, b) -> add_layer_norm(., residual) -> (norm, sum)
 
-A product that adds a residual reads it in its epilogue, which costs little where our own kernels are the fastest. A library
-adds a bias or a matrix, not both, so behind it the sum is a launch of its own, which writes what the norm then reads again;
-there the norm forms it. Both ways are timed as a whole (choose.py), with the product's own choice for each.
+A product with a residual reads it in its epilogue, which costs little if one of our own kernels is the fastest. A library adds
+either a bias or a matrix, not both; after it the sum would be a launch of its own, whose result the norm then reads again. In
+that case the norm computes it. Both ways are timed as a whole (choose.py), each with the best choice for the product.
 
-A third way is for a whole stream of such sums, x1 = x0 + W1 a + b1, x2 = x1 + W2 c + b2 ...: the library adds each product to
-the stream where it lies, without the biases, and each norm adds those that are due by then to what it reads:
+A third way is for a whole stream of such sums, x1 = x0 + W1 a + b1, x2 = x1 + W2 c + b2 ...: the library adds each product,
+without its bias, to the stream in place, and each norm adds all biases so far to its input:
 
     x1' = x0 + W1 a;   norm(x1' + b1);   x2' = x1' + W2 c;   norm(x2' + (b1 + b2)) ...
 
-Refuses: sums of which a norm reads other than all rows in order; a stream that anything but its norms reads, the product that
-is added to it among that.
+Refuses sums of which a norm does not read all rows in order, and streams that anything except its norms reads (including the
+product that is added to it).
 """
 
 from collections.abc import Callable
@@ -32,15 +32,15 @@ __all__ = ["Sum", "in_place", "note_sum", "rewrite", "streams", "ways"]
 _COMPARED = (FLOAT_NODE, ANCHOR_NODE, FLOAT_PARTS)
 """Keys of a node's `meta` that say whose values it computes."""
 _RESIDUAL = 3
-"""Which argument of `calls.linear`."""
+"""Position of this argument of `calls.linear`."""
 
 
 @dataclass
 class Sum:
-    """A product with a residual and the norm that reads it: one problem of a graph."""
+    """A product with a residual and the norm that reads it, as a problem of a graph."""
 
     linear: tuple[Any, ...]
-    """x, weight, bias, activation, residual: `linear_op`'s arguments in the first place it stands."""
+    """x, weight, bias, activation, residual: `linear_op`'s arguments at its first occurrence."""
     norm: tuple[Tensor, Tensor | None, float]
     """The norm's weight, bias and eps."""
     places: list[tuple[Node, Node]] = field(default_factory=list)
@@ -48,13 +48,13 @@ class Sum:
 
     @property
     def key(self) -> Any:
-        """What makes two of them one problem."""
+        """Equal for equal problems."""
         weight, bias, eps = self.norm
         return linear_op.problem(*self.linear), self.linear[0].shape, weight.dtype, bias is None, eps
 
 
 def _whole_rows(node: Node, of: Node) -> bool:
-    """Whether a node is `of`, or all of its rows in order."""
+    """Whether a node is `of`, or a view of all its rows in order."""
     if node is of:
         return True
     if node.target is not calls.strided or node.args[0] is not of or node.args[3] != 0:
@@ -70,7 +70,7 @@ def _whole_rows(node: Node, of: Node) -> bool:
 
 
 def norm_behind(product: Node) -> Node | None:
-    """The one layer norm that reads a product's sum."""
+    """The one layer norm that reads a product's sum; None if there is none."""
     if product.target is not calls.linear or product.args[_RESIDUAL] is None:
         return None
     readers = [reader for user in product.users for reader in (user, *user.users)]
@@ -80,7 +80,7 @@ def norm_behind(product: Node) -> Node | None:
 
 
 def note_sum(found: dict[Any, Sum], product: Node, args: tuple[Any, ...], value_of: Callable[[Any], Any]) -> None:
-    """Add a product that runs, with `linear_op`'s arguments, to the problems, where a norm reads its sum."""
+    """Add a product, with `linear_op`'s arguments, to the problems, if a norm reads its sum."""
     norm = norm_behind(product)
     if norm is None:
         return
@@ -89,19 +89,20 @@ def note_sum(found: dict[Any, Sum], product: Node, args: tuple[Any, ...], value_
 
 
 def _rows_of(node: Any) -> Any:
-    """What a node is all the rows of."""
+    """The node of which this one has all the rows."""
     base = node.args[0] if isinstance(node, Node) and node.target is calls.strided else node
     return base if isinstance(base, Node) and base.target is calls.linear and _whole_rows(node, base) else None
 
 
 def _readers(node: Node) -> list[Node]:
-    """What reads a node, through views of all its rows as well."""
+    """The readers of a node, also through views of all its rows."""
     views = [user for user in node.users if user.target is calls.strided and _whole_rows(user, node)]
     return [user for user in node.users if user not in views] + [reader for view in views for reader in view.users]
 
 
 def streams(graph: fx.Graph, places: list[tuple[Node, Node]]) -> list[list[tuple[Node, Node]]]:
-    """Runs of (product, norm), each product's residual the sum before, that nothing else reads: they may be formed in place."""
+    """Sequences of (product, norm) in which each residual is the sum before, read by nothing else: they may be added in
+    place."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     norms, after = dict(places), dict[Node, Node]()
     for product in norms:
@@ -109,7 +110,7 @@ def streams(graph: fx.Graph, places: list[tuple[Node, Node]]) -> list[list[tuple
         others = [] if before is None else [r for r in _readers(before) if r is not product]
         plain = product.args[4] == "none" and all(isinstance(a, Node) and a.op == "get_attr" for a in product.args[1:3])
         x: Any = product.args[0]
-        plain = plain and before is not (x.args[0] if x.target is calls.strided else x)  # x + W x: it would read what it writes
+        plain = plain and before is not (x.args[0] if x.target is calls.strided else x)  # x + W x would read what it overwrites
         if plain and before is not None and all(r.target is calls.layer_norm and order[r] < order[product] for r in others):
             after[before] = product
     found = []
@@ -125,7 +126,7 @@ def streams(graph: fx.Graph, places: list[tuple[Node, Node]]) -> list[list[tuple
 
 
 def in_place(module: fx.GraphModule, run: list[tuple[Node, Node]]) -> None:
-    """Form a stream's sums where it lies."""
+    """Compute the sums of a stream in place."""
     due: Tensor | None = None
     for product, norm in run:
         bias = getattr(module, str(product.args[2].target)).double()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
@@ -148,7 +149,7 @@ def in_place(module: fx.GraphModule, run: list[tuple[Node, Node]]) -> None:
 def ways(
     problem: Sum, sets: list[tuple[Any, ...]], before: calls.Choice | None, apart: list[calls.Choice]
 ) -> list[Callable[[int], Any]]:
-    """What to time: the product that adds, in place, then each of `apart` without the residual; every one with its norm."""
+    """The ways to time: the product adds; in place; then each of `apart` without the residual. All are timed with the norm."""
     weight, bias, eps = problem.norm
 
     def product_adds(i: int) -> Any:
@@ -174,7 +175,7 @@ def ways(
 
 
 def rewrite(graph: fx.Graph, product: Node, norm: Node, choice: calls.Choice) -> None:
-    """Let the norm form the sum."""
+    """Let the norm compute the sum."""
     args = list(product.args)
     residual, args[_RESIDUAL] = args[_RESIDUAL], None
     product.args = (*args[:6], choice)
@@ -188,7 +189,7 @@ def rewrite(graph: fx.Graph, product: Node, norm: Node, choice: calls.Choice) ->
     for made, old in ((total, product), (normed, norm)):
         made.meta = {key: old.meta[key] for key in _COMPARED if key in old.meta}
     for key in _COMPARED:
-        product.meta.pop(key, None)  # it is no longer the sum that the float model has
+        product.meta.pop(key, None)  # its value is no longer that of the float model
     product.replace_all_uses_with(total, delete_user_cb=lambda user: user is not both)
     norm.replace_all_uses_with(normed)
     rows = norm.args[0]

@@ -1,13 +1,15 @@
-"""Patches that become tokens: a vision transformer's image, class token and positions in the launches of one product.
+"""Assembles the tokens of a vision transformer (patches, class token, positions) in the launches of one product.
 
     cat([class, product(patches)], 1) + positions      becomes      product(rows, residual)
 
-`rows` are the patches with rows of zeros before those of each image, where the class token will stand; they are zeroed once,
-and the copy that gathers patches leaves them alone. `residual`, which the product adds, depends on parameters alone: positions,
-and in the first rows the class token less the product's bias. So nothing is copied to be put behind something, and nothing is
-added by itself.
+`rows` are the patches, with rows of zeros before those of each image for the class token. These are zeroed once, and the copy
+that gathers patches leaves them alone. `residual`, which the product adds, depends on parameters alone: positions, and in the
+first rows the class token minus the product's bias. So nothing is copied only for concatenation, and there is no separate
+addition.
 
-Refuses: graphs in which anything between is read elsewhere. Not for a graph that Inductor compiles: it writes into its rows.
+Refuses graphs in which values in between are read elsewhere. Not for graphs that Inductor compiles, because the copy writes
+into
+`rows` in place.
 """
 
 from math import prod
@@ -28,7 +30,7 @@ aten = torch.ops.aten
 
 
 def _one(node: Any, target: Any) -> bool:
-    """Whether a node is such a call, with one reader."""
+    """Whether a node is a call of this target with one reader."""
     return isinstance(node, Node) and node.target is target and len(node.users) == 1
 
 
@@ -38,7 +40,7 @@ def _constant(module: fx.GraphModule, node: Any) -> Tensor | None:
 
 
 def _summands(module: fx.GraphModule, node: Node) -> tuple[Any, Tensor] | None:
-    """(what is cat and is added to, the constant) of a dense sum of a cat and a constant."""
+    """(the cat, the constant) of a dense sum of a cat and a constant."""
     if node.target is not calls.as_dense or not _one(node.args[0], aten.add.Tensor):
         return None
     total: Any = node.args[0]
@@ -52,7 +54,7 @@ def _summands(module: fx.GraphModule, node: Node) -> tuple[Any, Tensor] | None:
 
 
 def _parts(module: fx.GraphModule, cat: Any) -> tuple[Tensor, Any, Any] | None:
-    """(the first rows, the product, the view that its patches are gathered by) of a cat along tokens."""
+    """(the first rows, the product, the view with which its patches are gathered) of a cat along tokens."""
     given, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
     if dim != 1 or not isinstance(given, list | tuple) or len(given) != 2:
         return None
@@ -75,7 +77,7 @@ def _parts(module: fx.GraphModule, cat: Any) -> tuple[Tensor, Any, Any] | None:
 
 
 def assemble(module: fx.GraphModule, report: Report) -> None:
-    """Rewrite what can be, in place, and note it."""
+    """Rewrite all such places in a graph, in place, and record them in the report."""
     done = False
     for node in list(module.graph.nodes):
         found = _summands(module, node)
@@ -106,7 +108,7 @@ def assemble(module: fx.GraphModule, report: Report) -> None:
         total: Any = node.args[0]
         for gone in (found[0], total):
             report.launches.remove(gone.meta[LAUNCH])
-        reason = "the class token and positions are what the product of patches adds"
+        reason = "the product of patches adds the class token and positions"
         report.add(product.name, "tokens", node.name, True, reason, 4 * batch * tokens * width * lead.element_size())
         done = True
     if done:

@@ -1,11 +1,12 @@
-"""A user's module as a functional ATen graph of its tensors, and what is said where that cannot be.
+"""Traces a user's module as a functional ATen graph of its tensors, and explains why if that is impossible.
 
-`torch.export` traces it in evaluation, with the shapes of the example inputs; calls that have an operator of ours stay whole
-(convolution, linear, norms, attention). The graph takes the tensors of the arguments and gives those of the result, in the
-order of `structure.flatten`; arguments that are no tensors are constants of it. What cannot be traced (a branch on a tensor's
-value, `.item()`, calls out of torch) is an `Untraceable`, which names the user's line.
+`torch.export` traces it in evaluation with the shapes of the example inputs; calls for which we have an operator are not
+decomposed (convolution, linear, norms, attention). The graph takes the tensors in the arguments and returns those in the
+result, in the order of
+`structure.flatten`; other arguments are constants of the graph. If a module cannot be traced (a branch on a tensor's value,
+`.item()`, calls that leave torch), `Untraceable` is raised, with the user's line.
 
-Not here: dynamic shapes. A graph is that of the examples' shapes.
+Not here: dynamic shapes. A graph is for the examples' shapes only.
 """
 
 import sys
@@ -34,7 +35,7 @@ __all__ = ["Known", "Traced", "Untraceable", "line_of", "quietly", "trace", "wit
 
 
 class Untraceable(ValueError):
-    """A module whose calls are no graph; the message names the user's line and the reason."""
+    """A module that cannot be traced; the message has the user's line and the reason."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Traced:
     """An exported module."""
 
     module: fx.GraphModule
-    """Called with the tensors of (args, kwargs), gives a sequence of the result's; parameters are attributes."""
+    """Called with the tensors of (args, kwargs), returns a sequence of the result's tensors; parameters are attributes."""
     state: dict[str, Tensor]
-    """Parameters, buffers and constants by the names of the graph's get_attr nodes."""
+    """Parameters, buffers and constants, by the names in the graph's get_attr nodes."""
     mutated: tuple[str, ...] = ()
-    """Inputs that the module writes to, by their place: args[0], kwargs['x']."""
+    """Inputs that the module writes to, by their path: args[0], kwargs['x']."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -55,7 +56,7 @@ class Traced:
 
 
 class Known(nn.Module, ABC):
-    """A module that has its graph already, in whatever type it was cast to: `trace` asks for it instead of tracing."""
+    """A module that already has its graph, for the dtype it was cast to: `trace` uses it instead of tracing."""
 
     @abstractmethod
     def as_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
@@ -64,7 +65,7 @@ class Known(nn.Module, ABC):
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """torch's fused inference kernels of nn.TransformerEncoder, one opaque call a layer, are off in this scope."""
+    """Inside this scope, torch's fused inference kernels of nn.TransformerEncoder (one opaque call per layer) are disabled."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -78,7 +79,7 @@ _FUSE = str(Path(__file__).parent)
 
 
 def line_of(error: BaseException, *ours: str) -> str:
-    """The user's line behind an error: the innermost frame that is neither torch's nor in the folders `ours`."""
+    """The user's line behind an error: the innermost frame that is neither torch's nor in one of the folders `ours`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OWN, _FUSE, "<", *ours))]
     if not frames:
         return "an unknown line"
@@ -88,8 +89,8 @@ def line_of(error: BaseException, *ours: str) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """torch.export prints the graph as far as it came on standard error before it raises, and copies what torch itself says is
-    deprecated; what it says otherwise is kept."""
+    """Suppresses the partial graph that torch.export prints on standard error before it raises, and torch's own deprecation
+    warnings; keeps all other output."""
     said = StringIO()
     failed = True
     try:
@@ -103,12 +104,12 @@ def quietly() -> Iterator[None]:
 
 
 class _Flat(nn.Module):
-    """A module as a function of tensors that gives a tuple of tensors.
+    """A module as a function from tensors to a tuple of tensors.
 
     Args:
         module: the user's.
         structure: of (args, kwargs).
-        copies: whether it is given copies of its inputs, because it writes to them.
+        copies: whether it gets copies of its inputs, because it writes to them.
     """
 
     def __init__(self, module: nn.Module, structure: Structure, copies: bool):
@@ -123,11 +124,11 @@ class _Flat(nn.Module):
 
 
 _USER = "user"
-"""The name that `_Flat` has for the module, in front of all names of the graph."""
+"""The name of the module in `_Flat`, a prefix of all names in the graph."""
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout in evaluation gives its own input, as a call does. torch.export copies it, so that later writes are lost."""
+    """Dropout in evaluation returns its own input, as in a call. torch.export copies it, so later writes would be lost."""
 
     _KINDS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
@@ -144,7 +145,7 @@ def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.Exported
     with without_fast_path(), torch.no_grad(), quietly(), _NoDropout():
         try:
             return torch.export.export(module, tuple(tensors)).run_decompositions({})
-        # Whatever the user's code raises while it runs on fake tensors says that it is no graph of them.
+        # Every error of the user's code on fake tensors means that it cannot be traced.
         except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             name = type(module.user).__name__
@@ -152,15 +153,15 @@ def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.Exported
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Traced:
-    """The module as a graph.
+    """Trace a module.
 
     Args:
         module: in evaluation.
         args: example inputs.
-        kwargs: the same by name.
+        kwargs: example inputs by name.
 
     Raises:
-        Untraceable: it is no graph; with the user's line.
+        Untraceable: it cannot be traced; the message has the user's line.
     """
     if isinstance(module, Known):
         return module.as_traced(args, kwargs or {})
@@ -187,14 +188,14 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
 
 
 def _place(given: Any, index: int) -> str:
-    """The place of a tensor of (args, kwargs), `args[0]`."""
+    """The path of a tensor in (args, kwargs), such as `args[0]`."""
     tensors = (path for path, leaf in pytree.tree_flatten_with_path(opened(given))[0] if isinstance(leaf, Tensor))
     path = list(tensors)[index]
     return ("kwargs" if isinstance(path[1], pytree.MappingKey) else "args") + pytree.keystr(tuple(path[1:]))
 
 
 def _with_users_names(whole: fx.GraphModule) -> None:
-    """The names that the user knows, of weights and modules: without `_Flat` around them."""
+    """Restore the user's names of weights and modules, without the prefix of `_Flat`."""
     inside = getattr(whole, _USER, None)
     for node in whole.graph.nodes:
         target = str(node.target)
@@ -213,10 +214,10 @@ def _with_users_names(whole: fx.GraphModule) -> None:
 
 
 def _reshaped(whole: fx.GraphModule) -> None:
-    """Views that copy where they must: real strides may differ from those of the fake tensors that it was traced with.
+    """Let views copy if they must: real strides may differ from those of the fake tensors in tracing.
 
-    Those of `roll` do (torch 2.11 to 2.13): on a CPU its result is contiguous, and the fake one lies as its input does. Nothing
-    in the graph is written to, so that a copy is as good.
+    This is so for `roll` (torch 2.11 to 2.13): on a CPU its result is contiguous, but the fake result has its input's layout.
+    Nothing in the graph is written in place, so a copy is equivalent.
     """
     for node in whole.graph.nodes:
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
@@ -225,7 +226,7 @@ def _reshaped(whole: fx.GraphModule) -> None:
 
 
 def _known_sizes(module: nn.Module, graph: fx.Graph) -> None:
-    """Raises Untraceable where a result's size depends on values, as that of `nonzero` and `x[mask]` does."""
+    """Raises Untraceable if a result's size depends on values, as for `nonzero` and `x[mask]`."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             unknown = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)

@@ -1,7 +1,7 @@
-"""A graph that is being built, run on tensors without memory: whether operators take its calls, and where results lie.
+"""Runs a graph under construction on tensors without memory, to see whether operators accept its calls and to check layouts.
 
-An operator checks its arguments when it is called, which for an optimised model would be the user's first call. Here each new
-call is made at once on fake tensors: a fusion that its operator refuses is noticed while it can still be left to torch.
+An operator checks its arguments when it is called; for an optimised model, that would be the user's first call. Here each new
+call runs at once on fake tensors. If an operator refuses a fusion, it can then still be left to torch.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ __all__ = ["Trial"]
 
 
 class Trial:
-    """Values of a new graph's nodes, without memory.
+    """The values of a new graph's nodes, without memory.
 
     Args:
-        root: the module that holds what the graph reads.
+        root: the module with the tensors that the graph reads.
     """
 
     def __init__(self, root: nn.Module):
@@ -28,15 +28,15 @@ class Trial:
         self.values: dict[Node, Any] = {}
 
     def run(self, node: Node, view: View | None, like: Any = None) -> None:
-        """Make one call.
+        """Run one call.
 
         Args:
-            node: of the new graph; what it reads was run before, or is held by the module.
-            view: how its result is said to lie in memory; None where that is not said.
-            like: of a placeholder: what tracing has of it.
+            node: node of the new graph; its inputs were run before, or belong to the module.
+            view: the expected layout of its result; None if there is no expectation.
+            like: for a placeholder: its fake tensor from tracing.
 
         Raises:
-            ValueError: the result has another shape, or lies otherwise. And whatever the call raises.
+            ValueError: the result has another shape or layout; and every error of the call itself.
         """
         with self.mode, torch.no_grad():
             self.values[node] = value = self._value(node, like)
@@ -46,7 +46,7 @@ class Trial:
         steps = zip(value.shape, value.stride(), wanted or (), strict=False)
         if tuple(value.shape) != view.shape or any(size > 1 and got != want for size, got, want in steps):
             raise ValueError(
-                f"{node.target} gives {list(value.shape)} with strides {list(value.stride())}; the graph counts on "
+                f"{node.target} gives {list(value.shape)} with strides {list(value.stride())}; the graph relies on "
                 f"{list(view.shape)} with {None if wanted is None else list(wanted)}"
             )
 

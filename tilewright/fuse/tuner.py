@@ -1,8 +1,9 @@
-"""The processes of `tilewright.fuse.tuning`: `python -m tilewright.fuse.tuner search`, and `measure`, which that one starts.
+"""The processes behind `tilewright.fuse.tuning`: `python -m tilewright.fuse.tuner search`, which starts `... measure`.
 
-`search` reads one JSON object on stdin, {"top", "limit_s", "wanted": [{"op", "problem", "arguments"}, ...]}, and says a line of
-JSON for each answer; {"progress": words} and {"failed": words} in between. It touches no GPU: it forks compilers. `measure`
-does, and speaks as `tilewright.tune.worker`; arguments are drawn from `tilewright.fuse.spec`.
+`search` reads one JSON object on stdin, {"top", "limit_s", "wanted": [{"op", "problem", "arguments"}, ...]}, and writes a line
+of JSON for each answer, and {"progress": text} and {"failed": text} in between. It does not use the GPU, because it forks
+compilers.
+`measure` uses it, with the protocol of `tilewright.tune.worker`; arguments are drawn by `tilewright.fuse.spec`.
 """
 
 import json
@@ -37,7 +38,7 @@ def _say(**words: Any) -> None:
 
 
 def task_of(wanted: dict[str, str], device: Any) -> Task:
-    """The problem to search. Raises ValueError when arguments drawn from shapes make another one."""
+    """The problem to search. Raises ValueError if arguments drawn from shapes make another problem."""
     op = _OPS[wanted["op"]]
     args = arguments_of(wanted["arguments"], Inputs("meta"))
     task = Task(
@@ -71,11 +72,11 @@ def _search() -> None:
         except ValueError as reason:
             problem = json.loads(wanted["problem"])
             _say(op=wanted["op"], problem=problem, how="refused", best=None, us=None, notes=[str(reason)])
-    # On the card: what calls another op (conv's `linear`) has that choose, and compile, as it will when it is measured.
+    # As if on the card: implementations that call another op (conv calls `linear`) then choose and compile it as when measured.
     with Database() as rows, on_card(device):
         fresh = [task for task in tasks if len(task.impls) and not settled(task, rows)]
         firsts = [(c.impl, c.config, task.args) for task in fresh for c in planned(task, top=order["top"]).first]
-        # All at once keeps every core busy; each search then finds what it compiles in Triton's cache.
+        # Compiling everything at once keeps all cores busy; each search then finds its kernels in Triton's cache.
         for done, _ in enumerate(compile_all(firsts, device, **limits)):
             _say(progress=f"compiled {done + 1} of {len(firsts)} configs of {len(fresh)} problems")
         with Measurer(_COMMAND, limit_s=limits["limit_s"]) as measurer:

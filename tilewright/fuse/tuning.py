@@ -1,11 +1,11 @@
-"""Measure the ops that a model calls, in the shapes that it calls them in, before it runs: `optimize(..., tune=True)`.
+"""Tunes the ops of a model, in the shapes of its calls, before it runs: `optimize(..., tune=True)`.
 
     calls of the model -> distinct problems -> searched by another process -> rows of the user's database -> chosen from now on
 
-The search itself is `tilewright tune`'s (`tilewright.tune.search`): certified configs in the model's order, compiled on all
-cores, each checked against the definition and timed, the best in turns, libraries among them. What was measured before with
-these versions is not measured again, so the second time costs seconds. Where arguments cannot be drawn from their shapes
-(tables of indices) the op keeps what the rule gives it, and the answer says so.
+The search is that of `tilewright tune` (`tilewright.tune.search`): certified configs in the model's order, compiled on all
+cores, each checked against the definition and timed, the best in turns, libraries included. Results that were measured earlier
+with the same versions are not measured again, so the second time takes seconds. If arguments cannot be drawn from their shapes
+(tables of indices), the op keeps its default, and the answer says so.
 """
 
 import json
@@ -33,21 +33,21 @@ _OPS = {op.name: op for op in ALL}
 
 @dataclass(frozen=True)
 class Called:
-    """An op with arguments like these, and how often a run called it."""
+    """An op with certain arguments, and how often a run called it."""
 
     op: Op
     args: tuple[Any, ...]
-    """Tensors on the meta device."""
+    """The arguments, with tensors on the meta device."""
     problem: Any
     text: str
-    """The problem as rows have it."""
+    """The problem as in rows of the database."""
     index: int
-    """Of the CUDA device; negative on a CPU."""
+    """Index of the CUDA device; negative on a CPU."""
     count: int
 
 
 class _Listener(TorchDispatchMode):
-    """Notes every call of an op of ours, and lets it through."""
+    """Records every call of our ops, and lets it run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,16 +75,16 @@ def _shape_of(value: Any) -> Any:
 
 
 def calls_of(run: Callable[[], Any]) -> list[Called]:
-    """The distinct problems of our ops in one run, in their order."""
+    """The distinct problems of our ops in one run, in order."""
     with torch.inference_mode(), _Listener() as listener:
         run()
     return list(listener.found.values())
 
 
 def choices(run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What each op of a run launches, and what says so: {"op", "problem", "count", "impl", "config", "source", "us"}.
+    """What each op of a run launches, and why: {"op", "problem", "count", "impl", "config", "source", "us"}.
 
-    source: "exact" or "bucket" for a measured row, whose microseconds stand in "us"; else "default" or "fixed".
+    source: "exact" or "bucket" for a measured row, whose microseconds are in "us"; otherwise "default" or "fixed".
     """
     return [
         {
@@ -104,20 +104,20 @@ def choices(run: Callable[[], Any]) -> list[dict[str, Any]]:
 def tune(
     run: Callable[[], Any], *, top: int = 6, limit_s: float = 25.0, progress: Callable[[str], None] = lambda words: None
 ) -> list[dict[str, Any]]:
-    """Search the best implementation and config of every op that a run calls, on the GPU that it runs on.
+    """Search the best implementation and config for every op that a run calls, on the GPU that it runs on.
 
     Args:
         run: calls the model once, not captured in a graph.
-        top: configs measured of each problem, beside its default and libraries.
+        top: configs to measure for each problem, besides its default and libraries.
         limit_s: seconds for compiling one config, and for measuring one.
-        progress: told in words how far it is.
+        progress: called with a text as the search advances.
 
     Returns:
-        One row a problem: {"op", "problem", "how", "best", "us", "notes"}; "how" is "search", "verified again", "known", or
-        "refused" with the reason in "notes". Empty where nothing runs on a GPU.
+        One row per problem: {"op", "problem", "how", "best", "us", "notes"}; "how" is "search", "verified again", "known", or
+        "refused" with the reason in "notes". Empty if nothing runs on a GPU.
 
     Raises:
-        RuntimeError: the searching process failed; its last words.
+        RuntimeError: the searching process failed; its output has the reason.
     """
     wanted, refused = [], []
     for called in calls_of(run):
@@ -138,7 +138,7 @@ def tune(
 
 
 def _searched(wanted: list[dict[str, Any]], top: int, limit_s: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The answers of `python -m tilewright.fuse.tuner`: a process without a CUDA context, which may fork compilers."""
+    """The answers of `python -m tilewright.fuse.tuner`, a process without a CUDA context, which may fork compilers."""
     torch.cuda.empty_cache()
     order = json.dumps({"top": top, "limit_s": limit_s, "wanted": wanted})
     command = [sys.executable, "-m", "tilewright.fuse.tuner", "search"]

@@ -1,6 +1,6 @@
-"""ATen's view calls: which calls are views, and what each does to the dimensions of a `View`.
+"""ATen's view calls: which calls are views, and how each changes the dimensions of a `View`.
 
-By the node's arguments and the shape that tracing found.
+This is determined from the node's arguments and the shape in tracing.
 """
 
 from collections.abc import Callable
@@ -106,9 +106,9 @@ _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_la
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call only says where elements stand: each element of its input is one of its result, and nothing is computed.
+    """Whether a call only rearranges elements: each element of its input is one of its result, and nothing is computed.
 
-    Dropout in evaluation and casts to the type that a value has are such calls.
+    This includes dropout in evaluation, and casts to the type that a value already has.
     """
     if node.op != "call_function":
         return False
@@ -121,29 +121,29 @@ def is_view(node: Node) -> bool:
 
 
 def is_part(node: Node) -> bool:
-    """Whether a call reads some elements of its input, or one several times, and computes nothing."""
+    """Whether a call reads only some elements of its input, or some several times, and computes nothing."""
     return node.op == "call_function" and (node.target in _NARROWING or node.target in PARTS)
 
 
 def plain_source(node: Any) -> Any:
-    """What stands before views."""
+    """The value before views."""
     while isinstance(node, Node) and is_view(node):
         node = node.args[0]
     return node
 
 
 def follow(node: Node, view: View) -> View | None:
-    """The view behind a view call of what has `view`; None where atoms cannot say it."""
+    """The view after a view call on a value with `view`; None if atoms cannot express it."""
     found = _FOLLOW.get(node.target, _same if is_view(node) else None)
     return None if found is None else found(node, view)
 
 
 PARTS = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-"""Calls that give several views."""
+"""Calls that return several views."""
 
 
 def parts_of(node: Node, view: View) -> tuple[View, ...] | None:
-    """The views that a call of `PARTS` gives; None where atoms cannot say one of them."""
+    """The views that a call of `PARTS` returns; None if atoms cannot express one of them."""
     of = node.meta.get("val")
     if not isinstance(of, list | tuple):
         return None

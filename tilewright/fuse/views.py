@@ -1,11 +1,11 @@
-"""Views as arithmetic on one dense buffer: what chains of reshape, transpose, select ... read, and whether strides can say it.
+"""Views as arithmetic on one dense buffer: what chains of reshape, transpose, select ... read, and whether strides express it.
 
-A `View` names, for each dimension, its atoms: (size, stride) pairs, slowest first, whose product is the dimension. A reshape
-regroups atoms and splits them where it must; a permutation moves dimensions; a copy changes nothing, since no memory is looked
-at before somebody asks for a tensor. So [S, B, 3 E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D], which torch writes
-with a copy in the middle, comes out as strides of the first buffer.
+For each dimension, a `View` has a list of atoms: (size, stride) pairs, slowest first, whose sizes multiply to the dimension. A
+reshape regroups atoms and splits them if necessary; a permutation reorders dimensions; a copy changes nothing, because memory
+is only read when a tensor is needed. So [S, B, 3 E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D], for which torch
+needs a copy in the middle, becomes strides of the first buffer.
 
-`strides` merges each dimension's atoms to one stride where that is possible, else says None: then a copy is needed.
+`strides` merges each dimension's atoms into one stride if possible; otherwise it is None, and a copy is needed.
 """
 
 import math
@@ -20,23 +20,23 @@ Atom = tuple[int, int]
 
 @dataclass(frozen=True)
 class View:
-    """Where the elements of a tensor lie in a buffer."""
+    """Where the elements of a tensor are in a buffer."""
 
     dims: tuple[tuple[Atom, ...], ...]
     offset: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return tuple(math.prod(size for size, _ in dim) for dim in self.dims)
 
     @property
     def strides(self) -> tuple[int, ...] | None:
-        """One stride for each dimension, or None where no strides say it."""
+        """One stride for each dimension, or None if strides cannot express the view."""
         found = [_merged(dim) for dim in self.dims]
         if any(atom is None for atom in found):
             return None
-        # A dim of one has any stride; kernels read alignment from strides, so it gets what a dense tensor would have.
+        # A dim of size 1 may have any stride; kernels derive alignment from strides, so it gets that of a dense tensor.
         steps, reach = [], 1
         for size, stride in reversed([atom for atom in found if atom is not None]):
             steps.append(stride if size != 1 else reach)
@@ -45,15 +45,15 @@ class View:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """Of all dimensions: always the sizes and strides of a tensor that `shape` reshapes."""
+        """The atoms of all dimensions: the sizes and strides of a tensor that can be reshaped to `shape`."""
         return tuple(atom for dim in self.dims for atom in dim)
 
     def is_dense(self) -> bool:
-        """Whether the elements stand in order, without holes, from the buffer's start."""
+        """Whether the elements are in order, without gaps, from the buffer's start."""
         return self.offset == 0 and dense(self.shape).strides == self.strides
 
     def reshape(self, sizes: Sequence[int]) -> "View | None":
-        """The same elements in order with other sizes; None where atoms cannot be split so."""
+        """The same elements in order with other sizes; None if atoms cannot be split in this way."""
         if 0 in sizes or 0 in self.shape:
             return None
         rest = [atom for atom in reversed(self.atoms) if atom[0] != 1]
@@ -82,7 +82,7 @@ class View:
         return View(tuple(self.dims[d] for d in order), self.offset)
 
     def narrow(self, dim: int, start: int, length: int, step: int = 1) -> "View | None":
-        """Elements start, start + step ... of a dimension that has one stride."""
+        """Elements start, start + step ... of a dimension; None if it has several strides."""
         atom = _merged(self.dims[dim])
         if atom is None:
             return None
@@ -91,20 +91,20 @@ class View:
         return View(tuple(dims), self.offset + start * atom[1])
 
     def select(self, dim: int, index: int) -> "View | None":
-        """Without the dimension, at one index of it."""
+        """The view at one index of a dimension, without this dimension."""
         found = self.narrow(dim, index, 1)
         return None if found is None else View(found.dims[:dim] + found.dims[dim + 1 :], found.offset)
 
     def squeeze(self, dims: Sequence[int]) -> "View":
-        """Without these dimensions where their size is 1."""
+        """Remove these dimensions if their size is 1."""
         return View(tuple(d for i, d in enumerate(self.dims) if i not in dims or self.shape[i] != 1), self.offset)
 
     def unsqueeze(self, dim: int) -> "View":
-        """With a dimension of size 1 before `dim`."""
+        """Insert a dimension of size 1 before `dim`."""
         return View((*self.dims[:dim], ((1, 1),), *self.dims[dim:]), self.offset)
 
     def expand(self, sizes: Sequence[int]) -> "View":
-        """Dimensions of size 1 repeated, new ones in front; -1 keeps a size."""
+        """Repeat dimensions of size 1 and add new ones in front; -1 keeps a size."""
         new = len(sizes) - len(self.dims)
         dims: list[tuple[Atom, ...]] = [((size, 0),) for size in sizes[:new]]
         for size, dim, had in zip(sizes[new:], self.dims, self.shape, strict=True):
@@ -112,18 +112,18 @@ class View:
         return View(tuple(dims), self.offset)
 
     def rows(self) -> tuple[tuple[Atom, ...], int] | None:
-        """(atoms of the leading dimensions, K): the last dimension has K elements side by side; None where it has not."""
+        """(atoms of the leading dimensions, K) if the last dimension has K adjacent elements; otherwise None."""
         last = _merged(self.dims[-1])
         if last is None or (last[1] != 1 and last[0] != 1):
             return None
         return tuple(atom for dim in self.dims[:-1] for atom in dim if atom[0] != 1), last[0]
 
     def memory_order(self) -> "tuple[View, View] | None":
-        """Rows of the last dimension in the order in which they lie in memory, where they fill it without holes.
+        """The rows of the last dimension in the order of memory, if they fill it without gaps.
 
         Returns:
-            ([R, K] dense from `offset`, and the view of an [R, 1] buffer that has this view's leading dims), else None: an
-            operation on rows may run on the first, and its result is read by the second.
+            ([R, K] dense from `offset`, and the view of an [R, 1] buffer with this view's leading dims), or None. An operation
+            on rows may run on the first, and the second reads its result.
         """
         found = self.rows()
         if found is None:
@@ -139,13 +139,13 @@ class View:
         return View((((count, k),), ((k, 1),)), self.offset), View(back)
 
     def with_columns(self, n: int, base: int) -> "View":
-        """Of a view of rows (`memory_order`): the view of an [R, base] buffer, its first n columns as last dimension."""
+        """For a view of rows (`memory_order`): the view of an [R, base] buffer with its first n columns as last dimension."""
         dims = tuple(tuple((size, stride * base) for size, stride in dim) for dim in self.dims)
         return View((*dims, ((n, 1),)), self.offset * base)
 
 
 def _merged(dim: tuple[Atom, ...]) -> Atom | None:
-    """The atoms of one dimension as one, or None."""
+    """The atoms of one dimension merged to one, or None."""
     real = [atom for atom in dim if atom[0] != 1]
     if not real:
         return (1, 1)
@@ -158,7 +158,7 @@ def _merged(dim: tuple[Atom, ...]) -> Atom | None:
 
 
 def dense(shape: Sequence[int]) -> View:
-    """Contiguous, as torch means it."""
+    """Contiguous, as in torch."""
     dims, stride = [], 1
     for size in reversed(shape):
         dims.append(((size, stride if size != 1 else 1),))
@@ -167,6 +167,6 @@ def dense(shape: Sequence[int]) -> View:
 
 
 def channels_last(shape: Sequence[int]) -> View:
-    """[N, C, *S] with channels side by side: [N, *S, C] in memory."""
+    """[N, C, *S] channels-last: [N, *S, C] in memory."""
     last = dense((shape[0], *shape[2:], shape[1]))
     return View((last.dims[0], last.dims[-1], *last.dims[1:-1]))

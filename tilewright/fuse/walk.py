@@ -1,11 +1,11 @@
-"""From a graph to a plan: one walk in the graph's order, in which every call is decided once.
+"""Makes a plan from a graph: one walk in the graph's order, in which every call is decided once.
 
-An anchor opens a group. Its value is a tip, from which the group grows: the one call that reads a tip is a step, which goes
-into the anchor's epilogue where the rules have a slot for it (rules.py); views carry a tip on. Of two groups that could take
-one sum the one of the later anchor does. Where an attention's operands are linears of one input they become one product;
-act(a) * b of two linears, or of the halves of one, becomes a gated product (gates.py).
+An anchor opens a group. Its value is a tip, from which the group grows: if exactly one call reads a tip, it is a step, which
+goes into the anchor's epilogue if the rules have a slot for it (rules.py); views move a tip on. If two groups could take the
+same sum, the one with the later anchor does. If operands of an attention are linears with the same input, they become one
+product; act(a) * b of two linears, or of the halves of one, becomes a gated product (gates.py).
 
-What is taken, in a view, a constant, or left, and why, is a decision about each call.
+For each call there is a decision with a reason: fused, part of a view, a constant, or left to torch.
 """
 
 import math
@@ -35,7 +35,7 @@ EXPORTED = Dialect(read=read, activation=activation_behind, view=is_view, parame
 """Graphs of torch.export: activations are one call each, weights are known."""
 
 _CONSTANT_BYTES = 1 << 26
-"""Larger results of constants are computed in every call: they may be expanded ones."""
+"""Constants with larger results are computed in every call, because they may be expanded tensors."""
 
 
 def plan(graph: Graph, refused: Mapping[str, str] | None = None, dialect: Dialect = EXPORTED) -> Plan:
@@ -43,9 +43,9 @@ def plan(graph: Graph, refused: Mapping[str, str] | None = None, dialect: Dialec
 
     Args:
         graph: functional ATen with `val` in the nodes' meta; it is not changed.
-        refused: names of layers or of nodes that are not to be fused, with the reason: an anchor with such a name is left to
-            torch, a step with such a name is not taken.
-        dialect: whose graph it is.
+        refused: names of layers or nodes that must not be fused, with the reason: an anchor with such a name is left to torch,
+            a step with such a name is not fused.
+        dialect: the kind of graph.
     """
     walk = _Walk(graph, refused or {}, dialect)
     for node in graph.nodes:
@@ -56,14 +56,14 @@ def plan(graph: Graph, refused: Mapping[str, str] | None = None, dialect: Dialec
 
 
 class _Walk:
-    """What is known of the graph so far."""
+    """The state of the walk."""
 
     def __init__(self, graph: Graph, refused: Mapping[str, str], dialect: Dialect):
         self.refused, self.dialect, self.plan = refused, dialect, Plan()
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.tips: dict[Node, Tip] = {}
         self.left = LEFT if dialect.parameters else "inductor"
-        """Kind of the decision about a call that no rule is about: what Inductor has of those is not worth a line."""
+        """Kind of decisions about calls to which no rule applies. For Inductor's graphs they are not listed."""
 
     # ---- calls
 
@@ -89,11 +89,11 @@ class _Walk:
         return self._step(node)
 
     def parameter(self, node: Any) -> bool:
-        """Whether a value is known before the call: a parameter, or what depends on those alone."""
+        """Whether a value is known before the call: a parameter, or a value that depends on parameters alone."""
         return self.dialect.parameters and isinstance(node, Node) and tensor_of(node) is not None and self.plan.constant(node)
 
     def _taken(self, node: Node) -> bool:
-        """Whether a group has a call in its epilogue."""
+        """Whether a group already has a call in its epilogue."""
         return node in self.plan.decisions and self.plan.decisions[node].taken
 
     def _constant(self, node: Node) -> bool:
@@ -118,7 +118,7 @@ class _Walk:
         self.plan.groups.append(group)
         self._decide(anchor.node, FUSED, True, f"one launch of {anchor.kind}")
         for node in anchor.inside:
-            self._decide(node, "inside", True, f"it is computed inside of {group.name}")
+            self._decide(node, "inside", True, f"it is computed within {group.name}")
         if anchor.kind in MERGED and self.dialect.parameters:
             self._merge(MERGED[anchor.kind](anchor))
         if anchor.kind in EPILOGUES:
@@ -127,7 +127,7 @@ class _Walk:
     # ---- growth
 
     def _grow(self, tip: Tip) -> None:
-        """A new tip; its activation, which no other group can have, is looked for at once."""
+        """Add a tip; look for its activation at once, because no other group can have it."""
         self.tips[tip.here] = tip
         found = self.dialect.activation(tip.here)
         if found is None or found.node in self.plan.decisions:
@@ -135,11 +135,11 @@ class _Walk:
         step = Step(kind="activation", node=found.node, inside=tuple(found.inside - {found.node}), name=found.name)
         reason = self._offer(tip, step, found)
         alone = found.name not in ACTIVATIONS and isinstance(self.dialect.read(found.node), Anchor)
-        if reason is not None and not alone:  # else it is a launch by itself, once it is visited
+        if reason is not None and not alone:  # otherwise it becomes a launch by itself when it is visited
             self._refuse(step, tip, reason)
 
     def _offer(self, tip: Tip, step: Step, found: Activation | None = None) -> str | None:
-        """Put a step into a group's epilogue; the reason where it does not go there."""
+        """Put a step into a group's epilogue; returns the reason if that is impossible."""
         if step.node.name in self.refused:
             return self.refused[step.node.name]
         slot = slot_of(tip, step, self.parameter)
@@ -160,7 +160,7 @@ class _Walk:
         return None
 
     def _step(self, node: Node) -> None:
-        """A call that one of several groups may take: that of the last anchor first."""
+        """A call that one of several groups may take; the group of the last anchor is asked first."""
         tips = [self.tips[n] for n in node.all_input_nodes if n in self.tips]
         tips.sort(key=lambda tip: self.place[tip.group.anchor.node], reverse=True)
         first: tuple[Step | str, Tip, str] | None = None
@@ -189,10 +189,10 @@ class _Walk:
         if is_part(node) or is_view(node) or node.target is operator.getitem:
             return self._decide(node, "view", True, "it says where elements stand")
         known = activation_of(node) is not None or node.target in (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
-        why = "no product or convolution is before it that could take it" if known else "no operator here computes it"
+        why = "there is no product or convolution before it that could fuse it" if known else "no operator here computes it"
         self._decide(node, self.left, False, f"{node.target}: {why}")
 
-    # ---- linears of one input
+    # ---- linears with the same input
 
     def _gate(self, gate: Gate) -> None:
         self.plan.gates.append(gate)
@@ -202,7 +202,7 @@ class _Walk:
         self._decide(gate.node, "gate", True, words, gate.groups[0], 4 * _bytes(gate.node))
 
     def _merge(self, operands: tuple[Node, ...]) -> None:
-        """Plain linears of one input behind several operands of one anchor become one product."""
+        """Merge plain linears with the same input, for several operands of one anchor, into one product."""
         inputs: dict[Node, list[Group]] = {}
         for source in map(plain_source, operands):
             tip = self.tips.get(source)
@@ -222,7 +222,7 @@ class _Walk:
                 self.plan.merges = [b for b in self.plan.merges if b not in joined] + [batch]
 
     def finish(self) -> None:
-        """Put groups in the order of their last calls, and say what was merged."""
+        """Sort groups by their last calls, and record merges."""
         self.plan.groups.sort(key=lambda g: self.place[g.last])
         for first, *others in self.plan.merges:
             names = ", ".join(g.name for g in others)
@@ -243,16 +243,16 @@ def _decision(anchor: str, kind: str, node: Node, taken: bool, reason: str, save
 
 
 def _bytes(node: Node) -> int:
-    """Of a value; 0 where its size is not known."""
+    """Size of a value; 0 if its size is unknown."""
     value = tensor_of(node)
     return 0 if value is None or symbolic(value.shape) else math.prod(value.shape) * value.element_size()
 
 
 def _kept(node: Node, inside: Collection[Node]) -> str | None:
-    """Why a value is stored whoever takes it along: others read it."""
+    """Why a value is stored even if it is fused: others read it."""
     readers = [user for user in node.users if user not in inside]
     if not readers:
         return None
     if any(reader.op == "output" for reader in readers):
-        return f"{node.name} is a result of this graph, or kept for the backward pass: it is stored all the same"
-    return f"{node.name} is also read by {', '.join(reader.name for reader in readers[:3])}: it is stored all the same"
+        return f"{node.name} is a result of this graph, or kept for the backward pass: it must be stored anyway"
+    return f"{node.name} is also read by {', '.join(reader.name for reader in readers[:3])}: it must be stored anyway"

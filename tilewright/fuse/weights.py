@@ -1,6 +1,6 @@
-"""Parameters on their way into an optimised graph: what is folded into them, joined, laid out and cast, once.
+"""Prepares parameters for an optimised graph: folds into them, joins them, lays them out and casts them, once.
 
-Folding is done in float64 from the float model's own parameters, then rounded to the graph's dtype once.
+Folding is done in float64 from the float model's own parameters; the result is rounded to the graph's dtype once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +20,13 @@ def _double(value: Tensor) -> Tensor:
 
 
 class Weights:
-    """Parameters and buffers by the names that a graph gives them.
+    """Parameters and buffers by their names in a graph.
 
     Args:
         exact: those of the float model.
         cast: the same in the graph's dtype.
-        root: module that holds what the optimised graph reads.
-        constant: which nodes depend on parameters alone, beside those themselves.
+        root: module that holds the tensors that the optimised graph reads.
+        constant: function: whether a node depends on parameters alone.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Weights:
         self._kept: dict[int, tuple[str, Any]] = {}
 
     def keep(self, value: Tensor | nn.Module, hint: str) -> str:
-        """Store a tensor, or a quantised weight, in the graph's module; its name there. One object is stored once."""
+        """Store a tensor, or a quantised weight, in the graph's module; returns its name there. An object is stored once."""
         if id(value) in self._kept:
             return self._kept[id(value)][0]
         name = f"{hint.replace('.', '_')}_{len(self._kept)}"
@@ -50,13 +50,13 @@ class Weights:
         return name
 
     def known(self, node: Any) -> bool:
-        """Whether a node of the exported graph is a parameter or buffer, or depends on those alone."""
+        """Whether a node of the exported graph is a parameter or buffer, or depends on these alone."""
         if not isinstance(node, Node):
             return False
         return node.target in self.cast if node.op == "get_attr" else self.constant(node)
 
     def double(self, node: Node) -> Tensor:
-        """A parameter of the float model, or what is computed from such, in float64."""
+        """A parameter of the float model, or a value computed from parameters, in float64."""
         if node.op == "get_attr":
             return _double(self.exact[str(node.target)].detach())
         if node not in self._doubles:
@@ -69,9 +69,9 @@ class Weights:
         """(weight, bias) in float64, with batch norms, factors and biases folded in, in their order.
 
         Args:
-            weight: [O, ...], or [K, O, ...] with `transposed`, which comes back as [O, K, ...].
+            weight: [O, ...], or [K, O, ...] with `transposed`; the result is [O, K, ...].
             bias: [O].
-            folds: what stands behind the product.
+            folds: operations after the product.
             transposed: see weight.
         """
         w = self.double(weight)
@@ -85,7 +85,7 @@ class Weights:
         return w, b  # pyright: ignore[reportReturnType]
 
     def _affine(self, fold: Fold, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What a fold does to each column: (factor [O], what it then adds, [O] or None)."""
+        """The effect of a fold on each column: (factor [O], summand [O] or None)."""
         ones = weight.new_ones(len(weight))
 
         def each(operand: Any) -> Tensor:
@@ -107,7 +107,7 @@ class Weights:
 
     @staticmethod
     def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-        """(weights, biases) of several linears of one input, one above the other; a missing bias is zeros."""
+        """(weights, biases) of several linears with the same input, stacked; a missing bias is zeros."""
         if all(b is None for _, b in parts):
             return torch.cat([w for w, _ in parts]), None
         biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in parts]

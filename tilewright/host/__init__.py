@@ -1,1 +1,1 @@
-"""Ordinary models in processes of their own: batched, checked, replaced when they break."""
+"""Serves ordinary models in separate processes, with batching, checks, and replacement of processes that fail."""

@@ -1,9 +1,9 @@
-"""Whether a model gets requests: a circuit that opens when the model is broken, and is tried again after a while.
+"""A circuit breaker: a broken model gets no requests, and is tried again after a while.
 
     closed --broken--> open, for 1, 2, 4 ... 60 seconds --then--> half open: one batch --answered--> closed
                                                                             --broken----> open, twice as long
 
-Pure: the clock is handed in.
+A pure state machine: the clock is an argument.
 """
 
 __all__ = ["Circuit"]

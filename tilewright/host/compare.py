@@ -1,4 +1,4 @@
-"""How far two answers are from one another."""
+"""Measures the difference between the outputs of two models."""
 
 import numpy as np
 

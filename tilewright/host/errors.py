@@ -1,4 +1,4 @@
-"""What can be said to somebody whose request has no answer. What a status code of it is, is the server's to know."""
+"""Errors for requests that cannot be answered. The server maps them to status codes."""
 
 __all__ = ["Expired", "Failed", "HostError", "NotFound", "Overloaded", "Refused", "Unavailable"]
 

@@ -1,10 +1,11 @@
-"""Write a model as a folder that is served without its code: `exported.py` says what is in it.
+"""Writes a model as a folder that can be served without its code; `exported.py` describes the format.
 
-The model is optimised once for each number of rows that batches will be padded to, and each graph is written call by call.
-Where a card is named, its kernels are compiled into the folder, without a GPU: the graphs are run on tensors without memory.
+The model is optimised once for each number of rows to which batches will be padded, and each graph is written call by call. If
+a card is
+named, its kernels are compiled into the folder, without a GPU: the graphs are run on tensors without memory.
 
-Refuses, with the reason: a model that cannot be traced as a whole, calls that the format has no name for, dimensions beside
-the rows that may vary.
+Refuses, with the reason: a model that cannot be traced as a whole, calls for which the format has no name, and variable
+dimensions other than the rows.
 """
 
 import json

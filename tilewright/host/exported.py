@@ -1,12 +1,12 @@
-"""An exported model: a folder that is data, and is run without the user's code and without a compiler.
+"""An exported model: a folder of data that runs without the user's code and without a compiler.
 
-    DIR/program.json           what it takes and gives, and for each number of rows the calls of the planned graph, in order
-    DIR/weights.safetensors    weights as the plan has folded them
+    DIR/program.json           inputs and outputs, and for each number of rows the calls of the planned graph, in order
+    DIR/weights.safetensors    weights as folded by the plan
     DIR/kernels/               with `--card`: the compiled kernels (asm/bundle.py)
 
-A call names an operator of torch's (`aten.relu.default`), a call of our planned graphs (`calls.linear`), or one of a few
-functions of Python's `operator`. Nothing else can be named; names in the file never become Python source. So a folder can be
-wrong, and then loading or calling it fails; it cannot run code.
+A call names an operator of torch (`aten.relu.default`), a call of our planned graphs (`calls.linear`), or one of a few
+functions of Python's `operator`. Nothing else can be named, and names in the file never become Python source. So a malicious
+folder can cause errors in loading or calling, but cannot run code.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""The process that model processes are forked from: torch is imported once, and a new instance starts within milliseconds.
+"""The process from which model processes are forked: torch is imported once, so a new instance starts within milliseconds.
 
     python -m tilewright.host.nursery FD
 
-On the socket FD arrive one-byte requests, each with the descriptor of a socket for the new process; the answer is its pid. The
-nursery has one thread, runs nobody's code and never touches a device, so that a fork of it is as good as a new process. It
-ends with the server, and its children end with it, whatever they are in.
+The socket FD receives one-byte requests, each with the descriptor of a socket for the new process; the answer is its pid. The
+nursery has one thread, runs no user code and never uses a device, so a fork of it is as good as a new process. It ends with the
+server, and its children end with it, whatever they are doing.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""Pipelines: models behind one another, as a graph without cycles. What one gives under a name, others take by that name.
+"""Pipelines: several models connected as an acyclic graph. The output of one under a name is the input of others by that name.
 
-A step runs as soon as its inputs are there, beside any other that can. Names that no step gives are inputs of the pipeline;
-names that no step takes are its outputs. Datatypes and shapes are those of the models' signatures.
+A step runs as soon as its inputs are available, concurrently with others. Names that no step produces are inputs of the
+pipeline; names that no step consumes are its outputs. Datatypes and shapes are those of the models' signatures.
 """
 
 import asyncio

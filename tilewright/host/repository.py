@@ -3,13 +3,13 @@
     models/
       tabular/
         model.toml          where the defaults do not do
-        1/                  what `tilewright export` wrote
+        model.toml          only if defaults do not fit
         2/
       ranker/
         1/ ...
 
-A model that has no numbered folder, but a source or a pipeline in its TOML, has the version 1. Names of files that a client
-sends are checked against `NAME` before they touch the file system; what is a link out of the repository is not followed.
+A model without numbered folders, but with a source or a pipeline in its TOML, has version 1. Names of files in client requests
+are checked against `NAME` before they are used in paths; links that lead out of the repository are not followed.
 """
 
 import hashlib

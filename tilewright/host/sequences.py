@@ -1,8 +1,8 @@
-"""Sequences: calls that continue one another. What one call gives under some names, the next gets under others.
+"""Sequences: calls that continue one another. The outputs of one call under certain names are inputs of the next.
 
-The state lies in the server, not in the model's process: it survives a process that is replaced, and calls of different
-sequences share batches. Calls of one sequence are computed one after the other, in the order of their arrival. A sequence ends
-when a call says so, or when nobody has continued it for `sequence_idle_s`. There are at most `max_sequences`.
+The state is kept in the server, not in the model's process: it survives the replacement of a process, and calls of different
+sequences can share batches. Calls of one sequence are computed one after the other, in order of arrival. A sequence ends when a
+call says so, or when it was not continued for `sequence_idle_s`. There are at most `max_sequences`.
 """
 
 import asyncio

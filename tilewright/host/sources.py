@@ -1,4 +1,4 @@
-"""What words of a command line name: functions, exported folders and a repository become a `Host`."""
+"""Creates a `Host` from the models named on the command line: functions, exported folders and a repository."""
 
 from collections.abc import Sequence
 from pathlib import Path

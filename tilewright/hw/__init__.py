@@ -1,1 +1,1 @@
-"""What machine is this: devices, rooflines, the process environment. Imports torch and triton only."""
+"""The machine: its devices, their limits and state, and the process environment. Imports torch and triton only."""

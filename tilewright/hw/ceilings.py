@@ -1,13 +1,15 @@
-"""The most that a card can do, as measured on it where somebody has, else as its maker says.
+"""The highest rates of a card: as measured, or if it was not measured, from its data sheet.
 
-`ceilings(device)` reads, in this order: the user's own measurement (`tilewright hw --measure`, kept in the cache folder), a
-measurement of that card shipped with the package, the data sheet. A share of a roofline means little without knowing which
-it was, so the answer carries its source.
+`ceilings(device)` looks in this order: the user's own measurement (`tilewright hw --measure`, kept in the cache folder), a
+measurement of that card shipped with the package, the data sheet. A share of a roofline means little without its source, so the
+answer includes it.
 
-A measurement counts for cards of the same name, SMs and memory; a unit that it lacks has the data sheet's number, and says so.
+A measurement is used for cards of the same name, number of SMs and memory. A unit that it lacks gets the data sheet's number,
+and is marked.
 
-Data sheet numbers are dense tensor-core rates with 32-bit sums (NVIDIA A100, H100, H200, B200, L4, L40S and RTX data sheets);
-no kernel reaches them, because clocks fall under load. Data sheets do not tell L2 bandwidth: those numbers are estimates.
+Data sheet numbers are dense tensor-core rates with 32-bit sums (NVIDIA A100, H100, H200, B200, L4, L40S and RTX data sheets).
+No
+kernel reaches them, because clocks fall under load. Data sheets do not state L2 bandwidth: those numbers are estimates.
 """
 
 import json
@@ -30,28 +32,28 @@ _LARGEST_FILE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Bytes and operations a second. A missing unit is one that the card does not have."""
+    """Bytes and operations per second. A missing unit is one that the card does not have."""
 
     copy: float
-    """Device memory, bytes read plus bytes written."""
+    """Device memory: bytes read plus bytes written per second."""
     read: float
     write: float
     l2: float
-    """A copy that stays in L2, bytes read plus bytes written."""
+    """A copy that stays in L2: bytes read plus bytes written per second."""
     flops: dict[str, float]
-    """Operations a second, an FMA as two: "bf16", "fp16", "tf32", "fp8", "int8" (tensor cores), "fp32" (the others)."""
+    """Operations per second, an FMA counted as two: "bf16", "fp16", "tf32", "fp8", "int8" (tensor cores), "fp32" (others)."""
     source: str
     """"measured <date> on <card>, <clocks>" or "data sheet of <card>"."""
     unmeasured: tuple[str, ...] = ()
-    """Units of `flops` whose number is the data sheet's although the others were measured."""
+    """Units of `flops` with the data sheet's number although the others were measured."""
 
     @property
     def measured(self) -> bool:
-        """Whether somebody measured them, rather than the maker."""
+        """Whether they were measured; otherwise they are the data sheet's."""
         return self.source.startswith("measured")
 
     def source_of(self, what: str) -> str:
-        """Where one number comes from: "copy", "l2" ..., or a unit of `flops`."""
+        """The source of one number: "copy", "l2" ..., or a unit of `flops`."""
         return "data sheet" if what in self.unmeasured else self.source
 
 
@@ -92,17 +94,17 @@ _SHEETS = {
     "h200-nvl": _sheet("H200 NVL", 4.80, 6.5, 835, fp8=1671, fp32=60),
     "b200": _sheet("B200", 8.00, 12.0, 2250, fp8=4500, fp32=75),
 }
-# A card that no sheet names is taken for this one of its architecture.
+# A card without a data sheet here is treated as this card of its architecture.
 _BY_ARCH = {80: "a100", 86: "a10", 87: "a10", 89: "l4", 90: "h100", 100: "b200", 103: "b200", 120: "rtx-5090"}
 
 
 @cache
 def ceilings(device: Device) -> Ceilings:
-    """The ceilings of a card, measured if possible. Reads one small file, once a process.
+    """The ceilings of a card, measured if possible. Reads one small file, once per process.
 
     Raises:
-        ValueError: the device is no GPU or one that nobody has described, or its measurement file is not one (delete it, or
-            measure again).
+        ValueError: the device is not a GPU, there are no data for it, or its measurement file is invalid (delete it, or measure
+            again).
     """
     if device.arch == 0:
         raise ValueError(f"ceilings: got {device.name}, wanted a GPU; `--card h100` speaks of one that is not here")
@@ -119,22 +121,22 @@ def ceilings(device: Device) -> Ceilings:
 
 
 def data_sheet(device: Device) -> Ceilings | None:
-    """What the maker says of a card, whatever was measured: others give their MFU by that peak. None: not written up."""
+    """The data sheet of a card, whatever was measured: published MFU figures refer to it. None: there is none."""
     return _SHEETS.get(card_slug(device.name)) or _SHEETS.get(_BY_ARCH.get(device.arch, ""))
 
 
 def folder() -> Path:
-    """Where this user's measurements are kept."""
+    """The folder of this user's measurements."""
     return env.cache_dir() / "ceilings"
 
 
 def path_of(device: Device) -> Path:
-    """Where a measurement of this card is kept."""
+    """The file with the measurement of this card."""
     return folder() / f"{card_slug(device.name)}.json"
 
 
 def _same_model(facts: dict[str, int], device: Device) -> bool:
-    """Whether a measurement is of such a card: an A100 has 40 or 80 GB, and a MIG slice has fewer SMs."""
+    """Whether a measurement fits this card: an A100 has 40 or 80 GB, and a MIG slice has fewer SMs."""
     memory = facts.get("memory_bytes", device.memory_bytes)
     return facts.get("sms", device.sms) == device.sms and abs(memory - device.memory_bytes) <= 0.1 * device.memory_bytes
 
@@ -145,7 +147,7 @@ def _completed(measured: Ceilings, sheet: Ceilings | None) -> Ceilings:
 
 
 def read(path: Path) -> tuple[Ceilings, dict[str, int]]:
-    """A file's ceilings, and its card's "sms" and "memory_bytes". Raises ValueError, which tells a remedy, when it is none."""
+    """A file's ceilings, and its card's "sms" and "memory_bytes". Raises ValueError, with a remedy, if the file is invalid."""
     help = "delete it, or measure again: tilewright hw --measure"
     if path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path}: {path.stat().st_size} bytes, wanted at most {_LARGEST_FILE}; {help}")
@@ -171,14 +173,14 @@ def read(path: Path) -> tuple[Ceilings, dict[str, int]]:
 
 
 def save(found: Ceilings, path: Path, facts: dict[str, Any]) -> None:
-    """Write a measurement with what must stand beside it (device, versions, clocks, failures). Raises OSError."""
+    """Write a measurement and its conditions (device, versions, clocks, failures). Raises OSError."""
     written = {name: value for name, value in asdict(found).items() if name != "unmeasured"}
     write_json(path, {"schema": _SCHEMA, "ceilings": written, **facts})
     ceilings.cache_clear()
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file so that whoever reads it meanwhile sees the old one or the new one, whole. Raises OSError."""
+    """Write a file atomically: a concurrent reader sees the old or the new content, complete. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, suffix=".part", delete=False) as file:
         beside = Path(file.name)

@@ -10,17 +10,17 @@ __all__ = ["Cpu", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """What the system tells of its processor."""
+    """What the system reports about its processor."""
 
     name: str
     cores: int
-    """That this process may use."""
+    """Cores that this process may use."""
     memory_bytes: int
-    """All memory of the machine."""
+    """All memory of the machine, in bytes."""
 
 
 def cpu() -> Cpu:
-    """Ask the system."""
+    """Ask the operating system."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

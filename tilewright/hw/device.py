@@ -1,6 +1,6 @@
-"""What the machine can do, as one frozen value per device. The only reader of torch.cuda's device properties.
+"""The properties of a device, as a frozen value. Only this module reads torch.cuda's device properties.
 
-Cards may be asked about without being here: `device_named("h100")` is what a launcher or a prediction needs to know of one.
+Cards need not be present: `device_named("h100")` has everything that a launcher or a prediction needs to know about one.
 """
 
 import re
@@ -43,7 +43,7 @@ class Device:
     """Compute capability as one number (90 = sm_90); 0 without a GPU."""
     sms: int = 1
     smem_bytes: int = 0
-    """Shared memory that one block can opt in to."""
+    """Shared memory that one block can use if it opts in, in bytes."""
     l2_bytes: int = 0
     memory_bytes: int = 0
 
@@ -54,17 +54,18 @@ class Device:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it is an H100, H200 or GH200: what orders of implementations were measured on."""
+        """Whether it is an H100, H200 or GH200: the cards on which the order of implementations was measured."""
         return self.arch == 90
 
     @property
     def multiplies_by_warpgroup(self) -> bool:
-        """Whether the tensor cores read operands from shared memory, so that a kernel's registers are its accumulators'."""
+        """Whether tensor cores read operands from shared memory, so that a kernel's registers are free for accumulators."""
         return self.arch in (90, 100, 103)
 
 
 CPU = Device(kind="cpu", name="cpu")
-# The interpreter imposes no hardware limit; shared memory is that of an H100. Few SMs: a default grid is sized by them.
+# The interpreter has no hardware limits; shared memory is that of an H100. It has few SMs, because default grids depend on
+# them.
 INTERPRETER = Device(
     kind="interpret", name="triton interpreter", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30
 )
@@ -74,7 +75,7 @@ INTERPRETER = Device(
 def device_of(index: int) -> Device:
     """The device with this CUDA index; -1 is the CPU (or Triton's interpreter on it).
 
-    The number is what `Tensor.get_device()` returns, so a call costs one dictionary look-up.
+    The argument is what `Tensor.get_device()` returns, so a call costs one dictionary look-up.
     """
     if index < 0:
         return INTERPRETER if env.interpreting() else CPU
@@ -96,7 +97,7 @@ def default_device() -> torch.device:
 
 
 def cuda_count() -> int:
-    """CUDA devices that can be used."""
+    """The number of usable CUDA devices."""
     return torch.cuda.device_count()
 
 
@@ -117,16 +118,16 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def page_locked(memory: Tensor) -> Callable[[], None]:
-    """Lock a CPU tensor's pages, so that a GPU copies from it by itself while the process goes on.
+    """Lock the pages of a CPU tensor, so that a GPU copies from it while the process continues.
 
-    Returns what unlocks them, which has to be called before the memory is given back. Raises OSError: CUDA refuses; the
-    memory is as it was.
+    Returns a function that unlocks them; call it before the memory is freed. Raises OSError if CUDA refuses; the memory is
+    then unchanged.
     """
     cuda, at = torch.cuda.cudart(), memory.data_ptr()
     assert cuda is not None
     code = cuda.cudaHostRegister(at, memory.numel() * memory.element_size(), 0)
     if int(code):
-        with suppress(RuntimeError):  # or the next launch would be told of it
+        with suppress(RuntimeError):  # clears the error, which the next launch would report otherwise
             torch.ones(1, device="cuda")
         raise OSError(f"CUDA cannot lock {memory.numel() * memory.element_size()} bytes of memory: error {int(code)}")
     return lambda: cuda.cudaHostUnregister(at)
@@ -134,7 +135,7 @@ def page_locked(memory: Tensor) -> Callable[[], None]:
 
 @cache
 def card_slug(name: str) -> str:
-    """A card's name as files are called by it: "NVIDIA H100 80GB HBM3" -> "h100", "NVIDIA GeForce RTX 4090" -> "rtx-4090".
+    """A card's name as used in file names: "NVIDIA H100 80GB HBM3" -> "h100", "NVIDIA GeForce RTX 4090" -> "rtx-4090".
 
     Vendor, product line and memory are dropped. PCIe and NVL cards keep that word, "h100-pcie": they have other clocks and
     memory than the SXM module, and may have fewer SMs.
@@ -172,17 +173,17 @@ CARDS = {
         _card("RTX 5090", 120, 170, 99, 96, 32),
     )
 }
-"""Slug -> a card that need not be here."""
+"""Short name -> a card, which need not be present."""
 
 CARD_OF_ARCH = {arch: CARDS[slug] for arch, slug in ((80, "a100"), (90, "h100"), (100, "b200"))}
-"""Architecture that kernels are certified for -> the card that stands for it where nothing is attached."""
+"""Architecture for which kernels are certified -> the card that represents it if none is attached."""
 
 
 def device_named(name: str) -> Device:
-    """The card of that name: "h100", "H100", "NVIDIA H100 80GB HBM3".
+    """The card with a name such as "h100", "H100" or "NVIDIA H100 80GB HBM3".
 
     Raises:
-        ValueError: no such card is known; the nearest names are told.
+        ValueError: no such card is known; the message has the nearest names.
     """
     slug = card_slug(name)
     if slug not in CARDS:

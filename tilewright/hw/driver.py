@@ -1,4 +1,4 @@
-"""The CUDA driver's own functions, for what torch has no call for: memory that is mapped by hand, or seen by two processes."""
+"""Functions of the CUDA driver that torch does not offer: mapping memory by hand, and sharing it between processes."""
 
 import ctypes
 from typing import Any
@@ -9,16 +9,16 @@ __all__ = ["Driver"]
 
 
 class Driver:
-    """Calls functions of the driver in torch's context of one CUDA device: `driver("cuMemRelease", handle)`."""
+    """Calls driver functions in torch's context of one CUDA device: `driver("cuMemRelease", handle)`."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        torch.zeros(1, device=self.device)  # makes the context
+        torch.zeros(1, device=self.device)  # creates the context
         self._library = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Raises RuntimeError where the driver refuses; the message has its word for the reason."""
+        """Raises RuntimeError if the driver returns an error; the message has the driver's text."""
         with torch.cuda.device(self.device):
             code = getattr(self._library, name)(*arguments)
         if code:

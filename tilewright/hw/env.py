@@ -1,7 +1,7 @@
 """The only reader of the process environment.
 
-Behaviour is chosen by arguments and scopes, never by variables; what stands here is where the machine, not the caller, speaks:
-the Triton interpreter, the cache folder, and which commit a copy of the code is of.
+Behaviour is chosen by arguments and scopes, never by variables. The exceptions are variables that describe the machine:
+Triton's interpreter, the cache folder, and the commit of a copy of the code.
 """
 
 import os
@@ -22,8 +22,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """What torchrun, or a launcher like it, tells a process: its rank of how many, which process of its machine it is, where
-    the ranks meet."""
+    """What torchrun, or a similar launcher, tells a process: its rank and the number of ranks, its index on its machine, and
+    the address at which the ranks meet."""
 
     rank: int
     world: int
@@ -38,34 +38,34 @@ def interpreting() -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder for what may be rebuilt (measurements, compiled bundles): `$XDG_CACHE_HOME/tilewright`, not created here."""
+    """Folder for data that can be rebuilt (measurements, compiled bundles): `$XDG_CACHE_HOME/tilewright`, not created here."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "tilewright"
 
 
 def commit() -> str | None:
-    """The commit that a copy of the code without its git history is of, for result files: `TILEWRIGHT_COMMIT`.
+    """The commit of a copy of the code that has no git history, for result files: `TILEWRIGHT_COMMIT`.
 
-    Its value is what `git describe --always --dirty --abbrev=40 --exclude='*'` says where the history is.
+    Set it to the output of `git describe --always --dirty --abbrev=40 --exclude='*'` in the original repository.
     """
     return os.environ.get("TILEWRIGHT_COMMIT") or None
 
 
 def library_path() -> list[str]:
-    """Folders in which the dynamic loader looks first: `LD_LIBRARY_PATH`."""
+    """Folders that the dynamic loader searches first: `LD_LIBRARY_PATH`."""
     return [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
 
 
 def ray_address() -> str | None:
-    """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, as Ray itself reads it."""
+    """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, which Ray itself reads, too."""
     return os.environ.get("RAY_ADDRESS") or None
 
 
 def launched() -> Launched | None:
-    """This process's place among others, if a launcher gave it one: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+    """This process's rank, if a launcher started it: from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: they are not all there, or no numbers.
+        ValueError: only some of them are set, or one is not a number.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
@@ -79,7 +79,7 @@ def launched() -> Launched | None:
 
 
 def variables_of_rank(place: Launched) -> dict[str, str]:
-    """The environment of a process that is started as a rank of this machine: what torchrun sets, and its share of cores."""
+    """The environment for a process that starts as a rank on this machine: torchrun's variables, and its share of cores."""
     threads = str(max(1, (os.cpu_count() or 1) // place.world))
     return {
         "OMP_NUM_THREADS": threads, **os.environ, "RANK": str(place.rank), "WORLD_SIZE": str(place.world),
@@ -88,5 +88,5 @@ def variables_of_rank(place: Launched) -> dict[str, str]:
     }  # fmt: skip
 
 
-# Triton reads the variable when a kernel is decorated, so a later change could not be honoured.
+# Triton reads the variable when a kernel is decorated, so a later change would have no effect.
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

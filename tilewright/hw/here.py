@@ -1,6 +1,7 @@
-"""What torch does where a call is made: which card is current, and whether tensors and operators are what they look like.
+"""The state of torch at a call: which card is current, and whether tensors and operators behave as usual.
 
-Launchers read addresses and launch on the current card, so whoever calls them asks here first. The answers are of this thread.
+Launchers read addresses and launch on the current card, so callers check these functions first. The answers hold for the
+calling thread.
 """
 
 from collections.abc import Callable
@@ -13,39 +14,39 @@ from torch import Tensor
 __all__ = ["as_given", "autocasts", "away", "dispatch_modes", "indirect", "stands_for_many", "transforms", "wrapped"]
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-_current_card: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # a torch without CUDA has no tensor there
+_current_card: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # without CUDA no tensor is on a card
 _interpreters: Callable[[], Any] = _functorch.peek_interpreter_stack
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are on: fake tensors, a profiler, opcheck."""
+"""The number of active dispatch modes: fake tensors, a profiler, opcheck."""
 autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Whether `torch.autocast` is on for any device: then torch's operators choose dtypes of their own."""
+"""Whether `torch.autocast` is active for any device; torch's operators then choose dtypes of their own."""
 stands_for_many: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
-"""Whether a tensor is a batch of gradients (`is_grads_batched=True`) that looks like one."""
+"""Whether a tensor is really a batch of gradients (`is_grads_batched=True`)."""
 
 
 def transforms() -> bool:
-    """Whether the call is inside of one of torch.func's transforms, whose tensors look like any other."""
+    """Whether the call is inside a transform of torch.func, whose tensors look like ordinary ones."""
     return _interpreters() is not None
 
 
 def indirect() -> bool:
-    """Whether calls have to go an op's own way: tensors may have no memory, or torch's operators other dtypes."""
+    """Whether calls must go through the dispatcher: tensors may have no memory, or torch's operators other dtypes."""
     return dispatch_modes() > 0 or _interpreters() is not None or autocasts()
 
 
 def wrapped(t: Tensor) -> bool:
-    """Whether a gradient stands for tensors of another kind, or for many: it has no address."""
+    """Whether a gradient stands for a tensor of another kind, or for several: then it has no address."""
     return type(t) is not Tensor or stands_for_many(t)
 
 
 def away(index: int) -> bool:
-    """Whether a card is not the current one, on which Triton launches; False of what is on no card, -1."""
+    """Whether a card is not the current one, on which Triton launches; False for -1 (no card)."""
     return index >= 0 and index != _current_card()
 
 
 def as_given(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with its operators in the dtypes that they are given: without `torch.autocast`."""
+    """Wrap a function so that its operators keep the dtypes of their arguments, even under `torch.autocast`."""
 
     @wraps(function)
     def call(*args: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Measures what several GPUs of one host can send each other: copies between two, and NCCL's all-reduce over all, by size.
+"""Measures the links between the GPUs of one host: copies between two, and NCCL's all-reduce over all, by size.
 
-All-reduce figures are "bus" bandwidth as NCCL's own tests define it: bytes x 2 (n - 1) / n / seconds, which a ring of n cards
-would need of each link whatever n is. The all-reduce runs in a process a GPU, which is ended when NCCL hangs.
+All-reduce figures are "bus" bandwidth as defined by NCCL's own tests: bytes x 2 (n - 1) / n / seconds, the rate that a ring of
+n cards needs of each link, independent of n. The all-reduce runs in one process per GPU; the processes are ended if NCCL hangs.
 """
 
 import json
@@ -32,12 +32,12 @@ Say = Callable[[str], None]
 
 
 def path_of_links() -> Path:
-    """Where the measurement of these GPUs together is kept."""
+    """The file with the measurement of these GPUs together."""
     return folder() / f"links-{cuda_count()}x-{card_slug(device_of(0).name)}.json"
 
 
 def read_links() -> dict[str, Any] | None:
-    """What `measure_links` found earlier, if it was kept. Raises ValueError, with a remedy, for any other file."""
+    """An earlier result of `measure_links`, if it was kept. Raises ValueError, with a remedy, for an invalid file."""
     path = path_of_links()
     if not path.is_file():
         return None
@@ -51,7 +51,7 @@ def read_links() -> dict[str, Any] | None:
 
 
 def measure_links(say: Say) -> dict[str, Any]:
-    """Everything here, with the versions and the date; "failed" says what could not be measured and why."""
+    """All measurements, with versions and the date; "failed" has what could not be measured and why."""
     failed: dict[str, str] = {}
     found: dict[str, Any] = {"devices": [device_of(i).name for i in range(cuda_count())], **software()}
     say("copies between GPUs")
@@ -69,7 +69,7 @@ def measure_links(say: Say) -> dict[str, Any]:
 
 
 def peer_copies() -> list[list[float | None]]:
-    """Bytes a second of a copy of 256 MiB from GPU i (row) to GPU j; None on the diagonal."""
+    """Bytes per second of a copy of 256 MiB from GPU i (row) to GPU j; None on the diagonal."""
     n = cuda_count()
     sources = [torch.randn(_COPY_BYTES // 4, device=f"cuda:{i}") for i in range(n)]
     targets = [torch.empty_like(x) for x in sources]
@@ -87,7 +87,7 @@ def copies_by_size() -> list[dict[str, float]]:
 
 
 def _copy_s(source: Tensor, target: Tensor, repeats: int = 5, rounds: int = 5) -> float:
-    """Median seconds of a copy. It runs on the stream of the source's card, so that is where the events are."""
+    """Median seconds of a copy. It runs on the stream of the source's card, so the events are recorded there."""
     times = []
     with torch.cuda.device(source.device):
         for turn in range(rounds + 2):

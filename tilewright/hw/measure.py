@@ -35,7 +35,7 @@ def cards() -> list[int]:
 
 
 def software() -> dict[str, Any]:
-    """What must stand beside every measurement: versions and the date."""
+    """The conditions that belong to every measurement: versions and the date."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "driver": driver_version(),
@@ -51,13 +51,13 @@ def measure(index: int, say: Say) -> tuple[Ceilings, dict[str, Any]]:
 
     Args:
         index: the CUDA device.
-        say: told what is being measured.
+        say: called with a text before each measurement.
 
     Returns:
-        The ceilings, and the facts that stand beside them in a file: device, versions, clocks, power, what failed and why.
+        The ceilings, and the facts that are stored with them: device, versions, clocks, power, what failed and why.
 
     Raises:
-        ValueError: other programs have the card's memory.
+        ValueError: other programs use too much of the card's memory.
     """
     device = device_of(index)
     free = free_bytes(torch.device("cuda", index))
@@ -114,7 +114,7 @@ def _seconds(call: Callable[[], Any], repeats: int = 5, rounds: int = 9) -> floa
 
 
 def _under_load(index: int) -> dict[str, Any]:
-    """Clocks and power in the middle of half a second of products: an idle card clocks as it likes."""
+    """Clocks and power in the middle of half a second of products (clocks of an idle card mean nothing)."""
     call = _product(torch.bfloat16)
     graph, seconds = _graph(call, 5), _seconds(call)
     for _ in range(max(1, int(0.5 / (5 * seconds)))):
@@ -126,8 +126,8 @@ def _under_load(index: int) -> dict[str, Any]:
 
 
 def _memory(l2_bytes: int) -> tuple[float, float, float, float]:
-    """Bytes a second of copy, read, write and of a copy that fits in L2."""
-    # A copy by an elementwise kernel: as a graph's memory-copy node it is slower for large tensors.
+    """Bytes per second of a copy, a read, a write and a copy that fits in L2."""
+    # The copy is an elementwise kernel: a memory-copy node of a graph is slower for large tensors.
     x = torch.randn(_BYTES // 4, device="cuda")
     y = torch.empty_like(x)
     copy = 2 * x.nbytes / _seconds(lambda: torch.neg(x, out=y))
@@ -156,7 +156,7 @@ def _product(dtype: torch.dtype, tf32: bool = False) -> Callable[[], Any]:
 
 def _fp8() -> Callable[[], Any]:
     a, b = (torch.randn(_N, _N, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
-    one, fast = torch.ones((), device="cuda"), True  # sums in the tensor core's own precision: the most that it can do
+    one, fast = torch.ones((), device="cuda"), True  # sums in the tensor core's own precision give the highest rate
     return lambda: torch.ops.aten._scaled_mm(a, b.t(), one, one, None, None, torch.bfloat16, fast)
 
 

@@ -1,7 +1,7 @@
-"""Which NCCL this process has loaded, and every other that the system could load instead: two versions are a common reason
-why a job hangs or crawls.
+"""The NCCL that this process has loaded, and all others that the system could load instead. Two different versions are a common
+cause of hanging or slow jobs.
 
-The version is read from the text inside the library ("NCCL version 2.28.9+cuda13.0"), so no foreign code is run.
+The version is read from text inside the library ("NCCL version 2.28.9+cuda13.0"), so no foreign code runs.
 """
 
 import mmap
@@ -19,7 +19,7 @@ from tilewright.hw import env
 
 __all__ = ["Nccl", "configured_folders", "installed", "version_of_torch"]
 
-# Where the dynamic loader looks without being told, and where NCCL is put by hand.
+# Where the dynamic loader looks by default, and where NCCL is installed by hand.
 _SYSTEM = ("/lib", "/usr/lib", "/lib64", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 _SYSTEM += ("/usr/local/lib", "/usr/local/cuda/lib64", "/usr/local/nccl/lib", "/opt/nccl/lib")
 _LOADER_CONFIG = Path("/etc/ld.so.conf")
@@ -32,13 +32,13 @@ class Nccl:
 
     path: str
     version: str
-    """"2.28.9", or "unknown" for a file that does not tell (a stub, a broken file)."""
+    """"2.28.9", or "unknown" if the file does not contain it (a stub, a broken file)."""
     loaded: bool
-    """Whether this process has it in memory."""
+    """Whether this process has loaded it."""
 
 
 def installed() -> list[Nccl]:
-    """Every libnccl that is loaded or that a search of the usual folders finds; the loaded one first."""
+    """Every libnccl that is loaded or found in the usual folders; the loaded one first."""
     loaded = set(_loaded())
     paths = loaded | {p.resolve() for folder in _folders() for p in folder.glob("libnccl*.so*") if p.is_file()}
     paths = {p for p in paths if p.name.startswith("libnccl.so")}  # not its plug-ins, libnccl-net.so ...
@@ -47,7 +47,7 @@ def installed() -> list[Nccl]:
 
 
 def version_of_torch() -> str | None:
-    """The NCCL that torch calls, which a distributed job will use; None for a torch without CUDA."""
+    """The NCCL that torch calls, which distributed jobs will use; None for a torch without CUDA."""
     if not torch.cuda.is_available():
         return None
     from torch.cuda import nccl  # only CUDA builds have it
@@ -72,7 +72,7 @@ def _folders() -> Iterator[Path]:
 
 
 def configured_folders(config: Path) -> Iterator[Path]:
-    """The folders that a configuration of the dynamic loader (ld.so.conf) names, and those of the files that it includes."""
+    """The folders in a configuration file of the dynamic loader (ld.so.conf), and those in the files that it includes."""
     if not config.is_file():
         return
     for line in config.read_text(errors="replace").splitlines():

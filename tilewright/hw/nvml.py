@@ -1,6 +1,6 @@
-"""What the driver's management library (NVML) tells of the GPUs of this machine, by its Python binding nvidia-ml-py.
+"""The GPUs of this machine as reported by the driver's management library (NVML), through nvidia-ml-py.
 
-NVML counts all GPUs of the machine; CUDA counts those that the process may see. The PCI address tells which is which.
+NVML lists all GPUs of the machine; CUDA lists those that the process may see. They are matched by PCI address.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ _VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0
 
 
 class NoDriver(RuntimeError):
-    """There is no NVIDIA driver here, or it does not answer; the message says which."""
+    """There is no NVIDIA driver, or it does not answer; the message says which."""
 
 
 @contextmanager
@@ -48,25 +48,25 @@ def session() -> Iterator[Any]:
 
 
 def driver_version() -> str:
-    """The driver's version, as "580.159.04". Raises NoDriver."""
+    """The driver's version, such as "580.159.04". Raises NoDriver."""
     with session() as nvml:
         return str(nvml.nvmlSystemGetDriverVersion())
 
 
 def cuda_version(nvml: Any) -> str:
-    """The newest CUDA that the driver runs, as "13.0"."""
+    """The newest CUDA version that the driver supports, such as "13.0"."""
     number = nvml.nvmlSystemGetCudaDriverVersion_v2()
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def clocks_mhz(index: int) -> dict[str, int]:
-    """Clocks of a CUDA device now, and the highest that it has: "sm", "memory", "sm_max", "memory_max". Raises NoDriver."""
+    """Current and highest clocks of a CUDA device: "sm", "memory", "sm_max", "memory_max". Raises NoDriver."""
     with session() as nvml:
         return _clocks(nvml, nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index)))
 
 
 def disturbances(index: int) -> tuple[int, int]:
-    """Why a CUDA device's clocks are what they are (bits of nvmlClocksEventReasons), and how many processes compute on it."""
+    """Reasons for a CUDA device's current clocks (bits of nvmlClocksEventReasons), and the number of processes that use it."""
     with session() as nvml:
         handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index))
         reasons = _try(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
@@ -75,7 +75,7 @@ def disturbances(index: int) -> tuple[int, int]:
 
 
 def power_w(index: int) -> dict[str, float]:
-    """Watts that a CUDA device draws and may draw: "drawn", "limit"; what it hides is absent. Raises NoDriver."""
+    """Power of a CUDA device in watts: "drawn", "limit"; values that it does not report are absent. Raises NoDriver."""
     with session() as nvml:
         handle = nvml.nvmlDeviceGetHandleByPciBusId(pci_id(index))
         asked = {"drawn": nvml.nvmlDeviceGetPowerUsage, "limit": nvml.nvmlDeviceGetEnforcedPowerLimit}
@@ -91,7 +91,7 @@ class Link:
     active: bool
     version: str
     mb_per_s: int | None
-    """Of one direction."""
+    """Bytes per second in one direction."""
     remote: str
     """"switch", the PCI address of a GPU, or "unknown"."""
 
@@ -108,11 +108,11 @@ class Gpu:
     clocks_mhz: dict[str, int]
     power_limit_w: float | None
     links: tuple[Link, ...]
-    """Those that the GPU has, used or not."""
+    """Links that the GPU has, active or not."""
 
 
 def gpus(nvml: Any) -> list[Gpu]:
-    """All GPUs, in NVML's order, which is that of PCI addresses."""
+    """All GPUs, in NVML's order, which is by PCI address."""
     return [_gpu(nvml, i) for i in range(nvml.nvmlDeviceGetCount())]
 
 
@@ -133,7 +133,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def short_pci(address: str | bytes) -> str:
-    """NVML's "00000000:1B:00.0" as the system writes it: "0000:1b:00.0"."""
+    """NVML's "00000000:1B:00.0" in the system's form: "0000:1b:00.0"."""
     text = address.decode() if isinstance(address, bytes) else address
     domain, rest = text.lower().split(":", 1)
     return f"{int(domain, 16):04x}:{rest}"
@@ -178,7 +178,7 @@ def _remote(nvml: Any, handle: Any, link: int) -> str:
 
 
 def _try(nvml: Any, ask: Any) -> Any:
-    """The answer, or None where the driver has none for this GPU."""
+    """The answer, or None if the driver has none for this GPU."""
     try:
         return ask()
     except nvml.NVMLError:

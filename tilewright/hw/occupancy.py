@@ -1,13 +1,13 @@
-"""How many blocks of a kernel an SM holds at once, what limits that, and how far the next step is in each direction.
+"""How many blocks of a kernel an SM runs at once, what limits this number, and how far the next step is in each direction.
 
-The rules are those of NVIDIA's occupancy calculator (`cuda_occupancy.h` of the CUDA toolkit, and the CUDA programming guide's
-table of compute capabilities): registers are given to warps in units of 256, a quarter of the SM's registers to each of its
-four parts; shared memory in units of 128 bytes, with 1 KiB a block kept by the system; unless told otherwise the SM gives
-shared memory all it can. The same question put to a driver is `cuOccupancyMaxActiveBlocksPerMultiprocessor`; the tests compare
-with both.
+The rules are those of NVIDIA's occupancy calculator (`cuda_occupancy.h` of the CUDA toolkit, and the table of compute
+capabilities in the CUDA programming guide). Registers are allocated to warps in units of 256, and each of the SM's four parts
+has a quarter of them. Shared memory is allocated in units of 128 bytes, with 1 KiB per block reserved for the system; by
+default the SM uses as much of its L1 as possible for shared memory. The driver answers the same question with
+`cuOccupancyMaxActiveBlocksPerMultiprocessor`; the tests compare with both.
 
 Not here: clusters, tensor memory (a block of sm_100 may wait for columns), and whether occupancy matters: a kernel whose
-warps never wait is fast at one block.
+warps never wait is fast with one block.
 """
 
 import sys
@@ -23,30 +23,30 @@ _SHARED_UNIT = 128
 _RESERVED_SHARED = 1024
 _FEWEST_REGISTERS = 16
 MAX_REGISTERS = 255
-"""Most registers that a thread can have."""
+"""The highest number of registers of a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SMLimits:
-    """What one SM holds."""
+    """The resources of one SM."""
 
     arch: int
     threads: int
     blocks: int
     registers: int
     shared_bytes: int
-    """All shared memory of the SM, the system's part of each block included."""
+    """All shared memory of the SM, including the system's part of each block."""
     block_shared_bytes: int
-    """What one block may ask for."""
+    """The highest amount that one block may use."""
     barriers: int | None
-    """Named barriers of all blocks together; None where they limit nothing (before sm_90)."""
+    """Named barriers of all blocks together; None if they limit nothing (before sm_90)."""
     carveouts: tuple[int, ...]
-    """The sizes in bytes that shared memory can have, the rest being L1."""
+    """The possible sizes of shared memory in bytes; the rest is L1."""
     block_threads: int = 1024
 
     @property
     def warps(self) -> int:
-        """Warps that the SM holds."""
+        """Warps that the SM can hold."""
         return self.threads // _WARP
 
 
@@ -87,16 +87,16 @@ class Cliff:
     """The smallest change of one resource that changes the number of blocks. Threads change by whole warps."""
 
     resource: str
-    """"registers" (of a thread), "shared memory" (bytes of a block) or "threads" (of a block)."""
+    """"registers" (per thread), "shared memory" (bytes per block) or "threads" (per block)."""
     change: int
-    """How many more (positive) or fewer."""
+    """The change: more (positive) or fewer."""
     blocks: int
-    """Blocks an SM after the change."""
+    """Blocks per SM after the change."""
     gained: int
-    """Blocks more (positive) or fewer than now."""
+    """Additional (positive) or lost blocks compared to now."""
 
     def __str__(self) -> str:
-        """As in "4 registers fewer: 2 more blocks an SM"."""
+        """For example "4 registers fewer: 2 more blocks an SM"."""
         unit = "bytes of shared memory" if self.resource == "shared memory" else self.resource
         if abs(self.change) == 1:
             unit = unit.replace("bytes", "byte").removesuffix("s")
@@ -109,7 +109,7 @@ class Cliff:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one block takes, as `occupancy` was asked."""
+    """The resources that one block needs: the arguments of `occupancy`."""
 
     threads: int
     registers: int
@@ -120,25 +120,25 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
-    """What an SM holds of one kernel."""
+    """How many blocks of a kernel fit on an SM, and why."""
 
     blocks: int
     warps: int
     fraction: float
-    """Warps held, of those that the SM can hold."""
+    """Active warps, as a share of those that the SM can hold."""
     limiter: str
-    """The scarcest: "registers", "shared memory", "warps", "blocks" or "barriers"; "too big" where not even one block fits."""
+    """The limiting resource: "registers", "shared memory", "warps", "blocks" or "barriers"; "too big" if no block fits."""
     sm: SMLimits = field(repr=False)
     footprint: Footprint = field(repr=False)
 
     @property
     def cliffs(self) -> tuple[Cliff, ...]:
-        """The next step in each direction, where there is one: registers, shared memory, threads; fewer, then more."""
+        """The next step in each direction, if there is one: registers, shared memory, threads; fewer, then more."""
         return tuple(_cliffs(self.sm, self.footprint, self.blocks))
 
 
 def limits(arch: int) -> SMLimits:
-    """The limits of `sm_<arch>`. Raises ValueError, naming the nearest, for one that is not in the table."""
+    """The limits of `sm_<arch>`. Raises ValueError, with the nearest architecture, if it is unknown."""
     if arch not in _LIMITS:
         known, near = ", ".join(f"sm_{a}" for a in _LIMITS), min(_LIMITS, key=lambda a: abs(a - arch))
         raise ValueError(f"no limits are known for sm_{arch}; wanted one of {known}; the nearest is sm_{near}")
@@ -148,18 +148,18 @@ def limits(arch: int) -> SMLimits:
 def occupancy(
     arch: int, *, threads: int, registers: int, shared_bytes: int, barriers: int = 0, carveout: int | None = None
 ) -> Occupancy:
-    """Blocks an SM of `sm_<arch>` holds of a kernel.
+    """The number of blocks of a kernel that an SM of `sm_<arch>` runs at once.
 
     Args:
-        threads: of a block.
-        registers: of a thread.
-        shared_bytes: of a block, static and dynamic together.
-        barriers: named barriers of a block ("used 3 barriers", says `ptxas -v`); 0 when it has none or it is unknown.
+        threads: threads per block.
+        registers: registers per thread.
+        shared_bytes: static and dynamic shared memory per block.
+        barriers: named barriers per block (`ptxas -v` prints "used 3 barriers"); 0 if there are none or it is unknown.
         carveout: the percentage of the SM's largest shared memory that the kernel prefers, as in
-            `cudaFuncAttributePreferredSharedMemoryCarveout`; the next size in `SMLimits.carveouts` is used. None: all of it.
+            `cudaFuncAttributePreferredSharedMemoryCarveout`; the next size in `SMLimits.carveouts` is used. None: the largest.
 
     Raises:
-        ValueError: no such architecture, or a number that no kernel can have.
+        ValueError: an unknown architecture, or an impossible number.
     """
     sm = limits(arch)
     if not 1 <= threads <= sm.block_threads:
@@ -188,7 +188,7 @@ def occupancy(
 
 
 def _blocks(sm: SMLimits, block: Footprint) -> dict[str, int]:
-    """Blocks that fit by each resource alone; of equals the first is named as the limiter."""
+    """Blocks that fit by each resource alone; the first of equal ones is reported as the limit."""
     warps = -(-block.threads // _WARP)
     return {
         "registers": _by_registers(sm, warps, block.registers),
@@ -203,7 +203,7 @@ def _by_registers(sm: SMLimits, warps: int, registers: int) -> int:
     per_warp = _up(registers * _WARP, _REGISTER_UNIT)
     if not per_warp:
         return sys.maxsize
-    # The hardware's check of a launch takes it that each part gets equally many warps.
+    # The hardware checks a launch as if each part got equally many warps.
     if per_warp * _up(warps, _PARTS) > sm.registers:
         return 0
     return sm.registers // _PARTS // per_warp * _PARTS // warps
@@ -214,7 +214,7 @@ def _by_shared(sm: SMLimits, shared_bytes: int, carveout: int | None) -> int:
         return 0
     block = _up(shared_bytes + _RESERVED_SHARED, _SHARED_UNIT)
     wanted = sm.shared_bytes if carveout is None else carveout * sm.shared_bytes // 100
-    # A preference yields to a block that needs more.
+    # The preference is ignored if a block needs more.
     return next(size for size in sm.carveouts if size >= max(wanted, block)) // block
 
 
@@ -245,7 +245,7 @@ def _cliffs(sm: SMLimits, block: Footprint, blocks: int) -> Iterator[Cliff]:
 
 
 def _first(values: range, changed: Callable[[int], bool]) -> int | None:
-    """The first value at which `changed` holds, given that it keeps holding from there on."""
+    """The first value for which `changed` holds, given that it holds for all values after it."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2

@@ -1,10 +1,11 @@
-"""Memory that can be given back and taken again at the same address, so that captured graphs and tensors over it stay valid.
+"""Memory that can be returned to the system and taken again at the same address, so that tensors and captured graphs stay
+valid.
 
-On a CUDA device a range of addresses is reserved once, and physical memory is mapped into it and out of it by the driver
-(cuMemCreate, cuMemMap); torch's allocator knows nothing of it. On a CPU it is an anonymous mapping whose pages the kernel takes
-back. What was in it is gone when it comes back: it is zeros.
+On a CUDA device a range of addresses is reserved once, and the driver maps physical memory into it and out of it (cuMemCreate,
+cuMemMap), without torch's allocator. On a CPU it is an anonymous mapping whose pages the kernel takes back. The content is
+lost: when the memory is taken again, it is zero.
 
-Not here: memory that several processes share, and moving what was in it to the host.
+Not here: memory that several processes share, and saving the content to the host.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from tilewright.hw.driver import Driver
 __all__ = ["Revocable"]
 
 _CHUNK = 1 << 28
-"""Bytes of one physical allocation: few calls, and no large free block is needed."""
+"""Bytes of one physical allocation: large enough for few calls, and small enough not to need a large free block."""
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 
 
@@ -48,10 +49,10 @@ class _Access(ctypes.Structure):
 
 
 class Revocable:
-    """`nbytes` bytes on a device, there from the beginning.
+    """`nbytes` bytes on a device, available from the beginning.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: the driver returns an error.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -59,11 +60,11 @@ class Revocable:
         self._place: _Cuda | _Host = _Cuda(nbytes, device) if device.type == "cuda" else _Host(nbytes)
         self.take()
         self.memory: Tensor = self._place.tensor()
-        """[nbytes] uint8. Not to be touched while the memory is given back."""
+        """[nbytes] uint8. Must not be used while the memory is given back."""
         self.memory.zero_()
 
     def give_back(self) -> float:
-        """Give the memory back, once the device has done all that it was told; returns the seconds that it took."""
+        """Return the memory to the system after the device has finished all its work; returns the seconds that this took."""
         began = time.perf_counter()
         if self.held:
             if self.device.type == "cuda":
@@ -73,11 +74,12 @@ class Revocable:
         return time.perf_counter() - began
 
     def take(self) -> float:
-        """Have zeros at the same addresses; returns the seconds that it took. Raises RuntimeError where none is left."""
+        """Take zeroed memory at the same addresses; returns the seconds that this took. Raises RuntimeError if there is
+        none."""
         began = time.perf_counter()
         if not self.held:
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what torch keeps for later
+                torch.cuda.empty_cache()  # memory that torch keeps for later
             self._place.take()
             self.held = True
             if hasattr(self, "memory"):
@@ -86,7 +88,7 @@ class Revocable:
 
 
 class _Host:
-    """An anonymous mapping."""
+    """An anonymous mapping on the host."""
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, max(nbytes, 1))
@@ -95,14 +97,14 @@ class _Host:
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def take(self) -> None:
-        """The kernel brings a page when it is touched."""
+        """Nothing to do: the kernel provides a page when it is first used."""
 
     def give_back(self) -> None:
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 class _Cuda:
-    """A reserved range of addresses, and the physical memory that is mapped into it."""
+    """A reserved range of addresses, and the physical memory mapped into it."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._call = Driver(device)
@@ -141,8 +143,8 @@ class _Cuda:
             self._call("cuMemRelease", handle)
 
     def __del__(self) -> None:
-        """When no tensor over it is left."""
-        with suppress(AttributeError, RuntimeError, TypeError):  # at the end of the process the driver may have gone first
+        """Runs when no tensor uses the memory any more."""
+        with suppress(AttributeError, RuntimeError, TypeError):  # at the end of the process the driver may be gone already
             torch.cuda.synchronize(self._device)
             self.give_back()
             self._call("cuMemAddressFree", self._start, ctypes.c_size_t(self._size))

@@ -1,4 +1,4 @@
-"""How fast could it be: work against the two ceilings of a card (Williams, Waterman, Patterson, "Roofline", CACM 2009)."""
+"""Lower bounds of time: work against the two ceilings of a card (Williams, Waterman, Patterson, "Roofline", CACM 2009)."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["Cost", "Roof", "roof"]
 
 @dataclass(frozen=True)
 class Cost:
-    """The work that a call cannot avoid.
+    """The work that a call has to do in any case.
 
     `flops` counts multiply and add as two. `bytes` counts each input read once and each output written once.
     """
@@ -18,11 +18,11 @@ class Cost:
     bytes: int
 
     def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """The floor on a card with these two ceilings: the slower of arithmetic and memory."""
+        """The lower bound on a card with these two ceilings: the longer of arithmetic and memory time."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
     def bound(self, flops_per_s: float, bytes_per_s: float) -> str:
-        """Which ceiling sets that floor: "flops" or "bytes"."""
+        """Which ceiling sets that bound: "flops" or "bytes"."""
         return "flops" if self.flops / flops_per_s > self.bytes / bytes_per_s else "bytes"
 
 
@@ -34,11 +34,11 @@ class Roof:
     bound: str
     """"bytes" or an arithmetic unit of `Ceilings.flops`."""
     source: str
-    """Where the ceiling that binds comes from: a measurement or a data sheet."""
+    """The source of the limiting ceiling: a measurement or a data sheet."""
 
 
 def roof(cost: Cost, found: Ceilings, unit: str) -> Roof:
-    """The floor of `cost` under ceilings, arithmetic in `unit` ("bf16", "int8", ...).
+    """The lower bound for `cost` with these ceilings; arithmetic runs in `unit` ("bf16", "int8", ...).
 
     Raises:
         ValueError: the card has no such unit.

@@ -1,7 +1,7 @@
-"""Memory that two processes of one machine see: of a card (CUDA IPC), and of the host as a card copies fastest.
+"""Memory that two processes of one machine share: on a card (CUDA IPC), and on the host, locked for fast copies by a card.
 
-Who makes memory of a card holds it until the end; others open it by a handle of 64 bytes, and see what its owner writes once
-the owner has waited for the device. Both sides have to know how large it is: a handle does not say it.
+The process that allocates memory on a card keeps it until the end. Others open it by a handle of 64 bytes, and see what its
+owner has written once the owner has waited for the device. Both sides must know its size: the handle does not contain it.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ class _Handle(ctypes.Structure):
 
 
 class CardMemory:
-    """`nbytes` bytes on a CUDA device: new ones, or those that `handle` names, which another process has made.
+    """`nbytes` bytes on a CUDA device: newly allocated, or opened by the `handle` of another process.
 
     Raises:
-        RuntimeError: the driver refuses; also for a handle of this very process.
+        RuntimeError: the driver returns an error; also for a handle of this same process.
     """
 
     def __init__(self, nbytes: int, device: torch.device, handle: bytes | None = None) -> None:
@@ -43,39 +43,39 @@ class CardMemory:
             name.reserved[:] = list(handle)
             self._driver("cuIpcOpenMemHandle_v2", ctypes.byref(self._start), name, ctypes.c_uint(_LAZY_PEER_ACCESS))
         self.handle = bytes(name.reserved)
-        """What another process opens it by."""
+        """The handle with which another process opens it."""
         self.memory: Tensor = torch.as_tensor(self, device=self._driver.device)
-        """[nbytes] uint8. Not to be touched after `close`."""
+        """[nbytes] uint8. Must not be used after `close`."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self._nbytes,), "typestr": "|u1", "data": (self._start.value, False), "version": 2}
 
     def close(self) -> None:
-        """Free the memory, or leave it to its owner. Twice is once."""
+        """Free the memory, or only detach from it if another process owns it. May be called twice."""
         if self._start.value:
             torch.cuda.synchronize(self._driver.device)
             self._driver("cuMemFree_v2" if self._owned else "cuIpcCloseMemHandle", self._start)
             self._start.value = 0
 
     def __del__(self) -> None:
-        with suppress(AttributeError, RuntimeError, TypeError):  # at the end of the process the driver may have gone first
+        with suppress(AttributeError, RuntimeError, TypeError):  # at the end of the process the driver may be gone already
             self.close()
 
 
 class Locked:
-    """A host tensor whose pages stay where they are until `close`, so that a card copies them at the rate of its bus.
+    """A host tensor whose pages are locked until `close`, so that a card copies them at the full rate of its bus.
 
     Raises:
-        RuntimeError: the driver refuses, as it does for files on most disks.
+        RuntimeError: the driver returns an error, as for files on most disks.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
-        self._driver, self._memory = Driver(device), memory  # not torch's call, whose refusal a later kernel would report
+        self._driver, self._memory = Driver(device), memory  # not torch's call: a later kernel would report its error
         self._driver("cuMemHostRegister_v2", self._place(), ctypes.c_size_t(memory.nbytes), ctypes.c_uint(0))
 
     def close(self) -> None:
-        """Let the pages go."""
+        """Unlock the pages."""
         torch.cuda.synchronize(self._driver.device)
         self._driver("cuMemHostUnregister", self._place())
 

@@ -1,7 +1,7 @@
-"""What the machine does at this moment besides our work: load, clocks, other users of the GPU.
+"""What else the machine does at this moment: load, clocks, other users of the GPU.
 
-Two states around a measurement tell how much of the processor went to others meanwhile. What a machine does not tell (no /proc,
-no frequency governor, no driver) is None or absent, never a guess.
+Two states, before and after a measurement, show how much of the processor others used in between. Values that a machine does
+not report (no /proc, no frequency governor, no driver) are None or absent, never guessed.
 """
 
 import os
@@ -17,37 +17,37 @@ __all__ = ["State", "others_share", "state"]
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 # nvmlClocksEventReasons.
 _POWER_CAP = 0x04
-"""The clock is what the power limit leaves: how a busy card runs, not a disturbance."""
+"""The power limit holds the clock down: normal for a busy card, not a disturbance."""
 _SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""The card is slowed down by what nobody asked for."""
+"""Reasons for a slowdown that is not intended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One look at the machine."""
+    """The machine at one moment."""
 
     at: float
     """`time.monotonic()`."""
     load: float | None
-    """Processes that ran or waited to run, mean of a minute."""
+    """Processes that run or wait to run, average over a minute."""
     ticks: tuple[int, int] | None
-    """Clock ticks of all processors since boot: busy, and in all."""
+    """Clock ticks of all processors since boot: (busy, total)."""
     own_ticks: int
-    """Of them those of this process and its descendants."""
+    """The busy ticks of this process and its descendants."""
     governor: str | None
     """Of the processor's frequency: "performance", "powersave" ..."""
     gpu: dict[str, Any] = field(default_factory=dict)
-    """"sm", "memory", "sm_max", "memory_max" in MHz, "slowdowns" (reasons that nobody asked for), "power_capped" (whether the
-    power limit holds the clock down), "processes" computing on it; or empty."""
+    """"sm", "memory", "sm_max", "memory_max" in MHz; "slowdowns" (unintended reasons); "power_capped" (whether the power limit
+    holds the clock down); "processes" (number of processes that use it); or empty."""
 
 
 def state(cuda: int | None = None) -> State:
-    """Look now; `cuda` is the index of the GPU to look at. Costs a few milliseconds."""
+    """The state now; `cuda` is the index of the GPU to look at. Takes a few milliseconds."""
     return State(
         at=time.monotonic(),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
@@ -59,11 +59,11 @@ def state(cuda: int | None = None) -> State:
 
 
 def others_share(before: State, after: State) -> float | None:
-    """Which part of all processors others used between two states, 0 to 1; None where the system does not tell."""
+    """The share of all processors that others used between two states, 0 to 1; None if the system does not report it."""
     if before.ticks is None or after.ticks is None or after.ticks[1] <= before.ticks[1]:
         return None
     busy, total = (b - a for a, b in zip(before.ticks, after.ticks))
-    # A descendant that ended without being waited for takes its ticks along.
+    # The ticks of a descendant that ended without being waited for are lost.
     own = max(after.own_ticks - before.own_ticks, 0)
     return min(max(busy - own, 0) / total, 1.0)
 

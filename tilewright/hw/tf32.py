@@ -1,9 +1,10 @@
-"""Whether torch may multiply float32 in TF32 on a card: read, and forbidden for a while, whichever way it was allowed.
+"""Whether torch may multiply float32 in TF32 on a card: read this, or forbid it for a while, however it was allowed.
 
-torch has three places for it, each of which stands where the one below says nothing: of everything, of a card, of a card's
-convolutions or products. `torch.backends.*.fp32_precision` sets them. The older `allow_tf32` flags set the last, and raise
-where they are asked after the first ones were used. What a place holds is not told, only what counts in the end; so here the
-first place is changed that makes a difference, and no other.
+torch has settings on three levels: for everything, for a card, and for a card's convolutions or products. A level that is not
+set inherits from the one above. `torch.backends.*.fp32_precision` sets them. The older `allow_tf32` flags set the lowest level,
+and raise if they are read after the newer settings were used. One cannot read what a level itself is set to, only its effect.
+So this
+module changes the first level that makes a difference, and no other.
 """
 
 from collections.abc import Iterator
@@ -17,23 +18,23 @@ _get = torch._C._get_fp32_precision_getter
 _set = torch._C._set_fp32_precision_setter
 
 Before = tuple[str, str, str]
-"""A place, which are two names, and what it held."""
+"""A setting, identified by two names, and its value before."""
 
 
 def allows_tf32(op: str) -> bool:
-    """Whether TF32 is allowed in float32 "conv" or "matmul" on a card."""
+    """Whether TF32 is allowed for float32 "conv" or "matmul" on a card."""
     return _get("cuda", op) == "tf32"
 
 
 def forbid_tf32(op: str) -> Before | None:
-    """Multiply float32 as such in "conv" or "matmul" of all threads; what `allow_again` wants, None where nothing changed."""
+    """Forbid TF32 for "conv" or "matmul" in all threads. Returns the argument of `allow_again`; None if nothing changed."""
     if _get("cuda", op) != "tf32":
         return None
-    of_all = _get("generic", "all")  # nothing is above it: what it holds
+    of_all = _get("generic", "all")  # the highest level, so this is its own value
     _set("generic", "all", "ieee")
     if _get("cuda", op) != "tf32":
         return "generic", "all", of_all
-    of_card = _get("cuda", "all")  # "tf32" is its own: above it is "ieee"
+    of_card = _get("cuda", "all")  # "tf32" must be its own value, because the level above is "ieee"
     _set("generic", "all", of_all)
     if of_card == "tf32":
         _set("cuda", "all", "ieee")
@@ -45,14 +46,14 @@ def forbid_tf32(op: str) -> Before | None:
 
 
 def allow_again(before: Before | None) -> None:
-    """Put back what `forbid_tf32` changed."""
+    """Undo the change of `forbid_tf32`."""
     if before is not None:
         _set(*before)
 
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """The scope in which convolutions and products of float32 are computed in float32."""
+    """Inside this scope, convolutions and products of float32 are computed in float32."""
     before = [forbid_tf32(op) for op in ("conv", "matmul")]
     try:
         yield

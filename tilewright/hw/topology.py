@@ -1,13 +1,13 @@
-"""How the GPUs and network cards of this machine are joined, in the words of `nvidia-smi topo -m`:
+"""How the GPUs and network cards of this machine are connected, in the notation of `nvidia-smi topo -m`:
 
     X     the device itself
     NV#   # NVLinks
     PIX   at most one PCIe bridge            PXB   several PCIe bridges, not the host's
     PHB   the PCIe host bridge, the CPU      NODE  host bridges of one NUMA node
-    SYS   the link between NUMA nodes         ?    the system does not tell
+    SYS   the link between NUMA nodes         ?    unknown
 
-GPU to GPU comes from NVML; where a network card is involved, from the two devices' places in sysfs, since NVML knows only
-GPUs. Not here: how fast the links are (`hw --measure`), and what other processes do to them.
+Links between GPUs come from NVML. NVML knows only GPUs, so links to network cards follow from the two devices' paths in sysfs.
+Not here: how fast the links are (`hw --measure`), and who else uses them.
 """
 
 from collections.abc import Iterator
@@ -22,27 +22,27 @@ __all__ = ["Nic", "Topology", "kind_by_path", "topology"]
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """A network card that RDMA can use."""
+    """A network card that supports RDMA."""
 
     name: str
-    """As the system calls it: "mlx5_0"."""
+    """The system's name, such as "mlx5_0"."""
     place: str
-    """Its folder in sysfs, whose parents are the bridges above it; "" when it is on no PCI bus."""
+    """Its folder in sysfs, whose parent folders are the bridges above it; "" if it is not on a PCI bus."""
     numa: int
-    """The NUMA node, -1 when the machine has one or does not tell."""
+    """The NUMA node; -1 if the machine has only one or does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices and the kind of link between each two."""
+    """Devices, and the kind of link between each two."""
 
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...]
     matrix: tuple[tuple[str, ...], ...]
     """Rows and columns: the GPUs, then the network cards."""
     peers: tuple[tuple[tuple[str, ...], ...], ...]
-    """What GPU i (row) can do with the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" where that
-    goes by NVLink; nothing for i = j."""
+    """What GPU i (row) can do with the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" if this uses
+    NVLink; empty for i = j."""
 
     @property
     def names(self) -> list[str]:
@@ -83,12 +83,12 @@ def _nvlinks(nvml: Any, found: list[Gpu], i: int, j: int) -> int:
     direct = far_ends[0].count(found[j].pci_id)
     if direct or not _peers(nvml, nvml.nvmlDeviceGetHandleByIndex(i), nvml.nvmlDeviceGetHandleByIndex(j), "nvlink"):
         return direct
-    # Every link to a switch leads to every GPU. Old drivers tell only a switch's address, virtual machines hide the far ends.
+    # Every link to a switch reaches every GPU. Old drivers report only a switch's address; virtual machines hide the far ends.
     cards = {gpu.pci_id for gpu in found}
     return min(sum(remote not in cards for remote in remotes) for remotes in far_ends)
 
 
-# nvmlGpuP2PCapsIndex_t, by number: pynvml 13 has a tuple where the constant for "read" should be.
+# nvmlGpuP2PCapsIndex_t, by number: in pynvml 13 the constant for "read" is a tuple by mistake.
 _PEER = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 
 
@@ -139,7 +139,7 @@ def kind_by_path(place_a: str, numa_a: int, place_b: str, numa_b: int) -> str:
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     if shared == 1:
         return "PHB"
-    # Ports between each device and the switch or bridge that they share: one each within a single switch.
+    # Number of ports between each device and the common switch or bridge: within a single switch it is one each.
     return "PIX" if max(len(a), len(b)) - 1 - shared <= 1 else "PXB"
 
 

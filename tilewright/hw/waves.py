@@ -1,8 +1,8 @@
 """How evenly a grid fills a card: full waves of blocks, and the tail.
 
-A card runs `sms * blocks_per_sm` blocks at a time. A grid of one block more than that takes twice as long, when blocks take
-equal time. The classic case (NVIDIA, "Matrix Multiplication Background User's Guide", wave quantization): a product with
-tiles of 256 x 128 on an A100 with 108 SMs, one block an SM. 1792 x 1792 is 7 x 14 = 98 tiles, one wave; 1793 x 1793 is
+A card runs `sms * blocks_per_sm` blocks at a time. With one block more, a grid takes twice as long, if all blocks take the same
+time. The standard example is a product with tiles of 256 x 128 on an A100 with 108 SMs and one block per SM (NVIDIA, "Matrix
+Multiplication Background User's Guide", wave quantization). 1792 x 1792 is 7 x 14 = 98 tiles, one wave; 1793 x 1793 is
 8 x 15 = 120 tiles, two waves for 0.1 % more work:
 
     >>> waves(98, sms=108).waves, waves(120, sms=108).waves
@@ -10,7 +10,7 @@ tiles of 256 x 128 on an A100 with 108 SMs, one block an SM. 1792 x 1792 is 7 x 
     >>> round(waves(120, sms=108).efficiency, 3)
     0.556
 
-Not here: persistent kernels, whose grid is the card; give their tiles as `blocks`.
+Not here: persistent kernels, whose grid has the size of the card; pass their number of tiles as `blocks`.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Waves:
     full: int
     """Waves in which every slot has a block."""
     tail: int
-    """Blocks of the last wave when it is not full, else 0."""
+    """Blocks of the last wave if it is not full, else 0."""
 
     @property
     def waves(self) -> int:
@@ -37,12 +37,12 @@ class Waves:
 
     @property
     def total(self) -> float:
-        """Blocks over slots: waves, were they divisible."""
+        """Blocks divided by slots: the number of waves as a fraction."""
         return self.blocks / self.slots
 
     @property
     def efficiency(self) -> float:
-        """The share of slot time that has a block, 1 at best; 1 for an empty grid."""
+        """The share of slot time that is used, at most 1; 1 for an empty grid."""
         return self.total / self.waves if self.waves else 1.0
 
 
@@ -50,7 +50,7 @@ def waves(blocks: int, *, sms: int, blocks_per_sm: int = 1) -> Waves:
     """How a grid of `blocks` runs on a card of `sms` SMs that hold `blocks_per_sm` each.
 
     Raises:
-        ValueError: a negative grid, or a card that holds nothing.
+        ValueError: a negative grid, or a card without room for a block.
     """
     if blocks < 0 or sms < 1 or blocks_per_sm < 1:
         raise ValueError(

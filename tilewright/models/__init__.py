@@ -1,6 +1,6 @@
-"""Language models: a folder or a name -> a model on a device.
+"""Loads language models: from a folder or a name to a model on a device.
 
-`ARCHITECTURES` is the list of what is supported: the architecture that config.json names -> the function that builds it.
+`ARCHITECTURES` lists what is supported: the architecture that config.json names -> the function that builds it.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 Model = Decoder
-"""What `load_model` returns: called with (token_ids, batch, cache), and `.logits`, `.config`."""
+"""The result of `load_model`: called with (token_ids, batch, cache); has `.logits` and `.config`."""
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
     "DeepseekV2ForCausalLM": deepseek,
@@ -93,13 +93,13 @@ def _build(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) 
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The config of a model folder.
+    """Read the config of a model folder.
 
     Raises:
-        ModelError: config.json is missing or broken, or asks for something that is not supported.
+        ModelError: config.json is missing or broken, or needs something that is not supported.
     """
     raw = read_json(folder / "config.json")
-    _builder(architecture_of(raw))  # the first thing to say about an unknown architecture, before any of its keys
+    _builder(architecture_of(raw))  # report an unknown architecture first, before any of its keys
     generation = folder / "generation_config.json"
     return ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
 
@@ -118,13 +118,13 @@ def load_model(
     Args:
         name_or_path: "bookworm" (embedded), a folder, or a name on the Hugging Face hub.
         device: where the weights go.
-        dtype: of the weights, of quantised ones of what they stand for; None for the one that config.json names.
+        dtype: of the weights (for quantised ones, of the floats that they stand for); None: as in config.json.
         progress: called with (bytes loaded, bytes in all).
         convert: called with each linear layer as soon as it is filled; may quantise it.
-        max_positions: the longest sequence that it will see (`ModelConfig.limited`); None for the longest it was made for.
+        max_positions: the longest sequence to expect (`ModelConfig.limited`); None: the longest that the model supports.
 
     Raises:
-        ModelError: the folder cannot be found or used; nothing was allocated on the device then.
+        ModelError: the folder cannot be found or used; nothing has been allocated on the device then.
     """
     folder = resolve(name_or_path)
     config = load_config(folder)
@@ -137,7 +137,7 @@ def load_model(
 
 
 def empty_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Model:
-    """A model with uninitialised weights, quantised ones where its checkpoint has such; on "meta" it takes no memory."""
+    """A model with uninitialised weights, quantised as in its checkpoint; on "meta" it takes no memory."""
     model = _build(config, device, dtype)
     if config.quantization is not None:
         replace_by_empty_codes(model, config.quantization, torch.device(device))
@@ -162,18 +162,18 @@ def random_model(
 
 
 def weight_bytes_of(model: Model) -> int:
-    """Bytes of parameters and quantised weights; a tied head counts once. The rope table is neither and is not counted."""
+    """Bytes of parameters and quantised weights; a tied head counts once, and the rope table does not count."""
     codes = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
     return codes + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """`weight_bytes_of` a model that is not there yet."""
+    """`weight_bytes_of` for a model that does not exist yet."""
     return weight_bytes_of(empty_model(config, device="meta", dtype=dtype))
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in a cache of `dtype`, all layers; codes of 8 bits have float32 scales."""
+    """Bytes per token in a cache of `dtype`, for all layers; quantised 8-bit caches also have float32 scales."""
     numbers = 2 * config.num_key_value_heads * config.head_dim if config.latent is None else config.latent.cached
     scales = 2 * config.num_key_value_heads * 4 if dtype.itemsize == 1 else 0
     return config.num_hidden_layers * (numbers * dtype.itemsize + scales)

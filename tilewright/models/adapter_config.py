@@ -1,4 +1,4 @@
-"""What adapter_config.json of a low-rank adapter says, as the `peft` library writes and reads it."""
+"""Reads and writes adapter_config.json of a LoRA adapter, in the format of the `peft` library."""
 
 import json
 import re
@@ -15,10 +15,10 @@ __all__ = ["CONFIG_NAME", "MAX_RANK", "AdapterConfig"]
 
 CONFIG_NAME = "adapter_config.json"
 MAX_RANK = 1024
-"""Largest rank that is read or trained."""
+"""Largest rank that can be read or trained."""
 MAX_PATTERN = 4096
 MAX_PATTERNS = 4096
-"""Of ranks, and of alphas."""
+"""Most entries of rank patterns, and of alpha patterns."""
 
 _UNSUPPORTED = {
     "use_dora": "magnitudes (DoRA)", "use_qalora": "pooled inputs (QALoRA)", "lora_bias": "biases of its own",
@@ -34,11 +34,11 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 class AdapterConfig:
     """Which layers have adapters, and how large they are.
 
-    targets: names of layers, whole or their last parts ("q_proj"), or shell patterns of whole names ("*.layers.0.*"); a single
-        string is "all-linear", or a regular expression of whole names.
-    ranks, alphas: those of some layers, by regular expressions of the ends of their names.
-    layers: numbers of the blocks that have adapters; None: all.
-    base: the model that it was trained on, as far as is known.
+    targets: names of layers, complete or only the last part ("q_proj"), or shell patterns of complete names ("*.layers.0.*"); a
+        single string is "all-linear", or a regular expression for complete names.
+    ranks, alphas: values for some layers, by regular expressions for the ends of their names.
+    layers: numbers of the blocks with adapters; None: all.
+    base: the model that it was trained on, if known.
     """
 
     rank: int
@@ -53,10 +53,10 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
-        """That of a folder.
+        """Read the config of an adapter's folder.
 
         Raises:
-            ModelError: the file is missing or broken, or asks for something that is not supported.
+            ModelError: the file is missing or broken, or needs something that is not supported.
         """
         path = folder / CONFIG_NAME
         if not path.exists():
@@ -102,10 +102,10 @@ class AdapterConfig:
             _check_pattern(pattern)
 
     def chosen(self, names: Iterable[str], held: Collection[str] = ()) -> list[str]:
-        """Those of the layers' names that have an adapter, by the rules of peft.
+        """The layers' names that have an adapter, by the rules of peft.
 
-        held: those that a folder has tensors of. They decide where `targets` is a regular expression, which is never run: it
-            may take for ever.
+        held: the layers whose tensors are in the folder. If `targets` is a regular expression, they decide instead: the
+            expression is never run, because it might take forever.
         """
         if isinstance(self.targets, str) and self.targets != "all-linear":
             return [name for name in names if name in held]
@@ -123,19 +123,19 @@ class AdapterConfig:
         )
 
     def rank_of(self, name: str) -> int:
-        """That of a layer."""
+        """The rank for a layer."""
         return self.ranks.get(_key_of(self.ranks, name), self.rank)
 
     def scale_of(self, name: str) -> float:
-        """What the product of a layer's two matrices is multiplied by."""
+        """The factor on the product of a layer's two matrices."""
         rank = self.rank_of(name)
         return self.alphas.get(_key_of(self.alphas, name), self.alpha) / (rank**0.5 if self.rslora else rank)
 
     def to_json(self, names: Iterable[str]) -> str:
-        """The text of adapter_config.json; `names`: of all layers that have adapters."""
+        """The text of adapter_config.json; `names`: all layers that have adapters."""
         targets = self.targets
         if not isinstance(targets, str) and any(set("*?[") & set(one) for one in targets):
-            targets = tuple(names)  # peft knows no shell patterns
+            targets = tuple(names)  # peft does not support shell patterns
         raw = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.base, "inference_mode": True,
             "r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout, "use_rslora": self.rslora,
@@ -148,7 +148,7 @@ class AdapterConfig:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ValueError for a regular expression that may take long: it comes from a folder, and Python cannot stop one."""
+    """Raise ValueError for a regular expression that may take long: it comes from a folder, and Python cannot interrupt it."""
     if len(pattern) > MAX_PATTERN or len(re.findall(r"[*+]", pattern)) > 2 or re.search(r"\)[*+?]|\{", pattern):
         most = f"more than two of * and +, or more than {MAX_PATTERN} characters"
         raise ValueError(f"the pattern {pattern[:80]!r} has repeated groups, {most}")
@@ -156,7 +156,7 @@ def _check_pattern(pattern: str) -> None:
 
 
 def _key_of(patterns: Mapping[str, Any], name: str) -> str:
-    """The first pattern that fits a name's end, as peft looks them up; the name where none does."""
+    """The first pattern that matches the end of a name, as in peft; the name itself if none does."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
 
 

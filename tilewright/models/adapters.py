@@ -1,9 +1,9 @@
-"""Low-rank adapters of language models: folders as the `peft` library has them, to and from what stands beside the layers.
+"""Reads and writes LoRA adapters of language models as folders in the format of the `peft` library.
 
     adapter_config.json          rank, alpha, which layers (adapter_config.py)
     adapter_model.safetensors    base_model.model.<layer>.lora_A.weight [R, K] and lora_B.weight [N, R]
 
-Layers have their Hugging Face names; a merged layer of the model has one for each of its parts. Nothing is pickled: an
+Layers have their Hugging Face names; a merged layer of the model has one adapter for each of its parts. Nothing is pickled: an
 adapter_model.bin is refused. Not here: adapters of embeddings, heads and routed experts.
 """
 
@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """One layer's adapter: what is added is scale * B (A x)."""
+    """One layer's adapter, which adds scale * B (A x)."""
 
     a: Tensor
     """[R, K]"""
@@ -54,14 +54,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter, on the CPU or wherever its tensors are. pairs: by the layers' Hugging Face names."""
+    """An adapter; its tensors may be on any device. pairs: by the layers' Hugging Face names."""
 
     config: AdapterConfig
     pairs: Mapping[str, Pair]
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """The largest rank of its layers."""
         return max(pair.a.shape[0] for pair in self.pairs.values())
 
 
@@ -69,7 +69,7 @@ def targets_of(model: Decoder) -> dict[str, Target]:
     """The layers that may have adapters, by their Hugging Face names. `model` may be on "meta".
 
     Raises:
-        ModelError: it is an encoder, or has latent attention.
+        ModelError: the model is an encoder, or has latent attention.
     """
     if not isinstance(model, Decoder):
         raise ModelError("adapters stand beside the layers of decoders, and this model is none")
@@ -88,7 +88,7 @@ def _layers(model: Decoder) -> Iterator[tuple[str, Linear]]:
 
 
 def _names(model: Decoder, path: str, layer: Linear) -> list[str]:
-    """Of the layer's parts; none where the checkpoint has them as one layer, whose adapter would be one for all of them."""
+    """The names of the layer's parts; none if the checkpoint has them as one layer, because its adapter would be for all."""
     names, form = part_names(model, f"{path}.weight", layer.parts)
     return [name.removesuffix(".weight") for name in names] if form is PARTS and len(names) == len(layer.parts) else []
 
@@ -97,10 +97,10 @@ def _names(model: Decoder, path: str, layer: Linear) -> list[str]:
 
 
 def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank: int | None = None) -> Adapter:
-    """The adapter in a folder, checked against the layers of the model that it is for. Sizes are checked before it is read.
+    """Read the adapter in a folder, and check it against the model's layers. Sizes are checked before tensors are read.
 
     Raises:
-        ModelError: it is damaged, of another model, larger than `max_rank`, or asks for something that is not supported.
+        ModelError: it is damaged, for another model, larger than `max_rank`, or needs something that is not supported.
     """
     home = Path(folder).expanduser()
     if not home.is_dir():
@@ -128,7 +128,7 @@ def _check(
     path: Path, file: Any, config: AdapterConfig, chosen: Mapping[str, Target], targets: Mapping[str, Target],
     max_rank: int | None,
 ) -> None:  # fmt: skip
-    """Raise ModelError unless the tensors are those of the chosen layers, by their headers."""
+    """Raise ModelError unless the file has exactly the tensors of the chosen layers, by its header."""
     wanted: dict[str, tuple[int, int]] = {}
     for name, target in chosen.items():
         rank = config.rank_of(name)
@@ -162,7 +162,7 @@ def _pair(path: Path, file: Any, config: AdapterConfig, name: str) -> Pair:
 
 
 def save_adapter(adapter: Adapter, folder: str | Path) -> None:
-    """Save as a folder that peft loads; what stands there under the same names is replaced."""
+    """Save as a folder that peft can load; existing files of the same names are replaced."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -173,11 +173,11 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     (target / CONFIG_NAME).write_text(adapter.config.to_json(adapter.pairs), encoding="utf-8")
 
 
-# ---- beside a model
+# ---- adding to a model
 
 
 def attach(model: Decoder, adapter: Adapter, *, dropout: float = 0.0) -> None:
-    """Put an adapter beside the layers of a model, as parameters of the model's dtype on its device, that ask for gradients."""
+    """Add an adapter to the layers of a model, as trainable parameters of the model's dtype and device."""
     targets, dtype = targets_of(model), model.embed.weight.dtype
     by_path: dict[str, dict[int, Pair]] = {}
     for name, pair in adapter.pairs.items():
@@ -191,7 +191,7 @@ def attach(model: Decoder, adapter: Adapter, *, dropout: float = 0.0) -> None:
 
 
 def adapter_of(model: Decoder, config: AdapterConfig) -> Adapter:
-    """What `attach` has put there, as it is now; `config` is the adapter's."""
+    """The adapter that `attach` has added, in its present state; `config` is the adapter's."""
     pairs = {}
     for path, layer in _layers(model):
         if isinstance(layer.adapter, Lora):
@@ -203,7 +203,7 @@ def adapter_of(model: Decoder, config: AdapterConfig) -> Adapter:
 
 
 def detach(model: Decoder) -> None:
-    """Take the adapters away."""
+    """Remove the adapters."""
     for _, layer in _layers(model):
         layer.adapter = None
 

@@ -1,13 +1,13 @@
-"""Blocks and ends that some families have in place of the plain ones of decoder.py.
+"""Variants of blocks, embeddings and heads for some model families, which replace the plain ones of decoder.py.
 
-| part              | where the families differ                                           | in                   |
+| part              | difference                                                          | in                   |
 |-------------------|---------------------------------------------------------------------|----------------------|
-| `SandwichBlock`   | what attention and feed-forward layer give is normed, too           | Gemma 2 and 3, GLM-4 |
-| `PostNormBlock`   | only what they give is normed                                       | OLMo-2               |
-| `ScaledBlock`     | what they give has a factor                                         | Granite              |
-| `ScaledEmbedding` | so has the embedding                                                | Gemma, Granite       |
-| `ScaledNorm`      | so have the logits: the last norm's output has it instead           | Granite              |
-| `CappedHead`      | logits z are cap tanh(z / cap)                                      | Gemma 2              |
+| `SandwichBlock`   | outputs of attention and feed-forward layer are normalised, too     | Gemma 2 and 3, GLM-4 |
+| `PostNormBlock`   | only these outputs are normalised                                   | OLMo-2               |
+| `ScaledBlock`     | these outputs have a factor                                         | Granite              |
+| `ScaledEmbedding` | the embedding has a factor                                          | Gemma, Granite       |
+| `ScaledNorm`      | the logits have a factor, applied to the output of the last norm    | Granite              |
+| `CappedHead`      | logits z become cap tanh(z / cap)                                   | Gemma 2              |
 """
 
 from typing import Any
@@ -40,23 +40,23 @@ class SandwichBlock(Block):
 
 
 class ScaledBlock(Block):
-    """Both summands of the residual stream are multiplied by `scale`."""
+    """The outputs of attention and feed-forward layer are multiplied by `scale`."""
 
     def __init__(self, *, scale: float, **block: Any):
         super().__init__(**block)
         self.scale = scale
 
     def after_attn(self, h: Tensor) -> Tensor:
-        """Times the factor."""
+        """Multiply by the factor."""
         return h * self.scale
 
     def after_ffn(self, h: Tensor) -> Tensor:
-        """Times the factor."""
+        """Multiply by the factor."""
         return h * self.scale
 
 
 class PostNormBlock(nn.Module):
-    """Attention, norm; feed-forward, norm: both read the stream itself."""
+    """Attention, norm; feed-forward, norm. Both layers read the residual stream without a norm."""
 
     def __init__(self, *, attn: Attention | MLA, attn_post_norm: RMSNorm, ffn: FeedForward, ffn_post_norm: RMSNorm):
         super().__init__()
@@ -66,14 +66,14 @@ class PostNormBlock(nn.Module):
         self.ffn_post_norm = ffn_post_norm
 
     def forward(self, h: Tensor, residual: Tensor | None, batch: Batch | Packed, cache: Any) -> tuple[Tensor, Tensor]:
-        """As `Block` does."""
+        """As `Block`."""
         stream = h if residual is None else h + residual
         stream = stream + self.attn_post_norm(self.attn(stream, batch, cache))
         return self.ffn_post_norm(self.ffn(stream, batch.adapters)), stream
 
 
 class ScaledEmbedding(Embedding):
-    """Rows of the table times `scale`."""
+    """Rows of the table, multiplied by `scale`."""
 
     def __init__(self, rows: int, features: int, *, scale: float, **place: Any):
         super().__init__(rows, features, **place)
@@ -98,7 +98,7 @@ class ScaledNorm(RMSNorm):
 
 
 class CappedHead(Linear):
-    """A head whose logits stay within `cap` on both sides."""
+    """A head whose logits are limited to `cap` on both sides."""
 
     def __init__(self, features: int, rows: int, *, cap: float, **place: Any):
         super().__init__(features, rows, bias=False, **place)

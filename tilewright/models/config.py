@@ -1,10 +1,10 @@
-"""What a model is, resolved once from a Hugging Face folder's config.json and generation_config.json.
+"""The config of a model, resolved once from a Hugging Face folder's config.json and generation_config.json.
 
-Reads both the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After
-that no default and no rule about windows is left to apply: every consumer reads the same numbers.
+Reads the keys of transformers 5 (`rope_parameters`, `dtype`) and of 4 (`rope_theta`, `rope_scaling`, `torch_dtype`). After that
+no defaults and no rules about windows are left to apply, so all code reads the same numbers.
 
-Refuses, by name: rope types and activations without an implementation, partially rotated heads where a family has none, schemes
-of quantised weights that `quantization.py` does not read. What only some families have is read by `families.py`.
+Refuses, with the name: rope types and activations without an implementation, partially rotated heads in families that do not
+have them, and quantised weights that `quantization.py` does not support. Settings of single families are read by `families.py`.
 """
 
 from collections.abc import Mapping
@@ -32,21 +32,21 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder's sizes and switches, under their Hugging Face names.
+    """A decoder's sizes and options, with their Hugging Face names.
 
-    windows: per layer, how many positions a token sees, itself included; None for all.
+    windows: for each layer, how many positions a token sees, including itself; None: all.
     rope_scaling: None, or "rope_type" and the numbers of that type.
     dtype: of the weights on disk.
-    eos_token_ids: each of them ends a sequence; from generation_config.json where it has any.
-    quantization: which weights are codes, and in which layout; None for floats.
-    latent: sizes of latent attention; None for heads of keys and values. `head_dim` is then that of queries and keys.
-    experts: sizes of the mixtures of experts; None for dense layers alone.
+    eos_token_ids: tokens that end a sequence; from generation_config.json if it has any.
+    quantization: which weights are quantised, and in which layout; None: all weights are floats.
+    latent: sizes of latent attention; None: ordinary keys and values. With it, `head_dim` is that of queries and keys.
+    experts: sizes of the mixtures of experts; None: only dense layers.
     partial_rotary_factor: the share of a head's dims that is rotated.
-    local_rope: theta and scaling of layers with a window; None for those of all.
-    attention_scale: factor on q . k; None for 1 / sqrt(head_dim).
-    attention_softcap, logit_softcap: c of c tanh(x / c), of the scores and of the logits; None for none.
-    embedding_scale, residual_scale, logit_scale: factors on the embedding, on what a layer adds to the stream, on the logits.
-    raw: the contents of config.json, where it was read from one; another such file is written from it.
+    local_rope: theta and scaling for layers with a window; None: the same as for the others.
+    attention_scale: factor on q . k; None: 1 / sqrt(head_dim).
+    attention_softcap, logit_softcap: c in c tanh(x / c), for the scores and for the logits; None: no cap.
+    embedding_scale, residual_scale, logit_scale: factors on the embedding, on a layer's output, and on the logits.
+    raw: the contents of config.json if it was read from one; a saved model gets the same file.
     """
 
     architecture: str
@@ -107,11 +107,11 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[tuple[float, Mapping[str, Any] | None], ...]:
-        """(theta, scaling) of the model's layers, and of those with a window where they have others."""
+        """(theta, scaling) of the model's layers, and those of layers with a window if they differ."""
         return ((self.rope_theta, self.rope_scaling), *(() if self.local_rope is None else (self.local_rope,)))
 
     def limited(self, positions: int) -> "ModelConfig":
-        """The config of a model that never sees more positions: angles that depend on the length are those of that length."""
+        """The config of a model that never sees more positions; angles that depend on the length are computed for this one."""
         stretches = any((scaling or {}).get("rope_type") in ("dynamic", "longrope") for _, scaling in self.ropes)
         if not stretches or positions >= self.max_position_embeddings:
             return self
@@ -119,22 +119,22 @@ class ModelConfig:
 
     @property
     def rotated_dim(self) -> int:
-        """Dims of a head that are rotated by position."""
+        """The number of dims of a head that are rotated by position."""
         if self.latent is not None:
             return self.latent.rope_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def activation(self) -> str:
-        """What `hidden_act` means in a gated layer."""
+        """The activation of a gated layer for `hidden_act`."""
         return ACTIVATIONS[self.hidden_act]
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":
-        """Resolve the contents of config.json, and of generation_config.json where there is one.
+        """Resolve the contents of config.json, and of generation_config.json if there is one.
 
         Raises:
-            ModelError: a key is missing or asks for something that is not supported; the message names it.
+            ModelError: a key is missing or needs something that is not supported; the message names it.
         """
         architecture = architecture_of(raw)
         check_fields(raw)
@@ -174,7 +174,7 @@ class ModelConfig:
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
-    """The one architecture that config.json names. Raises ModelError when it does not name one."""
+    """The one architecture that config.json names. Raises ModelError if it does not name exactly one."""
     names = raw.get("architectures") or ()
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         got = repr(names)[:200]
@@ -199,7 +199,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The rule of transformers: `layer_types`, or sliding from layer `max_window_layers` on; if a window is used at all."""
+    """The rule of transformers: `layer_types`, or sliding windows from layer `max_window_layers` on, if windows are used."""
     layers = _integer(raw, "num_hidden_layers")
     used = raw.get("use_sliding_window", True) and raw.get("sliding_window") is not None
     window = _integer(raw, "sliding_window") if used else None
@@ -213,10 +213,10 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _quantization(raw: Mapping[str, Any]) -> Quantization | None:
-    """Older writers of compressed-tensors call it `compression_config`."""
+    """The quantisation config; older versions of compressed-tensors call it `compression_config`."""
     found = raw.get("quantization_config") or raw.get("compression_config")
     if found and found.get("quant_method") == "mxfp4":
-        return None  # of experts alone, which are read as floats (forms.py)
+        return None  # only experts are quantised, and they are read as floats (forms.py)
     return Quantization.from_hf(found) if found else None
 
 

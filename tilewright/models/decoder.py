@@ -1,7 +1,7 @@
-"""A decoder-only transformer as a composition: which attention, feed-forward layer and norms, is the builder's choice.
+"""A decoder-only transformer composed of given parts: the builder chooses attention, feed-forward layer and norms.
 
-The residual stream travels beside the activations, h + residual is formed inside the next norm: one pass over memory instead
-of two. The last sum is formed by the final norm.
+The residual stream is passed along with the activations, and h + residual is computed inside the next norm: one pass over
+memory instead of two. The last sum is computed by the final norm.
 
     T tokens, E hidden, R rows, V vocabulary
 """
@@ -45,9 +45,9 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(self, h: Tensor, residual: Tensor | None, batch: Batch | Packed, cache: Any) -> tuple[Tensor, Tensor]:
-        """(h [T, E], residual [T, E] or None before the first block) -> (h, residual); their sum is the stream.
+        """(h [T, E], residual [T, E] or None before the first block) -> (h, residual); the stream is their sum.
 
-        cache: this layer's, as its attention takes it.
+        cache: this layer's, in the form that its attention needs.
         """
         normed, residual = self.attn_norm.add_for(self.attn.reader, h, residual, batch.adapters)
         h = self.after_attn(self.attn(normed, batch, cache))
@@ -59,7 +59,7 @@ class Block(nn.Module):
         return self.after_ffn(self.ffn(normed, batch.adapters)), residual
 
     def after_attn(self, h: Tensor) -> Tensor:
-        """What becomes of the attention's output before it joins the stream: nothing. A family may put a norm here."""
+        """Applied to the attention's output before it is added to the stream; here the identity. A family may add a norm."""
         return h
 
     def after_ffn(self, h: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Block(nn.Module):
         return h
 
     def norm_pairs(self) -> list[tuple[nn.Module, nn.Module]]:
-        """(norm, the one linear layer that reads its output), where it is one."""
+        """(norm, the one linear layer that reads its output), for norms with a single reader."""
         pairs = [(self.attn_norm, self.attn.reader), (self.ffn_norm, self.ffn.reader)]
         return [(norm, reader) for norm, reader in pairs if reader is not None]
 
@@ -86,9 +86,9 @@ class Decoder(nn.Module):
     def empty_cache(
         self, pages: int, page_size: int, dtype: torch.dtype | None = None, *, window_pages: int = 0
     ) -> KVCache | LatentCache:
-        """A cache for this model on its device, of the embedding's dtype or of codes, int8 or float8_e4m3fn.
+        """A cache for this model on its device, of the embedding's dtype, or quantised to int8 or float8_e4m3fn.
 
-        window_pages: of layers with a window, which then have pages of their own; 0: all layers have the same.
+        window_pages: number of pages for layers with a window; 0: all layers use the same pages.
         """
         config, weight = self.config, self.embed.weight
         sizes = {"layers": config.num_hidden_layers, "pages": pages, "page_size": page_size}
@@ -104,10 +104,10 @@ class Decoder(nn.Module):
         return KVCache.of_kinds(windowed, *made)
 
     def forward(self, token_ids: Tensor, batch: Batch | Packed, cache: KVCache | LatentCache | PackedKeysValues) -> Tensor:
-        """token_ids [T] int64 -> hidden [T, E] after the final norm. A cache is written.
+        """token_ids [T] int64 -> hidden [T, E] after the final norm. A cache is written to.
 
-        Waits for nothing and allocates only by shape: may be captured in a CUDA graph. Over `PackedKeysValues`, with a `Packed`
-        batch, it is differentiable.
+        It waits for nothing, and allocations depend only on shapes, so it can be captured in a CUDA graph. With
+        `PackedKeysValues` and a `Packed` batch it is differentiable.
         """
         h, residual = self.embed(token_ids), None
         for index, block in enumerate(self.blocks):

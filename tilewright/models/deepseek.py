@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 (DeepSeek-AI, 2024): latent attention, dense layers first, then mixtures of experts.
 
-They differ in how a token's experts are chosen, and in nothing else that is here: the layer of V3 for a second token is a draft
-head (draft_heads.py). Scales and norms follow the models' code in transformers.
+They differ only in how a token's experts are chosen; V3's additional layer for predicting a second token is a draft head
+(draft_heads.py). Scales and norms follow the models' code in transformers.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["deepseek"]
 
 @unfilled()
 def deepseek(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """DeepSeek-V2, V2-Lite, V2.5, V3 and R1 as their configs describe them."""
+    """DeepSeek-V2, V2-Lite, V2.5, V3 and R1, by their configs."""
     latent, experts = config.latent, config.experts
     assert latent is not None
     assert experts is not None

@@ -1,7 +1,7 @@
-"""Dense decoders with rotary positions and gated feed-forward layers, and their relatives with experts in the same frame.
+"""Dense decoders with rotary positions and gated feed-forward layers, and models with experts in the same structure.
 
-A builder hands the frame what its family has: which projections have biases, norms over queries and keys, another block,
-another embedding, norm or head. Windows, wavelengths, ties and factors are data of the config. All of it follows the models'
+A builder passes what is specific to its family: which projections have biases, norms over queries and keys, another block,
+embedding, norm or head. Windows, wavelengths, tied weights and factors come from the config. Everything follows the models'
 code in transformers.
 """
 
@@ -56,21 +56,21 @@ def _dense(
     interleaved: bool = False,
     **attention: Any,
 ) -> Decoder:
-    """The common frame.
+    """The structure shared by all families.
 
     Args:
-        config: of the model.
+        config: config of the model.
         device: of its parameters.
         dtype: of its parameters.
         mlp_bias: whether dense feed-forward layers have biases.
-        block: puts an attention, a feed-forward layer and norms together.
-        feed_forward: makes that of a layer; None for dense ones.
-        embed: None for the plain one.
-        norm: the last one; None for the plain one.
-        head: None for the plain one. A tied one shares the embedding's parameter.
-        norm_dtype: of the norms' weights; None for that of the others.
-        interleaved: whether neighbouring dims turn together.
-        attention: arguments of `nn.Attention` that the families differ in.
+        block: combines an attention, a feed-forward layer and norms.
+        feed_forward: makes the feed-forward part of a layer; None: dense layers.
+        embed: the embedding; None: the plain one.
+        norm: the last norm; None: the plain one.
+        head: the head; None: the plain one. A tied one shares the embedding's parameter.
+        norm_dtype: of the norms' weights; None: as the others.
+        interleaved: whether neighbouring dims are rotated together.
+        attention: arguments of `nn.Attention` that differ between families.
     """
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     size, eps = config.hidden_size, config.rms_norm_eps
@@ -92,7 +92,7 @@ def _dense(
 
     blocks = []
     for layer, window in enumerate(config.windows):
-        # Layers with a window may have wavelengths of their own.
+        # Layers with a window may have other wavelengths.
         attn = Attention(size, **heads, rope=ropes[0 if window is None else -1], window=window, **attention, **place)
         blocks.append(block(attn, (feed_forward or gated)(layer), plain_norm))
     embed = embed or Embedding(config.vocab_size, size, **place)
@@ -103,7 +103,7 @@ def _dense(
 
 
 def head_place(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Where a head is made: nowhere, where it will share the embedding's parameter."""
+    """The device of a head: "meta" if it will share the embedding's parameter."""
     return {"device": "meta" if config.tie_word_embeddings else device, "dtype": dtype}
 
 
@@ -114,12 +114,12 @@ def llama(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Deco
 
 
 def mistral(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Mistral 7B and its kin (Jiang et al., 2023): no biases."""
+    """Mistral 7B and similar models (Jiang et al., 2023): no biases."""
     return _dense(config, device, dtype)
 
 
 def phi3(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): no biases; parts of heads may rotate, and factors stretch each pair."""
+    """Phi-3, Phi-3.5 and Phi-4 (Abdin et al., 2024): no biases; parts of heads may be rotated, with a factor for each pair."""
     return _dense(config, device, dtype)
 
 
@@ -135,7 +135,8 @@ def qwen3(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more:
 
 
 def glm(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more: Any) -> Decoder:
-    """GLM-4 of 2024 (GLM Team, "ChatGLM", 2024): biases on q, k and v; of each head a part turns, in neighbouring pairs."""
+    """GLM-4 of 2024 (GLM Team, "ChatGLM", 2024): biases on q, k and v; a part of each head is rotated, in neighbouring
+    pairs."""
     return _dense(config, device, dtype, qkv_bias=config.attention_bias, interleaved=True, **more)
 
 
@@ -145,15 +146,15 @@ def glm4(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decod
 
 
 def olmo2(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """OLMo 2 (OLMo Team, 2024): norms behind the layers alone, and over all queries and all keys of a token."""
+    """OLMo 2 (OLMo Team, 2024): norms only after the layers, and over all queries and all keys of a token."""
     bias, eps = config.attention_bias, config.rms_norm_eps
     return _dense(config, device, dtype, qkv_bias=bias, out_bias=bias, block=_post_norm, wide_norm_eps=eps)
 
 
 def gemma2(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more: Any) -> Decoder:
-    """Gemma 2 (Gemma Team, 2024): norms on both sides, windows in turns, caps on scores and logits.
+    """Gemma 2 (Gemma Team, 2024): norms on both sides, windows in every other layer, caps on scores and logits.
 
-    Weights of norms are stored less 1, and are float32 here, where that 1 is added (names.py).
+    Checkpoints store the weights of norms minus 1. They are float32 here, because that 1 is added (names.py).
     """
     bias, size = config.attention_bias, config.hidden_size
     # The published code rounds the factor to the model's dtype.
@@ -175,7 +176,7 @@ def gemma3(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Dec
 
 
 def granite(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Granite 3 (IBM, 2024): a Llama with factors on the embedding, on what layers add to the stream, and on the logits."""
+    """Granite 3 (IBM, 2024): a Llama with factors on the embedding, on the outputs of layers, and on the logits."""
     bias, size = config.attention_bias, config.hidden_size
 
     def scaled(attn: Attention, ffn: FeedForward, norm: Norm) -> nn.Module:
@@ -219,7 +220,8 @@ def qwen3_moe(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def gpt_oss(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """gpt-oss (OpenAI, 2025): biases everywhere, sinks in the attention, windows in turns, mixtures with a clamped gate."""
+    """gpt-oss (OpenAI, 2025): biases everywhere, attention sinks, windows in every other layer, mixtures with a clamped
+    gate."""
     bias = config.attention_bias
     return _dense(
         config, device, dtype, qkv_bias=bias, out_bias=bias, sinks=True, feed_forward=_mixture(config, device, dtype)

@@ -1,4 +1,4 @@
-"""Draft heads from the folders in which they are published.
+"""Loads draft heads from the folders in which they are published.
 
 - MTP: in the model's own folder, the layer N behind its last: model.layers.N. with enorm, hnorm, eh_proj, the tensors of a
   block, shared_head.norm, shared_head.head and embed_tokens.
@@ -7,8 +7,8 @@
 - EAGLE-3: a folder of its own whose config may have draft_vocab_size: fc, midlayer.* (or layers.0.*) with hidden_norm, norm,
   lm_head, and d2t where the head knows fewer tokens.
 
-An embedding, or a head, that the files leave out is the model's. `t2d` is not read: it says what `d2t` says. Refused: pickled
-weights, another vocabulary, states of another size.
+An embedding or a head that is missing in the files is the model's. `t2d` is not read, because it says the same as `d2t`.
+Refused: pickled weights, another vocabulary, hidden states of another size.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ EAGLE = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 MTP = ("DeepseekV3ForCausalLM",)
 _OWN = ("fc.weight", "fc.bias", "enorm.weight", "hnorm.weight", "eh_proj.weight")
-"""What belongs to how a head joins its inputs."""
+"""Tensors of the part that joins a head's inputs."""
 
 
 class _Renamed(Checkpoint):
@@ -60,12 +60,12 @@ class HeadFiles:
     kind: str
     """mtp, eagle or eagle3."""
     config: ModelConfig
-    """Of the head as a model of one layer or a few, with the vocabulary of the model that it guesses for."""
+    """The config of the head as a model of one or a few layers, with the vocabulary of the model for which it guesses."""
     checkpoint: Checkpoint
-    """With names as a model has them, and those of `_OWN`."""
+    """The checkpoint, with tensor names as in a model, and those of `_OWN`."""
     layers: tuple[int, ...] = ()
     wide: int = 0
-    """Numbers of the states of eagle3, all layers together."""
+    """Numbers per token in the states of eagle3, over all layers that it reads."""
     draft_vocab: int | None = None
     normed_stream: bool = False
 
@@ -102,7 +102,7 @@ class HeadFiles:
         )  # fmt: skip
 
     def load(self, model: Decoder, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
-        """The head, filled, beside the model that it guesses for. Raises ModelError where the files do not fit the config."""
+        """The head with its weights, for the model for which it guesses. Raises ModelError if files and config do not match."""
         head = self.build(dtype)
         inner = _Renamed(self.checkpoint, {name: name for name in self.checkpoint.shapes if name not in (*_OWN, "d2t", "t2d")})
         check(head.decoder, inner, self.config.quantization)
@@ -128,7 +128,7 @@ class HeadFiles:
             raise ModelError(f"the draft head's {name} is {got}, wanted {list(shape)} of {' or '.join(FLOATS)}")
 
     def _tokens(self, count: int) -> Tensor:
-        """What the head's tokens are called by the model: d2t has the differences."""
+        """The model's ids of the head's tokens; d2t contains the differences."""
         if "d2t" not in self.checkpoint.shapes:
             if count == self.config.vocab_size:
                 return torch.arange(count)
@@ -142,7 +142,7 @@ class HeadFiles:
 
 
 def mtp_files(folder: Path, config: ModelConfig) -> HeadFiles:
-    """The layer behind a model's last, which predicts a second token. Raises ModelError where there is none."""
+    """The layer after a model's last one, which predicts a second token. Raises ModelError if there is none."""
     if config.architecture not in MTP:
         raise ModelError(f"{folder.name} is a {config.architecture}, wanted one of {', '.join(MTP)}, which have MTP layers")
     checkpoint, layer = Checkpoint(folder), f"model.layers.{config.num_hidden_layers}."
@@ -164,10 +164,10 @@ def mtp_files(folder: Path, config: ModelConfig) -> HeadFiles:
 
 
 def head_files(folder: Path, model: ModelConfig, positions: int) -> HeadFiles | None:
-    """The head in a folder of its own, None where the folder has a whole model. `positions`: the longest text.
+    """The head in a separate folder; None if the folder contains a whole model. `positions`: the longest text.
 
     Raises:
-        ModelError: it is of another vocabulary, reads states of another size, or is of a kind that is not supported.
+        ModelError: it is for another vocabulary, reads states of another size, or is of an unsupported kind.
     """
     raw = read_json(folder / "config.json")
     named = raw.get("architectures")
@@ -203,7 +203,7 @@ def head_files(folder: Path, model: ModelConfig, positions: int) -> HeadFiles | 
 
 
 def _eagle3(files: HeadFiles, folder: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadFiles:
-    """What only EAGLE-3 has."""
+    """The settings that only EAGLE-3 has."""
     told = raw.get("eagle_config")
     layers = (told if isinstance(told, dict) else raw).get("eagle_aux_hidden_state_layer_ids")
     count = model.num_hidden_layers

@@ -1,18 +1,18 @@
-"""Draft heads: a layer or two that guess the token after next from the hidden states of the model they were trained with.
+"""Draft heads: one or two layers that predict the token after next from the hidden states of the model they were trained with.
 
-At position i a head reads the model's state h_i and the embedding e of the token behind it, t_{i+1}, and says what t_{i+2} may
-be. To guess on it takes its own last stream for the next state. Three kinds differ in what they read and how they join it:
+At position i a head reads the model's hidden state h_i and the embedding e of the next token, t_{i+1}, and predicts t_{i+2}. To
+predict further tokens it uses its own last stream as the next state. The three kinds read and combine different inputs:
 
 | kind    | states                                           | joined as                          | then                     |
 |---------|--------------------------------------------------|------------------------------------|--------------------------|
-| MTP     | behind the final norm                            | P [norm(e); norm(h)]               | a block, a norm, a head  |
-| EAGLE   | behind the final norm                            | F [e; h]                           | a block, model's head    |
-| EAGLE-3 | streams in front of three blocks, F [s1; s2; s3] | attention reads [norm(e); norm(h)] | block's rest, norm, head |
+| MTP     | after the final norm                             | P [norm(e); norm(h)]               | a block, a norm, a head  |
+| EAGLE   | after the final norm                             | F [e; h]                           | a block, model's head    |
+| EAGLE-3 | streams before three blocks, F [s1; s2; s3]      | attention reads [norm(e); norm(h)] | block's rest, norm, head |
 
 MTP: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2. EAGLE: Li et al., 2024 (arXiv 2401.15077), whose first
-block has no norm in front of its attention. EAGLE-3: Li et al., 2025 (arXiv 2503.01840), whose head may know fewer tokens.
+block has no norm before its attention. EAGLE-3: Li et al., 2025 (arXiv 2503.01840), whose head may know fewer tokens.
 
-    T tokens, E hidden, F kept numbers, R rows, V vocabulary, S tokens a page
+    T tokens, E hidden, F stored numbers, R rows, V vocabulary, S tokens per page
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ __all__ = ["CacheWithStates", "DraftHead", "Eagle3Block", "Eagle3Join", "EagleJo
 
 
 class NoNorm(nn.Module):
-    """Stands where a block or a model has no norm."""
+    """Replaces a norm that a block or a model does not have."""
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + residual, the same)."""
@@ -41,17 +41,17 @@ class NoNorm(nn.Module):
 
 
 class Join(nn.Module):
-    """What becomes of a model's states and of the next token's embedding before a head's first block."""
+    """Combines a model's states with the next token's embedding, before a head's first block."""
 
     layers: tuple[int, ...] | None = None
-    """The states are the streams in front of these blocks; None: what the model gives, behind its final norm."""
+    """The states are the streams before these blocks; None: the model's output after its final norm."""
 
     def kept(self, states: Tensor) -> Tensor:
-        """States as they are kept: [T, their numbers] -> [T, F]."""
+        """The states in the form in which they are stored: [T, their numbers] -> [T, F]."""
         return states
 
     def forward(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """([T, E], [T, F]) -> what the first block is handed."""
+        """([T, E], [T, F]) -> the input of the first block."""
         raise NotImplementedError
 
 
@@ -81,7 +81,7 @@ class MTPJoin(Join):
 
 
 class Eagle3Join(Join):
-    """EAGLE-3's: three streams become one state; the block itself joins it to the embedding."""
+    """EAGLE-3's: three streams become one state, which the block itself combines with the embedding."""
 
     def __init__(self, size: int, *, wide: int, layers: Sequence[int], **place: Any):
         super().__init__()
@@ -100,7 +100,7 @@ class Eagle3Join(Join):
 class Eagle3Block(Block):
     """A block whose attention reads [norm(embedding); norm(state)]; the stream is the state.
 
-    normed_stream: it is norm(state).
+    normed_stream: the stream is norm(state) instead.
     """
 
     def __init__(self, *, hidden_norm: RMSNorm, normed_stream: bool, **parts: Any):
@@ -118,12 +118,12 @@ class Eagle3Block(Block):
 
 
 class KeptStates:
-    """States by the cells of a cache, [pages * S + 1, F]: the model writes them as it writes its cache, its head reads them."""
+    """States by cache cell, [pages * S + 1, F]: the model writes them together with its cache, and its head reads them."""
 
     def __init__(self, *, pages: int, page_size: int, numbers: int, device: torch.device, dtype: torch.dtype):
         self._page_size, self._last = page_size, pages * page_size
         self.rows = torch.zeros(self._last + 1, numbers, device=device, dtype=dtype)
-        """The last one is padding's."""
+        """The last one is for padding."""
 
     def _cells(self, slots: Tensor) -> Tensor:
         return torch.where(slots < 0, self._last, slots)
@@ -137,7 +137,7 @@ class KeptStates:
         return self.rows[self._cells(slots)]
 
     def carry(self, streams: Tensor, batch: Batch) -> None:
-        """Of tokens that are sampled from, keep the head's own streams [T, F] as the states of the positions behind them."""
+        """For tokens that are sampled from: store the head's own streams [T, F] as the states of the next positions."""
         rows, cu_q = batch.logits_rows, batch.cu_q[1:].long()
         owner = torch.searchsorted(cu_q, rows, right=True)
         position = batch.positions[rows] + 1
@@ -154,7 +154,7 @@ class KeptStates:
 
 
 class CacheWithStates:
-    """A model's cache, with the states beside it: what copies pages copies both."""
+    """A model's cache together with the states: copying pages copies both."""
 
     def __init__(self, cache: KVCache | LatentCache, states: KeptStates):
         self._cache, self._states = cache, states
@@ -163,7 +163,7 @@ class CacheWithStates:
         return getattr(self._cache, name)
 
     def copy_pages(self, sources: Tensor, targets: Tensor, *, windowed: bool = False) -> None:
-        """As the cache does it; the states are beside the pages of layers that see everything."""
+        """As the cache's; the states belong to the pages of layers without a window."""
         if windowed:
             self._cache.copy_pages(sources, targets, windowed=True)
             return
@@ -172,11 +172,11 @@ class CacheWithStates:
 
 
 class DraftHead(nn.Module):
-    """A head as a model of its own: its cache has pages of the same numbers, and `attach` gives it the states to read.
+    """A head as a separate model: its cache has the same page numbers, and `attach` connects it to the states.
 
-    It is called with the tokens *behind* the positions of the batch, and what it gives is for the token behind those.
+    It is called with the tokens *after* the positions of the batch, and its output is for the token after those.
 
-    tokens: [V of the head] int64, what the head's tokens are called by the model; None: the same.
+    tokens: [V of the head] int64, the model's ids of the head's tokens; None: the same ids.
     """
 
     def __init__(self, decoder: Decoder, join: Join, *, numbers: int, tokens: Tensor | None = None):
@@ -199,8 +199,8 @@ class DraftHead(nn.Module):
         return self.decoder.blocks
 
     def attach(self, model: Decoder, cache: KVCache | LatentCache, states: KeptStates) -> "CacheWithStates":
-        """Read what `model` says of tokens in `cache`: from here on its passes keep their states. It is to run with the cache
-        that this returns."""
+        """Store the states of tokens in `cache` in all later passes of `model`, for this head. The model must then run with the
+        cache that this returns."""
         self._states = states
         beside = CacheWithStates(cache, states)
         for layer in self.join.layers or ():
@@ -227,7 +227,7 @@ class DraftHead(nn.Module):
         return self.decoder.empty_cache(pages, page_size, dtype)
 
     def forward(self, token_ids: Tensor, batch: Batch, cache: KVCache | LatentCache) -> Tensor:
-        """token_ids [T] int64 -> streams [T, E]; those that are sampled from are kept as the next states."""
+        """token_ids [T] int64 -> streams [T, E]; those that are sampled from are stored as the next states."""
         assert self._states is not None
         h, residual = self.join(self.embed(token_ids), self._states.read(batch.slots))
         for index, block in enumerate(self.blocks):

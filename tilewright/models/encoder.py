@@ -1,6 +1,6 @@
-"""A BERT encoder (Devlin et al., "BERT", 2019) under the names of transformers' `BertModel`: its state dicts load as they are.
+"""A BERT encoder (Devlin et al., "BERT", 2019) with the names of transformers' `BertModel`, so that its state dicts load.
 
-RoBERTa and XLM-RoBERTa are the same module; their positions begin behind that of the padding token (`first_position`).
+RoBERTa and XLM-RoBERTa use the same module; their positions begin after that of the padding token (`first_position`).
 
     x = layer norm of word + position + token type embeddings; each block: self-attention, then a gelu layer of 4 E, each with
     a residual and a layer norm after it. The pooler is tanh of a linear layer of the first token.

@@ -1,7 +1,7 @@
-"""Encoders: a Hugging Face folder -> a model of tokens' features, and of scores where it has a head for them.
+"""Loads encoders: from a Hugging Face folder to a model that returns features of tokens, and scores if it has a head for them.
 
-`ENCODERS` is the list of what is supported. Modules have the names of transformers, so a checkpoint's tensors are looked up by
-the parameters' own names, with or without the first ("bert.", "roberta.", "model."). Heads for masked words are left out.
+`ENCODERS` lists what is supported. Modules have the names of transformers, so a checkpoint's tensors are looked up by the
+parameters' names, with or without the prefix ("bert.", "roberta.", "model."). Heads for masked words are not loaded.
 
 Not supported: relative positions, cross attention, quantised folders.
 """

@@ -1,4 +1,4 @@
-"""The one error of model folders, and the sentence about a model that is none of ours."""
+"""The exception for model folders, and the message about a model that is not supported."""
 
 import re
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ _NEAREST = 3
 
 
 class ModelError(ValueError):
-    """A model folder that cannot be used: what is wrong, and what to do."""
+    """A model folder that cannot be used; the message says what is wrong, and what to do."""
 
 
 def unknown(architecture: str, known: Iterable[str]) -> str:
-    """What to say about an architecture that is not supported: the nearest that are, then all."""
+    """The message about an architecture that is not supported: the most similar supported ones, then all."""
     names, short = sorted(known), architecture[:100]
     near = sorted(names, key=lambda name: -_likeness(short, name))[:_NEAREST]
     return (
@@ -23,7 +23,7 @@ def unknown(architecture: str, known: Iterable[str]) -> str:
 
 
 def _likeness(a: str, b: str) -> float:
-    """How alike the families' names are, without what a model is for; a common beginning counts once more."""
+    """The similarity of two families' names, without the part about the task; a common beginning counts once more."""
     one, other = (re.split("For[A-Z]", name)[0].lower() for name in (a, b))
     return SequenceMatcher(None, one, other).ratio() + _begins_alike(one, other) / max(len(one), len(other), 1)
 

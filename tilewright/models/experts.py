@@ -1,4 +1,4 @@
-"""Sizes of mixtures of experts."""
+"""The sizes of a mixture of experts, as part of a model's config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from tilewright.nn import Routing
 __all__ = ["Experts", "check_count", "positive", "routing"]
 
 MAX_EXPERTS = 1 << 16
-"""Of all layers together; each has three tensors. The largest published models have some 24 thousand."""
+"""Most experts in all layers together; each has three tensors. The largest published models have some 24 thousand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Sizes of `nn.MoE`: in every layer from `first_layer` on, but for `dense_layers`.
+    """Sizes of `nn.MoE`, for every layer from `first_layer` on except `dense_layers`.
 
-    inner: width of a routed expert. shared: width of the experts that see every token, together; 0 for none.
-    clamped: alpha and limit of gpt-oss's gate, and biases; None for the usual gated layer.
+    inner: width of a routed expert. shared: total width of the experts that see every token; 0: none.
+    clamped: alpha and limit of gpt-oss's gate, and biases; None: the usual gated layer.
     """
 
     first_layer: int
@@ -34,7 +34,7 @@ class Experts:
 
 
 def positive(raw: Mapping[str, Any], key: str) -> int:
-    """A number of config.json. Raises ModelError."""
+    """A positive number from config.json. Raises ModelError."""
     value = raw.get(key)
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json: {key} must be a positive integer, got {value}")
@@ -42,7 +42,7 @@ def positive(raw: Mapping[str, Any], key: str) -> int:
 
 
 def routing(**options: Any) -> Routing:
-    """`Routing`, whose refusals are ModelErrors here."""
+    """Like `Routing`, but raises ModelError."""
     try:
         return Routing(**options)
     except ValueError as error:
@@ -50,6 +50,6 @@ def routing(**options: Any) -> Routing:
 
 
 def check_count(experts: int, layers: int) -> None:
-    """Raises ModelError where a model of such numbers would be no model."""
+    """Raise ModelError for an implausible number of experts."""
     if experts * layers > MAX_EXPERTS:
         raise ModelError(f"config.json has {experts} experts in {layers} layers, wanted at most {MAX_EXPERTS} in all")

@@ -1,6 +1,6 @@
-"""What single families say in config.json and others do not: names of their own, defaults, factors, mixtures of experts.
+"""Settings in config.json that only some model families have: special names, defaults, factors, mixtures of experts.
 
-`prepared` gives the fields the names and defaults that all families share; `extras` reads what is left.
+`prepared` renames fields and fills in defaults as in other families; `extras` reads the remaining settings.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _GPT_OSS_ROPE = {
 _QWEN3 = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}
 _RMS_5 = {"use_sliding_window": False, "rms_norm_eps": 1e-5}
 
-# What the config classes of transformers fill in and other families do not share.
+# Defaults of the config classes in transformers that differ between families.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **LATENT_DEFAULTS,
     "Gemma2ForCausalLM": {**_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
@@ -50,10 +50,10 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def prepared(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of config.json with what the family's config class fills in, under the names of all families.
+    """The contents of config.json with the defaults of the family's config class, with the names that all families use.
 
     Raises:
-        ModelError: attention that is not causal.
+        ModelError: attention is not causal.
     """
     known = {**_DEFAULTS.get(architecture, {}), **raw}
     if architecture in _ALTERNATING:
@@ -65,12 +65,12 @@ def prepared(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     if architecture == "GptOssForCausalLM" and not (known.get("rope_parameters") or known.get("rope_scaling")):
         known["rope_parameters"] = _GPT_OSS_ROPE
     if architecture == "Qwen3MoeForCausalLM":
-        known["max_window_layers"] = 0  # transformers gives every layer the window, where there is one
+        known["max_window_layers"] = 0  # in transformers every layer has the window, if there is one
     return known
 
 
 _ALTERNATING = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}
-"""Every so manieth layer has no window."""
+"""Every n-th layer has no window."""
 
 
 def _fill_layer_types(raw: dict[str, Any], architecture: str) -> None:

@@ -1,7 +1,7 @@
-"""The fields of config.json and generation_config.json that are read: their types and bounds, checked before anything is built.
+"""The fields of config.json and generation_config.json: their types and bounds, checked before anything is built.
 
-A damaged file must not become a Python error deep inside, a loop over a hundred thousand layers, or a table of a billion
-positions. Bounds are far above every published model, and low enough that a model within them is described in a moment.
+A damaged file must not cause a Python error deep inside, a loop over a hundred thousand layers, or a table of a billion
+positions. The bounds are far above every published model, and low enough for a model within them to be described quickly.
 """
 
 from collections.abc import Mapping

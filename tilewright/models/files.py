@@ -1,4 +1,4 @@
-"""Reading the small files of a model folder: bounded in size, and never a pipe or a device, which would not come to an end."""
+"""Reads the small files of a model folder, with a limit on their size; refuses pipes and devices, which could be endless."""
 
 import json
 import stat

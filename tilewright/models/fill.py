@@ -1,9 +1,9 @@
-"""Filling a model from a checkpoint, or with random numbers, one layer at a time.
+"""Fills a model from a checkpoint, or with random numbers, one layer at a time.
 
-Names, shapes and dtypes are compared from the files' headers before anything is allocated. Then one tensor after the other
-goes from the mapped file to its place on the device, converted on the way; separate projections land in the rows of their
-merged parameter, and quantised ones make a merged quantised weight. A model is made on "meta" first, and each parameter gets
-its memory when its turn comes: with `convert` a layer's float weight lives only until its codes are made.
+Names, shapes and dtypes are checked from the files' headers before anything is allocated. Then tensors are copied one after the
+other from the mapped file to their place on the device, and converted on the way; separate projections go to the rows of their
+merged parameter, and quantised ones are combined to a merged quantised weight. A model is created on "meta" first, and each
+parameter gets its memory when it is filled. With `convert`, a layer's float weight exists only until it is quantised.
 """
 
 from collections import Counter

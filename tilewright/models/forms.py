@@ -1,15 +1,15 @@
-"""How a parameter of a model lies in a checkpoint: the tensors that stand for it, and the way there and back.
+"""The forms of a model's parameters in checkpoints: which tensors represent a parameter, and conversion in both directions.
 
 | form             | tensors                                                                      | in checkpoints of          |
 |------------------|------------------------------------------------------------------------------|----------------------------|
 | `PARTS`          | one for each part of a merged parameter, in the order of its rows            | most                       |
 | `WHOLE`          | one for all parts                                                            | Phi-3, GLM                 |
-| `PLUS_ONE`       | the parameter less 1: a norm's weight that begins with zeros                 | Gemma                      |
-| `Experts`        | one for all experts, the input before the output, gate and up in turns       | gpt-oss                    |
-| `MXExperts`      | the same in mxfp4: `_blocks`, two codes a byte, and `_scales`, one for 32    | gpt-oss, as published      |
+| `PLUS_ONE`       | the parameter minus 1: a norm's weight that begins with zeros                | Gemma                      |
+| `Experts`        | one for all experts, input before output, gate and up interleaved            | gpt-oss                    |
+| `MXExperts`      | the same in mxfp4: `_blocks`, two values per byte, and `_scales`, one for 32 | gpt-oss, as published      |
 
-`views` cuts a parameter into views, one for each name; `put` fills a view from what is read, `get` is its inverse. All of them
-work on "meta" as far as shapes go.
+`views` divides a parameter into views, one for each name; `put` fills a view from what is read, `get` is the inverse. All of
+them work on "meta", for shapes only.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,25 +25,25 @@ from tilewright.models.layouts import Wanted
 __all__ = ["FLOATS", "PARTS", "PLUS_ONE", "WHOLE", "Experts", "Form", "MXExperts"]
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-"""dtypes of float tensors, as safetensors call them."""
+"""dtypes of float tensors, by their names in safetensors."""
 Read = Callable[[str], Tensor]
 
 # X experts, P projections of one input (gate and up, or one), R rows of one, C columns
 
 
 class Form:
-    """`PARTS`; the others change what differs."""
+    """The form `PARTS`; subclasses override what differs."""
 
     def rows(self, parts: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each tensor of a parameter whose parts have so many."""
+        """Rows of each tensor, for a parameter whose parts have these numbers of rows."""
         return tuple(parts)
 
     def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
-        """One for each name."""
+        """One view for each name."""
         return parameter.split(self.rows(parts))
 
     def tensors(self, name: str, view: Tensor) -> dict[str, Wanted]:
-        """What a checkpoint must have for a view."""
+        """The tensors that a checkpoint must have for a view."""
         return {name: Wanted((tuple(view.shape),), FLOATS)}
 
     def put(self, view: Tensor, name: str, read: Read) -> None:
@@ -51,7 +51,7 @@ class Form:
         view.copy_(read(name))
 
     def get(self, view: Tensor, name: str) -> dict[str, Tensor]:
-        """What `put` reads."""
+        """The inverse of `put`: the tensors that it would read."""
         return {name: view}
 
 
@@ -61,7 +61,7 @@ class _Whole(Form):
 
 
 class _PlusOne(Form):
-    """The parameter should be float32: then what is added can be taken off again, to 2^-24."""
+    """The parameter should be float32, so that adding 1 can be undone to within 2^-24."""
 
     def put(self, view: Tensor, name: str, read: Read) -> None:
         view.copy_(read(name)).add_(1)
@@ -113,13 +113,13 @@ class MXExperts(Experts):
 
     def put(self, view: Tensor, name: str, read: Read) -> None:
         codes, scales = read(f"{name}_blocks"), read(f"{name}_scales")
-        # The largest checkpoint has a billion codes a layer: one expert at a time.
+        # The largest checkpoint has a billion values per layer, so convert one expert at a time.
         for target, blocks, powers in zip(view, codes, scales, strict=True):
             numbers = _decoded(blocks.to(view.device), powers.to(view.device))
             target.copy_(numbers.mT.unflatten(-1, target.shape[-2:]))
 
 
 def _decoded(blocks: Tensor, powers: Tensor) -> Tensor:
-    """[R, B, 16] and [R, B], both uint8 -> [R, 32 B] float32: a code's sign is its highest bit, a scale is 2^(power - 127)."""
+    """[R, B, 16] and [R, B], both uint8 -> [R, 32 B] float32. The highest bit is the sign; a scale is 2^(power - 127)."""
     table = torch.tensor([*_FP4, *(-number for number in _FP4)], device=blocks.device)
     return torch.ldexp(table[unpack_int4(blocks).long()], powers.to(torch.int32)[..., None] - 127).flatten(1)

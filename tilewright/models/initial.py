@@ -1,4 +1,4 @@
-"""Random weights to begin training with, as the papers of the architectures say."""
+"""Random initial weights for training, as described in the papers of the architectures."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""The part of a DeepSeek config.json that other families do not have: latent attention, and mixtures of experts.
+"""Settings of a DeepSeek config.json that other families do not have: latent attention and mixtures of experts.
 
-Refuses, by name: another way of routing, experts that are not in every layer behind the dense ones, quantised weights.
+Refuses, with the name: other kinds of routing, experts that are not in every layer after the dense ones, quantised weights.
 """
 
 import math

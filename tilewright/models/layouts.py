@@ -1,7 +1,7 @@
-"""How the tensors of one quantised linear layer lie in a checkpoint, and what weight they make.
+"""The layouts of a quantised linear layer in checkpoints: which tensors represent it, and how to make a weight from them.
 
-A layout is frozen data. `tensors(n, k)` says which tensors stand for a weight [n, k], by suffix of the layer's name, so that a
-checkpoint's headers can be checked before anything is read; `assemble` makes the weight of them, also on "meta".
+A layout is immutable data. `tensors(n, k)` lists the tensors for a weight [n, k], by suffix of the layer's name, so that a
+checkpoint's headers can be checked before anything is read; `assemble` makes the weight from them, also on "meta".
 
 | layout   | tensors                                                     | published as                                        |
 |----------|-------------------------------------------------------------|-----------------------------------------------------|

@@ -1,4 +1,4 @@
-"""ModernBERT (Warner et al., "Smarter, Better, Faster, Longer", 2024) under the names of transformers' `ModernBertModel`.
+"""ModernBERT (Warner et al., "Smarter, Better, Faster, Longer", 2024) with the names of transformers' `ModernBertModel`.
 
     x = norm of word embeddings; each block: x += attention(norm x), x += down(gelu(a) * b) with (a, b) from one projection of
     norm x; then a last norm. The first block's attention reads x itself. Most blocks attend within a window on both sides.

@@ -1,7 +1,7 @@
-"""What the parameters of a model are called in a Hugging Face checkpoint: one table for each architecture.
+"""The names of a model's parameters in Hugging Face checkpoints: one table for each architecture.
 
-A table maps a parameter of a block, as `models.decoder` calls it, to its names below "model.layers.N." and the form in which
-it lies there (forms.py). A name with "{}" is one for each expert. Most architectures take `LLAMA` and change some rows.
+A table maps a parameter of a block, by its name in `models.decoder`, to its names below "model.layers.N." and its form there
+(forms.py). A name with "{}" is repeated for each expert. Most architectures use `LLAMA` with some rows changed.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Stored(NamedTuple):
 
 
 class _Stacked(NamedTuple):
-    """Experts above each other, whose number the parameter tells: `projections` of each."""
+    """Stacked experts, whose number follows from the parameter; each has `projections` projections."""
 
     name: str
     projections: int
@@ -130,13 +130,13 @@ TABLES: Mapping[str, Table] = {
 
 
 def stored(architecture: str, parameter: str, parts: int, experts: int = 0) -> Stored:
-    """Where a parameter of a model lies.
+    """The names and the form of a model's parameter in a checkpoint.
 
     Args:
-        architecture: as config.json calls it.
+        architecture: as in config.json.
         parameter: its path in the model.
-        parts: of a merged parameter, how many lie above each other.
-        experts: of the architecture's mixtures.
+        parts: the number of stacked parts of a merged parameter.
+        experts: number of experts in the architecture's mixtures.
     """
     table = TABLES[architecture]
     if parameter in _OUTER:

@@ -1,4 +1,4 @@
-"""One prompt as arguments of a model, without an engine: for calibration and evaluation."""
+"""Prepares a single prompt as arguments of a model, without an engine, for calibration and evaluation."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ _PAGE_SIZE = 16
 
 
 def prompt_inputs(model: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Batch, KVCache | LatentCache]:
-    """(token ids, batch, cache) for `model(...)`: the whole prompt in one pass, over a cache of its own.
+    """(token ids, batch, cache) for `model(...)`: the whole prompt in one pass, with a new cache.
 
-    A list of such tuples is what `tw.quantize(model, format, calibration=...)` takes.
+    `tw.quantize(model, format, calibration=...)` accepts a list of such tuples.
 
     Raises:
-        ValueError: there are no tokens, or more than the model has positions for.
+        ValueError: there are no tokens, or more than the model has positions.
     """
     count, config, device = len(token_ids), model.config, model.embed.weight.device
     if not 0 < count <= config.max_position_embeddings:

@@ -1,10 +1,11 @@
-"""What config.json says about quantised weights (`quantization_config`): which layers, and in which layout.
+"""Reads `quantization_config` of config.json: which layers have quantised weights, and in which layout.
 
-Read are: compressed-tensors (int8 and fp8 with activations by token or with one static scale, fp8 by blocks of 128, int4
-symmetric), fp8 of DeepSeek-V3's kind (`weight_block_size`) and by tensor, GPTQ and AWQ of 4 bits, what `save_quantized` writes.
+Supported: compressed-tensors (int8 and fp8 with activations by token or with one static scale, fp8 in blocks of 128, symmetric
+int4), fp8 as in DeepSeek-V3 (`weight_block_size`) and with one scale per tensor, 4-bit GPTQ and AWQ, and the output of
+`save_quantized`.
 
-Refused, with what to do: zero points of activations, static scales of blocks, other numbers of bits, activation order
-(`desc_act`), rules by layer, a quantised KV cache, more than one scheme in a checkpoint.
+Refused, with advice: zero points of activations, static scales of blocks, other numbers of bits, activation order (`desc_act`),
+rules by layer, a quantised KV cache, more than one scheme in a checkpoint.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""What config.json says about rotary positions, in the keys of transformers 5 (`rope_parameters`) and 4 (`rope_scaling`)."""
+"""Reads the settings of rotary positions from config.json, with the keys of transformers 5 (`rope_parameters`) and 4
+(`rope_scaling`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Saving a model as a folder that loads like any other, in transformers too: config.json, safetensors, the tokenizer's files.
 
-Tensors have their Hugging Face names, merged projections are taken apart, and `quantization_config` in config.json lists the
-layers that have codes with their formats (`layouts.Own`). Nothing is pickled.
+Tensors have their Hugging Face names, merged projections are separated, and `quantization_config` in config.json lists the
+quantised layers with their formats (`layouts.Own`). Nothing is pickled.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""How a text's embedding is made of its tokens' features: as sentence-transformers' files in a model folder say.
+"""How a text's embedding is computed from the features of its tokens, by sentence-transformers' files in a model folder.
 
-`modules.json` lists a transformer, a pooling and perhaps a normalisation; the pooling's folder has a config.json. A folder
-without it gives what its kind of model mostly wants: of encoders the mean, of decoders the last token, of length 1 both times.
+`modules.json` lists a transformer, a pooling and optionally a normalisation; the pooling's folder has a config.json. Without
+it, the usual defaults are used: the mean for encoders, the last token for decoders, normalised to length 1 in both cases.
 
-Refused: other modules, such as dense layers behind the pooling, and poolings that join several kinds.
+Refused: other modules, such as dense layers after the pooling, and poolings that combine several kinds.
 """
 
 import json
@@ -28,14 +28,14 @@ _NAMES = {"cls": "first", "mean": "mean", "lasttoken": "last", "last": "last"}
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """method: "first", "last" or "mean" of a text's tokens. normalise: whether an embedding gets the length 1."""
+    """method: "first", "last" or "mean" of a text's tokens. normalise: whether embeddings are scaled to length 1."""
 
     method: str
     normalise: bool = True
 
     @classmethod
     def of(cls, folder: Path | None, default: str) -> "Pooling":
-        """What a folder's files say; without them `default`. Raises ModelError."""
+        """The pooling in a folder's files; `default` if there are none. Raises ModelError."""
         if folder is None or not (folder / "modules.json").exists():
             return cls(method=default)
         path = folder / "modules.json"

@@ -1,10 +1,10 @@
-"""Convolutional models of signals and of images point by point: a classifier of time series, and a U-Net.
+"""Convolutional models: a classifier for time series (FCN), and a U-Net for labelling each pixel of an image.
 
     FCN    Wang, Yan and Oates, "Time series classification from scratch", 2017: three convolutions with batch norm and relu,
            the mean over time, a linear layer
     UNet   Ronneberger, Fischer and Brox, "U-Net", 2015, with padding, so that sizes stay, and batch norm
 
-Not supported by UNet: sizes that its levels do not halve evenly.
+UNet does not support sizes that its levels cannot halve evenly.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Models of table rows (Gorishniy et al., "Revisiting deep learning models for tabular data", 2021): MLP and FT-Transformer.
 
-A row is numbers [B, N] and categories [B, K] int64, either may be missing. FT-Transformer makes a token of each: x_i w_i + b_i
-of a number, a row of the feature's table plus b_i of a category, and one token more whose output is read. Its blocks are
-pre-norm, without the first norm, with a ReGLU layer. Not supported: missing values, piecewise linear embeddings.
+A row has numbers [B, N] and categories [B, K] int64; either may be missing. FT-Transformer turns each into a token: x_i w_i +
+b_i for a number, a row of the feature's table plus b_i for a category; the output is read from one additional token. Its blocks
+are pre-norm, without the first norm, with a ReGLU layer. Not supported: missing values, piecewise linear embeddings.
 """
 
 import math

@@ -1,11 +1,11 @@
-"""Image classifiers, from their published definitions, under the names of torchvision and timm: their state dicts load.
+"""Image classifiers by their published definitions, with the names of torchvision and timm, so that their state dicts load.
 
     resnet18, resnet50   He et al., "Deep residual learning", 2016; the stride of a bottleneck at its 3x3 ("v1.5"); torchvision
     convnext_tiny        Liu et al., "A ConvNet for the 2020s", 2022; timm
     vit_b16              Dosovitskiy et al., "An image is worth 16x16 words", 2021; timm
 
-Images are [B, 3, H, W]; in channels_last they are read as they are. Not supported: stochastic depth, dropout, other input sizes
-than the position table's (ViT).
+Images are [B, 3, H, W]; channels_last images are read without a copy. Not supported: stochastic depth, dropout, and image sizes
+other than that of the position table (ViT).
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Finding a model's folder, and reading its safetensors.
 
-Refuses: pickled weights (*.bin, *.pt, *.pth), and code: nothing in a model folder is ever run.
+Refuses pickled weights (*.bin, *.pt, *.pth). No code in a model folder is ever run.
 """
 
 from pathlib import Path

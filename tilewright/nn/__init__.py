@@ -1,8 +1,9 @@
 """Layers: `torch.nn.Module`s that hold weights and call `tilewright.ops`.
 
-A layer takes sizes, a device and a dtype, never a model's config. Parameters begin as torch.nn's do, filled and trainable.
-Under `unfilled()`, where `tilewright.models` builds what a checkpoint fills, they are uninitialised (on "meta" too) and ask for
-no gradient. Classes with the names and arguments of torch.nn are listed in docs/torch_nn.md, with what they do not take.
+A layer takes sizes, a device and a dtype, never a model's config. Its parameters are initialised like those of torch.nn, and
+are trainable. Inside `unfilled()`, in which `tilewright.models` builds models for a checkpoint, they are uninitialised (on
+"meta" too) and do not require gradients. docs/torch_nn.md lists the classes that have torch.nn's names and arguments, and
+what differs.
 """
 
 from tilewright.nn.activation import (

@@ -1,7 +1,6 @@
-"""Activations and dropout under torch.nn's names and arguments; differentiable, without parameters.
+"""Activations and dropout with torch.nn's names and arguments; differentiable, without parameters.
 
-Not supported, and refused: `inplace=True`. It saves no bytes on a device, and a tensor that changes under its other readers is
-a bug that hides.
+`inplace=True` is refused: on a GPU it saves no memory traffic, and changing a tensor that others still read is a hidden bug.
 """
 
 import torch
@@ -18,7 +17,7 @@ def _only(name: str, argument: str, value: object, wanted: object) -> None:
 
 
 class _Activation(nn.Module):
-    """f(x) of any shape, bf16, fp16 or fp32; the result has x's strides."""
+    """f(x) for any shape, bf16, fp16 or fp32; the result has x's strides."""
 
     kind: str
     alpha = 1.0
@@ -130,9 +129,9 @@ class GLU(nn.Module):
 
 
 class Dropout(nn.Module):
-    """In training a share p of the elements becomes zero, the rest is scaled by 1 / (1 - p); else x itself.
+    """In training, sets a share p of the elements to zero and scales the rest by 1 / (1 - p); otherwise returns x itself.
 
-    Which elements, two numbers from torch's generator decide (`ops.dropout`): other elements than torch's, from the same seed.
+    The mask follows from two numbers of torch's generator (`ops.dropout`), so the same seed gives another mask than in torch.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False):
@@ -143,7 +142,7 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor, state: torch.Tensor | None = None) -> Tensor:
-        """Any shape -> the same; `state` as of `ops.dropout`."""
+        """Any shape -> the same; `state` as in `ops.dropout`."""
         return ops.dropout(x, self.p, state) if self.training and self.p else x
 
     def extra_repr(self) -> str:

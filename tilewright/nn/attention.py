@@ -1,7 +1,7 @@
-"""Causal grouped-query attention (Ainslie et al., "GQA", 2023): two matmuls, and between them what stores and attends.
+"""Causal grouped-query attention (Ainslie et al., "GQA", 2023): two matmuls, and between them cache and attention.
 
-Where keys and values live is a value that the layer is handed (keys_values.py): pages of a cache in serving, the packed batch
-itself in training and scoring. Not here: attention over another sequence (multi_head.py).
+Where keys and values are stored is an argument of `forward` (keys_values.py): the pages of a cache for serving, or the packed
+batch itself for training and scoring. Not here: attention to another sequence (multi_head.py).
 """
 
 import math
@@ -23,27 +23,27 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """Project to q, k, v; norm (optional) and rotate q and k; store k and v; attend; project back.
+    """Project to q, k and v; normalise (optional) and rotate q and k; store k and v; attend; project back.
 
     Args:
         features: E.
         heads: H, a multiple of kv_heads.
         kv_heads: G.
         head_dim: D, independent of E / H.
-        rope: the angles, shared by all layers.
+        rope: the table of angles, shared by all layers.
         qkv_bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
-        head_norm_eps: RMS norms over each query and key head before the rotation, with this eps; None for none.
-        wide_norm_eps: RMS norms over all query heads together, and all key heads; None for none.
-        norm_dtype: of the weights of these norms; None for that of the others.
-        window: a token sees itself and the window - 1 before it; None for all.
-        sinks: whether each head has a learned score that joins its softmax, with the value zero.
+        head_norm_eps: eps of RMS norms over each query and key head before the rotation; None: no such norms.
+        wide_norm_eps: eps of RMS norms over all query heads together, and all key heads together; None: no such norms.
+        norm_dtype: dtype of the weights of these norms; None: as the other weights.
+        window: a token sees itself and the window - 1 tokens before it; None: all before it.
+        sinks: whether each head has a learned score that is added to its softmax, with the value zero.
         scale: factor on q . k; None for 1 / sqrt(D).
-        softcap: scores z become softcap * tanh(z / softcap); None for none.
+        softcap: scores z become softcap * tanh(z / softcap); None: no cap.
 
     Raises:
-        ValueError: heads are no multiple of kv_heads, a window sees nothing, the scale or the cap is not above 0, or there are
-            norms of both kinds.
+        ValueError: heads is not a multiple of kv_heads, the window is below 1, the scale or the cap is not above 0, or both
+            kinds of norms are given.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Attention(nn.Module):
 
     @property
     def reader(self) -> Linear:
-        """The one layer that reads the input."""
+        """The one layer that reads the input (a norm before it may quantise for it)."""
         return self.qkv
 
     def forward(self, x_TE: Tensor | Codes, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
-        """[T, E], or its codes -> [T, E]. `keys_values` is this layer's; a cache is written."""
+        """[T, E], or the same quantised (`Codes`) -> [T, E]. `keys_values` is this layer's; a cache is written to."""
         q, k, v = self.qkv(x_TE, adapters=batch.adapters).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         norms = (self.q_norm, self.k_norm)
         if self.wide_norm_eps is not None and self.q_norm is not None and self.k_norm is not None:

@@ -1,4 +1,4 @@
-"""What the tokens of one pass are, as plain values that go to every layer: a step of the engine, or packed documents."""
+"""Where the tokens of one pass belong, as plain values for every layer: a step of the engine (`Batch`), or packed documents."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ __all__ = ["Batch", "Packed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one step, sequence after sequence; every field is on the model's device but `max_q_len`.
+    """The tokens of one step, sequence after sequence. All fields except `max_q_len` are on the model's device.
 
     positions: [T] int64, each token's position in its sequence.
-    slots: [T] int64, where its key and value go: page * S + offset; negative: nowhere (padding).
-    block_table: [B, max_pages] int32, the pages of each sequence in order; entries past its length are not read.
-    kv_lens: [B] int32, tokens in the cache once this step's are written; 0 marks a padding row.
-    cu_q: [B + 1] int32, where each sequence's tokens start, and T.
-    max_q_len: the most tokens any sequence has in this step; 1 says that each has exactly one.
-    logits_rows: [R] int64, which of the T rows to project to logits.
-    window_slots, window_table: the same as slots and block_table for layers with a window, where these have pages of their own;
-        what lies behind the window is any page. None: all layers use the same.
-    adapters: [2, T] int32, the tokens in the order of their adapters, and the adapter of each in that order, as a `LoraStack`
-        counts them, 0 for none; None: no token has one.
+    slots: [T] int64, the cache cell for its key and value: page * S + offset; negative: none (padding).
+    block_table: [B, max_pages] int32, the pages of each sequence in order; entries beyond its length are not read.
+    kv_lens: [B] int32, tokens in the cache after this step's are written; 0 marks a padding row.
+    cu_q: [B + 1] int32, where each sequence's tokens start, and finally T.
+    max_q_len: the largest number of tokens of a sequence in this step; 1 means that each has exactly one.
+    logits_rows: [R] int64, the rows (of T) to project to logits.
+    window_slots, window_table: slots and block_table of layers with a sliding window, if these have pages of their own. Entries
+        for tokens behind the window may be any page. None: all layers use the same pages.
+    adapters: [2, T] int32, the tokens sorted by adapter, and the adapter of each in that order, numbered as in `LoraStack`
+        (0: no adapter); None: no token has one.
     """
 
     positions: Tensor
@@ -40,11 +40,11 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Documents, or pieces of them, one after the other; a token sees those before it in its own document.
+    """Documents, or pieces of them, one after the other; a token sees the tokens before it in its own document.
 
     positions: [T] int64, each token's position in its document.
-    cu_q: [B + 1] int32, where each document starts, and T. Both on the model's device.
-    max_q_len: the most tokens of a document, or more.
+    cu_q: [B + 1] int32, where each document starts, and finally T. Both tensors are on the model's device.
+    max_q_len: an upper bound of the number of tokens of a document.
     adapters: as in `Batch`.
     """
 

@@ -1,7 +1,7 @@
-"""Group, instance and batch norms under torch.nn's names: its classes, whose forward pass runs on `tilewright.ops`.
+"""Group, instance and batch norms with torch.nn's names: subclasses whose forward pass runs on `tilewright.ops`.
 
-Arguments, parameters, buffers, initialisation and state dicts are torch.nn's own. Images in channels_last stay so.
-`forward` of a batch norm also takes an activation and a residual: in evaluation they are of the same launch.
+Arguments, parameters, buffers, initialisation and state dicts are torch.nn's own. channels_last images stay channels_last.
+`forward` of a batch norm also takes an activation and a residual; in evaluation they run in the same launch.
 Not supported: lazy classes, SyncBatchNorm.
 """
 
@@ -23,7 +23,8 @@ __all__ = [
 
 
 class GroupNorm(nn.GroupNorm):
-    """The channels of each group of an image, made mean 0 and variance 1, then weight and bias of each channel."""
+    """Normalises the channels of each group of an image to mean 0 and variance 1; then applies each channel's weight and
+    bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, ...] -> the same."""
@@ -36,12 +37,12 @@ def _batch(layer: _BatchNorm, x: Tensor, activation: str, residual: Tensor | Non
     momentum = layer.momentum
     if moves and layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if momentum is None:  # the mean of all batches so far
+        if momentum is None:  # average over all batches so far
             momentum = 1.0 / float(layer.num_batches_tracked)
-    # Straight from where they are held: a module's own way to an attribute costs as much as a look at a tensor.
+    # Read the dicts directly: attribute access on a module costs as much as checking a tensor.
     held, own = layer._buffers, layer._parameters
     mean, var = (held[name] if name in held else getattr(layer, name) for name in ("running_mean", "running_var"))
-    # Pruning and parametrizations put a plain attribute or a property where a parameter was.
+    # Pruning and parametrizations replace a parameter by a plain attribute or a property.
     weight, bias = (own[name] if name in own else getattr(layer, name) for name in ("weight", "bias"))
     training = layer.training or mean is None
     if training and not moves:
@@ -52,7 +53,7 @@ def _batch(layer: _BatchNorm, x: Tensor, activation: str, residual: Tensor | Non
 
 
 class BatchNorm1d(nn.BatchNorm1d):
-    """Each channel of a batch, made mean 0 and variance 1: [N, C] or [N, C, L]."""
+    """Normalises each channel over the batch to mean 0 and variance 1: [N, C] or [N, C, L]."""
 
     def forward(self, input: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
         """activation(norm(input) + residual): [N, C] or [N, C, L] -> the same."""
@@ -60,7 +61,7 @@ class BatchNorm1d(nn.BatchNorm1d):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """Each channel of a batch, made mean 0 and variance 1: [N, C, H, W]."""
+    """Normalises each channel over the batch to mean 0 and variance 1: [N, C, H, W]."""
 
     def forward(self, input: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
         """activation(norm(input) + residual): [N, C, H, W] -> the same."""
@@ -68,7 +69,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class BatchNorm3d(nn.BatchNorm3d):
-    """Each channel of a batch, made mean 0 and variance 1: [N, C, D, H, W]."""
+    """Normalises each channel over the batch to mean 0 and variance 1: [N, C, D, H, W]."""
 
     def forward(self, input: Tensor, activation: str = "none", residual: Tensor | None = None) -> Tensor:
         """activation(norm(input) + residual): [N, C, D, H, W] -> the same."""
@@ -89,7 +90,7 @@ def _instance(layer: _InstanceNorm, x: Tensor) -> Tensor:
 
 
 class InstanceNorm1d(nn.InstanceNorm1d):
-    """Each channel of each image, made mean 0 and variance 1: [N, C, L] or [C, L]."""
+    """Normalises each channel of each image to mean 0 and variance 1: [N, C, L] or [C, L]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, L] or [C, L] -> the same."""
@@ -97,7 +98,7 @@ class InstanceNorm1d(nn.InstanceNorm1d):
 
 
 class InstanceNorm2d(nn.InstanceNorm2d):
-    """Each channel of each image, made mean 0 and variance 1: [N, C, H, W] or [C, H, W]."""
+    """Normalises each channel of each image to mean 0 and variance 1: [N, C, H, W] or [C, H, W]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, H, W] or [C, H, W] -> the same."""
@@ -105,7 +106,7 @@ class InstanceNorm2d(nn.InstanceNorm2d):
 
 
 class InstanceNorm3d(nn.InstanceNorm3d):
-    """Each channel of each image, made mean 0 and variance 1: [N, C, D, H, W] or [C, D, H, W]."""
+    """Normalises each channel of each image to mean 0 and variance 1: [N, C, D, H, W] or [C, D, H, W]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, D, H, W] or [C, D, H, W] -> the same."""

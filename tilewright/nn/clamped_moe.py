@@ -1,12 +1,12 @@
-"""A mixture of experts as gpt-oss has it (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025): biases, a clamped gate.
+"""The mixture of experts of gpt-oss (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025): biases and a clamped gate.
 
     # T tokens, E features, X experts, K of them a token, I width of an expert
     weights = softmax of the K largest of router(x);   y = sum of w_i (down_i(act(gate_i(x), up_i(x))))
     act(g, u) = (u' + 1) g' sigmoid(alpha g'),   g' = min(g, limit),   u' = u clamped to [-limit, limit]
 
-By the operators of nn.MoE: each expert multiplies its own tokens. Sums over a token's experts are float32. The product has the
-activation in its epilogue for the constants that gpt-oss has; for others it follows in plain torch.
-Not here: what nn.MoE leaves out, too.
+It uses the operators of nn.MoE: each expert multiplies its own tokens, and sums over a token's experts are float32. For the
+constants of gpt-oss the activation is in the product's epilogue; for others it follows in plain torch.
+Not supported: what nn.MoE does not support.
 """
 
 import torch
@@ -43,9 +43,9 @@ class ClampedMoE(nn.Module):
     Args:
         features: E, in and out.
         inner: I, width of an expert.
-        routing: how experts are chosen; the router has a bias besides.
-        alpha: of the gate's sigmoid.
-        limit: what gate and up are clamped to.
+        routing: how experts are chosen; the router also has a bias.
+        alpha: factor inside the gate's sigmoid.
+        limit: bound to which gate and up are clamped.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class ClampedMoE(nn.Module):
 
     @property
     def reader(self) -> Linear | None:
-        """The one layer that reads the input: there are several."""
+        """None: several layers read the input."""
         return None
 
     def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, E] -> [T, E]; adapters are of other layers."""
+        """[T, E] -> [T, E]; adapters are ignored, because no layer here has one."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         if (self.alpha, self.limit) == _FUSED:

@@ -1,7 +1,7 @@
-"""Convolutions under torch.nn's names and arguments; trainable, initialised as torch's are, channels-last.
+"""Convolutions with torch.nn's names, arguments and initialisation; trainable, channels-last.
 
 Weights have torch's shapes and names, so a state dict of torch.nn loads; in memory their channels are dense, as the kernels
-read them. An input in channels_last is read as it is. `forward` also takes an activation and a residual, for the same launch.
+need them. A channels_last input is read without a copy. `forward` also takes an activation and a residual, for the same launch.
 Not supported: lazy classes, complex or float64 weights on a GPU, padding modes of transposed convolutions (torch has none
 either).
 """
@@ -27,7 +27,7 @@ def _each(name: str, value: Int, dims: int) -> tuple[int, ...]:
 
 
 class _ConvNd(nn.Module):
-    """What all six share: the arguments, the weight's memory, the initialisation."""
+    """Common to all six classes: arguments, memory layout of the weight, initialisation."""
 
     dims: int
 
@@ -56,7 +56,7 @@ class _ConvNd(nn.Module):
         self.dilation = _each("dilation", dilation, self.dims)
         first, second = (in_channels, out_channels) if transposed else (out_channels, in_channels)
         shape = (first, *self.kernel_size, second // groups)
-        if second == groups > 1:  # depthwise: the first dim is dense
+        if second == groups > 1:  # depthwise: the first dimension is dense in memory
             memory = torch.empty((*shape[1:], first), device=device, dtype=dtype).movedim(-1, 0)
         else:
             memory = torch.empty(shape, device=device, dtype=dtype)
@@ -65,7 +65,7 @@ class _ConvNd(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch.nn: uniform, with a bound of 1 / sqrt(what an output sums)."""
+        """As torch.nn: uniform, with a bound of 1 / sqrt(number of inputs of an output)."""
         bound = 1 / math.sqrt(max(1, self.weight.shape[1] * math.prod(self.kernel_size)))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -81,7 +81,7 @@ class _ConvNd(nn.Module):
 
 
 class _Forward(_ConvNd):
-    """A convolution; `call` is the function of its number of dims."""
+    """A convolution; `call` is the function for its number of dimensions."""
 
     call: Callable[..., Tensor]
 
@@ -124,7 +124,7 @@ class Conv3d(_Forward):
 
 
 class _Transposed(_ConvNd):
-    """A transposed convolution; `call` is the function of its number of dims."""
+    """A transposed convolution; `call` is the function for its number of dimensions."""
 
     call: Callable[..., Tensor]
 
@@ -143,7 +143,7 @@ class _Transposed(_ConvNd):
     def forward(self, x: Tensor, output_size: Sequence[int] | None = None, activation: str = "none") -> Tensor:
         """activation(transposed conv(x) + bias): [N, in_channels, *P] -> [N, out_channels, *S], or both without N.
 
-        output_size: S, for which `output_padding` is chosen. Raises ValueError where there is none.
+        output_size: S; `output_padding` is chosen to give it. Raises ValueError if that is impossible.
         """
         extra = self.output_padding if output_size is None else self._extra(x, tuple(output_size)[-self.dims :])
         return type(self).call(

@@ -1,6 +1,6 @@
-"""Embeddings: a row of the table for each id, or the sum, mean or maximum of a bag's rows. torch.nn's names and arguments.
+"""Embeddings with torch.nn's names and arguments: a row of the table for each id, or the sum, mean or maximum of a bag of rows.
 
-Not supported, and refused: sparse gradients; `max_norm`, which writes the table in a forward pass.
+Sparse gradients are refused, and so is `max_norm`, which would write to the table in a forward pass.
 """
 
 import torch
@@ -19,7 +19,7 @@ def _refuse(name: str, **given: object) -> None:
 
 
 class _Table(nn.Module):
-    """A weight [num_embeddings, embedding_dim], one row of which may be padding."""
+    """A weight [num_embeddings, embedding_dim]; one of its rows may be the padding row."""
 
     weight: nn.Parameter
 
@@ -30,7 +30,7 @@ class _Table(nn.Module):
         self.padding_idx = None if padding_idx is None else padding_idx % rows
 
     def reset_parameters(self) -> None:
-        """Normal numbers, zeros in the padding row."""
+        """Normal random numbers, and zeros in the padding row."""
         nn.init.normal_(self.weight)
         if self.padding_idx is not None:
             with torch.no_grad():
@@ -43,7 +43,7 @@ class _Table(nn.Module):
 
 
 class Embedding(_Table):
-    """y[t] = weight[ids[t]]. An id past the table: an error on the CPU, undefined on a GPU."""
+    """y[t] = weight[ids[t]]. An id outside the table is an error on the CPU, and undefined on a GPU."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
@@ -80,7 +80,7 @@ class EmbeddingBag(_Table):
         self.reset_parameters()
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """[T] with offsets [B], or [B, N] -> [B, embedding_dim]; weights, like ids, with "sum" alone."""
+        """[T] with offsets [B], or [B, N] -> [B, embedding_dim]; weights, in the shape of ids, only with mode "sum"."""
         return ops.embedding_bag(
             ids, self.weight, offsets, self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
         )

@@ -1,4 +1,4 @@
-"""One projection of all experts of a mixture: a weight for each, above each other, plain or quantised.
+"""One projection of all experts of a mixture: their weights stacked along the rows, plain or quantised.
 
 # X experts, R rows of an expert's weight, C columns, T tokens, K experts of a token
 """
@@ -15,15 +15,16 @@ __all__ = ["ExpertLinear"]
 
 
 class ExpertLinear(nn.Module):
-    """y = x @ weight[e].T + bias[e], each row by its expert e. `weight` [X R, C] is a float parameter, or codes in its place.
+    """y = x @ weight[e].T + bias[e], where e is the row's expert. `weight` [X R, C] is a float parameter or a quantised weight.
 
     Args:
         experts: X.
-        parts: rows of what an expert's weight merges, (gate, up) or one; R is their sum. A checkpoint has them apart.
+        parts: rows of the projections that an expert's weight merges: (gate, up), or one. R is their sum. Checkpoints store
+            them separately.
         in_features: C.
         bias: whether there is one, [X R], which begins as zeros.
 
-    `parts` lists those of every expert, one after the other.
+    The attribute `parts` lists those of every expert, one after the other.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class ExpertLinear(nn.Module):
         self.bias = parameter(rows, fill=nn.init.zeros_, device=device, dtype=dtype) if bias else None
 
     def replace_weight(self, weight: QuantizedWeight) -> None:
-        """Put a quantised weight in the place of the weight, which is freed."""
+        """Replace the float weight, which is freed, by a quantised one."""
         rows = weight.shape[0] // self.experts
-        del self.weight  # torch lets no module take the name of a parameter
+        del self.weight  # torch does not let a module replace a parameter of the same name
         self.weight = weight.by_rows() if rows % weight.block[0] else weight
 
     def stacked(self) -> Tensor | ExpertWeights:
@@ -57,7 +58,7 @@ class ExpertLinear(nn.Module):
         return self.weight.unflatten(0, (self.experts, -1))
 
     def forward(self, x: Tensor, order: ops.ByExpert, activation: str = "none", *, gather: bool = False) -> Tensor:
-        """[T K, C], or with gather [T, C] -> [T K, R] (half as wide where the activation multiplies two halves), by expert."""
+        """[T K, C], or with gather [T, C] -> [T K, R] by expert (half as wide if the activation is gated)."""
         bias = None if self.bias is None else self.bias.unflatten(0, (self.experts, -1))
         return ops.grouped_linear(x, self.stacked(), order, bias, activation, gather=gather)
 

@@ -14,10 +14,10 @@ class GatedMLP(nn.Module):
     """y = down(act(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", 2020), as two matmuls.
 
     Args:
-        features: in and out.
+        features: E, of input and output.
         inner: width of gate and of up.
         activation: of the merged gate and up projection: "silu_mul" or "gelu_mul" (the exact GELU), which are epilogues of the
-            product, or "gelu_tanh_mul" (its tanh form), a launch of its own.
+            product, or "gelu_tanh_mul" (its tanh form), which is a launch of its own.
         bias: whether all three projections have one.
     """
 
@@ -42,7 +42,7 @@ class GatedMLP(nn.Module):
         return self.gate_up
 
     def forward(self, x: Tensor | Codes, adapters: Tensor | None = None) -> Tensor:
-        """[..., features], or its codes -> [..., features]; adapters as in `Batch`."""
+        """[..., features], or the same quantised (`Codes`) -> [..., features]; adapters as in `Batch`."""
         if self.activation == "gelu_tanh_mul":
             gate, up = self.gate_up(x, adapters=adapters).chunk(2, -1)
             return self.down(ops.gelu_mul(gate, up, approximate=True), adapters=adapters)

@@ -1,4 +1,4 @@
-"""How parameters begin: filled and trainable, as torch.nn's, or empty, for a checkpoint that fills them.
+"""How parameters are initialised: filled and trainable as in torch.nn, or empty if a checkpoint will fill them.
 
 with unfilled():
     model = build(config)
@@ -20,7 +20,7 @@ _EMPTY: ContextVar[bool] = ContextVar("empty", default=False)
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """The scope in which layers are made with uninitialised parameters that ask for no gradient."""
+    """Inside this scope, layers are created with uninitialised parameters that do not require gradients."""
     before = _EMPTY.set(True)
     try:
         yield
@@ -29,19 +29,19 @@ def unfilled() -> Iterator[None]:
 
 
 def begins_empty() -> bool:
-    """Whether it is on."""
+    """Whether `unfilled` is active."""
     return _EMPTY.get()
 
 
 def empty_parameter(*shape: int, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter:
-    """An uninitialised parameter that asks for no gradient."""
+    """An uninitialised parameter that does not require a gradient."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def parameter(
     *shape: int, fill: Callable[[Tensor], Any], device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """A parameter that `fill` (of torch.nn.init) initialises, and that asks for a gradient; empty under `unfilled`."""
+    """A trainable parameter that `fill` (a function of torch.nn.init) initialises; empty inside `unfilled`."""
     made = empty_parameter(*shape, device=device, dtype=dtype)
     if not begins_empty():
         fill(made.requires_grad_())
@@ -49,6 +49,6 @@ def parameter(
 
 
 def uniform(in_features: int) -> Callable[[Tensor], Any]:
-    """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
+    """The initialisation of torch.nn.Linear: uniform, with a bound of 1 / sqrt(in_features)."""
     bound = in_features**-0.5 if in_features else 0.0
     return partial(nn.init.uniform_, a=-bound, b=bound)

@@ -1,13 +1,13 @@
-"""Where keys and values live, and how they are attended to: the value that an attention layer is handed.
+"""Where an attention layer stores keys and values and how it attends to them: an argument of its forward pass.
 
-| value             | keys and values live in                      | gradients | for                 |
+| value             | where keys and values are                    | gradients | used for            |
 |-------------------|----------------------------------------------|-----------|---------------------|
-| `KVCache`         | pages, behind those of earlier steps         | no        | serving             |
+| `KVCache`         | pages, after those of earlier steps          | no        | serving             |
 | `LatentCache`     | pages of rows that stand for all heads (MLA) | no        | serving             |
-| `PackedKeysValues`| the batch itself, nothing is kept            | yes       | training, scoring   |
+| `PackedKeysValues`| the batch itself, nothing is stored          | yes       | training, scoring   |
 | `ServedKeysValues`| pages that are filled for one pass           | yes       | the bits of serving |
 
-A model is called with one of them and takes `.layer(i)` of it for each of its layers.
+A model is called with one of them, and calls `.layer(i)` of it for each of its layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ __all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", 
 
 
 class Heads(NamedTuple):
-    """What an attention layer does with its heads, wherever keys and values live; `nn.Attention` explains the fields."""
+    """Options of an attention layer that do not depend on where keys and values are; `nn.Attention` explains the fields."""
 
     rope: Rope
     q_norm: Tensor | None
@@ -58,7 +58,7 @@ class PagedKeysValues(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     windowed: bool = False
-    """Its pages are those of `Batch.window_table`."""
+    """Whether it uses the pages of `Batch.window_table`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
         """Write this step's keys and values to their pages, and attend to all of each sequence."""
@@ -81,13 +81,13 @@ class PagedKeysValues(NamedTuple):
 class PackedKeysValues:
     """Keys and values of the batch alone, for all layers: attention within documents, with gradients.
 
-    deterministic: whether the same gradients must come out of the same call every time; has a price on a GPU.
+    deterministic: the same call always gives bitwise the same gradients; this costs time on a GPU.
     """
 
     deterministic: bool = False
 
     def layer(self, index: int) -> "PackedKeysValues":
-        """What a layer's attention is called with."""
+        """The argument for a layer's attention."""
         return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
@@ -112,26 +112,27 @@ def _within_documents(
 
 @dataclass(frozen=True, kw_only=True)
 class ServedKeysValues:
-    """Attention within documents by the operators of a server, with the gradients of `PackedKeysValues`.
+    """Attention within documents with the operators of the server, and with the gradients of `PackedKeysValues`.
 
-    In the invariant scope a token's result has the bits that a server computes for it, one token at a time or in chunks: what
-    lies between projection and attention is one kernel there, which rounds less often. Where a server's attention is the loop
-    of attention over packed rows, that is taken; elsewhere attention is computed twice with gradients.
+    In the invariant scope a token's result has the bits that a server would compute for it, one token at a time or in chunks.
+    The server does everything between projection and attention in one kernel, which rounds less often. If the server's
+    attention is the loop of attention over packed rows, that one is used; otherwise attention is computed twice if gradients
+    are wanted.
     """
 
     batch: Batch
-    """The documents, each in pages of its own."""
+    """The documents, each with pages of its own."""
     pages: int
     page_size: int
     rows: Tensor
     """[T] int64: 0, 1, ... T - 1."""
     held: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
-    """Memory of the pages by heads, their size and dtype: one layer's, then the next one's, which writes to the same
-    places. Zeroed once: what lies behind a document's end is read, and a NaN would spread."""
+    """Memory for pages, by number of heads, page size and dtype. All layers use the same memory, one after the other. It is
+    zeroed once: what lies beyond a document's end is read, and a NaN would spread."""
 
     @classmethod
     def of(cls, packed: Packed, *, page_size: int = 16) -> "ServedKeysValues":
-        """Pages for the tokens of a batch; nothing waits for the device. page_size: of the server."""
+        """Pages for the tokens of a batch, without waiting for the device. page_size: as on the server."""
         cu, tokens = packed.cu_q, packed.positions.shape[0]
         documents = cu.shape[0] - 1
         lengths = cu.diff()
@@ -152,7 +153,7 @@ class ServedKeysValues:
         return cls(batch=batch, pages=pages, page_size=page_size, rows=torch.arange(tokens, device=cu.device))
 
     def layer(self, index: int) -> "ServedKeysValues":
-        """What a layer's attention is called with."""
+        """The argument for a layer's attention."""
         return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
@@ -174,11 +175,11 @@ class ServedKeysValues:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Paged keys and values: per layer one [P, G, S, D] tensor each.
+    """Paged keys and values: one [P, G, S, D] tensor each per layer.
 
-    A cache of codes (int8 or float8) has a scale for each token and head, [P, G, S], and values by columns, [P, G, D, S].
+    An int8 or float8 cache has a scale for each token and head, [P, G, S], and stores values by columns, [P, G, D, S].
 
-    windowed: by layer, whether its pages are those of `Batch.window_table`; (): none of them.
+    windowed: for each layer, whether it uses the pages of `Batch.window_table`; (): no layer does.
     """
 
     k: tuple[Tensor, ...]
@@ -204,7 +205,7 @@ class KVCache:
         if dtype not in CODES:
             return cls(k=data[0].unbind(), v=data[1].unbind())
         by_columns = data[1].view(layers, pages, kv_heads, head_dim, page_size)
-        # Side by side, because they are read together: with small pages a scale's 64 bytes would be a read of their own.
+        # Side by side, because they are read together: with small pages, the 64 bytes of a scale would be a separate read.
         k_scale, v_scale = torch.zeros(layers, pages, kv_heads, 2, page_size, device=device).unbind(3)
         return cls(k=data[0].unbind(), v=by_columns.unbind(), k_scale=k_scale.unbind(), v_scale=v_scale.unbind())
 
@@ -215,13 +216,13 @@ class KVCache:
         return zip(*tensors, strict=True)
 
     def layer(self, index: int) -> PagedKeysValues:
-        """What a layer's attention is called with."""
+        """The argument for a layer's attention."""
         scales = (self.k_scale[index], self.v_scale[index]) if self.k_scale else (None, None)
         return PagedKeysValues(self.k[index], self.v[index], *scales, windowed=bool(self.windowed) and self.windowed[index])
 
     @classmethod
     def of_kinds(cls, windowed: Sequence[bool], full: "KVCache", seen: "KVCache") -> "KVCache":
-        """A cache whose layers are taken from these two, in their order: from `seen` those that are windowed."""
+        """A cache of layers taken from these two, in order: windowed layers from `seen`, the others from `full`."""
 
         def layers(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             rest = iter(one), iter(other)
@@ -232,12 +233,12 @@ class KVCache:
         return cls(k=k, v=v, k_scale=k_scale, v_scale=v_scale, windowed=tuple(windowed))
 
     def copy_pages(self, sources: Tensor, targets: Tensor, *, windowed: bool = False) -> None:
-        """Copy whole pages in all layers of a kind. sources and targets: [N] int64; a page may be a source twice, a target
-        once."""
+        """Copy whole pages in all layers of a kind. sources and targets: [N] int64; a page may occur several times in sources,
+        but only once in targets."""
         for index, cache in enumerate(tensor for layer in self.layers for tensor in layer):
             if self.windowed and self.windowed[index // (4 if self.k_scale else 2)] != windowed:
                 continue
-            # A CPU indexes no float8.
+            # torch on a CPU cannot index float8.
             held = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             held.index_copy_(0, targets, held.index_select(0, sources))
 
@@ -261,10 +262,10 @@ class LatentCache:
         return ((rows,) for rows in self.rows)
 
     def layer(self, index: int) -> Tensor:
-        """What a layer's attention is called with."""
+        """The argument for a layer's attention."""
         return self.rows[index]
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole pages, all layers. sources and targets: [N] int64; a page may be a source twice, a target once."""
+        """Copy whole pages in all layers. sources and targets: [N] int64; targets must be different pages."""
         for cache in self.rows:
             cache.index_copy_(0, targets, cache.index_select(0, sources))

@@ -1,8 +1,8 @@
 """The linear layer, plain or merged from several projections of the same input.
 
-A merged layer is one matmul instead of several. `parts` remembers where each projection's rows lie, for whoever fills,
-shards or takes apart the weight. What runs is decided by the weight's type, in `ops.linear`: a quantised weight replaces
-`weight`, not the layer. Low-rank adapters stand beside it (lora.py).
+A merged layer is one matmul instead of several. `parts` keeps the number of rows of each projection, for code that fills,
+shards or splits the weight. The weight's type decides which product runs (`ops.linear`): quantising replaces `weight`, not the
+layer. Low-rank adapters are separate modules (lora.py).
 """
 
 from collections.abc import Sequence
@@ -49,29 +49,29 @@ class Linear(nn.Module):
         self.bias = parameter(rows, fill=uniform(in_features), device=device, dtype=dtype) if bias else None
         self.adapter: Lora | LoraStack | None = None
         self.fp8_scale: str | None = None
-        """Of a layer that is trained with products of float8 codes: what has a scale of its own, as in `ops.linear_fp8`. Where
-        no gradients are recorded the products are those of the weight."""
+        """For training with float8 products: which values share a scale, as in `ops.linear_fp8`. Without gradients the products
+        use the float weight."""
         self.coded: QuantizedWeight | None = None
-        """Codes of the weight that the layer multiplies by while the weight learns, as in `ops.linear_coded`."""
+        """The quantised weight that the layer multiplies by while the float weight is trained, as in `ops.linear_coded`."""
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear begins: uniform, with a bound of 1 / sqrt(in_features)."""
+        """As torch.nn.Linear: uniform, with a bound of 1 / sqrt(in_features)."""
         for each in self.parameters():
             uniform(self.weight.shape[1])(each)
 
     def replace_weight(self, weight: QuantizedWeight) -> None:
-        """Put a quantised weight in the place of the weight, which is freed."""
-        del self.weight  # torch lets no module take the name of a parameter
+        """Replace the float weight, which is freed, by a quantised one."""
+        del self.weight  # torch does not let a module replace a parameter of the same name
         self.weight = weight
 
     def adapted(self, adapters: Tensor | None) -> bool:
-        """Whether an adapter adds something to a batch with these ids; then x must not be `Codes`."""
+        """Whether an adapter contributes to a batch with these ids; then x must not be `Codes`."""
         return self.adapter is not None and self.adapter.applies(adapters)
 
     def forward(self, x: Tensor | Codes, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out]; or [..., out / 2] where the activation multiplies two halves ("silu_mul", "gelu_mul").
+        """[..., in] -> [..., out]; or [..., out / 2] if the activation is gated ("silu_mul", "gelu_mul").
 
-        adapters: which adapter of a `LoraStack` each token takes, as in `Batch`.
+        adapters: the adapter of each token in a `LoraStack`, as in `Batch`.
         """
         if self.adapter is None or not self.adapter.applies(adapters):
             if self.fp8_scale is not None and torch.is_grad_enabled() and isinstance(x, Tensor):

@@ -1,16 +1,16 @@
-"""Low-rank adapters beside a `Linear` (Hu et al., "LoRA", 2021): y += scale B (A x), with one pair for each of its parts.
+"""Low-rank adapters for a `Linear` (Hu et al., "LoRA", 2021): y += scale B (A x), with one pair for each of its parts.
 
-    # K inputs, N outputs of a part, R rank, S adapters that are held
+    # K inputs, N outputs of a part, R rank, S adapters
     A [R, K], B [N, R];  scale = alpha / R, or alpha / sqrt(R) (Kalajdzievski, "rsLoRA", 2023)
 
-A merged layer (q, k and v; gate and up) keeps the pairs of its parts apart, so that they are what the `peft` library has.
+A merged layer (q, k and v; gate and up) has separate pairs for its parts, as in the `peft` library.
 
-| value         | holds                        | which one a token takes               | gradients |
+| value         | holds                        | adapter of a token                    | gradients |
 |---------------|------------------------------|---------------------------------------|-----------|
 | `Lora`        | one adapter, as parameters   | always that one, unless switched off  | yes       |
 | `LoraStack`   | many, as stacked buffers     | by its id in the batch; 0: none       | no        |
 
-Not here: adapters of embeddings and heads, magnitudes (DoRA), ranks that are chosen while training.
+Not here: adapters of embeddings and heads, magnitudes (DoRA), ranks that are chosen during training.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ __all__ = ["Lora", "LoraStack", "without_adapters"]
 
 
 class Lora(nn.Module):
-    """One adapter beside a layer, with gradients.
+    """One adapter of a layer, with gradients.
 
     Args:
         parts: rows of the layer's parts.
         pairs: part -> (A [R, K], B [N, R]), which become parameters; parts without a pair stay as they are.
         scales: part -> factor.
-        dropout: share of the input's elements that A does not see, another one for each part. Only where gradients are recorded
-            and the module is in training mode: what is measured or sampled meanwhile sees everything.
+        dropout: share of the input's elements that is hidden from A, with another mask for each part. Only in training mode
+            with gradients enabled; evaluation and sampling see everything.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Lora(nn.Module):
         self.b = nn.ParameterDict({str(part): nn.Parameter(b) for part, (_, b) in pairs.items()})
 
     def applies(self, adapters: Tensor | None) -> bool:
-        """Whether anything is added to a batch with these ids."""
+        """Whether anything is added for a batch with these ids."""
         return self.enabled
 
     def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class Lora(nn.Module):
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The scope in which a model's `Lora` adapters add nothing: its base, from the same memory."""
+    """Inside this scope a model's `Lora` adapters add nothing: the base model, without a second copy in memory."""
     found = [module for module in model.modules() if isinstance(module, Lora) and module.enabled]
     for module in found:
         module.enabled = False
@@ -80,9 +80,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 class LoraStack(nn.Module):
-    """Adapters 1 to S beside a layer, each of at most `rank`; smaller ones are padded with zeros, which add nothing.
+    """Adapters 1 to S of a layer, each of rank at most `rank`; smaller ones are padded with zeros, which add nothing.
 
-    a: [S, parts * rank, K]; b: [S, N of all parts, rank]; scales: [S, parts] float32. All zeros where none is held.
+    a: [S, parts * rank, K]; b: [S, N of all parts, rank]; scales: [S, parts] float32. All zeros for unused numbers.
     """
 
     a: Tensor
@@ -101,18 +101,18 @@ class LoraStack(nn.Module):
         self.register_buffer("scales", torch.zeros(adapters, len(parts), dtype=torch.float32, device=device))
 
     def applies(self, adapters: Tensor | None) -> bool:
-        """Whether anything is added to a batch with these ids."""
+        """Whether anything is added for a batch with these ids."""
         return adapters is not None
 
     def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """y [T, N of all parts], changed in place by what each token's adapter adds; adapters as in `Batch`."""
+        """Add each token's adapter to y [T, N of all parts], in place; adapters as in `Batch`."""
         assert adapters is not None
         h = ops.lora_shrink(x, self.a, adapters)
         return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts)
 
     @torch.no_grad()
     def put(self, index: int, pairs: Mapping[int, tuple[Tensor, Tensor]], scales: Mapping[int, float]) -> None:
-        """Hold an adapter as number `index` + 1, in the place of what was there; no pairs: nothing. Does not wait."""
+        """Store an adapter as number `index` + 1, replacing an earlier one; no pairs: none. Does not wait for the device."""
         a, b = torch.zeros_like(self.a[index], device="cpu"), torch.zeros_like(self.b[index], device="cpu")
         factors = torch.zeros(len(self.parts))
         starts = [sum(self.parts[:part]) for part in range(len(self.parts))]

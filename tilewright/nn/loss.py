@@ -1,9 +1,8 @@
-"""From scores to probabilities and losses, under torch.nn's names and arguments; differentiable, without parameters.
+"""Softmax and cross-entropy with torch.nn's names and arguments; differentiable, without parameters.
 
-`CrossEntropyLoss` takes targets that are classes. Beyond torch's arguments it has `z_loss`, and `gradient`: where its gradient
-is made (`tilewright.ops.cross_entropy` says what that costs). Its result is float32 whatever the logits are.
-Not supported, and refused: weights of classes together with label smoothing, targets that are probabilities, the arguments that
-torch deprecates.
+`CrossEntropyLoss` takes classes as targets. Beyond torch's arguments it has `z_loss` and `gradient`, which says when the
+gradient is computed (`tilewright.ops.cross_entropy` explains the costs). Its result is float32 for all dtypes of logits.
+Refused: class weights together with label smoothing, probabilities as targets, and the arguments that torch deprecates.
 """
 
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ __all__ = ["CrossEntropyLoss", "LogSoftmax", "Softmax"]
 
 
 class Softmax(nn.Module):
-    """exp(x) / sum(exp(x)) over `dim`, which must be named; torch guesses it where it is not."""
+    """exp(x) / sum(exp(x)) over `dim`, which must be given."""
 
     def __init__(self, dim: int | None = None):
         super().__init__()
@@ -39,7 +38,7 @@ class LogSoftmax(Softmax):
 
 
 class CrossEntropyLoss(nn.Module):
-    """Cross-entropy of logits [N, C, ...] or [C] against classes [N, ...] or []; the classes are dimension 1."""
+    """Cross-entropy of logits [N, C, ...] or [C] against classes [N, ...] or []; C is the dimension of classes."""
 
     def __init__(
         self, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
@@ -61,7 +60,7 @@ class CrossEntropyLoss(nn.Module):
         """Logits and int64 targets -> the loss, float32: a scalar, or target's shape with reduction "none"."""
         if target.is_floating_point():
             raise ValueError(f"CrossEntropyLoss: targets must be classes, int64; got {target.dtype}: probabilities")
-        # A copy where there are places: the classes must be the last dimension.
+        # A copy if there are further dimensions: the classes must be the last one.
         logits = ops.permute(input, (0, *range(2, input.dim()), 1)) if input.dim() > 2 else input
         return ops.cross_entropy(
             logits, target, ignore_index=self.ignore_index, reduction=self.reduction,

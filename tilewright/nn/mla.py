@@ -5,12 +5,13 @@
     latent c = norm(W_dkv x)  [R],   key' = rotated(W_kr x)  [D], one for all heads: the cache holds these R + D numbers a token
     k_h = (W_uk,h c, key'),   v_h = W_uv,h c,   q_h = (W_uq,h x', rotated(W_qr,h x')),   x' = x or norm(W_dq x)
 
-Two forms of the same attention. Absorbed: q_h goes into the latent space, W_uk,h^T q_h, attends over the cache itself, and
-W_uv,h follows: a cached number is read once for all heads. Expanded: k_h and v_h of all keys are made first; a pair of query
-and key then costs N + D + V products a head instead of 2 R + D, the expansion R (N + V) a key: with DeepSeek's sizes it pays
-where a key meets 170 queries, the average of a prompt of 340. So it is taken for steps whose sequences bring `expand_from`
-tokens each on average, and whose tables have room for at most twice the step's tokens: both are known on the host, and bound
-the memory of the expanded keys. Never in the invariant scope: there prefill and decode are one arithmetic.
+Two ways to compute the same attention. Absorbed: q_h is mapped into the latent space (W_uk,h^T q_h), attends to the cache
+itself, and W_uv,h follows; a cached number is read once for all heads. Expanded: k_h and v_h of all keys are computed first. A
+pair of query and key then costs N + D + V products per head instead of 2 R + D, and the expansion costs R (N + V) per key. With
+DeepSeek's sizes this pays if a key meets 170 queries, the average in a prompt of 340. So it is used for steps whose sequences
+have at least `expand_from` tokens on average, and whose tables have room for at most twice the step's tokens. Both are known on
+the host, and bound the memory of the expanded keys. It is never used in the invariant scope, in which prefill and decode must
+compute the same way.
 
 Not here: tensor parallelism, quantised W_uk and W_uv, caches of 8 bits.
 """
@@ -30,7 +31,7 @@ from tilewright.ops.linear import Codes
 __all__ = ["MLA"]
 
 EXPAND_FROM = 384
-"""Tokens of a sequence from which expanded keys are the cheaper form, by the count of products above."""
+"""Tokens of a sequence from which expanded keys are cheaper, by the counts of products above."""
 
 
 class MLA(nn.Module):
@@ -39,16 +40,16 @@ class MLA(nn.Module):
     Args:
         features: E.
         heads: H.
-        nope_dim: N, dims of a query and a key head that are not rotated.
+        nope_dim: N, dims of a query head and a key head that are not rotated.
         rope_dim: D, even.
         value_dim: V.
         kv_rank: R.
-        q_rank: of the queries' own down-projection; None for one projection.
-        rope: the angles of D dims, shared by all layers.
+        q_rank: rank of the queries' own down-projection; None: queries are projected directly.
+        rope: the table of angles for D dims, shared by all layers.
         scale: factor on scores; None for 1 / sqrt(N + D).
         bias: whether the down-projections and the output projection have one.
-        norm_eps: of the norms of the latents.
-        expand_from: average tokens of a sequence from which a step expands its keys.
+        norm_eps: eps of the norms of the latents.
+        expand_from: average number of tokens per sequence from which a step expands its keys.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class MLA(nn.Module):
         place = {"device": device, "dtype": dtype}
         query = heads * (nope_dim + rope_dim)
         self.down_sizes = (query if q_rank is None else q_rank, kv_rank + rope_dim)
-        # A query's projection has no bias, its down-projection may: one layer holds both only where they agree.
+        # A query's projection has no bias, its down-projection may have one: one merged layer must agree on it.
         if q_rank is None and bias:
             raise ValueError("MLA: bias without q_rank is not supported: the queries' projection has none, the latent's would")
         down = Linear(features, self.down_sizes, bias=bias, **place)
@@ -100,7 +101,7 @@ class MLA(nn.Module):
         return reader
 
     def forward(self, x_TE: Tensor | Codes, batch: Batch, cache: Tensor) -> Tensor:
-        """[T, E], or its codes -> [T, E]. cache [P, S, R + D] is this layer's, and is written."""
+        """[T, E], or the same quantised (`Codes`) -> [T, E]. cache [P, S, R + D] is this layer's, and is written to."""
         q, kv = self.reader(x_TE).split_with_sizes(self.down_sizes, 1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
@@ -150,18 +151,19 @@ class MLA(nn.Module):
         return o
 
     def _held(self, batch: Batch, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """(the rows of all sequences packed, [room, R + D], where each sequence's start): as many as the table has room for.
+        """(the cached rows of all sequences, packed [room, R + D], where each sequence starts); room for the whole table.
 
-        What a table's room leaves over is some other row, which no query sees. Waits for nothing: the count is the table's.
+        Room that the sequences do not use is filled with other rows, which no query sees. The size follows from the table's
+        shape, so nothing waits for the device.
         """
         seqs, pages = batch.block_table.shape
         page_size = cache.shape[1]
         cu_k = torch.zeros_like(batch.cu_q)
         cu_k[1:] = batch.kv_lens.cumsum(0)
-        # A CPU has the values at hand, and `ops.attention` wants no row too many there.
+        # A CPU has the values at hand, and `ops.attention` refuses extra rows there.
         count = int(cu_k[-1]) if cache.device.type == "cpu" else seqs * pages * page_size
         room = torch.arange(count, device=cache.device)
-        # A padding sequence has no tokens, so a place belongs to the last sequence that starts at or before it and has some.
+        # A padding sequence has no tokens, so a place belongs to the last sequence with tokens that starts at or before it.
         seq = (torch.searchsorted(cu_k, room, right=True) - 1).clamp(0, seqs - 1)
         at = (room - cu_k[seq]).clamp(max=pages * page_size - 1)
         used = room < cu_k[-1]

@@ -1,11 +1,11 @@
-"""A mixture of experts: the router sends a token to a few of them; some may see every token, as DeepSeek has it.
+"""A mixture of experts: the router sends each token to a few experts; shared experts (DeepSeek) see every token.
 
-    # T tokens, E features, X routed experts, K of them a token, I width of an expert
+    # T tokens, E features, X routed experts, K of them for each token, I width of an expert
     y = shared(x) + sum of w_i expert_i(x) over the K chosen experts i
 
-Tokens are sorted by expert on the device, and each expert multiplies its own: what nobody chose is not read, nothing waits for
-the host, and a step can be captured (`ops/experts.py`). Sums over a token's experts are float32. Gradients reach the experts,
-the router and the input; the choice itself has none.
+Tokens are sorted by expert on the device, and each expert multiplies its own. Weights of experts without tokens are not read,
+nothing waits for the host, and a step can be captured (`ops/experts.py`). Sums over a token's experts are float32. Experts,
+router and input have gradients; the choice itself has none.
 
 Not here: dropped tokens, a balancing loss. Experts on several devices: parallel/expert.py.
 """
@@ -30,13 +30,14 @@ METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 class Routing:
     """How a token's experts are chosen.
 
-    method: "greedy" (the largest of a softmax), "group_limited_greedy" (of the groups with the largest maximum; DeepSeek-V2),
-        or "noaux_tc" (sigmoids, groups by the sum of their two best with a bias that only the choice sees; DeepSeek-V3).
-    experts: X, routed.
-    chosen: K.
-    groups: X is divided into; 1 for "greedy".
-    chosen_groups: whose experts may be chosen.
-    normalise: whether the K weights are divided by their sum.
+    method: "greedy" (the largest values of a softmax), "group_limited_greedy" (the same within the groups with the largest
+        maximum; DeepSeek-V2), or "noaux_tc" (sigmoids; groups are ranked by the sum of their two best, with a bias that affects
+        the choice only; DeepSeek-V3).
+    experts: X, the number of routed experts.
+    chosen: K, the number of experts for each token.
+    groups: the number of groups into which X is divided; 1 for "greedy".
+    chosen_groups: the number of groups from which experts may be chosen.
+    normalise: divide the K weights by their sum.
     scale: factor on the weights.
     """
 
@@ -78,7 +79,7 @@ class Routing:
 
 
 class _Router(nn.Module):
-    """The logits' weight [X, E] in the model's dtype, and for "noaux_tc" the bias [X], float32."""
+    """The weight of the logits, [X, E] in the model's dtype, and for "noaux_tc" the bias, [X] float32."""
 
     def __init__(self, routing: Routing, features: int, device: torch.device | str | None, dtype: torch.dtype | None):
         super().__init__()
@@ -99,8 +100,8 @@ class MoE(nn.Module):
     Args:
         features: E, in and out.
         inner: I, width of a routed expert.
-        shared: width of the experts that see every token, together; 0 for none.
-        routing: how the others are chosen.
+        shared: the total width of the experts that see every token; 0 for none.
+        routing: how the routed experts are chosen.
         activation: "silu_mul" or "gelu_mul".
     """
 
@@ -124,11 +125,11 @@ class MoE(nn.Module):
 
     @property
     def reader(self) -> Linear | None:
-        """The one layer that reads the input: there are several."""
+        """None: several layers read the input."""
         return None
 
     def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, E] -> [T, E]; adapters as in `Batch`, of the shared experts."""
+        """[T, E] -> [T, E]; adapters as in `Batch`, for the shared experts."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         inner = self.experts_gate_up(x_TE, order, self.activation, gather=True)

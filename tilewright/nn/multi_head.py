@@ -1,7 +1,7 @@
-"""Attention without a cache: of a sequence over itself, as encoders and training have it, and of one over another.
+"""Attention without a cache: within a sequence, as in encoders and training, and from one sequence to another.
 
-Weights are laid out as in `nn.Attention`: the projections of one input are one merged matmul. Sequences are [B, S, E] of equal
-length, or packed, [T, E], with cumulative lengths. Not here: dropout, masks as tensors, caches (`nn.Attention` has one).
+Weights are laid out as in `nn.Attention`: projections of the same input are merged into one matmul. Sequences are [B, S, E] of
+equal length, or packed, [T, E], with cumulative lengths. Not here: dropout, masks as tensors, caches (see `nn.Attention`).
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Lengths:
 def _attended(
     q: Tensor, k: Tensor, v: Tensor, of_q: Lengths | None, of_k: Lengths | None, options: Mapping[str, Any]
 ) -> Tensor:  # fmt: skip
-    """`ops.attention`, heads side by side: [..., H V]."""
+    """`ops.attention`, with the heads concatenated: [..., H V]."""
     if (of_q is None) != (of_k is None) or (of_q is None) != (q.dim() == 4):
         raise ValueError(
             f"attention layer: packed sequences [T, E] want their lengths, sequences [B, S, E] have none; "
@@ -48,7 +48,7 @@ def _attended(
 
 
 class SelfAttention(nn.Module):
-    """Project to q, k, v; rotate q and k (optional); every token attends over its sequence; project back.
+    """Project to q, k and v; rotate q and k (optional); every token attends to its sequence; project back.
 
     Args:
         features: E.
@@ -56,19 +56,19 @@ class SelfAttention(nn.Module):
         kv_heads: G; None for H.
         head_dim: D; None for E / H.
         value_dim: V; None for D.
-        causal: a token sees itself and what is before it.
-        window: as `ops.attention` has it: a number, (left, right), or None for all.
-        softcap: as `ops.attention` has it.
+        causal: a token sees itself and the tokens before it.
+        window: as in `ops.attention`: a number, (left, right), or None for all.
+        softcap: as in `ops.attention`.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        sinks: whether each head has a learned score that joins its softmax, with the value zero.
-        alibi_slopes: [H] numbers; None for none.
-        rope: the angles; None for no rotation.
+        sinks: whether each head has a learned score that is added to its softmax, with the value zero.
+        alibi_slopes: [H] numbers; None: no ALiBi.
+        rope: the table of angles; None: no rotation.
         qkv_bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
 
     Raises:
-        ValueError: heads are no multiple of kv_heads, features no multiple of heads where no head_dim is given, alibi_slopes
-            are not one a head, or a window sees nothing.
+        ValueError: heads is not a multiple of kv_heads, or features not of heads although head_dim is not given, alibi_slopes
+            is not one number per head, or the window is below 1.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class SelfAttention(nn.Module):
 
         Args:
             x: the tokens.
-            lengths: of packed sequences.
-            positions: int64, of every token, for the rotation; None for 0, 1, 2 .. in each sequence of equal length.
-            prefix: with causal: keys that every token of a sequence sees.
+            lengths: lengths of the packed sequences.
+            positions: int64, position of every token, for the rotation; None: 0, 1, 2 .. in each sequence of equal length.
+            prefix: with causal: the number of first keys that every token of a sequence sees.
 
         Raises:
-            ValueError: lengths do not fit x, or a packed x is to be rotated without positions.
+            ValueError: lengths do not fit x, or a packed x needs positions for the rotation.
         """
         q, k, v = (
             part.unflatten(-1, (n, -1)) for part, n in zip(self.qkv(x).split(self.qkv.parts, -1), self.heads, strict=True)
@@ -145,19 +145,19 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Project x to q and a memory to k and v; every token of x attends over all of its memory; project back.
+    """Project x to q and another sequence (the memory) to k and v; every token of x attends to its memory; project back.
 
     Args:
         features: E.
         heads: H, a multiple of kv_heads.
-        memory_features: of a memory's tokens; None for E.
+        memory_features: features of a memory's tokens; None for E.
         kv_heads: G; None for H.
         head_dim: D; None for E / H.
         bias: whether the projections to q, k and v have biases.
         out_bias: whether the output projection has one.
 
     Raises:
-        ValueError: heads are no multiple of kv_heads, or features no multiple of heads where no head_dim is given.
+        ValueError: heads is not a multiple of kv_heads, or features not of heads although head_dim is not given.
     """
 
     def __init__(
@@ -183,14 +183,14 @@ class CrossAttention(nn.Module):
         self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [..., G, D] of a memory [..., M]: constant while x changes, so a decoder keeps them."""
+        """k and v [..., G, D] of a memory [..., M]. They do not depend on x, so a decoder can keep them."""
         k, v = self.kv(memory).unflatten(-1, (2, self.heads[1], self.head_dim)).unbind(-3)
         return k, v
 
     def forward(
         self, x: Tensor, kv: tuple[Tensor, Tensor], lengths: Lengths | None = None, memory_lengths: Lengths | None = None
     ) -> Tensor:
-        """[B, S, E] over `kv`, what `keys_and_values` made of [B, SM, M] -> [B, S, E]; or packed, both with their lengths.
+        """[B, S, E] and `kv`, the result of `keys_and_values` for [B, SM, M] -> [B, S, E]; or both packed, with lengths.
 
         Raises:
             ValueError: lengths do not fit x and kv.
@@ -203,7 +203,7 @@ class CrossAttention(nn.Module):
 
 
 def _checked(features: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """(kv_heads, head_dim) with what stands for None put in."""
+    """(kv_heads, head_dim) with the defaults filled in."""
     kv_heads = heads if kv_heads is None else kv_heads
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"attention layer: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")

@@ -15,12 +15,12 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimensions; torch.nn.RMSNorm's arguments.
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimensions, with torch.nn.RMSNorm's arguments.
 
     Args:
         normalized_shape: the last dimensions of x.
-        eps: added to the mean square; None: the smallest step from 1 in x's dtype. Language models have 1e-5 or 1e-6.
-        elementwise_affine: whether there is a weight, which begins with ones (filling.py).
+        eps: added to the mean square. None: the machine epsilon of x's dtype. Language models use 1e-5 or 1e-6.
+        elementwise_affine: whether there is a weight, which begins as ones (filling.py).
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def eps_of(self, x: Tensor) -> float:
-        """What is added to the mean square of x."""
+        """The number that is added to the mean square of x."""
         return torch.finfo(x.dtype).eps if self.eps is None else self.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., *normalized_shape] -> the same. Raises ValueError when the last dimensions are others."""
+        """[..., *normalized_shape] -> the same. Raises ValueError if x has other last dimensions."""
         shape = self.normalized_shape
         if len(shape) == 1 and self.elementwise_affine:
             return ops.rms_norm(x, self.weight, self.eps_of(x))
@@ -57,9 +57,9 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(rows, weight, self.eps_of(x)).view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual) in one pass; `residual` None: nothing was added up yet, the sum is x.
+        """(norm of x + residual, x + residual) in one pass; `residual` None: there is no sum yet, so it is x.
 
-        It and `add_for` want a weight of one dimension."""
+        This and `add_for` need a weight with one dimension."""
         if residual is None:
             return ops.rms_norm(x, self.weight, self.eps_of(x)), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps_of(x))
@@ -67,9 +67,9 @@ class RMSNorm(nn.Module):
     def add_for(
         self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
     ) -> tuple[Tensor | Codes, Tensor]:
-        """`add` for the one layer that reads the norm; where that would quantise its input, codes are written here instead.
+        """`add` for the one layer that reads the norm. If that would quantise its input, the norm writes `Codes` instead.
 
-        adapters: what the reader is handed; an adapter reads x itself.
+        adapters: those of the reader's call; if it has an adapter, which needs x itself, nothing is quantised.
         """
         format = None if reader.adapted(adapters) else codes_for(reader.weight, x)
         if format is None:
@@ -85,7 +85,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimensions; torch.nn.LayerNorm's arguments."""
+    """y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimensions, with torch.nn.LayerNorm's arguments."""
 
     def __init__(
         self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True,
@@ -96,7 +96,7 @@ class LayerNorm(nn.LayerNorm):
         self.requires_grad_(not begins_empty())
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., *normalized_shape] -> the same. Raises ValueError when the last dimensions are others."""
+        """[..., *normalized_shape] -> the same. Raises ValueError if x has other last dimensions."""
         shape = tuple(self.normalized_shape)
         if tuple(input.shape[-len(shape) :]) != shape:
             raise ValueError(f"LayerNorm: the last dimensions of x must be {list(shape)}, got {list(input.shape)}")

@@ -1,6 +1,6 @@
-"""Pooling and resizing under torch.nn's names and arguments; differentiable, without parameters.
+"""Pooling and resizing with torch.nn's names and arguments; differentiable, without parameters.
 
-Inputs are [N, C, *spatial], or without N for pooling; channels-last memory is read in place, and so results lie.
+Inputs are [N, C, *spatial], or without N for pooling. Channels-last memory is read without a copy; results are channels-last.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class _Pool(nn.Module):
 
 
 class _MaxPool(_Pool):
-    """The maximum of each window, and with `return_indices` its place in the image."""
+    """The maximum of each window, and with `return_indices` its index in the flattened image."""
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
@@ -94,7 +94,7 @@ class _AvgPool(_Pool):
 
 
 class AvgPool1d(_AvgPool):
-    """torch.nn.AvgPool1d: x [N, C, L]; a divisor_override is one argument more than torch's has."""
+    """torch.nn.AvgPool1d: x [N, C, L]; also takes divisor_override, which torch's class does not."""
 
     spatial = 1
 
@@ -112,7 +112,7 @@ class AvgPool3d(_AvgPool):
 
 
 class _AdaptiveMaxPool(_Pool):
-    """The maximum of windows that cut each dimension into `output_size` parts."""
+    """The maximum of windows that divide each dimension into `output_size` parts."""
 
     def __init__(self, output_size: int | Sequence[int | None] | None, return_indices: bool = False):
         super().__init__()
@@ -142,7 +142,7 @@ class AdaptiveMaxPool3d(_AdaptiveMaxPool):
 
 
 class _AdaptiveAvgPool(_Pool):
-    """The mean of windows that cut each dimension into `output_size` parts."""
+    """The mean of windows that divide each dimension into `output_size` parts."""
 
     def __init__(self, output_size: int | Sequence[int | None] | None):
         super().__init__()

@@ -12,15 +12,14 @@ __all__ = ["Rope"]
 
 
 class Rope(nn.Module):
-    """Holds `cos_sin`, [max_positions, 2, rotated_dim / 2] float32 whatever the model's dtype; not part of the state dict.
+    """Holds `cos_sin`, [max_positions, 2, rotated_dim / 2], always float32, and not part of the state dict.
 
     Args:
-        rotated_dim: leading dimensions of a head that are rotated, even.
-        max_positions: positions in the table. The ops do not check positions against it on a GPU: whoever admits a
-            sequence does.
+        rotated_dim: number of leading dimensions of a head that are rotated; even.
+        max_positions: positions in the table. On a GPU the ops do not check positions; the code that accepts a sequence must.
         base: theta, the base of the wavelengths.
-        scaling: how the frequencies were stretched for longer contexts: "rope_type" and its numbers, as `rope_table` takes
-            them; None for the plain ones.
+        scaling: how frequencies are changed for longer contexts: "rope_type" and its numbers, as in `rope_table`; None: not
+            changed.
         interleaved: rotate pairs (2i, 2i + 1) instead of (i, i + rotated_dim / 2).
     """
 

@@ -1,5 +1,5 @@
-"""The operators: plain functions, and `ALL`, the tuple of every Op behind them."""
-# ruff: noqa: F401 (an Op that is imported is used: it stands in ALL)
+"""The operators as plain functions, and `ALL`, the tuple of every Op behind them."""
+# ruff: noqa: F401 (an imported Op is used: it becomes part of ALL)
 
 from tilewright.kernels.attention.attention import attention_op
 from tilewright.kernels.attention.backward.backward import attention_backward_op
@@ -226,6 +226,6 @@ __all__ = [
 ]
 
 ALL: tuple[Op, ...] = tuple(sorted({value for value in globals().values() if isinstance(value, Op)}, key=lambda op: op.name))
-"""Every Op that is imported above: an operator joins tests, certificates, tuning and benchmarks by its import alone."""
+"""Every Op that is imported above. Its import alone adds an operator to tests, certificates, tuning and benchmarks."""
 
 globals().update({name: in_words(globals()[name]) for name in __all__ if name != "ALL"})

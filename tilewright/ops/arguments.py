@@ -1,4 +1,4 @@
-"""What public operators say where an argument is of another kind than a tensor."""
+"""Error messages of public operators for an argument that should be a tensor and is not."""
 
 import inspect
 import re
@@ -12,9 +12,9 @@ __all__ = ["in_words"]
 
 
 def in_words(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which names an argument that is a list or a number where a tensor is wanted.
+    """Wrap a function: if a list or number is passed where a tensor is wanted, the error names the argument.
 
-    The arguments are looked at after the call has failed: a call that works pays a tenth of a microsecond.
+    Arguments are examined only after the call has failed, so a successful call pays a tenth of a microsecond.
     """
 
     @wraps(function)
@@ -31,11 +31,11 @@ def in_words(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """A sentence about the first argument that is neither a tensor nor what else its annotation allows; None without one."""
+    """A sentence about the first argument that its annotation does not allow; None if there is no such argument."""
     signature = inspect.signature(function)
     try:
         given = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # too many or too few: Python says it well
+    except TypeError:  # too many or too few: Python's own message is good
         return None
     for name, value in given.items():
         annotation = signature.parameters[name].annotation

@@ -1,8 +1,8 @@
-"""`attention` with gradients: the forward op, and where one is asked for, the backward op behind it.
+"""`attention` with gradients: the forward op, and the backward op if a gradient is wanted.
 
-The forward pass keeps q, k, v, its result and one logarithm a row; the backward pass computes the weights again
-(kernels/attention/backward/backward.py). Gradients are those of q, k, v and sinks, whatever the mask and the bends. Not
-differentiable, and refused with a sentence: ALiBi's slopes, lse as an input of what follows, and all of a call with a bias.
+The forward pass keeps q, k, v, its result and one logarithm per row; the backward pass computes the softmax weights again
+(kernels/attention/backward/backward.py). There are gradients of q, k, v and sinks, for all masks, softcaps and slopes. There
+are none of ALiBi's slopes, through lse, or of any operand if `bias` is used; asking for these is an error.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ __all__ = ["attention"]
 
 
 class _Attention(torch.autograd.Function):
-    """(out, lse) of `attention`, differentiable in q, k, v and sinks."""
+    """(out, lse) of `attention`; differentiable in q, k, v and sinks."""
 
     @staticmethod
     def forward(
@@ -44,11 +44,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """(of q, of k, of v, of sinks), and nothing for the rest."""
+        """(gradients of q, k, v, sinks), and None for the rest."""
         q, k, v, out, lse, cu_q, cu_k, prefixes, sinks, slopes = ctx.saved_tensors
         if lse.dim() == 3:  # [B, H, S], and the op has [H, B S]
             lse = lse.transpose(0, 1).flatten(1)
-        # A gradient may be an expanded scalar, or come from a transposed view.
+        # A gradient may be an expanded scalar, or a transposed view.
         do = grads[0] if grads[0].stride() == out.stride() else grads[0].contiguous()
         bends = (prefixes, ctx.softcap, sinks, slopes)
         dq, dk, dv, dsinks = attention_backward_op(
@@ -59,14 +59,14 @@ class _Attention(torch.autograd.Function):
 
 def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None, others: dict[str, Any]) -> Tensor:
     if names := [name for name, value in others.items() if value is not None and value is not False]:
-        raise ValueError(f"attention: bias goes with no {', '.join(names)}: put what they say into the bias, or leave it out")
+        raise ValueError(f"attention: bias cannot be combined with {', '.join(names)}: put them into the bias, or leave it out")
     if wants_gradient(q, k, v, bias):
         raise ValueError("attention: bias is forward only; call it under torch.no_grad(), or use torch's own attention")
     return biased_attention(q, k, v, bias, scale=scale)
 
 
 def _check_order(q: Tensor, k: Tensor) -> None:
-    """Heads that do not fit where the dimension before them would: the operands are in the order of torch's own attention."""
+    """Detect operands in the order of torch's own attention, [B, H, S, D], by head counts that do not fit."""
     if q.dim() == 4 == k.dim() and k.shape[2] and q.shape[2] % k.shape[2] and k.shape[1] and not q.shape[1] % k.shape[1]:
         raise ValueError(
             f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads. The order wanted is "
@@ -81,39 +81,39 @@ def attention(
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False, precision: str | None = None,
     bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T) v for each head, over equally long sequences, or packed ones. [B, H, S, D] goes to `ops.sdpa`.
+    """softmax(scale * q k^T) v for each head, for sequences of equal length or packed ones. For [B, H, S, D] use `ops.sdpa`.
 
     Args:
         q: [B, S, H, D] bf16, fp16 or fp32, D at most 256; or packed, [T, H, D]. The last dimension is dense.
         k: [B, SK, G, D], H a multiple of G; or packed, [TK, G, D].
         v: [B, SK, G, V], V at most 256; or packed, [TK, G, V].
-        causal: each query sees the keys up to its own; the last query's is the last key.
+        causal: each query sees the keys up to its own position; the last query is at the position of the last key.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        cu_q: for packed operands: int32 [B + 1], sequence b has rows cu_q[b] .. cu_q[b + 1] of q. On a GPU it is trusted.
+        cu_q: for packed operands: int32 [B + 1]; sequence b has rows cu_q[b] .. cu_q[b + 1] of q. Not checked on a GPU.
         cu_k: the same for k and v.
-        max_q, max_k: for packed operands: the queries of the longest sequence, or more; its keys, likewise.
-        return_lse: also return the logarithms of the softmax's sums.
-        window: (left, right): a query sees the keys from `left` before its own to `right` behind it, None for all on that side.
-            One number w: its own and w - 1 before it, and as many behind it unless causal.
+        max_q, max_k: for packed operands: upper bounds of the number of queries and of keys in a sequence.
+        return_lse: also return the logarithm of the softmax's sum for each query.
+        window: (left, right): a query sees `left` keys before its position and `right` after it; None: all on that side.
+            A number w: its own position, w - 1 before it, and unless causal w - 1 after it.
         prefix: with causal: every query also sees the first `prefix` keys of its sequence; int32 [B] for one number each.
         softcap: scores z become softcap * tanh(z / softcap); above 0.
-        sinks: [H], floating point: a score that joins each softmax of the head and whose value is zero.
-        alibi_slopes: float32 [H]: scores lose slope * |distance to the query's own key|.
-        deterministic: whether the same gradients must come out of the same call every time, at a price
+        sinks: [H], floating point: an additional score in each softmax of the head, whose value is zero.
+        alibi_slopes: float32 [H]: slope * |distance to the query's position| is subtracted from scores.
+        deterministic: the same call always gives bitwise the same gradients, at a cost in time
             (docs/experiments/attention-backward.md). So does `torch.use_deterministic_algorithms(True)`.
-        precision: "fp8" or "int8": quantise first, and multiply 8-bit codes (ops/scaled_attention.py): faster for long prompts
-            and less exact, forward only, with a causal mask or none. None: products in the operands' dtype.
-        bias: what expands to [B, H, S, SK]: bool (True: seen) or floating point, added to the scores. Forward only, not for
-            packed operands, with no other mask; `scale` may be any number.
+        precision: "fp8" or "int8": quantise first and multiply 8-bit values (ops/scaled_attention.py). Faster for long prompts
+            and less exact; forward only, and with a causal mask or none. None: products in the operands' dtype.
+        bias: expandable to [B, H, S, SK]: bool (True: seen) or floating point, added to the scores. Forward only, not for
+            packed operands, and not together with another mask; `scale` may then be any number.
 
     Returns:
-        The averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32, [B, H, S]
-        or packed [H, T] (natural logarithm), which has no gradient. A query that sees no key gives zeros and -inf, or its
-        head's sink.
+        The weighted averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32,
+        [B, H, S] or packed [H, T] (natural logarithm), which has no gradient. For a query that sees no key, the result is zero
+        and lse is -inf, or its head's sink.
 
     Raises:
-        ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit; or a gradient is
-            asked for that there is none of.
+        ValueError: shapes, dtypes, devices, strides, lengths or options do not fit, or an input requires a gradient that this
+            function does not have.
     """
     _check_order(q, k)
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}
@@ -127,7 +127,7 @@ def attention(
     if not wants_gradient(q, k, v, sinks, alibi_slopes):
         return forward(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **lengths, **bends)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("attention: alibi_slopes require a gradient and there is none of them; pass alibi_slopes.detach()")
+        raise ValueError("attention: alibi_slopes have no gradient; pass alibi_slopes.detach()")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     fixed = deterministic or torch.are_deterministic_algorithms_enabled()
     out, lse = _Attention.apply(  # pyright: ignore[reportGeneralTypeIssues]

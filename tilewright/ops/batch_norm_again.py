@@ -1,12 +1,12 @@
-"""Batch norm in training that was called before: from torch's tensors straight to its launches, forward and backward.
+"""A repeated batch norm in training: straight from torch's tensors to the launches, forward and backward.
 
-Three launches each way (kernels/norm/channel/batch_statistics.py, norm/channel/batch_norm_apply.py,
-norm/channel/batch_norm_backward.py), the memory they need and one `torch.autograd.Function`: of a network's small layers all
-else is host time. What may differ between two calls is the memory of their tensors, none of which is kept alive, and the
-momentum. Where a gradient comes that lies otherwise than x, or a scope or a dispatch mode was entered since, the backward pass
-goes through its op.
+There are three launches each way (kernels/norm/channel/batch_statistics.py, norm/channel/batch_norm_apply.py,
+norm/channel/batch_norm_backward.py), the memory they need, and one `torch.autograd.Function`. For a network's small layers,
+everything else would be host time. Repeated calls may differ in the memory of their tensors (none is kept alive) and in the
+momentum. If the layout of a gradient differs from x, or a scope or a dispatch mode was entered since, the backward pass goes
+through its op.
 
-Only activations whose slope the result tells: none and relu. Second derivatives are refused.
+Only for activations whose slope follows from their result: none and relu. Second derivatives are refused.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ __all__ = ["BatchNormAgain", "wanted"]
 
 
 class BatchNormAgain:
-    """A call to be made again.
+    """A call that can be repeated.
 
     Args:
         statistics: its first two launches.
         normalised: the third.
-        places: x, or what lies like it, [N, C, ...], as the op takes it, [N, S, C], without a copy.
+        places: views x (or a tensor with its layout), [N, C, ...], as the op wants it, [N, S, C], without a copy.
         eps: added to the variance.
-        relu: whether there is one behind the norm.
+        relu: whether a relu follows the norm.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class BatchNormAgain:
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
         running_var: Tensor | None, momentum: float,
     ) -> Tensor:  # fmt: skip
-        """The norm and what follows, with gradients where they are asked for; moves the running statistics."""
+        """The norm and what follows it, with gradients if they are wanted; updates the running statistics."""
         given = (x, weight, bias, residual, running_mean, running_var, momentum)
         if wants_gradient(x, weight, bias, residual):
             return _Again.apply(*given, self)  # pyright: ignore[reportReturnType]
@@ -113,6 +113,6 @@ class _Again(torch.autograd.Function):
 def wanted(
     ctx: Any, dweight: Tensor, dbias: Tensor, of_bias: torch.dtype | None, dresidual: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Of the gradients of weight, bias (of that dtype) and residual, arguments 1 to 3, those that are asked for."""
+    """Those gradients of weight, bias (in the given dtype) and residual, arguments 1 to 3, that are wanted; None for others."""
     of_weight, bias, of_residual = ctx.needs_input_grad[1:4]
     return dweight if of_weight else None, dbias.to(of_bias) if bias else None, dresidual if of_residual else None

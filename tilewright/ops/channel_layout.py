@@ -1,4 +1,4 @@
-"""What group, instance and batch norm share beside arithmetic: layouts, what is refused, and what may follow."""
+"""Common parts of group, instance and batch norm besides arithmetic: layouts, checks, and operations after the norm."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def channels_last(x: Tensor) -> bool:
 
 
 def places_of(x: Tensor, last: bool) -> Tensor:
-    """[N, C, ...] as [N, S, C], dense along C if `last`, else along S; a copy where it is not that already."""
+    """[N, C, ...] as [N, S, C], dense along C if `last`, else along S; a copy if x has another layout."""
     n, c = x.shape[:2]
     if last:
         moved = x.movedim(1, -1)
@@ -29,16 +29,16 @@ def image_of(y: Tensor, shape: torch.Size, last: bool) -> Tensor:
 
 
 def followed(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
-    """What may follow a norm, as launches of their own."""
+    """Add the residual and apply the activation, as separate launches."""
     y = y if residual is None else y + residual
     return y if activation == "none" else activate(y, activation)
 
 
 def check_channels(op: str, x: Tensor, least: int, **vectors: Tensor | None) -> None:
-    """Raise a ValueError unless x holds floats [N, C, ...] of `least` dims, and each vector has C numbers."""
+    """Raise a ValueError unless x holds floats [N, C, ...] of at least `least` dims, and each vector has C numbers."""
     if x.dim() < least or not x.is_floating_point():
         wanted = "[N, C, ...]" if least == 2 else "[N, C, ...] with places"
         raise ValueError(f"{op}: x must hold floats {wanted}, got {list(x.shape)} {x.dtype}")
     for name, vector in vectors.items():
         if vector is not None and vector.shape != x.shape[1:2]:
-            raise ValueError(f"{op}: {name} must be [{x.shape[1]}], one number a channel; got {list(vector.shape)}")
+            raise ValueError(f"{op}: {name} must be [{x.shape[1]}], one number per channel; got {list(vector.shape)}")

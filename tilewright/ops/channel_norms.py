@@ -1,19 +1,20 @@
-"""group_norm, instance_norm and batch_norm with gradients: sums and a map of each channel (norm/channel/sums_and_affine.py).
+"""group_norm, instance_norm and batch_norm with gradients, from per-channel sums and maps (norm/channel/sums_and_affine.py).
 
     # N images, C channels, S places of an image
     y[n, c, s] = (x[n, c, s] - mean) / sqrt(variance + eps) * weight[c] + bias[c]
 
-The three differ in what mean and variance are taken over: the channels of a group in one image (Wu and He, "Group
-Normalization", 2018), one channel of one image (Ulyanov et al., "Instance Normalization", 2016), one channel of all images
-(Ioffe and Szegedy, "Batch Normalization", 2015). So each is sums over places, an average of these over groups or images, which
-are [N, C] numbers in float32, and an affine map of each channel. The numbers are plain torch, but for batch norm, whose layers
-are many: an op, or one launch for all where the statistics are given. With h = (x - mean) scale, backwards
+The three differ in the values over which mean and variance are computed: the channels of a group in one image (Wu and He,
+"Group Normalization", 2018), one channel of one image (Ulyanov et al., "Instance Normalization", 2016), or one channel of all
+images (Ioffe and Szegedy, "Batch Normalization", 2015). So each norm is three steps: sums over places, an average of these sums
+over groups or images ([N, C] numbers in float32), and an affine map for each channel. The averages are computed in plain torch.
+Batch norm, which networks use in many layers, has an op for them, or one launch for everything if the statistics are given.
+With h = (x - mean) scale, the gradient
 
     dx = scale (weight dy - mean(weight dy) - h mean(weight dy h))
 
-is a map of the same form, of x and dy. All sums have one order: the same bits every time on a card.
+is a map of the same form, of x and dy. All sums have a fixed order: results are bitwise the same every time on a card.
 
-Memory formats: images with channels last stay so; anything else is taken as channels first, copied if it is not dense.
+Memory formats: channels-last images stay so; anything else is treated as channels first, and copied if it is not dense.
 Not supported: second derivatives, statistics over several processes.
 """
 
@@ -60,7 +61,7 @@ def _statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _factors(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(a, b) of y = a x + b."""
+    """(a, b) in y = a x + b."""
     a = scale if weight is None else scale * weight.to(scale.dtype)
     b = -mean * a
     return a, b if bias is None else b + bias.to(b.dtype)
@@ -84,7 +85,7 @@ class _Normalised(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias), and nothing for the rest."""
+        """(gradients of x, weight, bias), and None for the rest."""
         x, weight, mean, scale = ctx.saved_tensors
         dy = laid_like(grads[0], x)
         given, crossed = channel_sums_op(x, mean, dy)
@@ -100,7 +101,7 @@ class _Normalised(torch.autograd.Function):
 
 
 class _Batch(torch.autograd.Function):
-    """Batch norm of x [N, S, C] by its own statistics, which are given, plus a residual, perhaps with a relu behind it.
+    """Batch norm of x [N, S, C] by its own statistics, which are given, plus a residual, then perhaps a relu.
 
     Differentiable once in x, weight, bias and residual.
     """
@@ -119,7 +120,7 @@ class _Batch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias, of residual), and nothing for the rest."""
+        """(gradients of x, weight, bias, residual), and None for the rest."""
         x, weight, mean, variance, y = ctx.saved_tensors
         eps, of_bias = ctx.options
         dy = laid_like(grads[0], x)
@@ -131,7 +132,7 @@ def _by_batch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     momentum: float, eps: float, residual: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
-    """The norm of x [N, S, C] by its own statistics, and what follows; moves the running ones, two or none."""
+    """Batch norm of x [N, S, C] by its own statistics, with residual and activation; updates the running statistics, if any."""
     with torch.no_grad():
         mean, variance = batch_statistics_op(x, running_mean, running_var, momentum)
     if not wants_gradient(x, weight, bias, residual):
@@ -143,11 +144,11 @@ def _by_batch(
 
 
 _FUSED = ("none", "relu")
-"""Activations whose slope the norm's backward pass reads from its result."""
+"""Activations whose slope the backward pass can compute from the result."""
 
 
 class _Fixed(torch.autograd.Function):
-    """y of x [N, S, C] by statistics that are given, differentiable once in x, weight and bias."""
+    """y of x [N, S, C] with given statistics; differentiable once in x, weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class _Fixed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias), and nothing for the rest."""
+        """(gradients of x, weight, bias), and None for the rest."""
         x, weight, mean, scale = ctx.saved_tensors
         dy = laid_like(grads[0], x)
         a, _ = _factors(mean, scale, weight, None)
@@ -182,7 +183,7 @@ def _fixed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float,
     residual: Tensor | None = None, activation: str = "none",
 ) -> Tensor:  # fmt: skip
-    """By statistics that are given; x and residual [N, S, C] as one lie."""
+    """The norm with given statistics; x and residual are [N, S, C] in the same layout."""
     if not wants_gradient(x, weight, bias, residual):
         return normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -200,30 +201,31 @@ def _move(running: Tensor | None, now: Tensor, momentum: float) -> None:
 
 
 _ONE_PROGRAM = 1 << 17
-"""Elements of a group that one program of a GPU normalises; a larger one is left to many, by channel sums and a map."""
+"""Elements of a group that one program of a GPU normalises; larger groups are divided among programs (channel sums and a
+map)."""
 
 
 def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
     added: Tensor | None = None, activation: str = "none",
 ) -> Tensor:  # fmt: skip
-    """Group norm, with a sum before and an activation behind it: one launch without gradients.
+    """Group norm, optionally with a sum before it and an activation after it; without gradients this is one launch.
 
     Args:
         x: [N, C, ...], bf16, fp16 or fp32, any memory format.
-        num_groups: divides C.
+        num_groups: a divisor of C.
         weight: [C] or None.
         bias: [C] or None.
         eps: added to the variance.
         added: [N, C] or None: one number for each channel of each image, added to x before the norm.
-        activation: none, relu, gelu, gelu_tanh or silu, behind the norm.
+        activation: none, relu, gelu, gelu_tanh or silu; applied after the norm.
 
     Returns:
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: C is no multiple of the groups, weight or bias are not [C], `added` is not [N, C], or the activation is
-            none of these.
+        ValueError: C is not a multiple of num_groups, weight or bias is not [C], `added` is not [N, C], or the activation is
+            unknown.
     """
     check_channels("group_norm", x, 2, weight=weight, bias=bias)
     if added is not None and added.shape != x.shape[:2]:
@@ -246,23 +248,23 @@ def instance_norm(
     x: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
     bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Instance norm; the arguments of torch.nn.functional.instance_norm.
+    """Instance norm, with the arguments of torch.nn.functional.instance_norm.
 
     Args:
-        x: [N, C, ...] with at least one dimension of places, bf16, fp16 or fp32, any memory format.
-        running_mean: [C]: moved towards the batch's where input statistics are used, else used itself.
-        running_var: [C], likewise, of unbiased variances.
+        x: [N, C, ...] with at least one further dimension, bf16, fp16 or fp32, any memory format.
+        running_mean: [C] or None. With `use_input_stats` it is updated in place, otherwise it is used as the mean.
+        running_var: [C] or None, the same for unbiased variances.
         weight: [C] or None.
         bias: [C] or None.
         use_input_stats: whether x's own statistics are used.
-        momentum: how far the running statistics move.
+        momentum: weight of the new statistics in the update of the running ones.
         eps: added to the variance.
 
     Returns:
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a vector is not [C]; one place alone, which has no variance; or there are no statistics to use.
+        ValueError: a vector is not [C]; an image has only one place, so no variance; or there are no statistics to use.
     """
     check_channels("instance_norm", x, 3, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not use_input_stats and (running_mean is None or running_var is None):
@@ -307,18 +309,18 @@ def batch_norm(
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *, activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """activation(batch norm + residual); the arguments of torch.nn.functional.batch_norm, and what often follows.
+    """activation(batch norm + residual), with the arguments of torch.nn.functional.batch_norm and two more.
 
-    By running statistics, and without gradients, that is one launch.
+    With running statistics and without gradients this is one launch.
 
     Args:
         x: [N, C, ...], bf16, fp16 or fp32, any memory format.
-        running_mean: [C] or None: in training moved towards the batch's, else used itself.
-        running_var: [C] or None, likewise, of unbiased variances.
+        running_mean: [C] or None. In training it is updated in place, otherwise it is used as the mean.
+        running_var: [C] or None, the same for unbiased variances.
         weight: [C] or None.
         bias: [C] or None.
         training: whether the batch's statistics are used.
-        momentum: how far the running statistics move.
+        momentum: weight of the batch's statistics in the update of the running ones.
         eps: added to the variance.
         activation: none, relu, gelu, gelu_tanh or silu.
         residual: of x's shape and dtype, added before the activation.
@@ -327,8 +329,8 @@ def batch_norm(
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a vector is not [C]; the residual is not like x; an activation that is not known;
-            in training one value a channel, which has no variance; there are no statistics, or one kind alone.
+        ValueError: a vector is not [C]; the residual is not like x; the activation is unknown; in training there is only one
+            value per channel, which has no variance; running statistics are missing, or only one of the two is given.
     """
     key = None
     if training or not wants_gradient(x, weight, bias, residual):
@@ -365,9 +367,9 @@ def _trained(
     flat: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     momentum: float, eps: float, residual: Tensor | None, activation: str, last: bool,
 ) -> BatchNormAgain | None:  # fmt: skip
-    """What makes a call of `_by_batch` again that was made with these operands."""
+    """A repeatable call of `_by_batch` with these operands; None if there is none."""
     statistics = batch_statistics.launched(flat, running_mean, running_var, momentum)
-    # The launcher knows the map by what its operands are, not by their numbers.
+    # The launcher distinguishes maps by the kinds of their operands, not by their values.
     mean = torch.empty(flat.shape[2], dtype=torch.float32, device=flat.device)
     normalised = launched(flat, mean, mean, weight, bias, residual, eps, activation)
     if statistics is None or normalised is None:
@@ -376,6 +378,6 @@ def _trained(
 
 
 def _batch_places(x: Tensor, last: bool) -> Tensor:
-    """`_places`, with all places of a batch as one image's where channels are last."""
+    """`places_of`; with channels last, all places of the batch are treated as places of one image."""
     flat = places_of(x, last)
     return flat.view(1, -1, x.shape[1]) if last else flat

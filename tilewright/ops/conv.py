@@ -1,10 +1,11 @@
-"""Convolutions under torch's names and shapes, with gradients and with what usually follows in the same launch.
+"""Convolutions with torch's names and shapes, with gradients, and with bias, activation and residual in the same launch.
 
-Tensors have torch's shapes, [N, C, *S], in any memory format. Channels-last is the one that kernels read: such tensors are
-used as they are, others converted first, and results are channels-last. Weights likewise; depthwise ones with dense channels.
+Tensors have torch's shapes, [N, C, *S], in any memory format. The kernels read channels-last: such tensors are used as they
+are, others are converted first; results are channels-last. The same holds for weights; depthwise weights may also have dense
+channels.
 
-Gradients are ops of their own: of x a transposed convolution, of the weight a sum over pixels in a fixed order. Where one is
-asked for, an activation is a launch of its own, and what is kept for the backward pass is x and the weight. A gradient of a
+Gradients are separate ops: that of x is a transposed convolution, that of the weight a sum over pixels in a fixed order. If a
+gradient is wanted, the activation is a launch of its own, and x and the weight are kept for the backward pass. A gradient of a
 gradient is refused.
 """
 
@@ -50,7 +51,7 @@ __all__ = [
 
 _TO_LAST = {3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 _TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
-"""Orders of dimensions by their number: `permute` takes half of the host time of `movedim`."""
+"""Orders of dimensions, by number of dimensions: `permute` takes half the host time of `movedim`."""
 
 
 def _last(x: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def _last(x: Tensor) -> Tensor:
 
 
 def _weight_last(weight: Tensor, depthwise: bool) -> Tensor:
-    """[O, C, *K] -> [O, *K, C], contiguous; a depthwise one may also stand with dense O."""
+    """[O, C, *K] -> [O, *K, C], contiguous; a depthwise weight may also have dense O."""
     moved = weight.permute(_TO_LAST[weight.dim()])
     return moved if depthwise and moved.stride(0) == 1 else moved.contiguous()
 
@@ -118,7 +119,7 @@ class _Transposed(torch.autograd.Function):
 
 
 def _padded(x: Tensor, window: Window, mode: str) -> tuple[Tensor, Window]:
-    """x with its border filled, and the window that is left, for modes other than zeros."""
+    """x with its border filled, and the remaining window, for padding modes other than zeros."""
     if not any(window.low + window.high):
         return x, window
     sides = [side for pair in zip(reversed(window.low), reversed(window.high), strict=True) for side in pair]
@@ -138,7 +139,7 @@ def _plan(
     groups: int, padding_mode: str, activation: str, residual: Tensor | None, x_scales: Tensor | None, w_scales: Tensor | None,
     dtype: torch.dtype | None,
 ) -> tuple[Window, torch.dtype]:  # fmt: skip
-    """The window, of x as it is, and the result's dtype. Raises ValueError where something does not fit."""
+    """The window on x as it is, and the result's dtype. Raises ValueError if something does not fit."""
     check_operands(op, dims, x, weight, bias, groups, activation)
     out = check_scales(op, x, weight, x_scales, w_scales, dtype)
     window = window_of(op, x, weight, stride, padding, dilation)
@@ -154,7 +155,7 @@ def _plan(
 
 
 def _planned(op: str, dims: int, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Window, torch.dtype]:
-    """`_plan`, remembered by all that it looks at: checking takes longer than a small convolution."""
+    """`_plan`, cached by everything it depends on: the checks take longer than a small convolution."""
     if type(x) not in (Tensor, Parameter) or torch.compiler.is_compiling():
         return _plan(op, dims, x, weight, *rest)
     bias, stride, padding, dilation, groups, mode, activation, residual, x_scales, w_scales, dtype = rest
@@ -179,7 +180,7 @@ def _arguments(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, window: Window, groups: int,
     x_scales: Tensor | None, w_scales: Tensor | None, out: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of `conv_op`, for channels-last tensors."""
+    """The arguments of `conv_op`, for channels-last tensors."""
     stride, low, _, dilation, size = window
     return x, weight, bias, residual, activation, stride, low, dilation, groups, size, x_scales, w_scales, out
 
@@ -238,7 +239,7 @@ def conv1d(
     groups: int = 1, *, padding_mode: str = "zeros", activation: str = "none", residual: Tensor | None = None,
     x_scales: Tensor | None = None, w_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv2d` in one spatial dim: x [N, C, L], weight [O, C / groups, K] -> [N, O, P]. Memory is [N, L, C] at its best."""
+    """`conv2d` in one spatial dim: x [N, C, L], weight [O, C / groups, K] -> [N, O, P]. Fastest if memory is [N, L, C]."""
     return _conv(
         "conv1d", 1, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
         x_scales, w_scales, dtype,
@@ -253,19 +254,19 @@ def conv2d(
     """activation(conv(x, weight) + bias + residual), differentiable in x, weight, bias and residual.
 
     Args:
-        x: [N, C, H, W] or [C, H, W]; bf16, fp16, fp32, or int8 with scales. channels_last is read as it is.
-        weight: [O, C / groups, KH, KW] of x's dtype; channels_last is read as it is.
-        bias: [O] of x's dtype (int8: of the result's, or float32).
+        x: [N, C, H, W] or [C, H, W]; bf16, fp16, fp32, or int8 with scales. channels_last is read without a copy.
+        weight: [O, C / groups, KH, KW] of x's dtype; channels_last is read without a copy.
+        bias: [O] of x's dtype (for int8: of the result's dtype, or float32).
         stride: one number or one for each spatial dim.
-        padding: the same; or (low, high) for each spatial dim; or "valid", or "same" (stride 1).
+        padding: one number, one for each spatial dim, (low, high) for each, "valid", or "same" (only with stride 1).
         dilation: one number or one for each spatial dim.
-        groups: C and O are multiples of it.
-        padding_mode: zeros; or reflect, replicate, circular, which write a padded copy of x first.
+        groups: a divisor of C and O.
+        padding_mode: zeros; or reflect, replicate, circular, for which a padded copy of x is written first.
         activation: none, relu, gelu, gelu_tanh or silu.
         residual: the shape and dtype of the result; added before the activation.
-        x_scales: for int8: float32, one for each image, or one.
+        x_scales: for int8: float32, one for each image or one for all.
         w_scales: for int8: float32 [O].
-        dtype: of the result of int8: bfloat16 (the default) or float16.
+        dtype: for int8: dtype of the result, bfloat16 (the default) or float16.
 
     Returns:
         [N, O, P, Q] in torch.channels_last.
@@ -331,18 +332,18 @@ def conv_transpose2d(
     """activation(transposed conv(x, weight) + bias), differentiable in x, weight and bias.
 
     Args:
-        x: [N, C, H, W] or [C, H, W], bf16, fp16 or fp32. channels_last is read as it is.
-        weight: [C, O / groups, KH, KW] of x's dtype; channels_last is read as it is.
+        x: [N, C, H, W] or [C, H, W], bf16, fp16 or fp32. channels_last is read without a copy.
+        weight: [C, O / groups, KH, KW] of x's dtype; channels_last is read without a copy.
         bias: [O] of x's dtype.
-        stride: one number or one for each spatial dim: how far apart x's pixels are in the result.
-        padding: the same: pixels that the result lacks at each side.
-        output_padding: the same: pixels more at the high side; less than stride or dilation.
-        groups: C and O are multiples of it.
+        stride: one number or one for each spatial dim: the distance of x's pixels in the result.
+        padding: one number or one for each spatial dim: pixels removed from each side of the result.
+        output_padding: one number or one for each spatial dim: pixels added at the high side; less than stride or dilation.
+        groups: a divisor of C and O.
         dilation: one number or one for each spatial dim.
         activation: none, relu, gelu, gelu_tanh or silu.
 
     Returns:
-        [N, O, (H - 1) stride - 2 padding + dilation (KH - 1) + output_padding + 1, the same of W] in torch.channels_last.
+        [N, O, (H - 1) stride - 2 padding + dilation (KH - 1) + output_padding + 1, W likewise] in torch.channels_last.
 
     Raises:
         ValueError: shapes, dtypes, devices or options do not fit, or there is no output pixel.
@@ -369,22 +370,22 @@ def fold_batch_norm(
     weight: Tensor, bias: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor | None = None,
     shift: Tensor | None = None, eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(weight, bias) of the convolution that does what one and a batch norm behind it do in evaluation.
+    """(weight, bias) of a convolution that replaces a convolution and the batch norm after it in evaluation.
 
     Args:
         weight: [O, C / groups, *K].
-        bias: [O] of the convolution.
-        mean: [O], of the norm's running statistics.
-        variance: [O], of the same.
-        scale: [O], the norm's weight.
-        shift: [O], the norm's bias.
+        bias: [O] of the convolution, or None.
+        mean: [O], the norm's running mean.
+        variance: [O], the norm's running variance.
+        scale: [O], the norm's weight, or None.
+        shift: [O], the norm's bias, or None.
         eps: added to the variance.
 
     Returns:
-        In the dtype and memory format of `weight`, computed in float32.
+        Both in the dtype and memory format of `weight`, computed in float32.
 
     Raises:
-        ValueError: something is not [O].
+        ValueError: one of the vectors is not [O].
     """
     given = {"bias": bias, "mean": mean, "variance": variance, "scale": scale, "shift": shift}
     for name, t in given.items():

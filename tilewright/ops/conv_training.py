@@ -1,9 +1,9 @@
-"""A convolution in training that was called before: from torch's tensors straight to its launches, forward and backward.
+"""A repeated convolution in training: straight from torch's tensors to the launches, forward and backward.
 
-As kernels/conv/replay.py for calls without gradients, with one `torch.autograd.Function` around it. The gradients of x and of
-the weight are those of ops/conv.py: what its ops have chosen is launched again. Where both are cuDNN's that is one call, which
-also sums the bias's; a gradient by a Hopper kernel is a launch of its own. Anything else goes through the ops every
-time, as does a gradient that comes under another scope or a dispatch mode.
+It is kernels/conv/replay.py (calls without gradients) inside one `torch.autograd.Function`. The gradients of x and of the
+weight are those of ops/conv.py: the implementations that its ops have chosen are launched again. If both gradients are cuDNN's,
+they are one call, which also computes the bias's; a gradient by a Hopper kernel is a separate launch. All other cases go
+through the ops every time, as does a gradient that is computed in another scope or under a dispatch mode.
 
 No tensor is kept alive between calls. Second derivatives are refused.
 """
@@ -28,12 +28,12 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 class ConvTraining:
-    """A call to be made again; tensors have torch's shapes, [N, C, *S], with dense channels.
+    """A call that can be repeated; tensors have torch's shapes, [N, C, *S], with dense channels.
 
     Args:
         forward: the call without gradients and activation.
         window: strides, padding, dilation and the result's size.
-        groups: of the channels.
+        groups: the number of groups of channels.
     """
 
     def __init__(self, forward: Plan, window: Window, groups: int):
@@ -42,18 +42,19 @@ class ConvTraining:
         self._size = tuple(window.size)
         self._scope = scope()
         self._short: dict[tuple[Any, ...], bool] = {}
-        """By which gradients are wanted, and what their ops' choices are of: whether there is a short way to them."""
+        """Whether the gradients can be launched directly, by which gradients are wanted and by the state of their ops'
+        choices."""
         self._of_x: Any = None
-        """What launches the gradient of x; None: cuDNN does it in the same call."""
+        """Launches the gradient of x; None: cuDNN computes it in the same call."""
         self._of_weight: Any = None
-        """The same of the weight."""
+        """The same for the weight."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """conv(x, weight) + bias + residual, differentiable once in all four."""
         return _Trained.apply(x, weight, bias, residual, self)  # pyright: ignore[reportReturnType]
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
-        """The gradients of x, weight and bias that are needed."""
+        """Those gradients of x, weight and bias that are needed; None for others."""
         if wrapped(dy):
             return self._by_ops(dy.movedim(1, -1).contiguous().movedim(-1, 1), x, weight, needs)
         dy = dy.contiguous(memory_format=FORMATS[x.dim()])
@@ -91,14 +92,14 @@ class ConvTraining:
         return [dx, dw, dy.sum((0, *range(2, dy.dim()))) if needs[2] else None]
 
     def _arguments(self, dy: Tensor, x: Tensor, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of the ops for the gradients of x and of the weight."""
+        """The arguments of the ops for the gradients of x and of the weight."""
         dy, pixels, filters = (t.movedim(1, -1) for t in (dy, x, weight))
         return (dy, filters, None, "none", *self._options, list(x.shape[2:])), (
             dy, pixels, *self._options, list(weight.shape[2:]),
         )  # fmt: skip
 
     def _learn(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> bool:
-        """Whether there is a short way for what the ops have done, who make x's gradient by a launch of ours or by cuDNN."""
+        """Remember what the ops have chosen. Returns whether these gradients can be launched directly, by us or by cuDNN."""
         of_x, of_weight = self._arguments(dy, x, weight)
         stride, padding, dilation, _ = (tuple(o) if isinstance(o, list) else o for o in self._options)
         shapes = (x.shape[2:], weight.shape[2:], stride, padding, dilation, self._size)

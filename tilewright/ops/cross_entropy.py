@@ -1,14 +1,15 @@
-"""`cross_entropy` with gradients: the losses of kernels/softmax/cross_entropy.py, reduced, and where their gradient comes from.
+"""`cross_entropy` with gradients: the losses of kernels/softmax/cross_entropy.py, reduced, and the choice of when to compute
+the gradient.
 
-That is the caller's choice, because it decides what a step holds and how often it reads the logits:
+The caller chooses with `gradient`, because this decides how much memory a step needs and how often it reads the logits:
 
-    "forward"     made with the losses: the logits are read once; a tensor like them is held until the backward pass
-    "in place"    the same in the memory of the logits, which are overwritten: nothing like them is held
-    "backward"    made in the backward pass, from the logits, which are held and read once more
+    "forward"     together with the losses: logits are read once; a tensor of their size is kept until the backward pass
+    "in place"    the same, but the gradient overwrites the logits: no further tensor is kept
+    "backward"    in the backward pass: the logits are kept and read a second time
 
-The first two are made before the factor is known that the backward pass brings. It is 1 where `backward` is called on the loss
-itself; any other costs a further pass over the gradient. They hand on what they hold, so they serve one backward pass. Losses
-that are not reduced have a factor each, and always go by "backward".
+The first two compute the gradient before its factor is known, which the backward pass supplies. The factor is 1 if `backward`
+is called on the loss itself; any other factor costs another pass over the gradient. They return the tensor that they keep, so
+they allow only one backward pass. Losses that are not reduced have a factor each, and always use "backward".
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ _GRADIENTS = ("forward", "in place", "backward")
 
 
 class LossOptions(NamedTuple):
-    """What a loss is, apart from its operands; checked."""
+    """The options of a loss, checked."""
 
     ignore_index: int
     smoothing: float
@@ -47,7 +48,7 @@ class LossOptions(NamedTuple):
 
 
 def loss_options(op: str, ignore_index: int, smoothing: float, z_loss: float, reduction: str) -> LossOptions:
-    """The options, checked. Raises ValueError when one is out of its range."""
+    """The options, checked. Raises ValueError if one is out of its range."""
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{op}: reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
     if not 0.0 <= smoothing <= 1.0:
@@ -58,9 +59,10 @@ def loss_options(op: str, ignore_index: int, smoothing: float, z_loss: float, re
 
 
 def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, ignore_index: int, checked: bool) -> None:
-    """Raise ValueError unless there is an int64 target a row; and, where they are looked at, in [0, classes) or ignored.
+    """Raise ValueError unless there is one int64 target per row; if values are checked, each must be in [0, classes) or
+    ignored.
 
-    They are looked at on a CPU, and on a GPU, which the host then waits for, when `checked`.
+    Values are always checked on a CPU. On a GPU they are checked only if `checked`, and the host waits for it.
     """
     if targets.shape != rows or targets.dtype != torch.int64:
         raise ValueError(
@@ -79,10 +81,11 @@ def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, igno
 
 
 def rows_weights(op: str, class_weights: Tensor | None, targets: Tensor, classes: int, options: LossOptions) -> Tensor | None:
-    """What each row's loss counts: the weight of its class, 0 where it is ignored; None where all count 1.
+    """The weight of each row's loss: that of its class, or 0 for an ignored row. None: all have weight 1.
 
     Raises:
-        ValueError: not one weight a class, on the targets' device; or label smoothing, which would need them all.
+        ValueError: class_weights is not one weight per class on the targets' device; or there is label smoothing, which would
+            need the weights of all classes.
     """
     if class_weights is None:
         return None
@@ -93,13 +96,13 @@ def rows_weights(op: str, class_weights: Tensor | None, targets: Tensor, classes
         )
     if options.smoothing:
         raise ValueError(f"{op}: class_weights go without label_smoothing; got {options.smoothing}")
-    # A target out of range has the loss NaN, whatever it counts; it must not read another's weight.
+    # The loss of a target out of range is NaN with any weight; the clamp keeps it from reading outside of the weights.
     weights = class_weights.detach().to(torch.promote_types(class_weights.dtype, torch.float32))[targets.clamp(0, classes - 1)]
     return weights.masked_fill(targets == options.ignore_index, 0.0)
 
 
 def rows_factor(targets: Tensor, options: LossOptions, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
-    """What the sum of the rows' losses is multiplied by, before any later factor: a scalar on the targets' device."""
+    """The factor on the sum of the rows' losses, before any later factor: a scalar on the targets' device."""
     wide = torch.promote_types(dtype, torch.float32)
     if options.reduction == "mean":
         counted = (targets != options.ignore_index).sum() if weights is None else weights.sum()
@@ -137,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of the logits), and nothing for the rest."""
+        """(gradient of the logits), and None for the rest."""
         if ctx.saved_tensors:
             logits, targets, factor, weights = ctx.saved_tensors
             scale = grads[0].to(torch.promote_types(logits.dtype, torch.float32))
@@ -158,26 +161,26 @@ def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     z_loss: float = 0.0, gradient: str = "forward", checked: bool = False, class_weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of logits against one class a row, without a float32 copy of the logits.
+    """Cross-entropy of logits against one class per row, without a float32 copy of the logits.
 
     Args:
         logits: [..., V], bf16, fp16 or fp32; the classes are the last dimension (`nn.CrossEntropyLoss` takes torch's layout).
-        targets: [...] int64, each in [0, V) or `ignore_index`. On a GPU one that is neither gives a loss and gradients of NaN.
-        ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
+        targets: [...] int64, each in [0, V) or `ignore_index`. On a GPU any other target gives NaN in loss and gradients.
+        ignore_index: rows with this target have no loss and no gradient, and do not count in the mean.
         reduction: "mean" over the rows that are not ignored, "sum", or "none".
-        label_smoothing: the share of the target that all classes have in equal parts, 0 to 1.
+        label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
         z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
-        gradient: "forward", "in place" or "backward": where it is made (the module's docstring). Without gradients: no matter.
-        checked: on a GPU too, wait for the targets and raise for the first that is out of range.
-        class_weights: [V], no gradient: a row's loss counts the weight of its class, in the mean too, as torch's `weight`.
+        gradient: when the gradient is computed: "forward", "in place" or "backward" (see the module's docstring).
+        checked: check targets on a GPU too; the host waits for the GPU then.
+        class_weights: [V], without a gradient: weights of the rows' losses by class, also in the mean, like torch's `weight`.
 
     Returns:
         The loss in float32 (float64 for float64 logits on a CPU): a scalar, or [...] with reduction "none". The mean of no rows
         is NaN, as in torch.
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit; class_weights meet label_smoothing; a target is out of range (on a
-            CPU, or `checked`); or the gradient is to overwrite logits that are a leaf or not dense.
+        ValueError: shapes, dtypes or options do not fit; class_weights and label_smoothing are both given; a target is out of
+            range (on a CPU, or if `checked`); or the logits cannot be overwritten, because they are a leaf or not dense.
     """
     options = loss_options("cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if gradient not in _GRADIENTS:

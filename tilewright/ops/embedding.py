@@ -1,8 +1,8 @@
-"""Embeddings with gradients: rows of a table, alone or reduced by bags. The gradient is the same bits every time.
+"""Embeddings with gradients: rows of a table, alone or reduced in bags. The gradient is bitwise the same every time.
 
-A single row is torch's gather, which moves each byte once; bags are kernels/embedding/embedding_bag.py. The gradient of the
+A lookup of rows is torch's gather, which moves each byte once; bags are kernels/embedding/embedding_bag.py. The gradient of the
 table is dense (kernels/embedding/embedding_backward.py). Not supported: sparse gradients, gradients of per-sample weights,
-`max_norm` (it would write the table in a forward pass).
+`max_norm` (which would write to the table in a forward pass).
 """
 
 from typing import Any
@@ -40,20 +40,20 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale_grad_by_freq: bool = False) -> Tensor:
-    """y[...] = weight[ids[...]], differentiable in the table.
+    """y[...] = weight[ids[...]]; differentiable in the table.
 
     Args:
         ids: any shape, int64 or int32, each in [0, V).
         weight: [V, D], bf16, fp16 or fp32.
-        padding_idx: the row whose gradient is zero; negative numbers count from the end.
-        scale_grad_by_freq: whether each row's gradient is divided by how often the row was named.
+        padding_idx: a row whose gradient is zero; negative numbers count from the end.
+        scale_grad_by_freq: divide each row's gradient by the number of times that its id occurs.
 
     Returns:
         [..., D] of weight's dtype.
 
     Raises:
-        ValueError: a table that is no matrix, or a padding row outside of it.
-        IndexError: an id outside of the table, on a CPU.
+        ValueError: the table is not a matrix, or the padding row is not in it.
+        IndexError: an id is not in the table (on a CPU only).
     """
     padding = _padding("embedding", weight, padding_idx)
     if not wants_gradient(weight):
@@ -102,23 +102,23 @@ def embedding_bag(
     ids: Tensor, weight: Tensor, offsets: Tensor | None = None, mode: str = "mean", per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The sum, mean or maximum of the table's rows that each bag of ids names, differentiable in the table.
+    """The sum, mean or maximum of the table's rows for each bag of ids; differentiable in the table.
 
     Args:
         ids: [T] with offsets, or [B, N]: bags of N ids; int64 or int32, each in [0, V).
         weight: [V, D], bf16, fp16 or fp32.
-        offsets: [B], ascending from 0: the first id of each bag. On a GPU they are trusted.
+        offsets: [B], ascending from 0: where each bag starts in ids. Not checked on a GPU.
         mode: "sum", "mean" or "max".
-        per_sample_weights: like ids, a factor on each row of a "sum". It has no gradient.
-        include_last_offset: the last number of offsets is T, and begins no bag.
-        padding_idx: an id that counts for nothing, neither in sums nor in counts; negative numbers count from the end.
+        per_sample_weights: in the shape of ids: a factor for each row of a "sum". It has no gradient.
+        include_last_offset: offsets is [B + 1]; its last number is T and starts no bag.
+        padding_idx: an id that is ignored, in sums and in counts; negative numbers count from the end.
 
     Returns:
-        [B, D] of weight's dtype. A bag of nothing is zeros.
+        [B, D] of weight's dtype. An empty bag gives zeros.
 
     Raises:
-        ValueError: shapes, dtypes or the mode do not fit, or a gradient of per_sample_weights is asked for.
-        IndexError: an id outside of the table, on a CPU.
+        ValueError: shapes, dtypes or the mode do not fit, or per_sample_weights requires a gradient.
+        IndexError: an id is not in the table (on a CPU only).
     """
     if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):
         given = "no offsets" if offsets is None else "offsets"

@@ -1,10 +1,11 @@
-"""Experts that are stored in 8 or 4 bits: the type of the weight decides which grouped product runs, as in linear.py.
+"""Experts whose weights have 8 or 4 bits: the type of the weight decides which grouped product runs, as in linear.py.
 
-Where experts have few rows each (`FEW_ROWS`), an 8-bit weight meets activations of 16 bits: its bytes set the time. With more
-the activation is quantised as well, each token once, before its rows are gathered. In the invariant scope the number of rows
-decides nothing, and the second is always taken.
+If experts have few rows each (`FEW_ROWS`), an 8-bit weight is multiplied by 16-bit activations, because reading the weight sets
+the time. With more rows the activation is quantised as well, once for each token, before its rows are gathered. In the
+invariant scope the activation is always quantised, so that the number of rows has no influence.
 
-Not here: gradients (ops/experts.py takes the dequantised weights then), static scales of activations: those are found anew.
+Not here: gradients (ops/experts.py uses the dequantised weights for them) and static scales: activations get new ones each
+time.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ __all__ = ["GROUPED_OPS", "ExpertWeights", "grouped_codes"]
 
 
 class ExpertWeights(NamedTuple):
-    """A quantised weight of all experts, whose rows lie above each other."""
+    """The quantised weights of all experts, stacked along their rows."""
 
     weight: QuantizedWeight
     """[X N, K]."""
@@ -44,12 +45,12 @@ class ExpertWeights(NamedTuple):
         return self.weight.dequantize(dtype).unflatten(0, (self.experts, -1))
 
     def by_expert(self, t: Tensor) -> Tensor:
-        """Codes, scales or zero points of the weight, expert by expert."""
+        """Quantised values, scales or zero points of the weight, with a first dimension of experts."""
         return t.unflatten(0, (self.experts, -1))
 
 
 class _Rows(NamedTuple):
-    """What a grouped product is asked for beside its operands."""
+    """The arguments of a grouped product besides its operands."""
 
     bounds: Tensor
     bias: Tensor | None
@@ -59,7 +60,7 @@ class _Rows(NamedTuple):
     clear: bool
 
     def each(self, x: Tensor, experts: int) -> int:
-        """Rows of an expert, if all have as many."""
+        """The number of rows of an expert on average, at least 1."""
         rows = x.shape[0] * x.shape[1] if x.dim() == 3 else x.shape[0] if self.order is None else self.order.shape[0]
         return -(-rows // experts)
 
@@ -87,7 +88,7 @@ def _scaled(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
 def _block_scaled(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
     codes = weight.weight
     if codes.block != (128, 128) or few_rows(x, rows.each(x, weight.experts)):
-        return _mixed(x, weight, rows)  # experts that begin within a block have scales of single rows
+        return _mixed(x, weight, rows)  # an expert begins within a block, so single rows have scales
     if rows.order is not None:
         x = permute_tokens_op(x.contiguous(), rows.order, rows.chosen, None)
     flat = x.flatten(0, -2)
@@ -105,17 +106,17 @@ GROUPED_OPS: dict[type[QuantizedWeight], GroupedOp] = {
     BlockScaledWeight: _block_scaled,
     MixedWeight: _mixed,
 }
-"""Weight type -> what multiplies by it. A subclass without a row of its own goes as its nearest base does."""
+"""Weight type -> its product. A subclass that is not listed uses the product of its nearest base class."""
 
 
 def grouped_codes(
     x: Tensor, weight: ExpertWeights, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
     clear: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`grouped_linear_op` with a quantised weight; arguments that fit together, x dense along K.
+    """`grouped_linear_op` with a quantised weight. The arguments must fit together, and x must be dense along K.
 
     Raises:
-        TypeError: no grouped product takes a weight of this type.
+        TypeError: there is no grouped product for a weight of this type.
         ValueError: x is float32 on a GPU.
     """
     kind: Any = next((base for base in type(weight.weight).__mro__ if base in GROUPED_OPS), None)

@@ -1,12 +1,12 @@
-"""A mixture of experts by operators: route, sort by expert, multiply by each expert's weights, combine.
+"""The operators of a mixture of experts: route, sort by expert, multiply by each expert's weights, combine.
 
     weights, experts = route_experts(logits, chosen)
     order = sort_by_expert(experts, count)
     inner = grouped_linear(x, gate_up, order, activation="silu_mul", gather=True)
     y = combine_tokens(grouped_linear(inner, down, order), order, weights)
 
-With gradients the same calls run forward with the rows of x sorted first and the activation as an operator of its own; of
-routing the weights have gradients, and the choice has none.
+If gradients are wanted, the same calls sort the rows of x before the product, and the activation is a separate operator. Of
+routing, the weights have gradients, and the choice of experts has none.
 """
 
 from typing import Any, NamedTuple
@@ -38,12 +38,12 @@ __all__ = [
 
 
 class ByExpert(NamedTuple):
-    """Rows in the order of their experts, as `sort_by_expert` finds it; row t * K + k is token t's k-th expert's."""
+    """Rows in the order of their experts, made by `sort_by_expert`. Row t * K + k belongs to the k-th expert of token t."""
 
     offsets: Tensor
     """[X + 1] int32: where each expert's rows begin."""
     order: Tensor
-    """[T * K] int32: which row stands at each place."""
+    """[T * K] int32: the row at each place."""
     places: Tensor
     """[T, K] int32: the place of each row."""
 
@@ -64,16 +64,16 @@ def route_experts(
     normalise: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The experts that each token goes to, and their weights; differentiable in the logits, through the weights.
+    """Choose the experts of each token, and their weights; differentiable in the logits, through the weights.
 
     Args:
         logits: [T, X], float32.
-        chosen: K, how many.
-        bias: [X], float32: added to sigmoids for the choice alone (`softmax` False).
+        chosen: K, the number of experts for each token.
+        bias: [X], float32: added to the sigmoids when experts are chosen, but not in the weights (only with `softmax` False).
         softmax: whether scores are a softmax over all experts, or sigmoids.
-        groups: into so many the experts are divided, as neighbours.
-        chosen_groups: whose experts may be chosen.
-        normalise: whether weights are divided by their sum; a softmax over the chosen alone is this.
+        groups: the number of equal groups of neighbouring experts.
+        chosen_groups: the number of best groups from which experts are chosen.
+        normalise: divide the weights by their sum; the result equals a softmax over the chosen experts alone.
         scale: factor on the weights.
 
     Returns:
@@ -103,14 +103,14 @@ def route_experts(
 
 
 def sort_by_expert(experts: Tensor, count: int) -> ByExpert:
-    """The order of rows by expert: stable, and the same in any run.
+    """The order of rows by expert. The sort is stable, so every run gives the same order.
 
     Args:
-        experts: [T, K] int32, each in [0, count); what is outside counts as the nearest inside.
-        count: X.
+        experts: [T, K] int32, each in [0, count); values outside are replaced by the nearest one inside.
+        count: X, the number of experts.
 
     Raises:
-        ValueError: another shape or dtype, or no experts.
+        ValueError: another shape or dtype, or a count below 1.
     """
     if experts.dim() != 2 or experts.dtype != torch.int32 or count < 1:
         raise ValueError(
@@ -139,7 +139,7 @@ def permute_tokens(x: Tensor, order: ByExpert) -> Tensor:
     """The rows of x [T, N] in the order of their experts, [T * K, N]; differentiable.
 
     Raises:
-        ValueError: x does not have a row for each token.
+        ValueError: x does not have one row for each token.
     """
     if x.dim() != 2 or x.shape[0] != order.places.shape[0]:
         raise ValueError(f"permute_tokens: x must be [{order.places.shape[0]}, N]; got {list(x.shape)}")
@@ -171,11 +171,11 @@ def combine_tokens(rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
 
     Args:
         rows: [T * K, N], in the order of their experts.
-        order: that order.
+        order: the order of the rows.
         weights: [T, K] float32.
 
     Returns:
-        [T, N] of the rows' dtype, summed in float32 in the order of k.
+        [T, N] of the rows' dtype, summed in float32 in the order k = 0, 1, ...
 
     Raises:
         ValueError: shapes or dtypes do not fit.
@@ -223,15 +223,15 @@ def grouped_linear(
     *,
     gather: bool = False,
 ) -> Tensor:
-    """activation(x @ weight[e]^T + bias[e]), each row by the weight of its expert e; differentiable in x, weight and bias.
+    """activation(x @ weight[e]^T + bias[e]), where e is the expert of the row; differentiable in x, weight and bias.
 
     Args:
-        x: [T * K, in], rows by expert; with gather [T, in].
-        weight: [X, N, in], dense along `in` or along N; or quantised, and then with gradients it is dequantised first.
-        order: of the rows.
+        x: [T * K, in], rows by expert; or with `gather` [T, in].
+        weight: [X, N, in], dense along `in` or along N; or quantised (it is dequantised first if gradients are wanted).
+        order: the order of the rows.
         bias: [X, N].
-        activation: those of `linear`, or clamped_silu_mul (gpt-oss's); gated ones take a weight [X, 2F, in], gate half first.
-        gather: whether x has tokens, whose rows are read in the order of their experts.
+        activation: as in `linear`, or clamped_silu_mul (gpt-oss); gated ones take a weight [X, 2F, in], gate half first.
+        gather: x has one row for each token; the product reads these rows in the order of their experts.
 
     Returns:
         [T * K, N] ([T * K, F] with a gate) of x's dtype, rows by expert.
@@ -262,7 +262,7 @@ def grouped_linear(
         y = grouped_activated(y.float(), activation).to(y.dtype)
     if not invariant_scope():
         return y
-    with torch.no_grad():  # as a call without gradients rounds
+    with torch.no_grad():  # rounds as a call without gradients does
         served = grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)
     return valued(y, served)
 
@@ -276,22 +276,22 @@ def masked_grouped_linear(
     *,
     clear: bool = True,
 ) -> Tensor:
-    """The same of a fixed room for each expert's rows, of which the first counts[e] count; without gradients.
+    """`grouped_linear` with room for M rows of each expert, of which the first counts[e] are used; without gradients.
 
     Args:
         x: [X, M, in].
         weight: [X, N, in], plain or quantised.
         counts: [X] int32, each in [0, M].
         bias: [X, N].
-        activation: as `grouped_linear`'s.
-        clear: whether rows that do not count are zeros; else they are whatever the memory held.
+        activation: as in `grouped_linear`.
+        clear: whether unused rows of the result are set to zero; otherwise their content is undefined.
 
     Returns:
         [X, M, N] ([X, M, F] with a gate).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
-        RuntimeError: an operand asks for a gradient.
+        RuntimeError: an operand requires a gradient.
     """
     if x.dim() != 3:
         raise ValueError(f"masked_grouped_linear: x must be [X, M, in]; got {list(x.shape)}")
@@ -307,5 +307,5 @@ def _ready(x: Tensor) -> Tensor:
 
 
 def _dense(weight: Tensor) -> Tensor:
-    """A weight that is dense along its rows or its columns; else a copy."""
+    """The weight if it is dense along its rows or its columns, else a copy."""
     return weight if 1 in weight.stride()[1:] else weight.contiguous()

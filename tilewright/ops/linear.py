@@ -1,17 +1,17 @@
-"""`linear`, the one entry for weights of every format: the type of the weight decides which product runs.
+"""`linear` for weights of every format: the type of the weight decides which product runs.
 
-A new format adds a row to `LINEAR_OPS`: a function of (x [M, K], weight, bias, activation, residual), as `linear_op` is one,
-and a weight type with the `shape` [N, K], the `dtype` and the `device` of the weight that it stands for.
+To add a format, add an entry to `LINEAR_OPS`: a function (x [M, K], weight, bias, activation, residual), like `linear_op`, and
+a weight type that has the `shape` [N, K], the `dtype` and the `device` of the float weight that it replaces.
 
-An 8-bit weight has two products. Up to `FEW_ROWS` rows its bytes are all that counts: the activation stays in 16 bits
-(`mixed_linear`), which is one launch and more exact. Above, the activation is quantised as well, for the rate of 8-bit tensor
-cores. In the invariant scope the number of rows decides nothing, and the second is always taken.
+There are two products for an 8-bit weight. Up to `FEW_ROWS` rows, reading the weight sets the time, and the activation stays in
+16 bits (`mixed_linear`): this is one launch and more exact. Above, the activation is quantised as well, to use the rate of
+8-bit tensor cores. In the invariant scope the second is always used, so that the number of rows has no influence.
 
-With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the bits of a
-call without gradients: there an activation is always an op of its own, because its gradient needs what it was given, and a
-residual is always added before the one rounding, for which no gradient asks. A quantised weight is frozen, and `linear`
-is differentiable in x, bias and residual: forward as always, backward as if y had been computed with the dequantised
-weight and the activation had not been rounded (the straight-through estimate of Bengio et al., 2013), in plain torch.
+With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the same bits as
+a call without gradients. For this reason, in that scope an activation is always a separate op (its gradient needs its input),
+and a residual is always added before the one rounding. A quantised weight is frozen: `linear` is then differentiable in x, bias
+and residual. The forward pass is the usual one. The backward pass, in plain torch, computes the gradients as if y came from the
+dequantised weight and the activation had not been rounded (the straight-through estimator of Bengio et al., 2013).
 """
 
 from collections.abc import Callable
@@ -42,22 +42,23 @@ from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, Qua
 __all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "few_rows", "linear", "linear_codes"]
 
 FEW_ROWS = 16
-"""Up to so many rows an 8-bit weight meets an activation of 16 bits.
+"""Up to this number of rows an 8-bit weight is multiplied by a 16-bit activation.
 
-H100, int8, times bf16: 1.59 at 16 rows; 1.38 at 64, where a quantised activation has 1.57 (docs/results.md#quantised-layers).
-Between them nothing was measured. Other forms for few rows: docs/experiments/few-rows-weight-only.md.
+H100, int8, speed relative to bf16: 1.59 at 16 rows; 1.38 at 64, where a quantised activation has 1.57
+(docs/results.md#quantised-layers). Nothing was measured between them. Other kernels for few rows:
+docs/experiments/few-rows-weight-only.md.
 """
 
 
 class Codes(NamedTuple):
-    """An activation that a norm, or the layer before, has quantised for its reader: `linear` takes it in place of x."""
+    """An activation that is quantised already, by a norm or by the layer before; `linear` accepts it as x."""
 
     codes: Tensor
     """[M, K], int8 or float8, as `quantize_rows` lays them out."""
     scales: Tensor
     """[M], float32."""
     dtype: torch.dtype
-    """Of the activation that they stand for, and of the output."""
+    """Dtype of the activation before it was quantised, and of the output."""
 
 
 Weight = Tensor | QuantizedWeight
@@ -86,9 +87,9 @@ def _static(x: Tensor, weight: StaticWeight, bias: Tensor | None, activation: st
 
 
 def codes_for(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
-    """The format in which `linear` would quantise x [M, K] by rows for a weight; None: it would not.
+    """The format to which `linear` would quantise the rows of x [M, K] for this weight; None: it would not quantise them.
 
-    A norm before the layer then writes the codes itself, which saves a launch and a tensor of 16 bits.
+    A norm before the layer can then write the quantised values itself, which saves a launch and a 16-bit tensor.
     """
     if type(weight) is not ScaledWeight or x.dim() != 2 or _few(x) or (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -123,10 +124,10 @@ def _mx(x: Tensor, weight: MXWeight, bias: Tensor | None, activation: str, resid
 
 
 def few_rows(x: Tensor, rows: int) -> bool:
-    """Whether an 8-bit weight meets so many rows of x, or as many an expert, as they are: not quantised.
+    """Whether an 8-bit weight is multiplied by x in 16 bits: if there are at most `FEW_ROWS` rows (for each expert).
 
     Raises:
-        ValueError: x is float32 on a GPU, which no quantised weight takes.
+        ValueError: x is float32 on a GPU, which no quantised product accepts.
     """
     if x.dtype == torch.float32 and x.is_cuda:
         raise ValueError(
@@ -148,7 +149,7 @@ LINEAR_OPS: dict[type, LinearOp] = {
     MXWeight: _mx,
     MixedWeight: _mixed,
 }
-"""Weight type -> what multiplies by it. A subclass without a row of its own goes as its nearest base does."""
+"""Weight type -> its product. A subclass that is not listed uses the product of its nearest base class."""
 
 
 _FLOAT = (Tensor, Parameter)
@@ -160,18 +161,18 @@ def linear(
     """activation(x @ weight^T + bias) + residual.
 
     Args:
-        x: [..., K], bf16, fp16 or fp32; or the codes of [M, K], for a weight that `codes_for` names a format for.
+        x: [..., K], bf16, fp16 or fp32; or `Codes` of [M, K], for a weight for which `codes_for` names a format.
         weight: [N, K], of a type in `LINEAR_OPS`.
         bias: [N].
-        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first, and
-            the output is act(gate) * up.
-        residual: the shape of the output; added last.
+        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, for which the weight is [2F, K], gate half first,
+            and the output is act(gate) * up.
+        residual: in the shape of the output; added last.
 
     Returns:
         [..., N] ([..., F] with silu_mul and gelu_mul) of x's dtype, contiguous.
 
     Raises:
-        TypeError: no op takes a weight of this type.
+        TypeError: there is no product for a weight of this type.
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
     if isinstance(x, Codes):
@@ -207,23 +208,24 @@ def linear(
 def linear_codes(
     x: Tensor | Codes, weight: Weight, reader: StaticWeight, bias: Tensor | None = None, activation: str = "none"
 ) -> Codes:
-    """`linear`, with its result quantised for the static layer that reads it: one launch, and no tensor of 16 bits between.
+    """`linear` whose result is quantised for the static layer that reads it: one launch, without a 16-bit tensor in between.
 
-    Never taken by itself: layers call `linear`, since what lies between two layers (a residual, a norm) wants 16 bits.
+    Call this yourself if two layers follow each other directly. `nn` layers never do, because what usually comes between two
+    layers (a residual, a norm) needs 16 bits.
 
     Args:
-        x: [M, K], bf16 or fp16; or codes of it.
-        weight: [N, K], a float weight of x's dtype, or one of 8 bits with a scale a row.
-        reader: the weight that takes the result: its calibrated scale is that of the codes.
+        x: [M, K], bf16 or fp16; or quantised, as `Codes`.
+        weight: [N, K], a float weight of x's dtype, or an 8-bit weight with one scale per row.
+        reader: the weight of the next layer; its calibrated activation scale is used.
         bias: [N].
-        activation: as `linear`'s.
+        activation: as in `linear`.
 
     Returns:
-        What `linear` takes as x with the reader.
+        The quantised result, which `linear` accepts as x with the weight `reader`.
 
     Raises:
         TypeError: a weight of another type.
-        ValueError: shapes or dtypes do not fit, or the reader's codes have a zero point.
+        ValueError: shapes or dtypes do not fit, or the reader's activation has a zero point.
     """
     if reader.x_zero is not None:
         raise ValueError("linear_codes: the reader's codes have a zero point, which no product adds; calibrate without one")
@@ -245,7 +247,7 @@ def linear_codes(
 
 
 def _coded(x: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
-    """x as the codes that a weight multiplies, and their scales."""
+    """x quantised in the format of the weight, and its scales."""
     if isinstance(weight, StaticWeight):
         return quantize_static_op(rows_ready(x), weight.x_scale, weight.codes_format, weight.x_zero)
     return quantize_rows_op(rows_ready(x), weight.codes_format)
@@ -267,7 +269,7 @@ def _wants_grad(*tensors: Tensor | None) -> bool:
 
 
 class _Frozen(torch.autograd.Function):
-    """`linear` with a quantised weight; see the module's docstring for what its gradient means."""
+    """`linear` with a quantised weight; the module's docstring explains its gradient."""
 
     @staticmethod
     def forward(
@@ -280,7 +282,7 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """(of x, None, of bias, None, of residual), in plain torch, which Dynamo traces too."""
+        """(gradient of x, None, of bias, None, of residual), in plain torch, which Dynamo traces too."""
         (x, bias), dy, kind = ctx.saved_tensors, grads[0], ctx.activation
         weight = ctx.weight.dequantize(x.dtype)
         dz = dy if kind == "none" else _before_activation(dy, F.linear(x, weight, bias), kind)
@@ -295,7 +297,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def _before_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """The gradient of what an activation was given, z [..., N], from that of what it gave."""
+    """From the gradient dy of an activation's output, the gradient of its input z [..., N]."""
     kind = activation.removesuffix("_mul")
     if kind != activation:
         return gated_backward_op.reference(dy, *z.chunk(2, -1), kind, True)

@@ -1,11 +1,10 @@
-"""`linear` by a quantised weight, whose gradient reaches the float weight that the codes were made of (straight-through).
+"""`linear` with a quantised weight, whose gradient goes to the float weight behind it (straight-through estimator).
 
-    y = activation(x @ q(w)^T + b)          its bits are those of `linear(x, q(w), b, activation)`
-    dx, dw, db                              those of activation(x @ w^T + b)
+    y = activation(x @ q(w)^T + b)          bitwise the result of `linear(x, q(w), b, activation)`
+    dx, dw, db                              the gradients of activation(x @ w^T + b)
 
-So a model learns while it gives the numbers of the quantised model that is served. The estimate is that of Bengio et al.
-(2013): rounding counts as if it were not there, that of the weight and that of the activation. With gradients there are two
-products.
+So a model trains on the very numbers that the quantised model will give when it is served. In the gradient, both roundings (of
+the weight and of the activation) are treated as the identity (Bengio et al., 2013). With gradients there are two products.
 """
 
 from torch import Tensor
@@ -22,14 +21,14 @@ __all__ = ["linear_coded"]
 def linear_coded(
     x: Tensor, weight: Tensor, coded: QuantizedWeight, bias: Tensor | None = None, activation: str = "none"
 ) -> Tensor:
-    """activation(x @ coded^T + bias), differentiable in x, weight and bias as if the product were that of `weight`.
+    """activation(x @ coded^T + bias), with the gradients of x, weight and bias that the product with `weight` would have.
 
     Args:
-        x: [..., K], as `linear` takes it with a quantised weight.
+        x: [..., K], as in `linear` with a quantised weight.
         weight: [N, K], a float weight of x's dtype.
-        coded: of the weight's shape and device; whoever changes the weight makes the codes again.
+        coded: the quantised `weight`, on the same device. After a change of `weight` the caller must quantise it again.
         bias: [N].
-        activation: as `linear`'s.
+        activation: as in `linear`.
 
     Returns:
         [..., N] ([..., F] with silu_mul and gelu_mul) of x's dtype.

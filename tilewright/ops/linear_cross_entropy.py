@@ -1,17 +1,17 @@
-"""The last layer and its loss, chunk by chunk: cross_entropy(x @ weight^T + bias, targets) without all logits in memory.
+"""The last layer and its loss, chunk by chunk: cross_entropy(x @ weight^T + bias, targets) without storing all logits.
 
     # T rows, D features, V classes
     losses(logits_t, target_t),  logits = x @ weight^T + bias
 
-The logits of 16k tokens and 131072 classes take 4 GB, their gradient as much. Here the logits of a chunk are made, become
-their own gradient (`cross_entropy_gradient_in_place`), and give at once their parts of the gradients of x, weight and bias;
-the next chunk takes their memory (Hsu et al., "Liger Kernel", 2024). So the gradients are made in the forward pass, wait there
-for the factor that the backward pass brings, and serve one backward pass. The gradient of the weight is a sum over chunks, in
-float32.
+The logits of 16k tokens and 131072 classes take 4 GB, and their gradient takes as much. Here the logits of one chunk of rows
+are computed, are overwritten by their own gradient (`cross_entropy_gradient_in_place`), and at once contribute to the gradients
+of x, weight and bias. The next chunk uses the same memory (Hsu et al., "Liger Kernel", 2024). So the gradients are computed in
+the forward pass, before the factor from the backward pass is known, and allow only one backward pass. The gradient of the
+weight is summed over chunks in float32.
 
-Limited by the tensor cores: three products where gradients are wanted, as without chunks. A chunk has enough rows that its
-products fill a card. Losses that are not reduced get a factor each, which the backward pass brings: their logits are made once
-more there, four products in all.
+The tensor cores set the time: there are three products if gradients are wanted, as without chunks. A chunk has enough rows for
+products that fill a card. Losses that are not reduced have a factor each, which is known in the backward pass only: their
+logits are computed again there, so there are four products.
 Not supported: what cross_entropy does not support; quantised weights.
 """
 
@@ -29,11 +29,11 @@ from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_option
 
 __all__ = ["linear_cross_entropy"]
 
-_FEWEST_ROWS = 2048  # H100, 131072 x 4096: a sum of products into float32 takes 1.2 times the products, of 1024 rows 1.7
+_FEWEST_ROWS = 2048  # H100, 131072 x 4096: adding to float32 costs 1.2 times the products alone, with 1024 rows 1.7 times
 
 
 def _rows_a_chunk(rows: int, features: int) -> int:
-    """Equal chunks of rows: no more rows than make logits as large as the weight, and enough for products at full speed."""
+    """Rows of equal chunks: enough for products at full speed, but otherwise logits no larger than the weight."""
     chunks = -(-rows // max(_FEWEST_ROWS, features))
     return -(-rows // max(1, chunks) // 128) * 128 if chunks > 1 else max(1, rows)
 
@@ -46,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counts: Tensor | None, options: LossOptions,
         chunk: int,
     ) -> Tensor:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function; makes those that will be asked for."""
+        """Runs without gradients, as torch does inside of a Function; computes the gradients that will be wanted."""
         factor = rows_factor(targets, options, x.dtype, counts)
         scale = factor.expand(targets.shape) if counts is None else factor * counts
         wide = factor.dtype
@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx is not None:
                 dx[rows] = matmul(logits, weight)
             if of_weight:
-                # One chunk needs no float32.
+                # A single chunk needs no float32 sum.
                 dweight = matmul(logits.mT, x[rows]) if chunk >= x.shape[0] else add_product(dweight, logits.mT, x[rows])
             if dbias is not None:
                 dbias += logits.sum(0, dtype=wide)
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias), and nothing for the rest."""
+        """(gradients of x, weight, bias), and None for the rest."""
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_cross_entropy: its gradients went to a first backward pass; call it again for a second one, or "
@@ -94,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss of each row, differentiable once in x, weight and bias; each chunk's logits are made again for that."""
+    """The loss of each row, differentiable once in x, weight and bias; for the gradients each chunk's logits are recomputed."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias), and nothing for the rest."""
+        """(gradients of x, weight, bias), and None for the rest."""
         (x, weight, bias, targets), chunk = ctx.saved_tensors, ctx.chunk
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_x else None
@@ -147,7 +147,7 @@ def linear_cross_entropy(
     reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0, chunk: int | None = None, checked: bool = False,
     class_weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """cross_entropy(linear(x, weight, bias), targets); the logits are never whole in memory.
+    """cross_entropy(linear(x, weight, bias), targets), without storing all logits at once.
 
     Args:
         x: [..., D], bf16, fp16 or fp32.
@@ -156,17 +156,17 @@ def linear_cross_entropy(
         bias: [V].
         ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
         reduction: "mean", "sum" or "none".
-        label_smoothing: the share of the target that all classes have in equal parts.
+        label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
         z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
-        chunk: rows whose logits are in memory at once; None for logits about as large as the weight, 2048 rows at least.
-        checked: on a GPU too, wait for the targets and raise for the first that is out of range.
-        class_weights: [V], no gradient: a row's loss counts the weight of its class, in the mean too.
+        chunk: rows whose logits are in memory at once. None: logits about as large as the weight, but at least 2048 rows.
+        checked: check targets on a GPU too; the host waits for the GPU then.
+        class_weights: [V], without a gradient: weights of the rows' losses by class, also in the mean.
 
     Returns:
         The loss in float32: a scalar, or [...] with reduction "none".
 
     Raises:
-        ValueError: shapes, dtypes or options do not fit; or a target is out of range (on a CPU, or `checked`).
+        ValueError: shapes, dtypes or options do not fit; or a target is out of range (on a CPU, or if `checked`).
     """
     options = loss_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.shape[0] or weight.dtype != x.dtype:

@@ -1,17 +1,19 @@
-"""`linear` of float weights whose products are of float8 codes, for training; weights and gradients stay what they are.
+"""`linear` for training with float8 products; weights and gradients keep their float type.
 
     y  = q(x) q(w)^T + b            q: float8 e4m3 with a scale for each row, or one for all of x and one for all of w
-    dx = q(dy) q(w^T)^T             dy by rows in both ways, because gradients of tokens differ most; w^T by its own rows
-    dw = dy^T x                     16 bits: what is rounded here would stay in the weights
+    dx = q(dy) q(w^T)^T             dy always by rows, because gradients differ most between tokens; w^T by its own rows
+    dw = dy^T x                     in 16 bits: a rounding error here would accumulate in the weights
     db = the sum of dy over its rows, in float32
 
-Scales are those of this very call: nothing is kept between steps, and a row's codes depend on that row alone. The recipe is
-that of torchao's "rowwise with high-precision weight gradient"; e4m3 for gradients as well, since a scale for each row has the
-range that e5m2 would have. Two of three products run at the rate of 8 bits; what they cost beside it is reading x and dy once
-more each, and w twice. `fp8_seconds` is both in numbers. Not supported: a gradient of the gradient.
+Scales are computed in each call: nothing is kept between steps, and the quantised values of a row depend on that row alone.
+This
+is the recipe of torchao's "rowwise with high-precision weight gradient". Gradients are e4m3 as well: with a scale for each row
+the wider range of e5m2 is not needed. Two of three products run at the 8-bit rate; the price is reading x and dy once more and
+w twice more. `fp8_seconds` predicts both. Not supported: a gradient of the gradient.
 
-The forward pass makes the codes of w and of w^T together (`quantize_both_ways`) and keeps those of w^T for the backward pass, a
-byte a weight, in the place of w. Made in the backward pass they would cost no memory, and two more readings of w.
+The forward pass quantises w and w^T together (`quantize_both_ways`) and keeps the quantised w^T for the backward pass in place
+of
+w: one byte per weight. Quantising w^T in the backward pass would save this memory but read w two more times.
 """
 
 from typing import Any
@@ -33,7 +35,7 @@ __all__ = ["FP8_SCALES", "fp8_seconds", "linear_fp8"]
 
 _FORMAT = "fp8"
 FP8_SCALES = tuple(ONE_WAY)
-"""What may have a scale of its own."""
+"""The possible values of `scale`: which values share a scale."""
 
 
 class _Product(torch.autograd.Function):
@@ -66,21 +68,21 @@ def _product(x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], bias: Tensor | 
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", scale: str = "row") -> Tensor:
-    """activation(x @ weight^T + bias), its products of float8 codes; differentiable in x, weight and bias.
+    """activation(x @ weight^T + bias) with float8 products; differentiable in x, weight and bias.
 
     Args:
         x: [..., K], bf16; on a CPU, where the reference runs, also fp32.
         weight: [N, K] of x's dtype.
         bias: [N].
-        activation: as `linear`'s.
-        scale: "row" or "tensor": what has a scale of its own.
+        activation: as in `linear`.
+        scale: "row" or "tensor": whether each row or each tensor has its own scale.
 
     Returns:
         [..., N] ([..., F] with silu_mul and gelu_mul) of x's dtype.
 
     Raises:
-        Refused: a card before sm_89.
-        ValueError: shapes do not fit, or another `scale`.
+        Refused: a card older than sm_89.
+        ValueError: shapes do not fit, or `scale` is unknown.
     """
     if scale not in FP8_SCALES:
         raise ValueError(f"linear_fp8: scale is {scale!r}, wanted {' or '.join(FP8_SCALES)}")
@@ -96,12 +98,11 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
 def fp8_seconds(
     tokens: int, rows: int, cols: int, found: Ceilings, launch_s: float, scale: str = "row"
 ) -> tuple[float, float]:  # fmt: skip
-    """Seconds of the products for y and dx of a weight [rows, cols] and so many tokens under ceilings: (in bf16, in float8 with
-    what quantising takes). dw is the same in both.
+    """Predicted seconds for the products of y and dx, for a weight [rows, cols]: (in bf16, in float8 with quantisation).
 
-    Rooflines, and `launch_s` for each launch; a float8 product also waits for its results to be written, which takes a share of
-    so short a time. H100, 28 blocks of hidden size 3072 and 8,192 tokens: 70.2 ms for 69.7 measured; 16 of 2048: 25.1 for 24.8;
-    28 of 1024 and 16,384 tokens: 25.4 for 25.9.
+    dw is the same in both. The prediction uses rooflines and `launch_s` for each launch. A float8 product also waits until its
+    results are written, which is a notable share of so short a time. H100, 28 blocks of hidden size 3072 and 8,192 tokens:
+    predicted 70.2 ms, measured 69.7; 16 blocks of 2048: 25.1 and 24.8; 28 blocks of 1024 and 16,384 tokens: 25.4 and 25.9.
 
     Raises:
         ValueError: the card has no float8.
@@ -124,5 +125,5 @@ def fp8_seconds(
         quantize_rows_op.cost(dy, _FORMAT),
         quantize_both_ways_op.cost(weight, scale, _FORMAT),
     )
-    launches = {"row": 5, "tensor": 6}[scale]  # of x, 1 or 2; of dy, 1; of the weight, 3
+    launches = {"row": 5, "tensor": 6}[scale]  # for x 1 or 2, for dy 1, for the weight 3
     return plain, coded + launches * launch_s + sum(roof(cost, found, "bf16").seconds for cost in quantised)

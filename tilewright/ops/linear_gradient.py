@@ -1,11 +1,11 @@
-"""`linear` of float weights with gradients: the product and its two backward products are all `linear_op`.
+"""`linear` with float weights and gradients: the product and its two backward products all use `linear_op`.
 
     y = x w^T + b (+ residual),   dx = dy w,   dw = dy^T x,   db = the sum of dy over its rows, in float32
 
-The activation follows as an op of its own, whose gradient needs what it was given; in a forward pass without gradients it is
-the product's epilogue. The bits of a gradient depend on the shapes alone. What a call has chosen is kept, by all in which two
-calls may differ but their memory, and the next one neither checks nor summarises its operands. Not supported: a gradient of the
-gradient.
+If gradients are wanted, the activation is a separate op, because its gradient needs its input; otherwise it is the product's
+epilogue. The bits of a gradient depend on the shapes alone. The choice for a call is cached under a key of everything in which
+calls may differ except their memory, so the next such call neither checks nor summarises its operands. Not supported: a
+gradient of the gradient.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ class _Product(torch.autograd.Function):
 
 
 def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Those of x [M, K], weight and bias that are needed; dy [M, N] is contiguous."""
+    """Those gradients of x [M, K], weight and bias that are needed; dy [M, N] is contiguous."""
     return (
         matmul(dy, weight) if needs[0] else None,
         matmul(dy.mT, x) if needs[1] else None,
@@ -53,9 +53,9 @@ def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -
 
 
 class _Again:
-    """What calls with the same key have chosen: of the product, and of the gradients once they were asked for.
+    """The choices for calls with the same key: of the product, and after a first backward pass of the gradients.
 
-    A backward pass on a GPU runs in a thread of autograd's, where no scope is in force but the ordinary one.
+    On a GPU the backward pass runs in a thread of autograd, in which only the default scope is active.
     """
 
     def __init__(self, product: Choice):
@@ -64,7 +64,7 @@ class _Again:
         self.of_weight: Choice | None = None
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-        """The gradients of x [..., K], weight and bias that are needed."""
+        """Those gradients of x [..., K], weight and bias that are needed."""
         rows, flat = dy.reshape(-1, dy.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
         if scope() != self.scope:
             self.scope, self.of_x, self.of_weight = scope(), None, None
@@ -109,7 +109,7 @@ _AGAIN = Held()
 
 
 def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
-    """`linear_with_gradient` without a residual, of operands as it had before; None where it had none."""
+    """Repeat `linear_with_gradient` (without a residual) on such operands; None if there was no such call before."""
     key = call_key((linear_op.generation, activation), x, weight, bias)
     again: _Again | None = None if key is None else _AGAIN.get(key)
     if again is None:
@@ -119,7 +119,8 @@ def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 
 def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """activation(x @ weight^T + bias) + residual, differentiable in all; x [..., K], checked by the caller."""
+    """activation(x @ weight^T + bias) + residual, differentiable in all of them; x [..., K]. The caller checks the
+    arguments."""
     rows = x.reshape(-1, x.shape[-1])
     if residual is not None and activation == "none" and invariant_scope():
         y: Any = _Product.apply(rows, weight, bias, residual.reshape(-1, weight.shape[0]))
@@ -134,7 +135,7 @@ def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activat
 
 
 def activated(y: Tensor, activation: str) -> Tensor:
-    """What `linear` does to a product [..., N], as an op of its own; with gradients."""
+    """The activation of `linear` applied to a product [..., N], as a separate op with gradients."""
     if activation == "none":
         return y
     if activation in ("silu_mul", "gelu_mul"):

@@ -1,8 +1,8 @@
-"""Norms over the last dimension with gradients: the kernels forward (*_norm.py), and norm/backward.py behind.
+"""Norms over the last dimension with gradients: kernels *_norm.py forward, and norm/backward.py backward.
 
-Kept for the backward pass are x, or the sum that add_layer_norm or add_rms_norm returned, the weight, and of layer_norm's rows
-mean and 1 / deviation, 8 bytes a row (norm/layer_norm.py). Gradients are those of x, residual, weight and bias, once; the
-same bits every time on a card.
+For the backward pass these are kept: x, or the sum that add_layer_norm or add_rms_norm returned; the weight; and for each row
+of layer_norm the mean and 1 / deviation, 8 bytes per row (norm/layer_norm.py). There are first gradients of x, residual, weight
+and bias, which are bitwise the same every time on a card.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Runs without gradients, as torch does inside of a Function."""
         y, stats = of_layer.layer_norm_stats(x, weight, bias, eps)
-        if invariant_scope():  # the bits of a call without gradients
+        if invariant_scope():  # the same bits as a call without gradients
             y = of_layer.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, stats)
         ctx.eps = eps
@@ -38,7 +38,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, of bias, None)."""
+        """(gradients of x, weight, bias, None)."""
         x, weight, stats = ctx.saved_tensors
         dx, dweight, dbias = layer_norm_backward_op(rows_ready(grads[0]), rows_ready(x), weight, ctx.eps, stats)
         return dx, dweight, dbias if ctx.needs_input_grad[2] else None, None
@@ -58,14 +58,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of weight, None)."""
+        """(gradients of x, weight, None)."""
         x, weight = ctx.saved_tensors
         dx, dweight = rms_norm_backward_op(rows_ready(grads[0]), heads_ready(x), weight, None, ctx.eps)
         return dx, dweight, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """(rms_norm, the sum that it is of), differentiable once in x, residual and weight."""
+    """(rms_norm of the sum, the sum); differentiable once in x, residual and weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -73,13 +73,13 @@ class _AddRMSNorm(torch.autograd.Function):
         y, total = of_rms.add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # the sum of a last block goes nowhere: no zeros to read for it
+        ctx.set_materialize_grads(False)  # the last block's sum is not used: do not read zeros for it
         return y, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of residual, of weight, None)."""
+        """(gradients of x, residual, weight, None)."""
         total, weight = ctx.saved_tensors
         dy, dtotal = grads
         if dy is None:
@@ -90,7 +90,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """(layer_norm, the sum that it is of), differentiable once in x, residual, weight and bias."""
+    """(layer_norm of the sum, the sum); differentiable once in x, residual, weight and bias."""
 
     @staticmethod
     def forward(
@@ -100,13 +100,13 @@ class _AddLayerNorm(torch.autograd.Function):
         y, total = of_sum.add_layer_norm(x, residual, weight, bias, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # the sum of a last block goes nowhere: no zeros to read for it
+        ctx.set_materialize_grads(False)  # the last block's sum is not used: do not read zeros for it
         return y, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, of residual, of weight, of bias, None)."""
+        """(gradients of x, residual, weight, bias, None)."""
         total, weight = ctx.saved_tensors
         dy, dtotal = grads
         if dy is None:
@@ -162,7 +162,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
 
     Args:
         x: [..., D], bf16, fp16 or fp32.
-        residual: the shape and dtype of x.
+        residual: in the shape and dtype of x.
         weight: [D].
         eps: added to the mean square.
 
@@ -185,7 +185,7 @@ def add_layer_norm(
 
     Args:
         x: [..., D], bf16, fp16 or fp32.
-        residual: the shape and dtype of x.
+        residual: in the shape and dtype of x.
         weight: [D].
         bias: [D] or None.
         eps: added to the variance.

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and what writes to it: the operators, and what layers and the engine have to know of them."""
+"""Attention over a paged cache and the operators that write to it, re-exported with the helpers that layers and engine need."""
 
 from tilewright.kernels.attention.mla.attention import mla_attention
 from tilewright.kernels.attention.mla.rope_cache_write import mla_rope_write

@@ -1,4 +1,4 @@
-"""`permute` and `transpose` with gradients: kernels/layout/permute.py, and the same copy backwards."""
+"""`permute` and `transpose` as copies with gradients (kernels/layout/permute.py); the gradient is the copy back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["permute", "transpose"]
 
 
 class _Permute(torch.autograd.Function):
-    """The copy, differentiable as often as one likes: its gradient is the copy back."""
+    """The copy; differentiable any number of times, because its gradient is the copy back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
@@ -23,13 +23,13 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """(of x, None)."""
+        """(gradient of x, None)."""
         back = sorted(range(len(ctx.dims)), key=ctx.dims.__getitem__)
         return permute(grads[0], back), None
 
 
 def _copied(x: Tensor, dims: list[int]) -> Tensor:
-    if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):  # flags, which the bits do not show
+    if not torch.compiler.is_compiling() and (x.is_conj() or x.is_neg()):  # lazy views: the bits in memory are not the values
         x = x.resolve_conj().resolve_neg()
     view = x.permute(dims)
     if view.is_contiguous():
@@ -50,8 +50,8 @@ def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
         A new contiguous tensor of x's dtype; its dimension k is x's dimension dims[k].
 
     Raises:
-        ValueError: dims are not x's dimensions; on a GPU also an element of 16 bytes, or more than six dimensions of which no
-            two neighbours stay neighbours.
+        ValueError: dims are not x's dimensions. On a GPU also: an element has 16 bytes, or there are more than six dimensions
+            even after merging neighbours that stay neighbours.
     """
     wanted = [d + x.dim() if d < 0 else d for d in dims]
     if sorted(wanted) != list(range(x.dim())):
@@ -69,10 +69,10 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
     Args:
         x: as in `permute`.
         dim0: one dimension.
-        dim1: the one that it changes places with.
+        dim1: the other dimension.
 
     Raises:
-        ValueError: a dimension that x does not have; and what `permute` raises.
+        ValueError: x does not have one of these dimensions; and the errors of `permute`.
     """
     if not all(-x.dim() <= d < x.dim() for d in (dim0, dim1)):
         raise ValueError(

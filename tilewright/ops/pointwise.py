@@ -1,8 +1,8 @@
 """Elementwise operators with gradients: activations, gated activations, dropout, rotary embedding.
 
-Each is an op without gradients (activation.py, glu.py, dropout.py and rope.py in kernels/elementwise/) and, where a gradient is
-asked for, a `torch.autograd.Function` around it. Kept for the backward pass is what the forward pass was given,
-nothing else: slopes, masks and rotations are computed again. A gradient of a gradient is refused: the ops are forward only.
+Each is an op without gradients (activation.py, glu.py, dropout.py and rope.py in kernels/elementwise/) and, if a gradient is
+wanted, a `torch.autograd.Function` around it. Only the inputs of the forward pass are kept for the backward pass; slopes, masks
+and rotations are computed again. A gradient of a gradient is refused, because the ops are forward only.
 """
 
 from typing import Any
@@ -56,15 +56,15 @@ def activation(x: Tensor, kind: str, alpha: float = 1.0) -> Tensor:
     """f(x), elementwise, differentiable in x.
 
     Args:
-        x: any shape, bf16, fp16 or fp32. Dense memory in any order of the dimensions is walked as it lies.
+        x: any shape, bf16, fp16 or fp32. Dense memory is read without a copy, whatever the order of its dimensions.
         kind: "elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu" or "tanh".
-        alpha: what "elu" multiplies, or the slope of "leaky_relu"; the others have none.
+        alpha: the alpha of "elu" or the negative slope of "leaky_relu"; ignored for the others.
 
     Returns:
-        x's shape, dtype and, where x is dense, strides.
+        In x's shape and dtype; with x's strides if x is dense.
 
     Raises:
-        ValueError: an unknown kind, or a dtype that is not supported.
+        ValueError: an unknown kind or an unsupported dtype.
     """
     if not wants_gradient(x):
         return pointwise.activation(x, kind, alpha)
@@ -106,8 +106,8 @@ class _Gated(torch.autograd.Function):
 
 
 class _Halves(torch.autograd.Function):
-    """f(gate) * up of the halves of x along the last dimension, the gate first or last: the gradient of x is written in one
-    piece."""
+    """f(gate) * up for the two halves of x along the last dimension, the gate first or last. The gradient of x is written as
+    one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gate_first: bool) -> Tensor:
@@ -129,7 +129,7 @@ def _halves(x: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
 
 
 def gated_halves(x: Tensor, kind: str, gate_first: bool = True) -> Tensor:
-    """f(gate) * up of x = [gate | up] along the last dimension, or [up | gate]; differentiable. kind: as of `gated_mul`."""
+    """f(gate) * up for x = [gate | up] along the last dimension, or [up | gate]; differentiable. kind: as in `gated_mul`."""
     if wants_gradient(x):
         return _Halves.apply(x, kind, gate_first)  # pyright: ignore[reportReturnType]
     return _gate(*_halves(x, gate_first), kind)
@@ -145,8 +145,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise, differentiable in both.
 
     Args:
-        gate: [..., F], bf16, fp16 or fp32; a half of a merged [..., 2F] tensor is read in place.
-        up: the shape and dtype of gate.
+        gate: [..., F], bf16, fp16 or fp32; a half of a merged [..., 2F] tensor is read without a copy.
+        up: in the shape and dtype of gate.
 
     Returns:
         [..., F] of gate's dtype, contiguous.
@@ -158,12 +158,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
-    """gelu(gate) * up, elementwise, differentiable in both; `approximate`: the tanh form. The rest as of `silu_mul`."""
+    """gelu(gate) * up, elementwise, differentiable in both. `approximate`: use the tanh form. Otherwise as `silu_mul`."""
     return _gated(gate, up, "gelu_tanh" if approximate else "gelu")
 
 
 def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """f(gate) * up, elementwise, differentiable in both. The rest is as of `silu_mul`.
+    """f(gate) * up, elementwise, differentiable in both. Otherwise as `silu_mul`.
 
     kind: "relu", "sigmoid", "silu", "gelu" or "gelu_tanh".
     """
@@ -175,12 +175,12 @@ def glu(x: Tensor, dim: int = -1, kind: str = "sigmoid") -> Tensor:
     """up * f(gate), where up and gate are the first and the second half of x along `dim`: torch's `glu`, for any gate.
 
     Args:
-        x: bf16, fp16 or fp32, an even size along `dim`. Along another dimension than the last it is copied first.
-        dim: which dimension is halved.
-        kind: which gate, as of `gated_mul`.
+        x: bf16, fp16 or fp32, with an even size along `dim`. If `dim` is not the last dimension, x is copied first.
+        dim: the dimension that is halved.
+        kind: the gate's function, as in `gated_mul`.
 
     Returns:
-        x's shape with half the size along `dim`, x's dtype.
+        In x's dtype, with half of x's size along `dim`.
 
     Raises:
         ValueError: an odd size, or an unknown kind.
@@ -199,7 +199,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, state: Tensor, p: float) -> Tensor:
         x = dense(x)
         ctx.save_for_backward(state)
-        # The mask follows memory, so the gradient has to lie as x did.
+        # The mask depends on the order of memory, so the gradient must have the layout of x.
         ctx.options = (x.shape, x.stride(), p)
         return _drop(x, state, p)
 
@@ -214,20 +214,20 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float = 0.5, state: Tensor | None = None) -> Tensor:
-    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), differentiable in x.
+    """x with a share p of its elements set to zero and the rest scaled by 1 / (1 - p); differentiable in x.
 
     Args:
         x: any shape, bf16, fp16 or fp32.
         p: in [0, 1].
-        state: int64 [2] on x's device, (seed, offset), which decides what becomes zero (with the order of x's memory). None
-            draws two numbers from torch's generator of that device, one small launch; `torch.manual_seed` repeats them, and a
-            captured graph draws others at each replay.
+        state: int64 [2] on x's device, (seed, offset); with the order of x's memory it determines the mask. None: draw two
+            numbers from torch's generator of that device, in one small launch. `torch.manual_seed` makes them repeatable, and a
+            captured graph draws new ones at each replay.
 
     Returns:
         x's shape and dtype.
 
     Raises:
-        ValueError: p or the state do not fit.
+        ValueError: p is not in [0, 1], or the state does not fit.
     """
     if p == 1:
         return x * 0.0
@@ -264,7 +264,7 @@ def rope(
     """Rotate queries and keys by their positions, differentiable in both.
 
     Args:
-        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
+        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read without a copy.
         k: [T, G, D] of q's dtype.
         positions: [T] int64, each in [0, max_pos).
         cos_sin: [max_pos, 2, R/2] float32 from `rope_table`; R <= D. It has no gradient.

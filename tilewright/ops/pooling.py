@@ -1,7 +1,7 @@
-"""Max and average pooling with gradients, in torch's shapes: [N, C, *spatial] or [C, *spatial], one to three spatial ones.
+"""Max and average pooling with gradients, in torch's shapes: [N, C, *spatial] or [C, *spatial], 1 to 3 spatial dimensions.
 
-The kernels are channels-last (kernels/spatial/pooling.py): a tensor in torch's channels-last memory format goes in and comes
-out without a copy, another one is copied first. The result is channels-last in memory, whatever the argument was.
+The kernels are channels-last (kernels/spatial/pooling.py). A tensor in torch's channels-last memory format is read without a
+copy, any other is copied first. The result is channels-last in memory in both cases.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def _window(
     op: str, size: Sequence[int], kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil_mode: bool,
     spatial: int,
 ) -> tuple[list[int], ...]:  # fmt: skip
-    """(out, kernel, stride, padding, dilation) of three dimensions each. Raises ValueError."""
+    """(out, kernel, stride, padding, dilation), three numbers each. Raises ValueError."""
     kernels = spread(op, "kernel_size", kernel, spatial)
     strides = kernels if stride is None or stride == [] else spread(op, "stride", stride, spatial)
     paddings, dilations = spread(op, "padding", padding, spatial), spread(op, "dilation", dilation, spatial)
@@ -66,7 +66,7 @@ def _window(
                 f"got {k}, {s}, {d} and {p}"
             )
         o = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil_mode else 0)) // s + 1
-        # A window may not begin in the padding at the end.
+        # A window must not begin in the padding at the end.
         o -= ceil_mode and (o - 1) * s >= n + p
         if o < 1:
             raise ValueError(f"{op}: a size of {n} gives an output of {o}: smaller than the window of {d * (k - 1) + 1}")
@@ -142,11 +142,12 @@ def max_pool(
     """The maximum of each window, differentiable in x; torch's `max_pool1d`, `2d` and `3d`.
 
     Args:
-        x: [N, C, *spatial] or [C, *spatial], bf16, fp16 or fp32; channels-last memory is read in place.
+        x: [N, C, *spatial] or [C, *spatial], bf16, fp16 or fp32; channels-last memory is read without a copy.
         kernel_size, stride, padding, dilation: one number, or one for each spatial dimension. stride None: the kernel's size.
-        ceil_mode: windows that end behind the image count too, as long as they begin before its end.
-        return_indices: also int64, where in the image (flattened) each maximum is. NaN wins; of equals the first.
-        spatial: how many dimensions are pooled, 1 to 3.
+        ceil_mode: also include windows that reach beyond the end of the image, as long as they begin before its end.
+        return_indices: also return where each maximum is in the flattened image, int64. NaN counts as the largest value; of
+            equal values the first is taken.
+        spatial: the number of pooled dimensions, 1 to 3.
 
     Returns:
         [N, C, *out] or [C, *out] of x's dtype, channels-last in memory; with `return_indices` also the indices.
@@ -167,12 +168,12 @@ def avg_pool(
     """The mean of each window, differentiable in x; torch's `avg_pool1d`, `2d` and `3d`.
 
     Args:
-        x: [N, C, *spatial] or [C, *spatial], bf16, fp16 or fp32; channels-last memory is read in place.
+        x: [N, C, *spatial] or [C, *spatial], bf16, fp16 or fp32; channels-last memory is read without a copy.
         kernel_size, stride, padding: one number, or one for each spatial dimension. stride None: the kernel's size.
-        ceil_mode: windows that end behind the image count too, as long as they begin before its end.
-        count_include_pad: whether a window's size counts its zeros in the padding.
-        divisor_override: what sums are divided by instead; not 0.
-        spatial: how many dimensions are pooled, 1 to 3.
+        ceil_mode: also include windows that reach beyond the end of the image, as long as they begin before its end.
+        count_include_pad: whether zeros of the padding count in the divisor.
+        divisor_override: a divisor to use instead of the number of elements; not 0.
+        spatial: the number of pooled dimensions, 1 to 3.
 
     Returns:
         [N, C, *out] or [C, *out] of x's dtype, channels-last in memory.
@@ -192,9 +193,9 @@ def avg_pool(
 def adaptive_max_pool(
     x: Tensor, output_size: int | Sequence[int | None] | None, return_indices: bool = False, *, spatial: int = 2
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The maximum of windows that cut each dimension into `output_size` parts; torch's `adaptive_max_pool1d`, `2d`, `3d`.
+    """The maximum of windows that divide each dimension into `output_size` parts; torch's `adaptive_max_pool1d`, `2d`, `3d`.
 
-    None keeps a dimension's size. The rest is as of `max_pool`.
+    None keeps a dimension's size. Otherwise as `max_pool`.
     """
     volume, batched = _volume("adaptive_max_pool", x, spatial)
     out = _adaptive_out("adaptive_max_pool", volume.shape[1:4], output_size, spatial)
@@ -202,13 +203,14 @@ def adaptive_max_pool(
 
 
 def adaptive_avg_pool(x: Tensor, output_size: int | Sequence[int | None] | None, *, spatial: int = 2) -> Tensor:
-    """The mean of windows that cut each dimension into `output_size` parts; torch's `adaptive_avg_pool1d`, `2d`, `3d`.
+    """The mean of windows that divide each dimension into `output_size` parts; torch's `adaptive_avg_pool1d`, `2d`, `3d`.
 
-    None keeps a dimension's size. The rest is as of `avg_pool`.
+    None keeps a dimension's size. Otherwise as `avg_pool`.
     """
     volume, batched = _volume("adaptive_avg_pool", x, spatial)
     out = _adaptive_out("adaptive_avg_pool", volume.shape[1:4], output_size, spatial)
     if out == [1, 1, 1]:
-        # One window an image leaves most of a card idle: 24.6 us at 32 x 7 x 7 x 2048 on an H100, a reduction 15.4, torch 9.4.
+        # One window per image leaves most of a card idle: 32 x 7 x 7 x 2048 on an H100: 24.6 us, by a reduction 15.4, torch
+        # 9.4.
         return _unvolume(mean(volume, (1, 2, 3), keepdim=True), spatial, batched)
     return _avg(volume, spatial, batched, out, [], [], [], False, None)

@@ -1,8 +1,8 @@
-"""sum, mean, max and argmax over any dimensions, with gradients, as torch means them: kernels/reduce/reduction.py.
+"""sum, mean, max and argmax over any dimensions, with gradients and torch's semantics (kernels/reduce/reduction.py).
 
-What is reduced is brought to [N, R, C], R reduced: without a copy where the dimensions are neighbours in a dense tensor (the
-last ones, the first ones, all in between), else by one. Nothing to reduce is torch's own case: a sum is 0, a mean NaN, and
-a maximum an error.
+The input is viewed as [N, R, C], where R is reduced. This needs no copy if the reduced dimensions are neighbours in a dense
+tensor (the last ones, the first ones, or some in between); otherwise x is copied. An empty reduction behaves as in torch: a sum
+is 0, a mean is NaN, and a maximum is an error.
 """
 
 import math
@@ -33,7 +33,7 @@ def _dims(op: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
 
 
 def _columns(x: Tensor, dims: list[int]) -> Tensor:
-    """x as [N, R, C], all of `dims` in R, dense as the op wants it."""
+    """x as [N, R, C] with all of `dims` in R, as dense as the op needs it."""
     kept = [d for d in range(x.dim()) if d not in dims]
     neighbours = dims[-1] - dims[0] == len(dims) - 1
     if x.is_contiguous() and neighbours:
@@ -48,7 +48,7 @@ def _shape(x: Tensor, dims: list[int], keepdim: bool) -> list[int]:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum or mean over dims, kept as ones; differentiable as often as one likes."""
+    """The sum or mean over dims, which stay with size 1; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], mean: bool) -> Tensor:
@@ -58,12 +58,12 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """(of x), and nothing for the rest."""
+        """(gradient of x), and None for the rest."""
         return (grads[0] / ctx.count if ctx.count > 1 else grads[0]).expand(ctx.shape), None, None
 
 
 def _summed(x: Tensor, dims: list[int], mean: bool) -> Tensor:
-    """With the reduced dimensions kept as ones."""
+    """With the reduced dimensions kept with size 1."""
     shape = _shape(x, dims, True)
     if not math.prod([x.shape[d] for d in dims]):
         return torch.full(shape, math.nan if mean else 0.0, dtype=x.dtype, device=x.device)
@@ -85,25 +85,25 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
 
     Args:
         x: bf16, fp16 or fp32, any shape.
-        dim: one, several, or None for all.
-        keepdim: whether they stay, of size 1.
+        dim: one dimension, several, or None for all.
+        keepdim: keep the reduced dimensions, with size 1.
 
     Returns:
-        x's dtype.
+        In x's dtype.
 
     Raises:
-        ValueError: x does not hold floats, or has no such dimension, or it is named twice.
+        ValueError: x does not hold floats, does not have such a dimension, or a dimension is named twice.
     """
     return _reduced("sum", x, dim, keepdim)
 
 
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The mean over dimensions, accumulated in float32. Arguments and errors are those of `sum`; of nothing it is NaN."""
+    """The mean over dimensions, accumulated in float32. Arguments and errors as in `sum`; the mean of nothing is NaN."""
     return _reduced("mean", x, dim, keepdim)
 
 
 class _Max(torch.autograd.Function):
-    """(values, places) of the maximum over one dimension, kept as one; differentiable as often as one likes."""
+    """(values, indices) of the maximum over one dimension, which stays with size 1; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -116,13 +116,13 @@ class _Max(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """(of x, None): each column's gradient goes to the element that was named."""
+        """(gradient of x, None): the gradient of each maximum goes to the element at its index."""
         (places,) = ctx.saved_tensors
         return grads[0].new_zeros(ctx.shape).scatter(ctx.dim, places, grads[0]), None
 
 
 def _largest(op: str, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """(values, places) with the reduced dimensions kept as ones."""
+    """(values, indices), with the reduced dimensions kept with size 1."""
     shape = _shape(x, dims, True)
     if not math.prod([x.shape[d] for d in dims]):
         raise IndexError(f"{op}: there is no largest of nothing: dimensions {dims} of x {list(x.shape)} are empty")
@@ -137,15 +137,15 @@ def max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
 
     Args:
         x: bf16, fp16 or fp32, any shape. NaN is larger than any number.
-        dim: which.
-        keepdim: whether it stays, of size 1.
+        dim: the dimension.
+        keepdim: keep the reduced dimension, with size 1.
 
     Returns:
-        (values of x's dtype, places int64); of equals the first.
+        (values of x's dtype, indices int64). Of equal values the first is taken.
 
     Raises:
         IndexError: the dimension is empty.
-        ValueError: x does not hold floats, or has no such dimension.
+        ValueError: x does not hold floats, or does not have such a dimension.
     """
     dims = _dims("max", x, dim)
     if not dims:
@@ -157,19 +157,19 @@ def max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the largest element is: along a dimension, or in all of x, flattened.
+    """The index of the largest element, along a dimension or in the flattened x.
 
     Args:
         x: bf16, fp16 or fp32, any shape. NaN is larger than any number.
-        dim: which, or None.
-        keepdim: whether what is reduced stays, of size 1.
+        dim: the dimension, or None for the flattened x.
+        keepdim: keep the reduced dimensions, with size 1.
 
     Returns:
-        int64; of equals the first.
+        int64. Of equal values the first is taken.
 
     Raises:
-        IndexError: there is nothing to choose from.
-        ValueError: x does not hold floats, or has no such dimension.
+        IndexError: there are no elements.
+        ValueError: x does not hold floats, or does not have such a dimension.
     """
     dims = _dims("argmax", x, dim)
     if not dims:

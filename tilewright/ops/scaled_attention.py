@@ -1,8 +1,8 @@
-"""`attention` in 8 bits, for long prompts: quantise keys and values, then attend over the codes. Two launches.
+"""`attention` in 8 bits, for long prompts: quantise keys and values, then attend to the quantised values. Two launches.
 
-Forward only, and never chosen silently: `ops.attention(precision=...)` asks for it. kernels/attention/fp8/quantize_kv.py and
-kernels/attention/fp8/attention.py say what is rounded, and what that costs in accuracy; figures are in
-docs/experiments/attention-8bit.md.
+Forward only. It runs only if the caller asks for it with `ops.attention(precision=...)`. kernels/attention/fp8/quantize_kv.py
+and kernels/attention/fp8/attention.py say what is rounded and how exact the result is; docs/experiments/attention-8bit.md has
+figures.
 """
 
 import math
@@ -29,17 +29,17 @@ def scaled_attention(
         q: [B, S, H, D] bf16 or fp16, D a multiple of 16, at most 256. The last dimension is dense.
         k: [B, SK, G, D], H a multiple of G.
         v: as k.
-        precision: "fp8", both products of float8 e4m3; or "int8", scores of int8, and values as they are.
-        causal: each query sees the keys up to its own; the last query's is the last key.
+        precision: "fp8": both products in float8 e4m3; or "int8": scores in int8, values in the dtype of v.
+        causal: each query sees the keys up to its own position; the last query is at the position of the last key.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        given: other options of `ops.attention` by name: all must be None or False, for there is none of them in 8 bits.
+        given: other options of `ops.attention` by name. All must be None or False: 8-bit attention has none of them.
 
     Returns:
         The averages, in q's dtype, [B, S, H, D], contiguous. A query that sees no key gives zeros.
 
     Raises:
-        ValueError: operands, precision or scale do not fit; an option is given, or a gradient asked for, that there is none of.
-        Refused: fp8 on a card before sm_89.
+        ValueError: operands, precision or scale do not fit, an option is given, or an input requires a gradient.
+        Refused: fp8 on a card older than sm_89.
     """
     if precision not in FORMATS_OF_ATTENTION:
         raise ValueError(f"attention: precision is {precision!r}, wanted {' or '.join(FORMATS_OF_ATTENTION)}, or None")

@@ -1,4 +1,4 @@
-"""`sdpa`: torch's scaled_dot_product_attention on the kernels here, so that a model switches by one import."""
+"""`sdpa`: torch's scaled_dot_product_attention with the kernels of this package, so that one import switches a model."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ __all__ = ["sdpa"]
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool) -> bool:
-    """Whether the kernels here take the call. What they do not take, or what is no valid call, is torch's."""
+    """Whether the kernels of this package take the call. All others, also invalid calls, go to torch."""
     tensors = (query, key, value)
     if any(t.is_nested for t in tensors) or (not torch.compiler.is_compiling() and transforms()):
         return False
@@ -31,7 +31,7 @@ def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: flo
 
 
 def _autocast(t: Tensor) -> Tensor:
-    """What torch's function makes of an operand under `torch.autocast`."""
+    """Cast an operand as torch's function does under `torch.autocast`."""
     kind = t.device.type
     return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and t.dtype in DTYPES else t
 
@@ -40,29 +40,30 @@ def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`torch.nn.functional.scaled_dot_product_attention`: the same arguments, the same meaning.
+    """`torch.nn.functional.scaled_dot_product_attention` with the same arguments and the same meaning.
 
-    A call goes to `ops.attention` if it is [B, H, S, D] in bf16, fp16 or fp32 with head dims of at most 256, has neither
-    attn_mask nor dropout, has a scale above 0, and its tensors are transposed views of [B, S, H, D], as projections give
-    them. is_causal aligns the first query with the first key, as torch does; `ops.attention` aligns the last ones: with
-    is_causal only equal lengths go there. Under torch.autocast operands are cast as torch casts them. Every other call (nested
-    tensors and torch.func's transforms too), and every one that is not valid, goes to torch's own function.
+    A call goes to `ops.attention` if all of this holds: tensors are [B, H, S, D] in bf16, fp16 or fp32 with head dims of at
+    most
+    256; there is neither attn_mask nor dropout; the scale is above 0; and the tensors are transposed views of [B, S, H, D], as
+    projections give them. With is_causal, queries and keys must also be equally many, because torch aligns the first query with
+    the first key and `ops.attention` the last ones. Under torch.autocast, operands are cast as torch casts them. Every other
+    call goes to torch's own function: nested tensors, torch.func's transforms, and invalid calls too.
 
     Args:
         query: [B, H, S, D].
         key: [B, G, SK, D], G = H, or with enable_gqa a divisor of it.
         value: [B, G, SK, V].
-        attn_mask: as torch has it.
-        dropout_p: as torch has it.
+        attn_mask: as in torch.
+        dropout_p: as in torch.
         is_causal: query i sees keys 0 .. i.
         scale: factor on query . key; None for 1 / sqrt(D).
         enable_gqa: whether query heads may share key heads.
 
     Returns:
-        [B, H, S, V], a transposed view of contiguous [B, S, H, V] where `ops.attention` computed it.
+        [B, H, S, V]; if `ops.attention` computed it, a transposed view of contiguous [B, S, H, V].
 
     Raises:
-        RuntimeError: torch's, for what it does not take.
+        RuntimeError: from torch, for invalid calls.
     """
     cast = torch.compiler.is_compiling() or autocasts()
     q, k, v = (_autocast(t) for t in (query, key, value)) if cast else (query, key, value)

@@ -1,7 +1,7 @@
-"""Queries and keys as a server makes them, with gradients; and where its attention has the bits of attention over packed rows.
+"""Queries and keys computed as the inference server does, with gradients, so that training can have the server's bits.
 
-A server norms and rotates heads in one launch, which rounds once, and writes keys into pages (`rope_kv_write`). Here its pages
-are of one token: so keys lie as [T, G, D], and attention over packed rows reads them in place.
+The server normalises and rotates heads in one launch, which rounds once, and writes keys into pages (`rope_kv_write`). Here a
+page holds one token: so keys are laid out as [T, G, D], and attention over packed rows reads them without a copy.
 """
 
 from functools import lru_cache
@@ -43,7 +43,7 @@ class _ServedHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of q, of k, None, of the norms), and nothing for the rest."""
+        """(gradients of q, k, None, of the norms), and None for the rest."""
         q, k, q_norm, k_norm, positions, cos_sin = ctx.saved_tensors
         eps, interleaved = ctx.options
         dq, dk = rope(grads[0].contiguous(), grads[1].contiguous(), positions, cos_sin, interleaved, True)
@@ -58,16 +58,16 @@ def served_heads(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, eps: float, interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `ops.rope_kv_write` gives of q and writes of k, as tensors with gradients.
+    """The queries that `ops.rope_kv_write` returns and the keys that it writes, as tensors with gradients.
 
     Args:
-        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read in place.
+        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read without a copy.
         k, v: [T, G, D] of q's dtype.
         positions: [T] int64.
-        slots: [T] int64, 0, 1, ... T - 1; many layers take the same.
+        slots: [T] int64, 0, 1, ... T - 1; all layers can share this tensor.
         cos_sin: [max_pos, 2, R/2] float32.
-        q_norm, k_norm: [D], weights of an RMS norm of each head before; None for none.
-        eps: of the norms.
+        q_norm, k_norm: [D], weights of an RMS norm of each head, applied before the rotation; None for no norm.
+        eps: added to the mean square in these norms.
         interleaved: as in `ops.rope`.
 
     Returns:
@@ -77,9 +77,9 @@ def served_heads(
 
 
 def paged_is_packed(q: Tensor, kv_heads: int, page_size: int, window: int | None, sinks: Tensor | None) -> bool:
-    """Whether paged attention, under the scope in force, is the very loop of `ops.attention` with a causal mask.
+    """Whether paged attention, in the active scope, runs exactly the loop of `ops.attention` with a causal mask.
 
-    So it is with the invariant kernels for Hopper: both have one config, which the head dim decides, and one walk over blocks
+    This is so for the invariant Hopper kernels: both have the same config, which depends on the head dim, and go through blocks
     of keys that begin at the same places. q: [T, H, D], of either.
     """
     return _one_loop(q.get_device(), q.dtype, q.shape[1], kv_heads, q.shape[2], page_size, window, sinks is not None, scope())

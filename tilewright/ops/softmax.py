@@ -1,6 +1,6 @@
-"""softmax and log_softmax with gradients, over any dimension: kernels/softmax/softmax.py, and softmax/backward.py behind.
+"""softmax and log_softmax with gradients, over any dimension (kernels/softmax/softmax.py, and softmax/backward.py).
 
-Kept for the backward pass is the result. Another dimension than the last is made the last by a copy, there and back.
+The result is kept for the backward pass. A dimension that is not the last is moved there by a copy, and back by another.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(of x, None)."""
+        """(gradient of x, None)."""
         (y,) = ctx.saved_tensors
         return (log_softmax_backward_op if ctx.log else softmax_backward_op)(rows_ready(grads[0]), y), None
 
@@ -52,22 +52,22 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     """Softmax over one dimension.
 
     Args:
-        x: any shape with a dimension, bf16, fp16 or fp32.
-        dim: which; one that is not the last costs two copies.
+        x: any shape with at least one dimension, bf16, fp16 or fp32.
+        dim: the dimension; if it is not the last, there are two copies.
 
     Returns:
-        x's shape and dtype, contiguous. A row of -inf alone gives NaN, as in torch.
+        In x's shape and dtype, contiguous. A row that is all -inf gives NaN, as in torch.
 
     Raises:
-        ValueError: x is a scalar, does not hold floats, or has no such dimension.
+        ValueError: x is a scalar, does not hold floats, or does not have such a dimension.
     """
     return _over(x, dim, False)
 
 
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """The logarithm of softmax over one dimension. Arguments and errors are those of `softmax`.
+    """The logarithm of softmax over one dimension. Arguments and errors as in `softmax`.
 
     Returns:
-        x's shape and dtype, contiguous.
+        In x's shape and dtype, contiguous.
     """
     return _over(x, dim, True)

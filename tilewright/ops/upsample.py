@@ -1,8 +1,9 @@
 """Resizing with gradients, in torch's shapes: [N, C, H, W], [N, C, L] or [N, C, D, H, W].
 
-The kernels are channels-last (kernels/spatial/upsample.py): torch's channels-last memory goes in and comes out without a copy,
-another tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth: two
-passes, and 16-bit numbers are rounded between them.
+The kernels are channels-last (kernels/spatial/upsample.py): torch's channels-last memory is read without a copy, any other
+tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth; this is two
+passes, and
+16-bit numbers are rounded in between.
 """
 
 from collections.abc import Sequence
@@ -40,18 +41,18 @@ def upsample(
     """x resized, differentiable in x; torch's `interpolate`.
 
     Args:
-        x: [N, C, H, W], [N, C, L] or [N, C, D, H, W], bf16, fp16 or fp32; channels-last memory is read in place.
-        size: the result's (depth,) height and width, one number for all; or
-        scale_factor: how many times as large, rounded down to whole places. Taken as the nearest fraction with a denominator up
-            to 1000, by which places are computed exactly.
+        x: [N, C, H, W], [N, C, L] or [N, C, D, H, W], bf16, fp16 or fp32; channels-last memory is read without a copy.
+        size: the result's (depth,) height and width, or one number for all of them. Give either this or scale_factor.
+        scale_factor: ratio of the result's size to x's, one number or one for each dimension; sizes are rounded down. It is
+            replaced by the nearest fraction with a denominator up to 1000, so that places are computed exactly.
         mode: "nearest"; "linear" for [N, C, L], "bilinear" and "bicubic" for [N, C, H, W], "trilinear" for [N, C, D, H, W].
-        align_corners: of all but "nearest": the corners of both images coincide, instead of their borders.
+        align_corners: for modes other than "nearest": align the corner pixels of both images instead of their borders.
 
     Returns:
         [N, C, *out] of x's dtype, channels-last in memory.
 
     Raises:
-        ValueError: the mode, or shapes, do not fit.
+        ValueError: the mode or the shapes do not fit.
     """
     if mode not in _MODES or x.dim() not in _MODES[mode]:
         wanted = ", ".join(f"{name} for {' or '.join(str(d - 2) for d in dims)}" for name, dims in _MODES.items())
@@ -70,7 +71,7 @@ def upsample(
         images, depth, *_, channels = y.shape
         y = _resized(y.flatten(0, 1), steps[1:], of, corners)
         sides = y.shape[1:3]
-        # Each place of a plane is a place of its own along the second axis, which stays as it is.
+        # Treat each pixel of a plane as a place along the second axis, which is not resized.
         y = _resized(y.reshape(images, depth, -1, channels), [steps[0], (sides.numel(), 1, 1)], of, corners)
         return y.unflatten(2, sides).movedim(-1, 1)
     y = _resized(y.view(y.shape[0], *[1] * (2 - spatial), *y.shape[1:]), [(1, 1, 1)] * (2 - spatial) + steps, of, corners)
@@ -78,7 +79,7 @@ def upsample(
 
 
 def _resized(x: Tensor, steps: list[tuple[int, int, int]], mode: str, corners: bool) -> Tensor:
-    """Images [N, H, W, C], each axis by its (size of the result, num, den)."""
+    """Resize images [N, H, W, C]; for each axis (size of the result, num, den)."""
     out, num, den = (list(numbers) for numbers in zip(*steps, strict=True))
     options = (out, mode, num, den, corners)
     if wants_gradient(x):
@@ -87,7 +88,7 @@ def _resized(x: Tensor, steps: list[tuple[int, int, int]], mode: str, corners: b
 
 
 def _spread(size: Any, factor: Any, spatial: int) -> tuple[list[Any], list[Any]]:
-    """One of each for every dimension, None where there is none."""
+    """Size and factor for each dimension, one of them None."""
     both = []
     for name, value in (("size", size), ("scale_factor", factor)):
         given = list(value) if isinstance(value, Sequence) else [value] * spatial

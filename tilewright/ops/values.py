@@ -1,4 +1,4 @@
-"""One number computed in two ways: the value of one, the gradient of the other."""
+"""For a number that is computed in two ways: a result with the value of one and the gradient of the other."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ __all__ = ["invariant_scope", "valued"]
 
 
 def invariant_scope() -> bool:
-    """Whether the invariant scope is in force; under torch.compile that of the trace: Dynamo reads no context variable."""
+    """Whether the invariant scope is active. Under torch.compile: whether it was while tracing (Dynamo reads no context
+    variable)."""
     return scope().invariant
 
 
-# All that torch.compiler.assume_constant_result does, but for the import of Dynamo: 1.5 s of every start of a process.
+# Does what torch.compiler.assume_constant_result does, without importing Dynamo, which takes 1.5 s in every process.
 invariant_scope._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -32,8 +33,8 @@ class _Valued(torch.autograd.Function):
 def valued(y: Tensor, value: Tensor) -> Tensor:
     """`value`, with the gradient of y; both are the same number, rounded differently.
 
-    In the invariant scope a forward pass with gradients has the bits of one without. Where the kernel that serves keeps nothing
-    for a backward pass, the number is computed a second time by operators that do.
+    With this, a forward pass with gradients has the same bits in the invariant scope as one without. If the kernel that serving
+    uses keeps nothing for a backward pass, the number is computed a second time by operators that do.
 
     Args:
         y: any shape, with a gradient.

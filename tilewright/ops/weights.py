@@ -1,7 +1,7 @@
-"""Weights of 8 and 4 bits: what stands in `nn.Linear.weight` in the place of a float parameter.
+"""Weights of 8 and 4 bits, which replace the float parameter in `nn.Linear.weight`.
 
-A quantised weight is a module of buffers, so that it moves, saves and loads with its layer. It has the `shape` [N, K], the
-`dtype` and the `device` of the float weight that it stands for; its type decides which op runs (`ops/linear.py`).
+A quantised weight is a module of buffers, so it moves, saves and loads with its layer. It has the `shape` [N, K], the
+`dtype` and the `device` of the float weight that it replaces; its type decides which op runs (`ops/linear.py`).
 
 | type                | formats           | product                                                        |
 |---------------------|-------------------|----------------------------------------------------------------|
@@ -9,7 +9,7 @@ A quantised weight is a module of buffers, so that it moves, saves and loads wit
 | `StaticWeight`      | the same, static  | the same with one scale for every token, found by calibration  |
 | `BlockScaledWeight` | fp8-block         | fp8 x fp8, a scale for each 128 of K                           |
 | `MXWeight`          | mxfp8             | the same; the activation is quantised to mxfp8 first           |
-| `MixedWeight`       | int8-weight, int4 | 16 bits x codes: the activation is not quantised               |
+| `MixedWeight`       | int8-weight, int4 | 16 bits x 8 or 4 bits: the activation is not quantised         |
 
 Not here: gradients of the weight, quantising a whole model (`tilewright.quant`), layouts of checkpoints (`tilewright.models`).
 
@@ -44,19 +44,19 @@ __all__ = [
 ]
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Elements quantised at a time: a whole weight of 28672 x 8192 in float32, several times over, would take gigabytes."""
+"""Elements quantised at a time: several float32 copies of a whole weight of 28672 x 8192 would take gigabytes."""
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2", torch.uint8: "int4-zero"}
 
 
 class QuantizedWeight(nn.Module, ABC):
-    """Codes and scales of a weight [N, K].
+    """Quantised values and scales of a weight [N, K].
 
     Args:
-        codes: int8 or float8 [N, K]; uint8 [N, K / 2], int4 as `formats.pack_int4` packs them.
+        codes: the quantised values: int8 or float8 [N, K]; or for int4 uint8 [N, K / 2], packed as by `formats.pack_int4`.
         scales: float32 [N] for rows, [N / r, K / c] rounded up for blocks (r, c).
-        zeros: uint8 in the shape of scales, int4 only; None: 8.
+        zeros: zero points, for int4 only: uint8 in the shape of scales; None: 8.
         block: (1, 0) for rows, else (r, c).
-        dtype: of the float weight that this stands for, and of the layer's activations.
+        dtype: of the float weight that this replaces, and of the layer's activations.
     """
 
     scales: Tensor
@@ -73,7 +73,7 @@ class QuantizedWeight(nn.Module, ABC):
         self._cols = codes.shape[1] * (2 if packed else 1)
         if packed:
             codes = prepare(codes)
-        # Rows begin at multiples of 16 bytes, as the products want them.
+        # Rows begin at multiples of 16 bytes, as the products need it.
         elif (padded := padded_width(self._cols)) != self._cols:
             codes = F.pad(codes.view(torch.uint8), (0, padded - self._cols)).view(codes.dtype)
         self.register_buffer("stored", codes.contiguous())
@@ -82,19 +82,19 @@ class QuantizedWeight(nn.Module, ABC):
 
     @property
     def operand(self) -> Tensor:
-        """The codes as the products take them: [N, K], int4 in the order of `kernels/gemm/weight_only/int4_layout.py`."""
+        """The codes as the products read them: [N, K]; int4 in the order of `kernels/gemm/weight_only/int4_layout.py`."""
         stored = self.stored
         return stored if stored.dtype == torch.uint8 or stored.shape[1] == self._cols else stored[:, : self._cols]
 
     @property
     def codes(self) -> Tensor:
-        """[N, K], of int4 [N, K / 2] as they came."""
+        """[N, K]; for int4 [N, K / 2], as they were given."""
         return restore(self.stored, self._cols) if self.stored.dtype == torch.uint8 else self.operand
 
     @property
     @abstractmethod
     def format(self) -> str:
-        """The name in `WEIGHT_FORMATS`, or "fp8-e5m2" and the like for codes that only checkpoints have."""
+        """The name in `WEIGHT_FORMATS`, or for formats that only checkpoints use a name like "fp8-e5m2"."""
 
     @property
     def shape(self) -> torch.Size:
@@ -103,20 +103,20 @@ class QuantizedWeight(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.stored.device
 
     @property
     def nbytes(self) -> int:
-        """Of codes, scales and zero points."""
+        """Bytes of codes, scales and zero points together."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def dim(self) -> int:
-        """2, as a float weight would say."""
+        """2, as for a float weight."""
         return 2
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(code - zero) * scale, [N, K]; of `self.dtype` unless another is given."""
+        """(code - zero) * scale, [N, K]; in `self.dtype` unless another is given."""
         rows = self.block == (1, 0)
         q = Quantized(
             format=_STORED[self.stored.dtype],
@@ -130,7 +130,7 @@ class QuantizedWeight(nn.Module, ABC):
         return dequantize(q, dtype or self.dtype)
 
     def by_rows(self) -> Self:
-        """The same weight with scales that no two rows share; itself if that is so already."""
+        """The same weight with scales that no two rows share; itself if this is the case already."""
         rows = self.block[0]
         if rows == 1:
             return self
@@ -138,11 +138,11 @@ class QuantizedWeight(nn.Module, ABC):
         return self._like(self.codes, scales, None, (1, self.block[1]))
 
     def _like(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, block: tuple[int, int]) -> Self:
-        """Other rows of the same kind."""
+        """A weight of the same kind from other rows."""
         return type(self)(codes, scales, zeros, block=block, dtype=self.dtype)
 
     def split_rows(self, parts: Sequence[int]) -> list[Self]:
-        """The rows as several weights; where a part begins inside of a block, all get scales of single rows."""
+        """Split the rows into several weights. If a part begins inside of a block, all parts get scales for single rows."""
         if any(sum(parts[:i]) % self.block[0] for i in range(len(parts))):
             return self.by_rows().split_rows(parts)
         scale_rows = [-(-part // self.block[0]) for part in parts]
@@ -153,7 +153,7 @@ class QuantizedWeight(nn.Module, ABC):
         ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What moves or casts a module: codes and scales move, a new float dtype is only noted."""
+        """Called by module methods that move or cast: codes and scales are moved; a new float dtype is only recorded."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         for name, buffer in self.named_buffers():
             moved = torch.empty_like(buffer, device=probe.device) if buffer.is_meta else buffer.to(probe.device)
@@ -169,31 +169,31 @@ class QuantizedWeight(nn.Module, ABC):
 
 
 class ScaledWeight(QuantizedWeight):
-    """int8 or float8 with one scale for each row; the activation is quantised to the same codes, row by row."""
+    """int8 or float8 with one scale for each row; the activation is quantised to the same format, row by row."""
 
     @property
     def codes_format(self) -> str:
-        """int8, fp8, fp8-e5m2: of the weight's codes, and of the activation's."""
+        """int8, fp8 or fp8-e5m2: the format of the weight and of the activation."""
         return _STORED[self.stored.dtype]
 
     @property
     def format(self) -> str:
-        """int8, fp8, fp8-e5m2."""
+        """int8, fp8 or fp8-e5m2."""
         return self.codes_format
 
 
 class StaticWeight(ScaledWeight):
-    """A `ScaledWeight` whose activation is quantised with a scale, for int8 also a zero point, that calibration has found.
+    """A `ScaledWeight` whose activation is quantised with one scale (for int8 also a zero point) found by calibration.
 
-    Args (beside those of `QuantizedWeight`):
-        x_scale: one float32: what a step of the activation's codes means.
-        x_zero: the activation's code of 0, one whole float32 from -128 to 127; None: 0.
+    Args (besides those of `QuantizedWeight`):
+        x_scale: one float32: the scale of the activation.
+        x_zero: the activation's zero point, one whole float32 number from -128 to 127; None: 0.
     """
 
     x_scale: Tensor
     x_zero: Tensor | None
     offset: Tensor | None
-    """What the zero point adds to the product, to be taken off: [N] float32, a bias."""
+    """What the zero point contributes to the product and has to be subtracted: [N] float32, like a bias."""
 
     def __init__(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, block: tuple[int, int], dtype: torch.dtype,
@@ -210,12 +210,12 @@ class StaticWeight(ScaledWeight):
 
     @property
     def format(self) -> str:
-        """int8-static, fp8-static: not in `WEIGHT_FORMATS`, whose weights need no calibration."""
+        """int8-static or fp8-static; not in `WEIGHT_FORMATS`, whose weights need no calibration."""
         return f"{self.codes_format}-static"
 
     @property
     def input_codes(self) -> tuple[float, float]:
-        """(scale, zero point) of the activation; zeros on "meta", where nobody knows."""
+        """(scale, zero point) of the activation; zeros on "meta", where they are unknown."""
         known = [0.0 if t is None or t.is_meta else t.item() for t in (self.x_scale, self.x_zero)]
         return known[0], known[1]
 
@@ -253,20 +253,20 @@ class MixedWeight(QuantizedWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """How a format of `tw.quantize` stores a weight."""
+    """How `tw.quantize` stores a weight in one format."""
 
     kind: type[QuantizedWeight]
     stored: str
     """The name in `tilewright.formats.FORMATS`."""
     blocks: tuple[tuple[int, int], ...]
-    """The first one whose group divides K is taken; (1, 0): a scale for each row."""
+    """Candidates; the first one whose group divides K is used. (1, 0): a scale for each row."""
     divides: bool = False
-    """Whether a group has to divide K."""
+    """Whether a group must divide K."""
     min_arch: int = 80
     meaning: str
 
     def block_for(self, cols: int) -> tuple[int, int] | None:
-        """The block of a weight with so many columns, or None where no group divides them."""
+        """The block for a weight with `cols` columns, or None if no group divides them."""
         return next((block for block in self.blocks if not self.divides or cols % block[1] == 0), None)
 
 
@@ -296,14 +296,14 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
         meaning="int8 weights, a scale for each output; activations stay in 16 bits",
     ),
 }  # fmt: skip
-"""What `tw.quantize` and `--quantize` take."""
+"""The formats of `tw.quantize` and `--quantize`."""
 
 
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
-    """A float weight [N, K] in a format of `WEIGHT_FORMATS`, some rows at a time. Works on "meta", too.
+    """Quantise a float weight [N, K] to a format of `WEIGHT_FORMATS`, some rows at a time. Works on "meta", too.
 
     Raises:
-        ValueError: the format's group does not divide K. NaN and infinity are not looked for: they make their block NaN.
+        ValueError: the format's group does not divide K. NaN and infinity are not detected: they make their block NaN.
     """
     form = WEIGHT_FORMATS[format]
     block = form.block_for(weight.shape[1])
@@ -323,9 +323,9 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
 
 
 def _folded(codes: list[Tensor], scales: list[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
-    """Codes, scales and block of mxfp8 with one scale for 128 columns, and 128 rows where no piece of the weight minds.
+    """Codes, scales and block of mxfp8 with one scale for 128 columns, and for 128 rows if every piece of the weight allows it.
 
-    On "meta", where nobody knows, it is what a trained weight has: one scale for 128 x 128.
+    On "meta", where values are unknown, the block is that of a trained weight: 128 x 128.
     """
     pieces = list(zip(codes, scales, strict=True))
     folded = [fold_mx(*piece, 128) if piece[0].is_meta else fold_mx_weight(*piece) for piece in pieces]
@@ -336,10 +336,10 @@ def _folded(codes: list[Tensor], scales: list[Tensor]) -> tuple[list[Tensor], li
 
 
 def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of one type, one above the other, as a merged layer has them.
+    """Stack weights of one type along their rows, as for a merged layer.
 
-    Where a block would span two of them (128 x 128 and a number of rows that 128 does not divide), rows get their own scales.
-    Static scales of activations become the largest of them; zero points must be the same.
+    If a block would span two of them (128 x 128 blocks and a number of rows that 128 does not divide), each row gets its own
+    scale. The static activation scale is the largest of theirs; zero points must be equal.
     """
     first = weights[0]
     if len(weights) == 1:
@@ -358,7 +358,7 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _with_one_input(first: StaticWeight, weights: Sequence[StaticWeight]) -> StaticWeight:
-    """`first` with the largest of the weights' activation scales, under which none of them saturates earlier than its own."""
+    """`first` with the largest activation scale of the weights, so that none of them saturates earlier than before."""
     if any(w.x_zero is not None for w in weights) and len(inputs := {w.input_codes for w in weights}) > 1:
         raise ValueError(
             f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"

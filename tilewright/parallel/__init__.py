@@ -1,1 +1,1 @@
-"""One model on many devices: how it is cut is data, and what is computed does not depend on it."""
+"""Training and serving one model on many devices. How it is divided is data, and results do not depend on it."""

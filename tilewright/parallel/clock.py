@@ -1,11 +1,11 @@
-"""What a schedule of a pipeline costs: a formula, and a simulated clock over the order of passes that is really used.
+"""Idle time of a pipeline's schedule: by a formula, and by a simulated clock over the order of passes that is really used.
 
-    gpipe, 1f1b   idle share = (p - 1) / (m + p - 1)              p ranks, m micro-batches, v parts of the layers a rank
+    gpipe, 1f1b   idle share = (p - 1) / (m + p - 1)              p ranks, m micro-batches, v parts of the layers per rank
     interleaved                (p - 1) / (v m + p - 1)
     zero-bubble                (p - 1) / (3 v m + p - 1)
 
-The clock counts a forward pass of a part of the layers as 1, a backward pass as 2: 1 for inputs, 1 for weights. Passing
-on takes no time.
+The clock counts a forward pass of a part of the layers as 1, a backward pass as 2: 1 for inputs, 1 for weights. Transfers take
+no time.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ _TAKES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def bubble(plan: Plan, micro_batches: int) -> float:
-    """The share of the time of an update in which a rank waits, by the formula; micro-batches are those of a replica."""
+    """The share of an update's time in which a rank waits, by the formula; micro-batches are those of a replica."""
     passes = {"interleaved": plan.virtual, "zero-bubble": 3 * plan.virtual}.get(plan.schedule, 1) * micro_batches
     return (plan.pp - 1) / (passes + plan.pp - 1)
 
 
 def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
-    """What each rank does, one after the other."""
+    """The passes of each rank, in order."""
     if plan.schedule in ("interleaved", "zero-bubble"):
         from tilewright.parallel.stages import SCHEDULES
 
@@ -57,14 +57,15 @@ def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
 
 @dataclass(frozen=True)
 class Clock:
-    """What the clock says: the idle share of all ranks; of each rank, the most passes of a part whose activations it holds."""
+    """Result of the simulation: the idle share over all ranks, and for each rank the most activations of passes that it
+    holds."""
 
     bubble: float
     held: tuple[int, ...]
 
 
 def simulated(plan: Plan, micro_batches: int) -> Clock:
-    """Run the schedule on the clock. Raises RuntimeError for one that waits for itself."""
+    """Simulate the schedule. Raises RuntimeError if it deadlocks."""
     rows = order(plan, micro_batches)
     ends: dict[Pass, int] = {}
     at, now, held, most = [0] * plan.pp, [0] * plan.pp, [0] * plan.pp, [0] * plan.pp
@@ -85,7 +86,7 @@ def simulated(plan: Plan, micro_batches: int) -> Clock:
 
 
 def _ready(what: Pass, ends: dict[Pass, int], parts: int) -> int | None:
-    """When what a pass needs is there; None while it is not."""
+    """When the inputs of a pass are available; None if they are not yet."""
     part, kind, batch = what
     needs: list[Pass] = []
     if kind == "F":

@@ -1,10 +1,10 @@
-"""The tokens of a micro-batch cut into chunks (context parallelism, by all-to-all).
+"""Context parallelism by all-to-all: the tokens of a micro-batch are divided into chunks, one for each rank.
 
-Jacobs et al., "DeepSpeed Ulysses", 2023: a rank has a chunk of the tokens for all that looks at tokens one by one, and all
-tokens of some heads for attention (ring.py has the other form). Documents may begin and end anywhere. Gradients are sums over
-chunks, as the tree has them.
+Jacobs et al., "DeepSpeed Ulysses", 2023: a rank has a chunk of the tokens for all operations on single tokens, and all tokens
+of some heads for attention (ring.py is the alternative). Documents may begin and end anywhere. Gradients are sums over chunks
+in the order of the tree.
 
-One process that has all chunks computes them one after the other, with shapes and sums like those of as many ranks: `Chunked`.
+A process that has all chunks computes them one after the other, with the same shapes and sums as that many ranks: `Chunked`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ __all__ = ["Across", "Chunked", "InSlices", "chunk_of", "fan_weight", "loss_by_c
 
 
 def chunk_of(batch: Any, index: int, count: int) -> Any:
-    """A chunk of a micro-batch: its token ids and targets. Documents stay those of all tokens, which attention needs."""
+    """A chunk of a micro-batch: its token ids and targets. Documents remain those of all tokens, which attention needs."""
     cut = {name: getattr(batch, name).tensor_split(count)[index] for name in ("token_ids", "targets")}
     return replace(batch, **cut)
 
 
 class _Exchange(torch.autograd.Function):
-    """[T / C, H, D] of a rank's tokens -> [T, H / C, D] of its heads, or back."""
+    """[T / C, H, D] of a rank's tokens -> [T, H / C, D] of its heads, or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
@@ -50,13 +50,13 @@ def _exchanged(x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
 
 
 class Across(NamedTuple):
-    """Keys and values of all ranks' chunks, attended to by heads."""
+    """Keys and values of all ranks' chunks; attention is divided by heads."""
 
     inner: Any
     ranks: Ranks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
-        """As `KeysValues.attend`, of this rank's tokens."""
+        """As `KeysValues.attend`, for this rank's tokens."""
         q, k, v = (_Exchange.apply(x, self.ranks, True) for x in (q, k, v))  # pyright: ignore[reportAssignmentType]
         sinks = None if heads.sinks is None else heads.sinks.chunk(self.ranks.size)[self.ranks.rank]
         out = self.inner.attend(q, k, v, batch, heads._replace(sinks=sinks))
@@ -64,7 +64,7 @@ class Across(NamedTuple):
 
 
 class InSlices(NamedTuple):
-    """The same by one process: heads in as many slices as there are chunks."""
+    """The same in one process: heads are computed in as many slices as there are chunks."""
 
     inner: Any
     slices: int
@@ -85,7 +85,7 @@ class InSlices(NamedTuple):
 
 
 class _Fan(torch.autograd.Function):
-    """A weight for each chunk; its gradient is the sum over chunks."""
+    """A copy of a weight for each chunk, sharing its memory; its gradient is the sum over chunks."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -97,7 +97,7 @@ class _Fan(torch.autograd.Function):
 
 
 def fan_weight(weight: Tensor | None, count: int) -> Sequence[Any]:
-    """A weight for each of so many chunks, with gradients of their own; None for each of none."""
+    """The weight for each of `count` chunks, with separate gradients; None for each if there is no weight."""
     return [None] * count if weight is None else _Fan.apply(weight, count)  # pyright: ignore[reportReturnType]
 
 
@@ -117,14 +117,14 @@ def _bound(module: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class Chunked(nn.Module):
-    """A module that looks at tokens one by one, for each chunk of them with a weight of its own that shares memory."""
+    """A module that treats tokens one by one, applied to each chunk with a separate weight parameter that shares memory."""
 
     def __init__(self, module: nn.Module, count: int):
         super().__init__()
         self.module, self.count = module, count
 
     def each(self) -> list[Any]:
-        """The module as each chunk sees it."""
+        """The module as used for each chunk."""
         fans = {name: fan_weight(parameter, self.count) for name, parameter in self.module.named_parameters()}
         return [_bound(self.module, {name: fan[index] for name, fan in fans.items()}) for index in range(self.count)]
 
@@ -140,19 +140,19 @@ class Chunked(nn.Module):
         return normed, total
 
     def add_for(self, reader: Any, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As a norm's; what is trained in chunks is not quantised, and has no adapters."""
+        """As a norm's; modules trained in chunks are not quantised, and have no adapters."""
         assert adapters is None
         return self.add(x, residual)
 
     @property
     def reader(self) -> Any:
-        """As that of the module."""
+        """As the module's."""
         inner: Any = self.module
         return inner.reader
 
 
 class _Chunk:
-    """What an objective is handed as the model for one chunk."""
+    """The model that an objective sees for one chunk."""
 
     def __init__(self, model: Any, hidden: Callable[[Any, Any], Tensor], head: Any, index: int, count: int):
         self.config, self.head, self._hidden, self._index, self._count = model.config, head, hidden, index, count

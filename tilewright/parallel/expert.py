@@ -1,13 +1,14 @@
-"""The experts of a mixture dealt out to ranks, which send tokens to the ranks of their experts and back (expert parallelism).
+"""Expert parallelism: the experts of a mixture are distributed over ranks, which send tokens to the ranks of their experts and
+back.
 
-Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. The ranks are replicas: each has micro-batches of
-its own, and all else of the model.
+Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. The ranks are replicas: each has its own
+micro-batches, and the whole rest of the model.
 
     rows by expert -> all-to-all -> products with the experts here -> all-to-all -> rows by expert -> weighted sums
 
-With sums in the order of the tree the rows of each replica are a product of their own, shaped as in one process, and a weight
-has a gradient for each replica whose tokens it saw: the terms are those of one process, and so is their order. Else the rows of
-an expert are one product, whoever sent them. How many rows go where is read by the host, once a layer and pass.
+With sums in the order of the tree, the rows of each replica are a separate product with the shape that it would have in one
+process, and a weight has a separate gradient for each replica whose tokens it saw. So the summands, and their order, are those
+of one process. Otherwise all rows of an expert are one product. The host reads how many rows go where, once per layer and pass.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ __all__ = ["DealtExperts", "expert_pieces"]
 
 
 class _Sent(torch.autograd.Function):
-    """Rows for each rank -> rows of each rank; the gradients go back."""
+    """Rows for each rank -> rows from each rank; the gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Ranks, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -41,12 +42,12 @@ class _Sent(torch.autograd.Function):
 
 
 class DealtExperts(nn.Module):
-    """A mixture (`nn.MoE`) of which this rank has some experts, and the router and the shared experts whole.
+    """A mixture (`nn.MoE`) of which this rank has some experts, and all of the router and the shared experts.
 
     Args:
-        whole: the mixture, whose parts are taken over.
-        ranks: that have the experts, in runs of one length.
-        apart: whether the rows of each rank are products of their own, of weights of their own that share memory.
+        whole: the mixture, whose parts are reused.
+        ranks: the ranks that have the experts, in runs of equal length.
+        apart: whether the rows of each rank are separate products, with separate weight parameters that share memory.
     """
 
     def __init__(self, whole: MoE, ranks: Ranks, apart: bool):
@@ -96,13 +97,13 @@ class DealtExperts(nn.Module):
 
 
 def _by_expert(rows: Tensor, offsets: Tensor) -> ByExpert:
-    """The order of rows that lie by expert already."""
+    """The order of rows that are sorted by expert already."""
     order = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     return ByExpert(offsets, order, order[:, None])
 
 
 def expert_pieces(home: str, whole: MoE, ranks: Ranks) -> dict[str, Piece]:
-    """What the weights of the experts here are of: those of the first rank's rows."""
+    """Which parameters the weights of the experts here are pieces of; for the first rank's rows."""
     found: dict[str, Piece] = {}
     for name, own in (("experts_gate_up", "gate_up"), ("experts_down", "down")):
         rows, columns = getattr(whole, name).weight.shape

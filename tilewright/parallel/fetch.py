@@ -1,7 +1,7 @@
-"""Layers of which each replica holds only rows, fetched for as long as they are needed (ZeRO-3).
+"""ZeRO-3: layers of which each replica stores only some rows; the others are fetched while a layer needs them.
 
-In the forward pass a layer's weights are gathered, used and dropped; what autograd saves of them is replaced by a note of where
-it lay, and gathered again in the backward pass. Gradients leave as rows of the sum over replicas, in float32.
+In the forward pass a layer's weights are gathered, used and dropped. What autograd saves of them is replaced by a note of its
+place, and is gathered again in the backward pass. Gradients leave as rows of the sum over replicas, in float32.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from tilewright.parallel.replicate import RowShards, over_chunks
 __all__ = ["Fetched"]
 
 _ALIGN = 16
-"""Elements: where a tensor begins in the gathered memory, so that products read it as they read one of its own."""
+"""Alignment, in elements, of each tensor in the gathered memory, so that products read it like a separate tensor."""
 
 
 class Fetched(nn.Module):
@@ -24,7 +24,7 @@ class Fetched(nn.Module):
 
     Args:
         module: with whole weights, which are dropped.
-        shards: who has which rows.
+        shards: which replica has which rows.
         chunks: ranks that have other tokens of the same micro-batches.
     """
 
@@ -36,11 +36,11 @@ class Fetched(nn.Module):
         self._shards, self._chunks, self._again, self.sums = shards, chunks, None, []
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
-        self._module = (module,)  # out of the sight of `parameters`
+        self._module = (module,)  # in a tuple, so that `parameters` does not find it
 
     @property
     def sums(self) -> list[Tensor]:
-        """Rows of the gradients of the last backward pass, summed over replicas; taken once."""
+        """This replica's rows of the gradients of the last backward pass, summed over replicas; can be taken once."""
         found, self._sums = self._sums, []
         return found
 
@@ -66,7 +66,7 @@ class Fetched(nn.Module):
             return functional_call(self._module[0], dict(zip(self.names, wholes)), given)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter in the gathered memory."""
+        """Each parameter within the gathered memory."""
         found, at = [], 0
         for shape in self._shapes:
             found.append(flat[at : at + shape.numel()].view(shape))
@@ -74,7 +74,7 @@ class Fetched(nn.Module):
         return found
 
     def received(self, grads: tuple[Tensor, ...]) -> None:
-        """Keep this replica's rows of the gradients, and drop the weights."""
+        """Store this replica's rows of the gradients, and drop the weights."""
         self._again = None
         self._sums = self._shards.reduce_scatter([grad.float() for grad in over_chunks(grads, self._chunks)])
 
@@ -91,7 +91,7 @@ class Fetched(nn.Module):
 
 
 class _Fetch(torch.autograd.Function):
-    """The whole weights; their gradients go to `Fetched.received`, because they are float32 whatever the weights are."""
+    """The whole weights. Their gradients go to `Fetched.received`, because they are float32 whatever the weights' dtype is."""
 
     @staticmethod
     def forward(ctx: Any, layer: Fetched, flat: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

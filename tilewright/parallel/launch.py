@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on one machine, and ending all of them when one ends badly."""
+"""Starts the ranks of a run on one machine, and ends all of them if one fails."""
 
 import signal
 import subprocess
@@ -15,10 +15,10 @@ _GRACE_S = 10.0
 
 
 def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) -> None:
-    """Run a command once for each rank, with what torchrun would tell it, and wait for all.
+    """Run a command once for each rank, with torchrun's environment variables, and wait for all.
 
     Raises:
-        ChildProcessError: a rank ended badly, and the others were ended; the message names it.
+        ChildProcessError: a rank failed, and the others were ended; the message names it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [Launched(rank=r, world=ranks, local_rank=r, address="127.0.0.1", port=store.port) for r in range(ranks)]
@@ -36,7 +36,7 @@ def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) ->
 
 
 def how_it_ended(code: int) -> str:
-    """A process' exit code in words."""
+    """A process's exit code as text."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: joining them, and the groups of each dimension of a plan. Over gloo on CPUs, NCCL on cards."""
+"""The ranks of a run and their groups along each dimension of a plan, connected by gloo on CPUs and by NCCL on cards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ _TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where a rank stands.
+    """The groups of one rank.
 
-    pair: the first and the last part of the layers, for those two; alone elsewhere.
-    ep, same: of the replicas, those that share a set of experts, and those that have the same ones of them.
+    pair: the ranks with the first and the last part of the layers, for those two; for other ranks only the rank itself.
+    ep, same: among the replicas, those that share a set of experts, and those that have the same experts of it.
     """
 
     rank: int = 0
@@ -37,14 +37,14 @@ class Mesh:
 
 
 def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant: bool) -> Mesh:
-    """Meet the other ranks at `store` and form the groups. Ends with `leave`."""
+    """Connect with the other ranks at `store` and form the groups. End with `leave`."""
     if plan.ranks == 1:
         return Mesh()
     cards = device.type == "cuda"
     if cards:
         torch.cuda.set_device(device)
-    # No `device_id`: with it groups are split off the first communicator, which ends in a segmentation fault where the
-    # process had a group before, or where autograd's thread uses such a communicator.
+    # No `device_id`: with it, groups are split off the first communicator, which causes a segmentation fault if the process had
+    # a group before, or if autograd's thread uses such a communicator.
     dist.init_process_group("nccl" if cards else "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_TIMEOUT)
     groups = _Groups(rank, plan.ranks, invariant)
     found = {name: groups.of(lines(plan, name)) for name in ("pp", "dp", "cp", "tp")}
@@ -60,7 +60,7 @@ def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant
 
 
 def lines(plan: Plan, name: str) -> list[tuple[int, ...]]:
-    """The ranks that differ in their place along one dimension alone: a list for each place in the others."""
+    """The groups of ranks that differ only in their place along one dimension."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.ranks):
         others = tuple(at for other, at in plan.place(rank).items() if other != name)
@@ -69,14 +69,14 @@ def lines(plan: Plan, name: str) -> list[tuple[int, ...]]:
 
 
 class _Groups:
-    """The groups of torch.distributed that a rank is in: one for each set of ranks, whatever it is used for."""
+    """The torch.distributed groups of a rank: one for each set of ranks, also if it is used several times."""
 
     def __init__(self, rank: int, world: int, invariant: bool):
         self._rank, self._invariant = rank, invariant
         self._made: dict[tuple[int, ...], Any] = {tuple(range(world)): dist.group.WORLD}
 
     def of(self, sets: Sequence[tuple[int, ...]]) -> Ranks:
-        """The set that this rank is in. Each rank forms all groups in the same order, as torch wants it."""
+        """The group of the set that contains this rank. All ranks form all groups in the same order, as torch requires."""
         own = ALONE
         for members in sets:
             if len(members) > 1 and members not in self._made:
@@ -86,8 +86,8 @@ class _Groups:
         return own
 
     def connect(self, device: torch.device) -> None:
-        """Make the communicators now, one after the other: NCCL makes one in a group's first exchange, which waits for all its
-        ranks, and may come in an order of its own on each, in autograd's thread, or while a graph is captured."""
+        """Create the communicators now, one after the other. NCCL would create one in a group's first exchange, which waits for
+        all its ranks; this may come in a different order on each, in autograd's thread, or while a graph is captured."""
         for members, group in self._made.items():
             if self._rank in members:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -95,7 +95,8 @@ class _Groups:
 
 
 def leave() -> None:
-    """Part from the other ranks, if there are any: all of them at the same point, when what they exchange has arrived."""
+    """Disconnect from the other ranks, if there are any. All must call it at the same point, after their exchanges are
+    complete."""
     if dist.is_initialized():
         if dist.get_backend() == "nccl":
             torch.cuda.synchronize()
@@ -103,6 +104,6 @@ def leave() -> None:
 
 
 def abort() -> None:
-    """End exchanges that are under way on the device, from another thread: a rank is gone."""
+    """Abort exchanges in progress on the device, from another thread, because a rank is gone."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()

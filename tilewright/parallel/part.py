@@ -1,4 +1,4 @@
-"""From a whole model to what a rank has of it: some of its layers, some slices of these, rows of what is left."""
+"""Reduces a whole model to one rank's part: some of its layers, some slices of these, and rows of the rest."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,12 @@ __all__ = ["make_part", "refusal"]
 
 
 def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
-    """Cut a decoder (`embed`, `blocks`, `norm`, `head`) as the plan says. It is taken over, and not to be used any more."""
+    """Divide a decoder (`embed`, `blocks`, `norm`, `head`) as in the plan. Its parts are reused; do not use it any more."""
     if (why := refusal(model, plan)) is not None:
         raise ValueError(why)
     part = Part(model=model, pieces=whole_pieces(model), uses={})
     if model.head.weight is model.embed.weight and model.embed.weight.requires_grad:
-        # Two places of use, two sums: so it does not matter whether one rank has both.
+        # Two places of use have two sums, so it makes no difference whether one rank has both.
         model.head.weight = nn.Parameter(model.embed.weight.data)
         part.uses["embed.weight"] = ["head.weight"]
     if plan.ep > 1:
@@ -47,7 +47,7 @@ def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
 
 
 def _deal(part: Part, mesh: Mesh, invariant: bool) -> None:
-    """Leave each mixture only this rank's experts."""
+    """Reduce each mixture to this rank's experts."""
     dealt: set[str] = set()
     for index, block in enumerate(part.model.blocks):
         if isinstance(block.ffn, MoE):
@@ -64,7 +64,7 @@ def _deal(part: Part, mesh: Mesh, invariant: bool) -> None:
 
 
 def _fetch(part: Part, mesh: Mesh) -> None:
-    """Leave each block only this replica's rows."""
+    """Reduce each block to this replica's rows."""
     shards = RowShards(mesh.dp)
     renamed: dict[str, str] = {}
     for index, block in enumerate(part.model.blocks):
@@ -81,7 +81,7 @@ def _fetch(part: Part, mesh: Mesh) -> None:
 
 
 def refusal(model: Any, plan: Plan) -> str | None:
-    """Why a plan cannot cut a decoder, which may be on "meta"; None where it can. Replicas and rows can be had of any."""
+    """Why a plan cannot divide a decoder (which may be on "meta"), or None. Replicas and rows are possible for every model."""
     if plan.slices == plan.chunks == plan.pp == 1:
         return None
     names = {"attn_norm", "attn", "ffn_norm", "ffn"}
@@ -102,7 +102,7 @@ def refusal(model: Any, plan: Plan) -> str | None:
 
 
 def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
-    """Attend across chunks, and compute them one by one where they are all here."""
+    """Attend across chunks, and compute them one by one if all of them are here."""
     model = part.model
     for layer in (module for module in model.modules() if isinstance(module, Attention)):
         layer.register_forward_pre_hook(partial(_attends, plan, mesh.cp))
@@ -126,7 +126,7 @@ def _attends(plan: Plan, ranks: Ranks, module: nn.Module, given: tuple[Any, ...]
 
 
 def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> None:
-    """Put a module that goes through chunks in the place of one, whose parameters get another name."""
+    """Replace a module by one that goes through chunks; its parameters get other names."""
     setattr(owner, name, Chunked(getattr(owner, name), chunks))
 
     def new(old: str) -> str:
@@ -138,7 +138,7 @@ def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> Non
 
 
 def _keep(part: Part, plan: Plan, mesh: Mesh) -> None:
-    """Leave only what this rank's layers need."""
+    """Keep only what this rank's layers need."""
     model = part.model
     keep_layers(model, plan, mesh.pp.rank)
     left = {name for name, _ in model.named_parameters()}
@@ -180,7 +180,7 @@ def _cut_layers(part: Part, plan: Plan, mesh: Mesh, invariant: bool) -> None:
 
 
 def _cut_vocabulary(part: Part, plan: Plan, mesh: Mesh, cut: bool) -> None:
-    """Leave the embedding and the head this rank's slices of their rows."""
+    """Reduce the embedding and the head to this rank's slices of their rows."""
     model, here = part.model, plan.slices // plan.tp
     first, tied = mesh.tp.rank * here, "embed.weight" in part.uses
     part.uses.pop("embed.weight", None)
@@ -203,7 +203,7 @@ def _cut_vocabulary(part: Part, plan: Plan, mesh: Mesh, cut: bool) -> None:
 
 
 def _sliced(part: Part, home: str, layer: Any, plan: Plan, mesh: Mesh, parts: int, summed: set[str]) -> Sliced:
-    """The slices of a layer that this rank has. Its pieces are written into the part."""
+    """The slices of a layer that this rank has. Its pieces are recorded in the part."""
     here = plan.slices // plan.tp
     old = {name: part.pieces.pop(f"{home}.{name}") for name, _ in layer.named_parameters()}
     made = []
@@ -230,14 +230,14 @@ def _sliced(part: Part, home: str, layer: Any, plan: Plan, mesh: Mesh, parts: in
 
 
 def _again(part: Part, parameter: nn.Parameter, name: str, parts: int) -> list[nn.Parameter]:
-    """Further parameters in the memory of the first of `parts`, which are written down as uses of it."""
+    """Further parameters that share the memory of the first of `parts`; they are recorded as uses of it."""
     for place in range(1, parts):
         part.uses.setdefault(name.format(0), []).append(name.format(place))
     return [nn.Parameter(parameter.data) for _ in range(1, parts)]
 
 
 def _norm(part: Part, home: str, norm: RMSNorm, parts: int) -> SlicedNorm:
-    """A norm over tokens in parts. Its pieces are written into the part."""
+    """A norm over tokens in parts. Its pieces are recorded in the part."""
     made = [norm]
     weight: Any = norm.weight
     for again in _again(part, weight, f"{home}.norms.{{}}.weight", parts):

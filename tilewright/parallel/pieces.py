@@ -1,8 +1,10 @@
-"""Which part of each parameter of the whole model a rank has: what gradients, norms, checkpoints and loading are led by.
+"""Which piece of each parameter of the whole model a rank has; gradients, norms, checkpoints and loading follow this.
 
-A rank's model has parameters of its own, each a piece of a parameter of the whole model: some rows, and all columns or a range.
-A vector is a matrix of one column. Where a piece is used in several places of which each has a gradient of its own, the places
-are parameters that share its memory: `uses` of the first.
+A rank's model has its own parameters. Each is a piece of a parameter of the whole model: some rows, and all columns or a range.
+A vector
+is treated as a matrix with one column. If a piece is used in several places, each with its own gradient, the places are
+separate
+parameters that share memory: the `uses` of the first one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +22,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of the parameter `of`.
+    """A piece of the parameter `of`.
 
     shape: of the whole parameter.
-    rows: spans of its rows, in the order in which they lie here.
-    columns: the span of its columns.
+    rows: ranges of its rows, in the order in which this rank stores them.
+    columns: the range of its columns.
     """
 
     of: str
@@ -34,17 +36,17 @@ class Piece:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The shape that it has here."""
+        """Its shape on this rank."""
         count = sum(stop - start for start, stop in self.rows)
         return (count,) if len(self.shape) == 1 else (count, self.columns[1] - self.columns[0], *self.shape[2:])
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the parameter itself."""
+        """Whether it is the whole parameter."""
         return self.rows == ((0, self.shape[0]),) and self.size == self.shape
 
     def narrowed(self, start: int, stop: int) -> "Piece":
-        """Of its rows, counted here, those from `start` to before `stop`."""
+        """The piece of its rows from `start` to before `stop`, counted within this piece."""
         found: list[Span] = []
         at = 0
         for low, high in self.rows:
@@ -55,7 +57,7 @@ class Piece:
         return replace(self, rows=tuple(found))
 
     def cut(self, whole: Any) -> Tensor:
-        """This piece of a tensor shaped like the parameter, or of a slice of a safetensors file."""
+        """Cut this piece out of a tensor with the parameter's shape, or out of a slice of a safetensors file."""
         if len(self.shape) == 1:
             found = [whole[start:stop] for start, stop in self.rows]
         else:
@@ -63,7 +65,7 @@ class Piece:
         return torch.cat(found) if found else torch.empty(self.size)
 
     def paste(self, piece: Tensor, whole: Tensor) -> None:
-        """Write the piece to where it belongs in a tensor shaped like the parameter."""
+        """Write the piece to its place in a tensor with the parameter's shape."""
         at = 0
         for start, stop in self.rows:
             place = whole[start:stop] if len(self.shape) == 1 else whole[start:stop, self.columns[0] : self.columns[1]]
@@ -71,7 +73,7 @@ class Piece:
             at += stop - start
 
     def places(self) -> Tensor:
-        """Of each of its rows, the place in a list of all sums over rows of all ranges of columns of the parameter, int64."""
+        """For each of its rows, the index in a list of all sums over rows of all column ranges of the parameter, int64."""
         ranges, index = 1, 0
         if len(self.shape) > 1 and (width := self.columns[1] - self.columns[0]):
             ranges, index = self.shape[1] // width, self.columns[0] // width
@@ -79,12 +81,12 @@ class Piece:
         return torch.cat(rows) * ranges + index if rows else torch.empty(0, dtype=torch.int64)
 
     def table(self) -> dict[str, Any]:
-        """As JSON."""
+        """As values for JSON."""
         return asdict(self)
 
     @classmethod
     def of_table(cls, table: Mapping[str, Any]) -> "Piece":
-        """What `table` gave, through JSON."""
+        """The inverse of `table`, after JSON."""
         spans = tuple((start, stop) for start, stop in table["rows"])
         low, high = table["columns"]
         return cls(of=table["of"], shape=tuple(table["shape"]), rows=spans, columns=(low, high))
@@ -95,18 +97,18 @@ def _whole(name: str, shape: Sequence[int]) -> Piece:
 
 
 def whole_pieces(model: nn.Module) -> dict[str, Piece]:
-    """Every parameter of a model that is trained as the piece that it is of itself; a tied one once."""
+    """Every trainable parameter of a model as a piece that is the whole parameter; a tied one occurs once."""
     return {name: _whole(name, p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def rows_of(count: int, part: int, parts: int) -> Span:
-    """The rows of a part, where rows are dealt out in runs of one length; the last ones may have fewer."""
+    """The rows of one of `parts` parts of equal length; the last ones may have fewer."""
     each = -(-count // parts)
     return min(part * each, count), min((part + 1) * each, count)
 
 
 def merged_rows(parts: Iterable[int], index: int, count: int) -> tuple[Span, ...]:
-    """The rows of slice `index` of `count` of a merged projection: its part of each projection, in their order."""
+    """The rows of slice `index` of `count` of a merged projection: its part of each projection, in order."""
     ends = [0]
     for part in parts:
         ends.append(ends[-1] + part)
@@ -118,15 +120,15 @@ def merged_rows(parts: Iterable[int], index: int, count: int) -> tuple[Span, ...
 
 @dataclass(kw_only=True)
 class Part:
-    """What a rank has of a model.
+    """One rank's part of a model.
 
-    model: its modules, which take and give what those of the whole model do.
-    pieces: parameter here -> what it is. The parameters that an optimizer is given.
+    model: its modules, with the inputs and outputs of those of the whole model.
+    pieces: parameter here -> its piece. These parameters are passed to an optimizer.
     uses: parameter here -> further parameters that share its memory, in the order of the tree.
-    summed: parameters that several ranks along tp use, each with a gradient of its own.
-    tied: parameters that the first and the last part of the layers both have, each with a gradient of its own.
+    summed: parameters that several ranks along tp use, each with its own gradient.
+    tied: parameters that the first and the last part of the layers both have, each with its own gradient.
     dealt: parameters of experts that other ranks of ep do not have.
-    fetched: modules that hold rows of their weights alone, in the order of their parameters.
+    fetched: modules that store only rows of their weights, in the order of their parameters.
     """
 
     model: Any

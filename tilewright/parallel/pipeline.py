@@ -1,8 +1,10 @@
-"""Layers dealt out to ranks, which pass activations and gradients on (pipeline parallelism), by torch.distributed.pipelining.
+"""Pipeline parallelism: layers are distributed over ranks, which pass on activations and gradients
+(torch.distributed.pipelining).
 
 Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021 (1F1B and
-interleaved); Qi et al., "Zero Bubble Pipeline Parallelism", 2024. Who computes what when is torch's; here is what a part of the
-layers computes, and that the gradients of each micro-batch are taken out as they come instead of being added up in that order.
+interleaved); Qi et al., "Zero Bubble Pipeline Parallelism", 2024. torch decides which rank computes what and when. This module
+defines what a part of the layers computes, and takes out the gradients of each micro-batch instead of letting them add up in
+arrival order.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ class Batch(Protocol):
 
 
 def keep_layers(model: Any, plan: Plan, rank: int) -> None:
-    """Leave a decoder only what the parts of this rank need, under the same names."""
+    """Reduce a decoder to what the parts of this rank need, with the same names."""
     count = len(model.blocks)
     parts = [rank + turn * plan.pp for turn in range(plan.virtual)]
     kept = {str(index): model.blocks[index] for part in parts for index in plan.layers_of(part, count)}
@@ -64,15 +66,16 @@ class _Layers(nn.Module):
         for index, block in zip(self.layers, self.blocks):
             h, residual = block(h, residual, packed, keys_values.layer(index))
         assert residual is not None
-        # A schedule that splits the backward pass detaches what is passed on in place, which a view does not allow.
+        # A schedule that splits the backward pass detaches its output in place, which is not allowed for a view.
         return h.clone() if h._is_view() else h, residual.clone() if residual._is_view() else residual
 
 
 class _End:
-    """What an objective is handed as the model by the last part: called like it, with its head.
+    """The model that an objective sees in the last part: it is called like the model, and has its head.
 
-    The gradients of a loss with respect to `ends` and the head are made in the forward pass, and kept: a schedule that
-    splits the backward pass asks for them twice, and losses that are made together with their gradients give them once.
+    The gradients of a loss with respect to `ends` and the head are computed in the forward pass, and stored: a schedule that
+    splits the backward pass asks for them twice, but losses that are computed together with their gradients provide them only
+    once.
     """
 
     def __init__(self, layers: _Layers, stream: tuple[Tensor, ...]):
@@ -87,7 +90,7 @@ class _End:
         return leaf
 
     def kept(self, loss: Tensor) -> Tensor:
-        """The loss, whose gradients are there."""
+        """The loss, with stored gradients."""
         head: Any = self.head
         inputs = [*(hidden for hidden, _ in self._ends), *head.parameters()]
         grads = torch.autograd.grad(loss, [*(leaf for _, leaf in self._ends), *head.parameters()])
@@ -95,7 +98,7 @@ class _End:
 
 
 class _Kept(torch.autograd.Function):
-    """A loss with gradients that were made before."""
+    """A loss with gradients that were computed before."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, grads: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
@@ -112,14 +115,14 @@ class Pipeline:
 
     Args:
         model: what `keep_layers` left of a decoder.
-        plan, ranks: how the layers are dealt out, and to whom.
-        layers: of the whole model.
+        plan, ranks: how the layers are distributed, and to which ranks.
+        layers: number of layers of the whole model.
         stream: shape and dtype of what is passed on: an example of h, on "meta".
         device: where it is computed.
     """
 
     def __init__(self, model: Any, plan: Plan, ranks: Ranks, layers: int, stream: Tensor, device: torch.device):
-        from tilewright.parallel.stages import SCHEDULES, Stage  # two seconds to import, and few runs have a pipeline
+        from tilewright.parallel.stages import SCHEDULES, Stage  # the import takes two seconds, and few runs have a pipeline
 
         last, self._device = plan.parts - 1, device
         self._parts: list[_Layers] = []
@@ -140,12 +143,12 @@ class Pipeline:
     def sums(
         self, batches: Sequence[Batch], loss_of: Callable[[Any, Any], Tensor], keys_values: Any, invariant: bool, chunks: Ranks
     ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:  # fmt: skip
-        """Forward and backward of all micro-batches of this replica -> (loss, gradients) of this rank's parts, added up.
+        """Forward and backward of all micro-batches of this replica -> (loss, gradients) of this rank's parts, summed.
 
         Args:
             loss_of: (the model as the last part sees it, batch) -> the loss.
-            keys_values: what attention layers are handed.
-            invariant: in the order of the tree, else in the order that comes first.
+            keys_values: the value for attention layers.
+            invariant: sum in the order of the tree, otherwise in the order of arrival.
         chunks: ranks that have other tokens of the same micro-batches.
         """
         sums = [TreeSum() if invariant else RunningSum() for _ in self._parts]
@@ -171,7 +174,7 @@ class Pipeline:
 
 
 def _take(parameters: Sequence[nn.Parameter], total: TreeSum | RunningSum, chunks: Ranks) -> None:
-    """Move the gradients of a micro-batch to the sum."""
+    """Move the gradients of a micro-batch into the sum."""
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

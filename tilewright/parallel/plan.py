@@ -1,17 +1,17 @@
-"""How a run is spread over ranks, as data. Imports no torch.
+"""A parallel plan: how a run is distributed over ranks, as data. Imports no torch.
 
-    dp    replicas: micro-batches of an update are dealt out to them
-    zero  what replicas do not all hold: 1 optimizer state, 2 and the sums of gradients, 3 and the weights
-    tp    parts that the heads and the feed-forward width of a layer are cut into
-    sp    tokens are cut, too, where tp leaves layers whole (the norms)
-    pp    parts that the layers are cut into; `schedule` is the order of passes, `virtual` the parts of a rank
-    cp    parts that the tokens of a micro-batch are cut into; attention is cut by heads instead
-    ring  with cp: keys and values go round in attention, and no heads are cut
-    ep    of the dp replicas, so many share one set of experts: each has some of those of every layer
+    dp    number of replicas; the micro-batches of an update are divided among them
+    zero  what replicas share instead of each having all: 1 optimizer state, 2 and sums of gradients, 3 and weights
+    tp    number of parts into which the heads and the feed-forward width of a layer are divided
+    sp    divide tokens, too, for the modules that tp leaves whole (the norms)
+    pp    number of ranks among which the layers are divided; `schedule` is the order of passes, `virtual` the parts per rank
+    cp    number of parts into which the tokens of a micro-batch are divided; attention is divided by heads instead
+    ring  with cp: attention passes keys and values around, and heads are not divided
+    ep    number of dp replicas that share one set of experts: each has some experts of every layer
 
-Ranks = pp * dp * cp * tp, tp innermost. `slices` and `chunks` are part of what is computed, and not of where: into how many
-parts layers and micro-batches are cut for their sums. They are tp and cp where they are not given. Runs with the same slices
-and chunks have the same bits under every plan, with sums in the order of the tree.
+Ranks = pp * dp * cp * tp, with tp innermost. `slices` and `chunks` define what is computed, not where: into how many parts
+layers and micro-batches are divided for their sums. They default to tp and cp. Runs with the same slices and chunks have the
+same bits under every plan, if sums follow the order of the tree.
 """
 
 import difflib
@@ -27,12 +27,12 @@ _ONE_PART = ("1f1b", "gpipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a plan has to divide.
+    """The quantities that a plan has to divide.
 
     heads, kv_heads, inner: of a layer. tokens: of a micro-batch. micro_batches: of an update.
-    tree: whether sums follow the tree. whole: name of an optimizer that wants whole parameters, else None.
+    tree: whether sums follow the tree. whole: name of an optimizer that needs whole parameters, else None.
     ragged: whether micro-batches may have fewer tokens than `tokens`.
-    experts: of a layer that is a mixture; 0 where none is.
+    experts: of a layer that is a mixture; 0 if there is none.
     """
 
     layers: int
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A way to spread a run. Raises ValueError for what no model can make right."""
+    """A way to distribute a run. Raises ValueError for values that are invalid for every model."""
 
     dp: int = 1
     zero: int = 0
@@ -94,22 +94,22 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Processes that it takes."""
+        """The number of processes."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def parts(self) -> int:
-        """Parts that the layers are cut into."""
+        """The number of parts into which the layers are divided."""
         return self.pp * self.virtual
 
     @property
     def expert_replicas(self) -> int:
-        """Replicas of each expert."""
+        """The number of replicas of each expert."""
         return self.dp // self.ep
 
     @property
     def dealt(self) -> bool:
-        """Whether micro-batches are dealt out one by one, as gradients that leave a rank after each need; else in runs."""
+        """Whether micro-batches are dealt to replicas one by one (if gradients leave a rank after each), or in runs."""
         return self.zero >= 2
 
     def owner(self, micro_batch: int, micro_batches: int) -> int:
@@ -117,20 +117,20 @@ class Plan:
         return micro_batch % self.dp if self.dealt else micro_batch * self.dp // micro_batches
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank stands in each dimension."""
+        """The place of a rank in each dimension."""
         rest, found = rank, {}
         for name in ("tp", "cp", "dp", "pp"):
             rest, found[name] = divmod(rest, getattr(self, name))
         return found
 
     def layers_of(self, part: int, layers: int) -> range:
-        """The layers of a part; earlier parts have one more where they do not divide."""
+        """The layers of a part; if they cannot be divided equally, earlier parts have one more."""
         least, more = divmod(layers, self.parts)
         start = part * least + min(part, more)
         return range(start, start + least + (part < more))
 
     def check(self, shape: Shape) -> None:
-        """Raise ValueError, one sentence, for a plan that does not fit."""
+        """Raise ValueError, with one sentence, if the plan does not fit."""
         for name, what, count in (
             ("slices", "heads", shape.heads), ("slices", "key and value heads", shape.kv_heads),
             ("slices", "feed-forward width", shape.inner), ("chunks", "tokens of a micro-batch", shape.tokens),
@@ -186,7 +186,7 @@ class Plan:
 
     @classmethod
     def read(cls, given: "Plan | Mapping[str, Any] | str") -> "Plan":
-        """A plan from a table of a TOML file, or from "dp=2,zero=3"; a name alone stands for true."""
+        """A plan from a table of a TOML file, or from text such as "dp=2,zero=3"; a name without a value means true."""
         if isinstance(given, Plan):
             return given
         table = dict(_entries(given)) if isinstance(given, str) else dict(given)
@@ -199,7 +199,7 @@ class Plan:
         return cls(**table)
 
     def alone(self) -> "Plan":
-        """The plan of one process that computes the same bits."""
+        """The plan for one process that computes the same bits."""
         return replace(Plan(), slices=self.slices, chunks=self.chunks, ring=self.ring)
 
     def table(self) -> dict[str, Any]:

@@ -1,17 +1,18 @@
-"""Bytes of a rank, by formula, before anything is allocated.
+"""Predicts the memory of a rank by formula, before anything is allocated.
 
-    P_c, P_w   elements of a block that tp cuts, and that it does not; L layers of the rank; E elements of its ends
-    P_x        elements of a block's experts
-    N = L (P_c / tp + P_w + P_x / ep) + E        embedding and head of E: / tp, where slices divide the vocabulary
+    P_c, P_w   elements of a block that tp divides, and that it does not; L layers of the rank; E elements of embedding, norm,
+    head P_x        elements of a block's experts
+    N = L (P_c / tp + P_w + P_x / ep) + E        embedding and head in E: / tp, if slices divide the vocabulary
 
     weights    bytes of the dtype * N;                    zero 3: blocks / dp
-    optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, and the updated rows of what all hold whole
-                                                          float32: no master weights beside weights of which it updates all
-    gradients  (bytes of the dtype + 4 sums) * N;         sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp;
+    optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, plus the updated rows of what every rank stores
+    whole
+                                                          float32: no separate master weights, if it updates all of the weights
+    gradients  (bytes of the dtype + 4 for sums) * N;     sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp;
                                                           with the tree experts have ep of them, one for each rank's tokens
-    activations  bytes of the dtype * tokens / cp * layers * passes in flight * (what tp cuts / tp + the rest, / tp with sp)
+    activations  bytes of the dtype * tokens / cp * layers * passes in flight * (what tp divides / tp + the rest, / tp with sp)
 
-What an update needs for a moment (a gathered block, a bucket of an exchange, logits) comes on top.
+Temporary memory of an update (a gathered block, a bucket of an exchange, logits) comes on top.
 """
 
 import math
@@ -28,11 +29,11 @@ __all__ = ["RankBytes", "Sizes", "predicted", "sizes_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Elements of a model.
+    """Numbers of elements of a model.
 
-    cut, whole: of a block, what tp cuts and what nothing cuts. experts: what ep deals out.
-    embed, norm, head: of the ends; head is 0 where it is the embedding.
-    vocabulary: rows of embedding and head that tp cuts; 0 where it does not.
+    cut, whole: of a block, what tp divides and what nothing divides. experts: what ep distributes.
+    embed, norm, head: outside of the blocks; head is 0 if it is tied to the embedding.
+    vocabulary: rows of embedding and head that tp divides; 0 if it does not.
     """
 
     layers: int
@@ -47,7 +48,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """What a rank holds."""
+    """The bytes of a rank."""
 
     weights: int
     gradients: int
@@ -56,7 +57,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """Of all."""
+        """The sum of all."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class RankBytes:
 
 
 def sizes_of(model: Any) -> Sizes:
-    """Of a decoder, which may be on "meta"."""
+    """The sizes of a decoder, which may be on "meta"."""
     block, cut = model.blocks[0], 0
     for layer in (block.attn, block.ffn):
         for name, shard in SHARDS.get(type(layer), {}).items():
@@ -93,10 +94,10 @@ def predicted(
     Args:
         item: bytes of an element of weights.
         moments: bytes of the optimizer for each element, without master weights.
-        micro_batches: of an update, of all replicas.
+        micro_batches: of an update, over all replicas.
         tree: whether sums follow the tree.
         tokens: of a micro-batch.
-        cut_width, whole_width: elements that a layer keeps for the backward pass for each token, cut by tp or not.
+        cut_width, whole_width: elements per token that a layer keeps for the backward pass, divided by tp or not.
     """
     parts = [stage + turn * plan.pp for turn in range(plan.virtual)]
     layers = sum(len(plan.layers_of(part, sizes.layers)) for part in parts)
@@ -107,11 +108,12 @@ def predicted(
     embed, head = sizes.embed // through, sizes.head // through
     own_head = head or (0 if first else embed)
     ends = (embed if first else 0) + (sizes.norm + own_head if last else 0)
-    # A tied head is used in two places, and has a gradient in each.
+    # A tied head is used in two places, and has a gradient for each.
     used = ends + (embed if first and last and not sizes.head else 0)
     share = plan.dp if plan.zero else 1
     third = plan.dp if plan.zero == 3 else 1
-    # What is updated apart from the weights in use: rows of whole weights. Master weights in float32 are else the weights.
+    # Copies that are updated apart from the weights in use: rows of whole weights. Otherwise float32 master weights are the
+    # weights.
     copied = (blocks if plan.zero in (1, 2) else 0) + (ends if plan.zero else 0)
     own = micro_batches // plan.dp
     levels = 1 + math.ceil(math.log2(own)) if tree else 1

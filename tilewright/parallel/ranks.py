@@ -1,7 +1,8 @@
-"""Ranks that work on parts of one thing, and how they exchange: in the order of the tree, or in the library's.
+"""A group of ranks and its exchanges, with sums in the order of the tree or in the library's order.
 
-In the order of the tree each rank receives from every other its part of the terms, adds them up itself, and sends the sum
-round: the bytes of a ring's all-reduce, in two rounds. The library's order depends on the number of ranks, and on the library.
+In the order of the tree, each rank receives its part of the summands from all others, adds them itself, and sends the sum to
+all: the same number of bytes as a ring's all-reduce, in two rounds. The library's order depends on the number of ranks and on
+the library.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,28 +18,28 @@ __all__ = ["ALONE", "Ranks"]
 
 T = TypeVar("T")
 
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where there is one
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, if it exists
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SMALL = 8192
-"""Elements up to which a sum is formed on every rank from all terms: one round instead of two."""
+"""Up to this number of elements, every rank computes the sum from all summands: one round instead of two."""
 
 
 class Ranks:
     """One dimension of the mesh, seen by one of its ranks.
 
     Args:
-        group: of torch.distributed; None for a rank that is alone.
-        rank: this one's place in it.
-        size: how many there are.
-        invariant: sums in the order of the tree, else in the library's.
+        group: of torch.distributed; None for a single rank.
+        rank: this rank's place in it.
+        size: the number of ranks.
+        invariant: sum in the order of the tree, otherwise in the library's.
     """
 
     def __init__(self, group: Any = None, rank: int = 0, size: int = 1, invariant: bool = True):
         self.group, self.rank, self.size, self.invariant = group, rank, size, invariant
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of one shape: a new tensor, or `x` where the rank is alone. Float32 by the tree."""
+        """The sum of all ranks' tensors: a new tensor, or `x` for a single rank. In the order of the tree it is float32."""
         if self.size == 1:
             return x
         if not self.invariant:
@@ -54,29 +55,30 @@ class Ranks:
         return total.view(-1)[: flat.numel()].view(x.shape)
 
     def all_reduce_into(self, x: Tensor) -> Tensor:
-        """`all_reduce` of what nobody else needs any more: the library's sum is formed in the memory of `x`."""
+        """`all_reduce` of a tensor that is no longer needed: the library's sum overwrites the memory of `x`."""
         if self.size > 1 and not self.invariant:
             dist.all_reduce(x, group=self.group)
             return x
         return self.all_reduce(x)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's tensor, in the memory of `x`."""
+        """The first rank's tensor, written into the memory of `x`."""
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Give a tensor to the rank in place `to`."""
+        """Send a tensor to the rank in place `to`."""
         dist.send(x, group=self.group, group_dst=to)
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """A tensor of the rank in place `source`, in the memory of `x`."""
+        """A tensor from the rank in place `source`, written into the memory of `x`."""
         dist.recv(x, group=self.group, group_src=source)
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part, along the first dimension, of the sum of all ranks' tensors. The size divides that dimension."""
+        """This rank's part, along the first dimension, of the sum of all ranks' tensors. That dimension is a multiple of the
+        size."""
         if self.size == 1:
             return x
         parts = x.contiguous().unflatten(0, (self.size, -1))
@@ -87,7 +89,7 @@ class Ranks:
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' tensors of one shape, along the first dimension."""
+        """All ranks' tensors of one shape, concatenated along the first dimension."""
         return x if self.size == 1 else self._gathered(x.contiguous()).flatten(0, 1)
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -99,7 +101,8 @@ class Ranks:
         return received
 
     def shift(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begin to send a tensor to the next rank; what is returned waits, and gives the one of the rank before."""
+        """Start sending a tensor to the next rank; the returned function waits for the tensor of the previous rank and returns
+        it."""
         received = torch.empty_like(x)
         ends = ((dist.isend, x, (self.rank + 1) % self.size), (dist.irecv, received, (self.rank - 1) % self.size))
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, group=self.group, group_peer=peer) for op, tensor, peer in ends])
@@ -112,7 +115,8 @@ class Ranks:
         return arrived
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """The rows that other ranks have for this one, by rank; `sent` rows of these go to each, `received` come from each."""
+        """Exchange rows: the first `sent[0]` rows go to rank 0, and so on; returns `received[i]` rows from each rank i, in
+        order."""
         if self.size == 1:
             return rows
         out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -120,21 +124,21 @@ class Ranks:
         return out
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's part of a tensor that all have, along the first dimension."""
+        """This rank's part, along the first dimension, of a tensor that all ranks have."""
         return x if self.size == 1 else x.unflatten(0, (self.size, -1))[self.rank]
 
     def texts(self, text: str) -> Sequence[str]:
-        """The text of each rank."""
+        """The texts of all ranks."""
         if self.size == 1:
             return [text]
-        raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).clone()  # nothing cannot be sent
+        raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8).clone()  # an empty text cannot be sent
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_cards() else torch.device("cpu")
         sizes = self._gathered(torch.tensor([raw.numel()], device=device)).view(-1).tolist()
         padded = torch.nn.functional.pad(raw, (0, max(sizes) - raw.numel())).to(device)
         return [bytes(row[: size - 1].tolist()).decode() for row, size in zip(self._gathered(padded).cpu(), sizes)]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Do the work on the first rank, and when it is done there, on the others."""
+        """Do the work on the first rank, and after that on the others."""
         if self.size == 1:
             return work()
         found = work() if self.rank == 0 else None
@@ -154,4 +158,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""A rank without others."""
+"""A single rank without others."""

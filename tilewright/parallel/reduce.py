@@ -1,10 +1,10 @@
-"""The one order of sums: a fixed binary tree over an index, wherever the terms of a sum are.
+"""Sums in a fixed order: a binary tree over an index, wherever the summands are.
 
     sum of 8 terms = ((t0 + t1) + (t2 + t3)) + ((t4 + t5) + (t6 + t7))
 
-Runs of 2^k neighbours that begin at a multiple of 2^k are summed first. So whoever holds such a run forms a part of the same
-tree, and 8 terms on one rank, 4 on each of two or 1 on each of eight have one result, bit for bit. Terms are added in float32,
-element by element: no shape, no library and no number of threads decides on the order.
+Runs of 2^k neighbours that begin at a multiple of 2^k are summed first. So a rank with such a run computes a part of the same
+tree, and 8 terms on one rank, 4 on each of two or 1 on each of eight give the same result, bit for bit. Terms are added in
+float32, element by element, so the order does not depend on shapes, libraries or the number of threads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +16,13 @@ __all__ = ["RunningSum", "TreeSum", "row_squares", "running_sum", "tree", "tree_
 
 
 class TreeSum:
-    """Sums of lists of tensors, in the order of the tree. Holds one list for each power of two up to the number of terms."""
+    """Sums of lists of tensors in the order of the tree. Stores one list for each power of two up to the number of terms."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[int, list[Tensor]]] = []  # (terms, their sum), longer runs first
+        self._held: list[tuple[int, list[Tensor]]] = []  # (number of terms, their sum), longer runs first
 
     def add(self, part: Sequence[Tensor]) -> None:
-        """The next term of each sum."""
+        """Add the next term to each sum."""
         size, total = 1, [tensor.float() for tensor in part]
         while self._held and self._held[-1][0] == size:
             total = [a + b for a, b in zip(self._held.pop()[1], total, strict=True)]
@@ -30,7 +30,7 @@ class TreeSum:
         self._held.append((size, total))
 
     def result(self) -> list[Tensor]:
-        """The sums. Raises ValueError where there was no term."""
+        """The sums. Raises ValueError if there were no terms."""
         if not self._held:
             raise ValueError("tree_sum: no micro-batches")
         total = self._held.pop()[1]
@@ -40,13 +40,13 @@ class TreeSum:
 
 
 class RunningSum:
-    """Sums of lists of tensors one after the other, in float32 and in place: memory for one list."""
+    """Sums of lists of tensors one after the other, in float32 and in place; stores one list."""
 
     def __init__(self) -> None:
         self._total: list[Tensor] | None = None
 
     def add(self, part: Sequence[Tensor]) -> None:
-        """The next term of each sum; the first one's memory may be written later."""
+        """Add the next term to each sum; the memory of the first term may be overwritten later."""
         if self._total is None:
             self._total = list(part)
         elif self._total[1:] and self._total[1].dtype != torch.float32:
@@ -56,7 +56,7 @@ class RunningSum:
                 a += b
 
     def result(self) -> list[Tensor]:
-        """The sums. Raises ValueError where there was no term."""
+        """The sums. Raises ValueError if there were no terms."""
         if self._total is None:
             raise ValueError("running_sum: no micro-batches")
         total, self._total = self._total, None
@@ -80,14 +80,14 @@ def running_sum(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def tree(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors in the order of the tree, float32; a single one as it is, in float32."""
+    """The sum of tensors in the order of the tree, float32; a single tensor is only converted to float32."""
     return tree_sum([term] for term in terms)[0]
 
 
 def row_squares(grad: Tensor) -> Tensor:
     """The sum of squares of each row of a matrix, or each element's of a vector: float32 [rows].
 
-    Columns are folded half onto half, so a row has the same bits in whatever part of the matrix it lies.
+    Columns are added half onto half, so a row has the same bits in whatever part of the matrix it is.
     """
     squares = grad.float().square()
     if squares.dim() < 2:

@@ -1,7 +1,7 @@
-"""Replicas of a model: the sums of their gradients, whole (data parallelism) or each replica its rows (ZeRO).
+"""Sums of gradients over replicas: whole (data parallelism), or each replica its rows (ZeRO).
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Rows rather than stretches of
-flat memory, so that norms and checkpoints need not know how many replicas there are.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Rows are used rather than
+ranges of flat memory, so that norms and checkpoints do not depend on the number of replicas.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tilewright.parallel.ranks import Ranks
 __all__ = ["RowShards", "all_reduced", "over_chunks"]
 
 _BUCKET = 1 << 24
-"""Elements that are exchanged at once: 64 MB of float32."""
+"""Elements per exchange: 64 MB of float32."""
 
 
 def all_reduced(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
@@ -31,7 +31,8 @@ def all_reduced(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def over_chunks(grads: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The sums over ranks that have other tokens of one micro-batch, in the gradients' dtypes, as autograd makes them."""
+    """The sums over ranks with other tokens of the same micro-batch, in the gradients' dtypes, as autograd would compute
+    them."""
     return [total.to(grad.dtype) for total, grad in zip(all_reduced(grads, ranks), grads, strict=True)]
 
 
@@ -47,13 +48,13 @@ def _buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tenso
 
 
 class RowShards:
-    """Tensors of which each rank has a run of rows: ceil(rows / ranks), the last ones fewer."""
+    """Tensors of which each rank has a run of rows: ceil(rows / ranks), the last ranks fewer."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def span(self, rows: int) -> tuple[int, int]:
-        """This rank's rows of so many."""
+        """This rank's range of rows."""
         return rows_of(rows, self.ranks.rank, self.ranks.size)
 
     def own(self, tensor: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class RowShards:
         return found
 
     def all_gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """Write the rows of all ranks into `wholes`, given this rank's."""
+        """Write the rows of all ranks into `wholes`; `shards` are this rank's."""
         at = 0
         for bucket in _buckets(wholes, [t.numel() for t in wholes]):
             mine = shards[at : at + len(bucket)]
@@ -84,7 +85,7 @@ class RowShards:
                     whole[start:stop].copy_(part)
 
     def _each(self, whole: Tensor) -> int:
-        """Elements that a rank has of it, with what fills up the last one's."""
+        """Number of elements of each rank, including padding of the last one."""
         return -(-whole.shape[0] // self.ranks.size) * (whole.numel() // max(whole.shape[0], 1))
 
     def _padded(self, whole: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class RowShards:
         return pad(flat, (0, self.ranks.size * self._each(whole) - flat.numel()))
 
     def _trimmed(self, flats: Tensor, wholes: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Flat memory of ranks, [ranks, elements] -> the rows that each has of each tensor. One rank's: this rank's."""
+        """Flat memory of ranks, [ranks, elements] -> the rows of each tensor for each rank. With one rank: this rank's."""
         found: list[list[Tensor]] = []
         for index, flat in enumerate(flats):
             rank = self.ranks.rank if len(flats) == 1 else index

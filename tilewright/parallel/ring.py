@@ -1,4 +1,4 @@
-"""Attention across chunks of tokens in a ring: keys and values go from rank to rank, queries stay (context parallelism).
+"""Ring attention (context parallelism): keys and values go from rank to rank, queries stay.
 
 Liu et al., "Ring Attention with Blockwise Transformers", 2023. Chunk i of C tokens attends to the chunks j <= i:
 
@@ -6,10 +6,10 @@ Liu et al., "Ring Attention with Blockwise Transformers", 2023. Chunk i of C tok
     dq_i  = sum over j of dq_ij                                                                           j = i, i - 1, ... 0
     dk_j  = sum over i of dk_ij, and dv_j                                                                 i = j, j + 1, ...
 
-in float32 and in this order: that in which a ring meets them. One process that has all chunks goes through the same pairs in
-the same order, so its bits are those of the ranks. Documents may begin and end anywhere: a pair i > j has at most one in
-common, of which every query sees every key. Chunks are runs of tokens, so the last rank has the most to do where documents are
-long. Not supported: windows.
+in float32 and in this order, in which a ring meets them. A process that has all chunks goes through the same pairs in the same
+order, so its bits are those of the ranks. Documents may begin and end anywhere: a pair i > j shares at most one document, in
+which every query sees every key. Chunks are runs of tokens, so with long documents the last rank has the most work. Not
+supported: windows.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ __all__ = ["Ring"]
 
 
 class Ring(NamedTuple):
-    """Keys and values of all chunks, which come round.
+    """Keys and values of all chunks, which go around the ring.
 
     Args:
         inner: `PackedKeysValues`.
-        ranks: that have a chunk each; a rank that is alone has all.
-        chunks: how many there are.
+        ranks: each has one chunk; a single rank has all.
+        chunks: the number of chunks.
     """
 
     inner: Any
@@ -46,7 +46,7 @@ class Ring(NamedTuple):
     chunks: int
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
-        """As `KeysValues.attend`, of this rank's tokens."""
+        """As `KeysValues.attend`, for this rank's tokens."""
         alone = self.ranks.size == 1
         here = range(self.chunks) if alone else range(self.ranks.rank, self.ranks.rank + 1)
         norms = [fan_weight(weight, len(here)) for weight in (heads.q_norm, heads.k_norm, heads.sinks)]
@@ -65,7 +65,7 @@ class Ring(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What is attended to, beside the operands: the chunks that are here, where documents begin, and how scores are bent."""
+    """Everything besides the operands: the chunks on this rank, where documents begin, and changes of scores."""
 
     ranks: Ranks
     here: range
@@ -76,11 +76,11 @@ class _Place(NamedTuple):
     deterministic: bool
 
     def pairs(self, step: int) -> list[tuple[int, int, int]]:
-        """(place here, chunk of queries, chunk of keys) that meet at a step."""
+        """(index on this rank, chunk of queries, chunk of keys) of the pairs at a step."""
         return [(at, i, i - step) for at, i in enumerate(self.here) if i >= step]
 
     def lengths(self, i: int, j: int, size: int) -> tuple[Tensor, Tensor, int]:
-        """Of a pair: where its sequences of queries begin, and of keys; and the longest."""
+        """For a pair: where its sequences of queries begin, where those of keys begin, and the longest length."""
         if i == j:
             cu = (self.cu - i * size).clamp(0, size).int()
             return cu, cu, min(size, self.longest)
@@ -88,37 +88,37 @@ class _Place(NamedTuple):
         begin = self.cu.where(self.cu <= first, 0).amax()
         end = self.cu.where(self.cu > first, self.chunks * size).amin()
         queries, keys = (end - first).clamp(0, size), (begin - j * size).clamp(0, size)
-        # Keys of other documents, the one that both have, and queries of other documents.
+        # Keys of other documents, the shared document, and queries of other documents.
         return torch.stack((none, none, queries, all_)).int(), torch.stack((none, keys, all_, all_)).int(), size
 
 
 class _Passed:
-    """Tensors of chunks that go round: those that are here, or the one that a rank has now."""
+    """Tensors of chunks that go around: those of this rank, or the one that is here at the moment."""
 
     def __init__(self, ranks: Ranks, tensors: Sequence[Tensor]):
         self._ranks, self._tensors, self._coming = ranks, list(tensors), None
 
     def of(self, chunk: int) -> Tensor:
-        """The tensor of a chunk, which is here at this step."""
+        """The tensor of a chunk that is here at this step."""
         return self._tensors[chunk if self._ranks.size == 1 else 0]
 
     def start(self) -> None:
-        """Begin to send it on."""
+        """Start sending it on."""
         if self._ranks.size > 1:
             self._coming = self._ranks.shift(self._tensors[0])
 
     def finish(self) -> None:
-        """Take what comes."""
+        """Receive the next one."""
         if self._coming is not None:
             self._tensors[0], self._coming = self._coming(), None
 
     def held(self) -> list[Tensor]:
-        """What is here now."""
+        """The tensors that are here now."""
         return self._tensors
 
 
 class _Attention(torch.autograd.Function):
-    """q, k and v of each chunk here (and its sinks) -> the averages of each."""
+    """q, k and v of each chunk here (and its sinks) -> the weighted averages of each."""
 
     @staticmethod
     def forward(ctx: Any, place: _Place, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +170,7 @@ class _Attention(torch.autograd.Function):
                 if sinks and i == j:
                     dsinks[at] = dsink.to(sinks[at].dtype)
             going.finish()
-            sums.start()  # after as many steps as there are chunks they are home
+            sums.start()  # after as many steps as there are chunks they are back at their rank
             sums.finish()
         dkvs = [total.to(kv.dtype) for total, kv in zip(sums.held(), kvs)]
         made = [dq.to(q.dtype) for dq, q in zip(dqs, qs)]
@@ -178,7 +178,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> tuple[Tensor, Tensor]:
-    """The averages over two sets of keys together, [C, H, D] float32, and their lse [H, C]."""
+    """The averages over two sets of keys combined, [C, H, D] float32, and their lse [H, C]."""
     both = torch.logaddexp(lse, lse_more)
     before, behind = ((part - both).exp().mT[..., None] for part in (lse, lse_more))
     return out * before + more.float() * behind, both

@@ -1,4 +1,4 @@
-"""State of a run between ranks and files: whole tensors by the whole model's names, whatever the plan was or will be."""
+"""Reads and writes the state of a run as whole tensors with the whole model's names, independent of the plan."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,12 @@ __all__ = ["gathered", "named", "read_pieces"]
 
 
 def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: Ranks) -> dict[str, Tensor]:
-    """On rank 0: the whole tensors of all ranks' pieces, on the CPU; empty elsewhere.
+    """On rank 0: the whole tensors assembled from all ranks' pieces, on the CPU; empty on other ranks.
 
     Args:
-        tensors: "<state>.<parameter here>" -> the state of this rank's piece. What is not of a parameter is rank 0's.
-        pieces: parameter here -> what it is.
+        tensors: "<state>.<parameter here>" -> the state of this rank's piece. Tensors that do not belong to a parameter are
+            rank 0's.
+        pieces: parameter here -> its piece.
     """
     own = dict(named(tensors, pieces))
     lists = [json.loads(text) for text in world.texts(json.dumps([_entry(*entry) for entry in own.values()]))]
@@ -50,7 +51,7 @@ def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: 
 
 
 def named(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> Iterator[tuple[str, tuple[str, Piece, Tensor]]]:
-    """(its name here, (its name in the file, piece, tensor)) of what is of a parameter."""
+    """(name here, (name in the file, piece, tensor)) of the tensors that belong to a parameter."""
     for name, tensor in tensors.items():
         words = name.split(".")
         for cut in range(1, len(words)):
@@ -76,10 +77,10 @@ def _place(found: dict[str, Tensor], entry: dict[str, Any], tensor: Tensor) -> N
 
 
 def read_pieces(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
-    """This rank's pieces of the tensors in a folder's safetensors, under the names of `wanted`, on the CPU.
+    """This rank's pieces of the tensors in a folder's safetensors files, with the names of `wanted`, on the CPU.
 
     Raises:
-        ValueError: something is missing, damaged, or of another shape.
+        ValueError: something is missing, damaged, or has another shape.
     """
     known = dict(named(wanted, pieces))
     found: dict[str, Tensor] = {}
@@ -101,5 +102,5 @@ def read_pieces(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
                 if found[name].shape != tensor.shape:
                     raise ValueError(f"{key} is {list(found[name].shape)}, wanted {list(tensor.shape)}")
     except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to go on from the one before") from error
+        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the one before") from error
     return found

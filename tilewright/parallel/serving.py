@@ -1,12 +1,13 @@
-"""What a rank has of a decoder that is served: slices of its layers (tp), some of its layers (pp), and what ranks exchange.
+"""Divides a decoder for serving: slices of its layers (tp), some of its layers (pp), and the exchanges between ranks.
 
-    y = sum over slices s of layer_s(x)          as in training (tensor.py); without gradients, and each slice with its cache
+    y = sum over slices s of layer_s(x)          as in training (tensor.py), without gradients; each slice has its own cache
 
-Tokens are whole between layers, so any norms may stand there. Rank 0 alone knows the samples of the step before, and alone has
-the head: in front of the embedding the token ids go to the ranks that embed, and behind the last layer the hidden states come
-to rank 0. Between parts of the layers the stream is sent as two tensors, because their sum is formed by the next norm.
+Tokens are not divided between layers, so any norms may be there. Only rank 0 knows the samples of the step before, and only it
+has the
+head: before the embedding, the token ids are sent to the ranks that embed, and after the last layer the hidden states are sent
+to rank 0. Between parts of the layers the stream is sent as two tensors, because the next norm computes their sum.
 
-A layer is cut as soon as it is loaded, so a rank holds its share, and one layer more.
+A layer is divided as soon as it is loaded, so a rank never holds more than its share and one layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ __all__ = ["ServedCut", "ServedPart", "SliceCaches", "check_served"]
 
 
 def check_served(model: Any, plan: Plan) -> None:
-    """Raise ValueError, one sentence, where a decoder, which may be on "meta", cannot be cut as the plan says."""
+    """Raise ValueError, with one sentence, if a decoder (which may be on "meta") cannot be divided as in the plan."""
     config = model.config
     for name, count in (
         ("heads", config.num_attention_heads), ("key and value heads", config.num_key_value_heads),
@@ -54,7 +55,7 @@ def check_served(model: Any, plan: Plan) -> None:
 
 
 class SliceCaches(NamedTuple):
-    """A paged cache for each slice that is here."""
+    """A paged cache for each slice on this rank."""
 
     slices: tuple[KVCache, ...]
 
@@ -65,7 +66,7 @@ class SliceCaches(NamedTuple):
             yield tuple(tensor for part in parts for tensor in part)
 
     def layer(self, index: int) -> tuple[PagedKeysValues, ...]:
-        """What a layer's attention is called with."""
+        """The argument for a layer's attention."""
         return tuple(cache.layer(index) for cache in self.slices)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
@@ -75,7 +76,7 @@ class SliceCaches(NamedTuple):
 
 
 class _Slices(nn.Module):
-    """A layer as the sum of slices, some of which are here; `bias` is added behind the sum."""
+    """A layer as the sum of slices, some of which are on this rank; `bias` is added after the sum."""
 
     def __init__(self, layers: Sequence[nn.Module], bias: Tensor | None, ranks: Ranks):
         super().__init__()
@@ -89,7 +90,7 @@ class _Slices(nn.Module):
         return first.reader
 
     def summed(self, terms: Sequence[Tensor]) -> Tensor:
-        """The layer's output from those of the slices here."""
+        """The layer's output from the outputs of the slices here."""
         dtype = terms[0].dtype
         total = tree(terms) if self.ranks.invariant or len(terms) > 1 else terms[0]
         total = self.ranks.all_reduce_into(total).to(dtype)
@@ -109,12 +110,12 @@ class _SlicedFeedForward(_Slices):
 
 
 class ServedCut:
-    """Cuts a decoder to the share of the rank at `place` in a plan, `Plan.place(rank)`.
+    """Reduces a decoder to the share of the rank at `place` in a plan, `Plan.place(rank)`.
 
-    Give `convert` to whatever fills the model, or call `all` with a model that is on "meta"; then `part`.
+    Pass `convert` to the function that fills the model, or call `all` with a model that is on "meta"; then call `part`.
 
     Args:
-        model: the whole decoder, which may be on "meta": what is where in it.
+        model: the whole decoder, which may be on "meta"; only its structure is used.
     """
 
     def __init__(self, model: Any, plan: Plan, place: dict[str, int]):
@@ -131,11 +132,11 @@ class ServedCut:
         return self._tp == self._pp == 0
 
     def convert(self, name: str, layer: Linear | ExpertLinear) -> None:
-        """Leave of a layer, as soon as it is filled, what this rank needs."""
+        """As soon as a layer is filled, reduce it to what this rank needs."""
         words = name.split(".")
         foreign = words[0] == "blocks" and int(words[1]) not in self._own
         if foreign or (name == "head" and not self._has_head):
-            del layer.weight  # torch lets no parameter take the name of a module, such as a quantised weight
+            del layer.weight  # torch does not let a parameter replace a module (a quantised weight) of the same name
             layer.weight, layer.bias = nn.Parameter(torch.empty(0), requires_grad=False), None
         elif (shard := self._shards.get(name)) is not None and isinstance(layer, Linear):
             for own, piece in linear_pieces(layer, shard, self._tp, self.plan.tp).items():
@@ -152,7 +153,7 @@ class ServedCut:
                 self.convert(name, layer)
 
     def part(self, model: Any, mesh: Mesh) -> Any:
-        """The share, a `ServedPart`, of a model whose layers went through `convert`; it is taken over."""
+        """The share, a `ServedPart`, of a model whose layers went through `convert`; the model's parts are reused."""
         plan, config = self.plan, model.config
         blocks = [model.blocks[index] for index in self._own]
         if plan.slices > 1:
@@ -173,7 +174,7 @@ class ServedCut:
         )  # fmt: skip
 
     def _sliced(self, layer: Any) -> tuple[list[nn.Module], Tensor | None]:
-        """The slices that are here of a layer whose linear layers are cut, and the bias behind their sum."""
+        """The slices on this rank of a layer whose linear layers are divided, and the bias after their sum."""
         tp, here, bias = self.plan.tp, self.plan.slices // self.plan.tp, None
         for name, shard in SHARDS[type(layer)].items():
             part = getattr(layer, name)
@@ -188,12 +189,12 @@ class ServedCut:
 
 
 class ServedPart(nn.Module):
-    """A rank's share, called like the decoder: every rank calls it for every step, and rank 0 gets what the decoder gives.
+    """A rank's share of a decoder. Every rank calls it for every step; rank 0 gets the decoder's result.
 
     Args:
-        config: of this share, heads and layers of this rank.
-        embed, norm, head: None where the rank has none.
-        example: a tensor of the dtype and the device of the weights.
+        config: for this share, with the heads and layers of this rank.
+        embed, norm, head: None if the rank does not have it.
+        example: a tensor with the dtype and the device of the weights.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class ServedPart(nn.Module):
         return SliceCaches(made) if plan.slices > 1 else made[0]
 
     def forward(self, token_ids: Tensor, batch: Any, cache: SliceCaches | KVCache) -> Tensor:
-        """token_ids [T] int64, of rank 0 alone that count -> on rank 0 hidden [T, E] after the final norm; elsewhere [0]."""
+        """token_ids [T] int64 (those of rank 0 are used) -> on rank 0 hidden [T, E] after the final norm; elsewhere [0]."""
         pp, tp, last = self._mesh.pp, self._mesh.tp, self._plan.pp - 1
         if self.embed is not None:
             h, residual = self.embed(tp.broadcast(token_ids)), None
@@ -242,5 +243,5 @@ class ServedPart(nn.Module):
         return h if self.head is not None else h.new_empty(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`; on rank 0 alone."""
+        """As `Decoder.logits`; on rank 0 only."""
         return self.head(hidden)

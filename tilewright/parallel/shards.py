@@ -1,9 +1,9 @@
-"""State of a run in files of which each rank writes its own, and a manifest that says where everything is.
+"""The state of a run in several files, one written by each rank, with a manifest.
 
     shards.json            for each tensor of the whole run: shape, dtype, and which file has which rows and columns
-    rank-0000.safetensors  what rank 0 has; of what several have, the first of them writes it
+    rank-0000.safetensors  the tensors of rank 0; if several ranks have the same, the first of them writes it
 
-Any other plan reads its own pieces out of them, whatever the number of ranks was and is. Nothing is pickled.
+Any other plan can read its own pieces from them, with any number of ranks. Nothing is pickled.
 """
 
 import json
@@ -31,7 +31,7 @@ def file_of(rank: int) -> str:
 
 
 def described(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> list[dict[str, Any]]:
-    """What a rank has, as JSON: for each of `tensors`, in their order."""
+    """The tensors of a rank as JSON: an entry for each of `tensors`, in order."""
     known = dict(named(tensors, pieces))
     found: list[dict[str, Any]] = []
     for name, tensor in tensors.items():
@@ -48,9 +48,9 @@ def described(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> lis
 
 
 def dealt_out(lists: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], list[list[int]]]:
-    """(the manifest, which of its tensors each rank writes, by their places) from what all ranks have.
+    """(the manifest, the indices of the tensors that each rank writes) from the lists of all ranks.
 
-    What is not of a parameter is the first rank's.
+    Tensors that do not belong to a parameter are written by the first rank.
     """
     manifest: dict[str, Any] = {}
     writes: list[list[int]] = []
@@ -73,7 +73,7 @@ def dealt_out(lists: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, A
 def exchanged(
     tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: Ranks
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the manifest, what this rank writes, on the CPU), by an exchange of all ranks."""
+    """(the manifest, the tensors that this rank writes, on the CPU), by an exchange between all ranks."""
     lists = [json.loads(text) for text in world.texts(json.dumps(described(tensors, pieces)))]
     manifest, writes = dealt_out(lists)
     values = list(tensors.values())
@@ -81,10 +81,10 @@ def exchanged(
 
 
 def read_shards(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
-    """This rank's pieces, under the names of `wanted`, on the CPU. What has no piece is read whole.
+    """This rank's pieces, with the names of `wanted`, on the CPU. Tensors without a piece are read whole.
 
     Raises:
-        ValueError: something is missing, damaged, or of another shape.
+        ValueError: something is missing, damaged, or has another shape.
     """
     known = dict(named(wanted, pieces))
     found: dict[str, Tensor] = {}
@@ -107,7 +107,7 @@ def read_shards(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
                 if found[name].shape != tensor.shape:
                     raise ValueError(f"{key} is {list(found[name].shape)}, wanted {list(tensor.shape)}")
     except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to go on from the one before") from error
+        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the one before") from error
     return found
 
 
@@ -131,7 +131,7 @@ def _assembled(key: str, entry: Mapping[str, Any], piece: Piece | None, files: M
 
 
 def _meet(a: Piece, b: Piece) -> Iterable[tuple[int, int, int]]:
-    """(row in a, row in b, count) of each run of rows that both have."""
+    """(row in a, row in b, count) of each run of rows that both contain."""
     at = 0
     for start, stop in a.rows:
         place = 0
@@ -144,7 +144,7 @@ def _meet(a: Piece, b: Piece) -> Iterable[tuple[int, int, int]]:
 
 
 def _copied(out: Tensor, wanted: Piece, stored: Piece, file: Any, row: int, stored_row: int, count: int) -> int:
-    """Copy a run of rows, as far as both pieces have their columns; how many elements."""
+    """Copy a run of rows, for the columns that both pieces contain; returns the number of elements."""
     if len(wanted.shape) == 1:
         out[row : row + count] = file[stored_row : stored_row + count]
         return count

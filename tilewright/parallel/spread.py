@@ -1,8 +1,8 @@
-"""From the gradients of a rank's micro-batches to what its optimizer is given, and back to weights; the norm over all ranks.
+"""Combines the gradients of ranks for their optimizers, distributes updated weights, and computes the norm over all ranks.
 
-leaves    what a rank's model has parameters for; each has a gradient for each micro-batch
-sums      over the micro-batches of an update, of this replica and of all: in the order of the tree
-uses      where one parameter is used in several places, their sums are added up behind it, in the order of the tree too
+leaves    the parameters of a rank's model; each has a gradient for each micro-batch
+sums      over the micro-batches of an update, of this replica and of all, in the order of the tree
+uses      if a parameter is used in several places, the sums of these are added as well, in the order of the tree
 shards    with ZeRO, this replica's rows of them
 """
 
@@ -25,14 +25,14 @@ __all__ = ["Spread"]
 
 
 class Spread:
-    """A rank's share of a run: its part of the model, and how it adds up with the others.
+    """A rank's share of a run: its part of the model, and how it combines results with other ranks.
 
     Args:
-        plan, mesh: what is spread, and where this rank stands in it.
-        part: what this rank has of the model.
+        plan, mesh: how the run is distributed, and this rank's groups.
+        part: this rank's part of the model.
         order: names of the whole model's parameters, the same on every rank.
-        invariant: sums in the order of the tree, else in the order that comes first.
-        pipeline: of this rank's layers, where they are dealt out.
+        invariant: sum in the order of the tree, otherwise in the order of arrival.
+        pipeline: of this rank's layers, if layers are distributed.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Spread:
         self._groups += [(dealt, RowShards(mesh.same))] if dealt else []
         self._shards = {name: shards for names, shards in self._groups for name in names}
         self.pieces = dict(part.pieces)
-        """What this rank's optimizer has of each parameter."""
+        """The piece of each parameter that this rank's optimizer has."""
         for name in part.pieces if plan.zero else ():
             if name in self._whole:
                 self.pieces[name] = part.pieces[name].narrowed(*self._shards[name].span(self.leaves[name].shape[0]))
         self.held: dict[str, Tensor] = {}
-        """What `weights` gave: this rank's pieces, in the memory of the optimizer."""
+        """The result of `weights`: this rank's pieces, in the optimizer's memory."""
         self._norm = _Norm(self.pieces, order, self._gathering(), next(iter(self.leaves.values())).device)
 
     # ---- weights
 
     def weights(self) -> dict[str, Tensor]:
-        """What an optimizer is made of; it may take the memory over. Call `share` behind it."""
+        """The weights for an optimizer, which may replace their memory. Call `share` afterwards."""
         own = {name: self.leaves[name] for name in self.part.pieces}
         for name in self._whole if self.plan.zero else ():
             if name in own:
@@ -69,7 +69,7 @@ class Spread:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Give the model the optimizer's weights: of all replicas, and in all places that use them."""
+        """Copy the optimizer's weights into the model: from all replicas, and to all places that use them."""
         for group, shards in self._groups if self.plan.zero else ():
             names = [name for name in group if name in self.part.pieces]
             shards.all_gather([self.held[n].detach() for n in names], [self.leaves[n].detach() for n in names])
@@ -86,9 +86,9 @@ class Spread:
     def gradients(
         self, batches: Sequence[Any], loss_of: Callable[[Any, Any], Tensor], keys_values: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """(loss, gradient of each of `weights`) of all micro-batches of an update, given this replica's.
+        """(loss, gradient of each of `weights`) over all micro-batches of an update; `batches` are this replica's.
 
-        loss_of: (model, micro-batch) -> its share of the loss. keys_values: what it hands to attention layers.
+        loss_of: (model, micro-batch) -> its part of the loss. keys_values: the value that it passes to attention layers.
         """
         chunks = self.mesh.cp
         if chunks.size > 1:
@@ -104,7 +104,7 @@ class Spread:
             if chunks.size > 1:
                 sums = iter(over_chunks([grad for grad in grads if grad is not None], chunks))
                 grads = [None if grad is None else next(sums) for grad in grads]
-            # Only what is fetched has no gradient here, and then micro-batches are dealt out.
+            # Only fetched parameters have no gradient here, and in that case micro-batches are dealt one by one.
             total.add(self._over_replicas(grads) if self.plan.dealt else [grad for grad in grads if grad is not None])
         return self._finished(total.result())
 
@@ -114,7 +114,7 @@ class Spread:
         return loss_of(self.part.model, batch)
 
     def _over_replicas(self, part: Sequence[Tensor | None]) -> list[Tensor]:
-        """(loss, gradients of the leaves) of replicas -> their sums: of whole leaves, or of this replica's rows of them."""
+        """(loss, gradients of the leaves) of replicas -> their sums: of whole leaves, or of this replica's rows."""
         loss, *grads = part
         assert loss is not None
         by_leaf = dict(zip(self.leaves, grads, strict=True))
@@ -127,7 +127,7 @@ class Spread:
         return [self.mesh.dp.all_reduce(loss.float()), *(found[n] if n in found else next(fetched) for n in self.leaves)]
 
     def _finished(self, sums: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, gradient of each of `weights`) from what a replica kept, added up over its micro-batches."""
+        """(loss, gradient of each of `weights`) from a replica's sums over its micro-batches."""
         loss, *grads = sums if self.plan.dealt else self._over_replicas(sums)
         by_leaf = dict(zip(self.leaves, grads, strict=True))
         found: dict[str, Tensor] = {}
@@ -139,7 +139,7 @@ class Spread:
         return self.mesh.pp.all_reduce(loss), found
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """The sums of squares of the rows of all gradients of the whole model, in one order: for the optimizer's norm."""
+        """The sums of squares of the rows of all gradients of the whole model, in a fixed order, for the optimizer's norm."""
         return self._norm(grads)
 
     def _gathering(self) -> list[Ranks]:
@@ -149,7 +149,7 @@ class Spread:
 
 
 class _Norm:
-    """Rows' sums of squares, from the ranks that have them into one list whose order no plan changes."""
+    """Collects rows' sums of squares from the ranks that have them, into one list whose order does not depend on the plan."""
 
     def __init__(self, pieces: Mapping[str, Piece], order: Sequence[str], dimensions: Sequence[Ranks], device: torch.device):
         self._dimensions = dimensions
@@ -166,7 +166,7 @@ class _Norm:
         self._at = at[self._kept]
 
     def _starts(self, sizes: dict[str, int], order: Sequence[str]) -> tuple[dict[str, int], int]:
-        """Where each parameter's rows begin, and how many there are; ranks tell each other of what only they have."""
+        """Where each parameter's rows begin, and their number; ranks exchange the sizes that only they know."""
         for ranks in self._dimensions:
             for text in ranks.texts("\n".join(f"{name} {size}" for name, size in sizes.items())):
                 for line in text.splitlines():
@@ -186,6 +186,6 @@ class _Norm:
 
 
 def _ranges(piece: Piece) -> int:
-    """Sums that the norm has of a parameter: of its rows, and of their ranges of columns where these are cut."""
+    """Number of sums that the norm has for a parameter: for its rows, and for their column ranges if columns are divided."""
     width = piece.columns[1] - piece.columns[0]
     return piece.shape[0] * (piece.shape[1] // width if len(piece.shape) > 1 and width else 1)

@@ -1,6 +1,6 @@
-"""What a pipeline takes from torch.distributed.pipelining: its schedules by name, and a stage that hands gradients over.
+"""The pipeline schedules of torch.distributed.pipelining by name, and a stage that takes gradients after each micro-batch.
 
-A module of its own, imported where a run has a pipeline: the library takes two seconds to import.
+A separate module, imported only if a run has a pipeline, because the library takes two seconds to import.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Stage(PipelineStage):
-    """A part of the layers whose gradients are handed over behind each micro-batch."""
+    """A part of the layers whose gradients are taken after each micro-batch."""
 
     taken: Callable[[], None]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:  # fmt: skip
-        """As torch's; where it makes the gradients of weights, too, they are taken."""
+        """As torch's; if it also computes the gradients of weights, they are taken."""
         found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self.taken()
         return found
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """As torch's, and the gradients are taken."""
+        """As torch's; then the gradients are taken."""
         found = super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.taken()
         return found

@@ -1,11 +1,12 @@
-"""Layers cut into slices (tensor parallelism), and what lies between them cut into tokens (sequence parallelism).
+"""Tensor parallelism: layers are divided into slices; with sequence parallelism, tokens are divided between layers.
 
 Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
-    y = sum over slices s of layer_s(x)          slices dealt out to ranks in runs, added up in the order of the tree
+    y = sum over slices s of layer_s(x)          slices are assigned to ranks in runs, and added in the order of the tree
 
-Every slice is a product of its own with shapes of its own, so a product has the same bits wherever it is made. With `cut`,
-tokens are cut between layers: ranks gather them in front of a layer, and each gets its tokens of the sum behind it.
+Every slice is a separate product with its own shape, so it has the same bits on every rank. With `cut`, tokens are divided
+between
+layers: ranks gather them before a layer, and each gets its tokens of the sum after it.
 """
 
 import copy
@@ -26,7 +27,7 @@ __all__ = ["Sliced", "SlicedNorm", "fan", "gather_tokens", "join", "linear_piece
 
 
 class _Fan(torch.autograd.Function):
-    """x for each slice here, of all tokens; the gradient is the sum over all slices."""
+    """x, for all tokens, for each slice here; the gradient is the sum over all slices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, cut: bool, copies: int) -> tuple[Tensor, ...]:
@@ -40,7 +41,7 @@ class _Fan(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The sum over all slices, of this rank's tokens if they are cut; the gradient is that of the sum for each slice."""
+    """The sum over all slices, for this rank's tokens if they are divided; the gradient of the sum goes to each slice."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, cut: bool, *terms: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def _sum(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All tokens from each rank's; all ranks have the same gradient, of which each takes its part."""
+    """All tokens from each rank's; all ranks have the same gradient, and each keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -73,7 +74,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """This rank's tokens of all; the gradient is of all tokens."""
+    """This rank's tokens of all; the gradient is that of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -91,28 +92,28 @@ def fan(x: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor, ...]:
 
 
 def join(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
-    """The sum over all slices; of this rank's tokens, if they are cut."""
+    """The sum over all slices; for this rank's tokens, if they are divided."""
     return _Join.apply(ranks, cut, *terms)  # pyright: ignore[reportReturnType]
 
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """The tokens of all ranks, for what every rank computes alike."""
+    """The tokens of all ranks, for computations that are the same on every rank."""
     return x if ranks.size == 1 else _Gather.apply(x, ranks)  # pyright: ignore[reportReturnType]
 
 
 def own_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's tokens of what every rank has computed alike."""
+    """This rank's tokens of a result that is the same on every rank."""
     return x if ranks.size == 1 else _Own.apply(x, ranks)  # pyright: ignore[reportReturnType]
 
 
 class Sliced(nn.Module):
-    """A layer as the sum of slices, some of which are here.
+    """A layer as the sum of slices, some of which are on this rank.
 
     Args:
         layers: the slices of this rank.
-        biases: what the layer adds behind the sum, for each part of the tokens that are here; or nothing.
-        ranks: that have the slices.
-        cut: whether tokens are cut between layers.
+        biases: what the layer adds after the sum, for each part of the tokens here; or nothing.
+        ranks: the ranks that have the slices.
+        cut: whether tokens are divided between layers.
     """
 
     def __init__(self, layers: Sequence[nn.Module], biases: Sequence[nn.Parameter], ranks: Ranks, cut: bool):
@@ -135,11 +136,11 @@ class Sliced(nn.Module):
 
 
 class SlicedNorm(nn.Module):
-    """A norm over tokens in parts, each of which has a weight of its own that shares the memory of the first's.
+    """A norm over tokens in parts; each part has its own weight parameter, which shares the memory of the first.
 
     Args:
-        norms: one for each part that is here.
-        whole: the ranks whose tokens the result has, where it shall have those of all.
+        norms: one for each part here.
+        whole: the ranks whose tokens to gather, if the result must have all tokens.
     """
 
     def __init__(self, norms: Sequence[RMSNorm], whole: Ranks | None = None):
@@ -157,16 +158,16 @@ class SlicedNorm(nn.Module):
     def add_for(
         self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`add`: what is trained in slices is not quantised, and has no adapters."""
+        """`add`: layers trained in slices are not quantised, and have no adapters."""
         assert adapters is None
         return self.add(x, residual)
 
 
-# ---- cutting
+# ---- dividing layers
 
 
 def shallow(module: Any) -> Any:
-    """The same module with the same parameters, whose parameters and parts can be replaced."""
+    """A copy of a module with the same parameters, in which parameters and submodules can be replaced."""
     new = copy.copy(module)
     new._parameters, new._modules = dict(module._parameters), dict(module._modules)
     new._forward_hooks, new._forward_pre_hooks = module._forward_hooks.copy(), module._forward_pre_hooks.copy()
@@ -174,8 +175,8 @@ def shallow(module: Any) -> Any:
 
 
 def narrow(layer: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[str, Piece]]:
-    """Slice `index` of `count` of a layer, and what its parameters are pieces of, by their names in the layer. What the layer
-    adds behind the sum is left out."""
+    """Slice `index` of `count` of a layer, and the pieces of its parameters, by their names in the layer. What the layer adds
+    after the sum is left out."""
     made, pieces = shallow(layer), {}
     for name, shard in SHARDS[type(layer)].items():
         part = getattr(layer, name)
@@ -202,7 +203,8 @@ def narrow(layer: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[st
 
 
 def linear_pieces(linear: Linear, shard: Shard, index: int, count: int) -> dict[str, Piece | None]:
-    """What slice `index` of `count` has of each parameter of a linear layer; None of a bias that is added behind the sum."""
+    """The pieces of slice `index` of `count` for each parameter of a linear layer; None for a bias that is added after the
+    sum."""
     found: dict[str, Piece | None] = {}
     for own, parameter in linear.named_parameters():
         shape, wide = tuple(parameter.shape), parameter.dim() > 1

@@ -1,4 +1,4 @@
-"""The vocabulary cut into slices, for the embedding and for the head with its loss (tensor parallelism).
+"""Tensor parallelism of the vocabulary: the embedding, and the head with its loss, are divided into slices of rows.
 
 Shoeybi et al., "Megatron-LM", 2019. T tokens, V classes, S slices of V / S of them:
 
@@ -6,8 +6,9 @@ Shoeybi et al., "Megatron-LM", 2019. T tokens, V classes, S slices of V / S of t
     lse[t] = m + log(sum over slices s of exp(lse_s[t] - m)),  m = max over s of lse_s[t],  lse_s of the logits of slice s
     dx[t]  = sum over slices of dlogits_s[t] w_s
 
-Both sums follow the tree, so their bits depend on S and not on who has which slice. The logits of a chunk of rows are made,
-become their gradient, and go, as in `ops.linear_cross_entropy`; between the two, ranks exchange three numbers a row.
+Both sums follow the tree, so their bits depend on S and not on which rank has which slice. As in `ops.linear_cross_entropy`,
+the logits of a chunk of rows are computed, overwritten by their gradient, and dropped; in between, ranks exchange three numbers
+per row.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ _ROWS = 2048
 
 
 def plain_vocabulary(model: Any) -> bool:
-    """Whether a decoder's embedding and head can be cut: they are the plain ones, without a bias."""
+    """Whether a decoder's embedding and head can be divided: they must be the plain layers, without a bias."""
     plain = type(model.embed) is Embedding and model.embed.padding_idx is None
     return plain and type(model.head) is Linear and model.head.bias is None
 
@@ -42,9 +43,9 @@ class SlicedEmbedding(nn.Module):
     """Rows of a table, of which this rank has some slices.
 
     Args:
-        slices: of one height; the first of them is slice `first` of the table.
-        ranks: that have the slices.
-        cut: whether the result has this rank's tokens alone.
+        slices: of equal height; the first one is slice `first` of the table.
+        ranks: the ranks that have the slices.
+        cut: whether the result has only this rank's tokens.
     """
 
     def __init__(self, slices: Sequence[Tensor], first: int, ranks: Ranks, cut: bool):
@@ -58,16 +59,17 @@ class SlicedEmbedding(nn.Module):
         for place, weight in enumerate(self.slices):
             rows = weight.shape[0]
             local = ids - (self._first + place) * rows
-            # Tokens of other slices read any row, spread so that no row's gradient has thousands of zeros to add.
+            # For tokens of other slices any row is read; they are spread over rows, so that no row's gradient sums thousands of
+            # zeros.
             read = ops.embedding(local.remainder(rows), weight)
             found.append(read.masked_fill(((local < 0) | (local >= rows))[:, None], 0.0))
         return join(found, self._ranks, self._cut)
 
 
 class _Slices(NamedTuple):
-    """What a loss is made of beside its operands.
+    """The arguments of a loss besides its operands.
 
-    first: the place of the first slice that is here.
+    first: index of the first slice on this rank.
     """
 
     ranks: Ranks
@@ -76,11 +78,11 @@ class _Slices(NamedTuple):
 
 
 class SlicedHead(nn.Module):
-    """The last layer, of which this rank has some slices of its rows. It gives a loss, and no logits.
+    """The last layer, of which this rank has some slices of rows. It computes a loss, and returns no logits.
 
     Args:
-        slices: of one height; the first of them is slice `first` of the weight.
-        ranks: that have the slices.
+        slices: of equal height; the first one is slice `first` of the weight.
+        ranks: the ranks that have the slices.
     """
 
     def __init__(self, slices: Sequence[Tensor], first: int, ranks: Ranks):
@@ -110,7 +112,7 @@ class SlicedHead(nn.Module):
 
 
 class _Loss(torch.autograd.Function):
-    """x for each slice here, and the slices -> the loss; gradients are made at once, and serve one backward pass."""
+    """x for each slice here, and the slices -> the loss; gradients are computed at once, for one backward pass."""
 
     @staticmethod
     def forward(ctx: Any, place: _Slices, targets: Tensor, count: int, *operands: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wanted: bool) -> Tensor:
-    """The losses of rows, float32; the logits of the slices here become their gradients, where these are wanted."""
+    """The losses of rows, float32; the logits of the slices here are overwritten by their gradients, if these are wanted."""
     (ignore, smoothing, z_loss), width = place.options.kernel, logits[0].shape[1]
     columns, inside, chosen, sums = [], [], [], []
     for index, slice_ in enumerate(logits):
@@ -151,7 +153,7 @@ def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wan
         inside.append((local >= 0) & (local < width))
         columns.append(local.remainder(width))
         chosen.append(slice_.gather(1, columns[-1][:, None])[:, 0].float())
-        # The loss of any class is the log of the sum without that class' logit.
+        # With any class as the target, the loss plus that class's logit is the log of the sum.
         sums.append(cross_entropy_op(slice_, columns[-1], -1, 0.0, 0.0) + chosen[-1])
     there = [torch.where(own, value, 0.0) for own, value in zip(inside, chosen)]
     totals = [slice_.sum(1, dtype=torch.float32) for slice_ in logits] if smoothing else []
@@ -172,7 +174,7 @@ def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wan
             cross_entropy_gradient_in_place_op(slice_, column, (grow * (lse_s - lse).exp()).contiguous(), -1, 0.0, 0.0)
             if smoothing:
                 slice_ -= (smoothing / classes * counts)[:, None]
-            # Its entry of that class was made for a softmax over the slice.
+            # Its entry for that class was computed for a softmax over the slice only.
             exact = grow * (value - lse).exp() - torch.where(counts, smoothing / classes + (1 - smoothing) * own, 0.0)
             slice_.scatter_(1, column[:, None], exact[:, None].to(slice_.dtype))
     return torch.where(counts, losses, 0.0)

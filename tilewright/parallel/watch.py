@@ -1,8 +1,7 @@
-"""Ranks that look after each other: when one dies, the others end within seconds, and say which.
+"""Ranks that monitor each other: when one dies, the others end within seconds, and report which one.
 
-A thread of each rank leaves a count at the store every other second and reads those of the others. One that does not grow any
-more, or a rank that says why it fails, is the verdict. A store that is not there any more says that the launcher, or rank 0, is
-gone.
+A thread of each rank writes a counter to the store every other second and reads those of the others. If a counter stops
+growing, or a rank reports an error, this is the verdict. If the store cannot be reached, the launcher or rank 0 is gone.
 """
 
 import os
@@ -21,9 +20,9 @@ class Watch:
 
     Args:
         address, port: of the store.
-        rank, world: this rank, of how many.
-        grace_s: how long the main thread may take to end by itself once there is a verdict.
-        every_s, silent_s: how often ranks are looked at, and after how long without a word one is gone.
+        rank, world: this rank, and the number of ranks.
+        grace_s: how long the main thread may take to end by itself after a verdict.
+        every_s, silent_s: how often ranks are checked, and after what silence a rank counts as gone.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Watch:
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> str | None:
-        """Which rank is gone, once it is known; None where all others were alive for so long."""
+        """Which rank is gone, once that is known; None if all others were alive during this time."""
         return self._words if self._known.wait(timeout_s) else None
 
     def failed(self, why: str) -> None:
@@ -48,11 +47,11 @@ class Watch:
         try:
             with self._lock:
                 self._store.set("failed", f"rank {self._rank} failed: {why}")
-        except (RuntimeError, ValueError):  # the store is gone as well: they know
+        except (RuntimeError, ValueError):  # the store is gone as well, so they know
             return
 
     def stop(self) -> None:
-        """The run is over: the others may go."""
+        """The run is over; the others may leave."""
         self._over.set()
         self._thread.join()
         try:
@@ -73,14 +72,14 @@ class Watch:
             if words:
                 self._words = words
                 self._known.set()
-                # A rank that waits for a dead one in the library cannot be woken up.
+                # A rank that waits for a dead one inside the library cannot be woken up.
                 if not self._over.wait(self._grace_s):
                     print(f"error: rank {self._rank} ends: {words}", file=sys.stderr, flush=True)
                     os._exit(1)
                 return
 
     def _look(self, beat: int, counts: dict[int, tuple[str, float]]) -> str:
-        """What is wrong, or nothing."""
+        """What is wrong, or ""."""
         self._store.set(f"alive/{self._rank}", str(beat))
         if self._store.check(["failed"]):
             return self._store.get("failed").decode(errors="replace")

@@ -1,1 +1,1 @@
-"""Which of several unlike devices does what: one model of cost, and a schedule for stages that depend on each other."""
+"""Choosing a device for each piece of work among different devices: a cost model, and schedules for dependent stages."""

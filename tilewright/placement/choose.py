@@ -1,4 +1,4 @@
-"""The device for a piece of work: small batches to the processor, large ones to the card, and from where on."""
+"""Chooses the fastest device for a piece of work, and finds the batch sizes at which the choice changes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["Choice", "choose", "crossovers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A device and why. `seconds` has its transfers."""
+    """A device, and why it was chosen. `seconds` includes transfers."""
 
     index: int
     name: str
@@ -19,7 +19,7 @@ class Choice:
 
 
 def choose(devices: Sequence[DeviceCost], work: Work, *, bytes_in: float = 0.0, bytes_out: float = 0.0) -> Choice:
-    """Where work that starts and ends in the host's memory is done first. Raises ValueError without devices."""
+    """The fastest device for work whose inputs and results are in host memory. Raises ValueError without devices."""
     if not devices:
         raise ValueError("there is no device to choose")
     totals = [one.seconds(work) + one.transfer_s(bytes_in) + one.transfer_s(bytes_out) for one in devices]
@@ -33,7 +33,7 @@ def choose(devices: Sequence[DeviceCost], work: Work, *, bytes_in: float = 0.0, 
 def crossovers(
     devices: Sequence[DeviceCost], work_of: Callable[[int], tuple[Work, float, float]], most: int
 ) -> list[tuple[int, str]]:
-    """(first batch, device) of each span of batch sizes, up to `most`. `work_of`: batch -> work, bytes in, bytes out."""
+    """(first batch, device) for each range of batch sizes up to `most`. `work_of`: batch -> work, bytes in, bytes out."""
     found: list[tuple[int, str]] = []
     for batch in range(1, most + 1):
         work, bytes_in, bytes_out = work_of(batch)

@@ -1,14 +1,14 @@
-"""What a piece of work costs a device: one model for processors and cards.
+"""The time of a piece of work on a device: one cost model for processors and cards.
 
     seconds = launches x launch_s + max(bytes / bytes_per_s, flops / flops_per_s)^p-norm + transferred / link_bytes_per_s
 
-Bytes and FLOPs overlap, though not quite: the p-norm with p = 4 is the larger of the two, or at most 19 % more where they are
-equal. Small work does not reach a device's rates; that is in `launch_s`, and in a rate that grows with the work up to its
-ceiling: rate(flops) = ceiling x flops / (flops + half_flops), where half_flops is the work at which half is reached
-(Hockney's n-1/2, "Parallel Computers", 1981).
+Bytes and FLOPs overlap, but not completely: the p-norm with p = 4 is the larger of the two times, or up to 19 % more if they
+are equal. Small work does not reach a device's rates. This is described by `launch_s`, and by a rate that grows with the work
+up to its ceiling: rate(flops) = ceiling x flops / (flops + half_flops), where half_flops is the work at which half of the
+ceiling is reached (Hockney's n-1/2, "Parallel Computers", 1981).
 
-The model is fitted to measurements of one kind of work (an operation, a model) on one device, some 20 from small to large.
-What is minimised is the squared logarithm of predicted over measured, so that a tenth counts the same everywhere.
+The model is fitted to measurements of one kind of work (an operation, a model) on one device, about 20 from small to large. The
+fit minimises the squared logarithm of predicted over measured time, so that a relative error counts the same everywhere.
 """
 
 import math
@@ -25,7 +25,7 @@ MIN_MEASUREMENTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A piece of work. `bytes` are those that it reads and writes in the device's own memory."""
+    """A piece of work. `bytes` are read and written in the device's own memory."""
 
     flops: float
     bytes: float
@@ -42,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceCost:
-    """A device, as it does one kind of work. `link_bytes_per_s` and `link_s`: a transfer from the host's memory or to it."""
+    """A device with its constants for one kind of work. `link_bytes_per_s` and `link_s`: transfers from and to host memory."""
 
     name: str
     launch_s: float
@@ -53,17 +53,17 @@ class DeviceCost:
     link_s: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """Of work whose inputs are there."""
+        """Seconds for work whose inputs are on the device."""
         arithmetic = (work.flops + self.half_flops) / self.flops_per_s if work.flops else 0.0
         memory = work.bytes / self.bytes_per_s
         return work.launches * self.launch_s + (arithmetic**_NORM + memory**_NORM) ** (1 / _NORM)
 
     def transfer_s(self, count: float) -> float:
-        """Of so many bytes between this device and the host; 0 for what is in the host's memory."""
+        """Seconds to transfer this many bytes between the device and the host; 0 for data in host memory."""
         return self.link_s + count / self.link_bytes_per_s if count and self.link_bytes_per_s < math.inf else 0.0
 
     def explain(self, work: Work) -> str:
-        """A prediction in its parts."""
+        """The prediction and its parts, as text."""
         arithmetic = (work.flops + self.half_flops) / self.flops_per_s if work.flops else 0.0
         parts = {"launch": work.launches * self.launch_s, "bytes": work.bytes / self.bytes_per_s, "FLOPs": arithmetic}
         bound = max(parts, key=parts.__getitem__)
@@ -74,10 +74,10 @@ class DeviceCost:
 def fit(
     name: str, measurements: Sequence[Measurement], *, link_bytes_per_s: float = math.inf, link_s: float = 0.0
 ) -> DeviceCost:
-    """The cost of a device that says best what was measured.
+    """The cost model that fits the measurements best.
 
-    A coarse search over the logarithms of the four unknowns, then the Gauss-Newton method with damping (Levenberg and
-    Marquardt) from the best of it.
+    A coarse search over the logarithms of the four unknowns, then the Levenberg-Marquardt method (damped Gauss-Newton) from the
+    best of them.
 
     Raises:
         ValueError: too few measurements, or one that took no time.

@@ -1,13 +1,14 @@
-"""Layers that do not fit on a device: their weights stay on the host and are copied in while earlier layers are computed.
+"""Runs layers that do not fit on a device: some weights stay on the host and are copied while earlier layers are computed.
 
-    resident weights + buffers x the largest streamed layer <= the memory that there is
+    resident weights + buffers x the largest streamed layer <= the available memory
 
-`plan` says which layers stay on the device. Copies share one link, one after the other; a layer starts when its copy and the
-layer before it have ended, and a buffer is filled again once the layer in it has ended. With all layers alike the streamed ones
-are best spread evenly, so that what is computed between two of them hides a copy; `timeline` says what any choice takes, from
-the costs of `cost.py`, and the search starts with the layers whose weights take longest to copy for what they compute.
+`plan` decides which layers stay on the device. Copies share one link and follow one another. A layer starts when its copy and
+the layer before it have ended, and a buffer is filled again when the layer in it has ended. If all layers are alike, the
+streamed ones are best spread evenly, so that the computation between two of them hides a copy. `timeline` predicts the time of
+any choice, with the costs of
+`cost.py`; the search starts with the layers whose weights take longest to copy relative to their computation.
 
-`Offloaded` runs such a plan: the copies go through a `Lane`, which on a card is a stream of its own.
+`Offloaded` runs such a plan. Its copies go through a `Lane`, which on a card is a separate stream.
 """
 
 from abc import ABC, abstractmethod
@@ -22,14 +23,14 @@ __all__ = ["CardLane", "HostLane", "Lane", "Layer", "Offloaded", "Plan", "plan",
 
 ALIGNED = 256
 CALLS = 3
-"""Calls in a row after which a timeline is the same in each."""
+"""Number of successive calls after which the timeline is the same in each."""
 ROUNDS = 8
-"""Passes over all swaps of the search, at most."""
+"""Most passes over all swaps in the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer: the bytes of its weights, and the seconds that it takes where they are there."""
+    """A layer: the bytes of its weights, and its seconds if the weights are on the device."""
 
     name: str
     bytes: int
@@ -38,16 +39,16 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What stays on the device. `seconds` of a call, once one has followed another."""
+    """Which layers stay on the device. `seconds` per call, in a sequence of calls."""
 
     resident: tuple[bool, ...]
     buffers: int
     seconds: float
     bytes: int
-    """On the device."""
+    """Bytes on the device."""
 
     def explain(self, layers: Sequence[Layer], link_s: Callable[[float], float]) -> list[str]:
-        """A line for each layer, and one for the whole: where it is and why, and what waits for what."""
+        """A line for each layer, and one for the whole: where each layer is and why, and what limits the speed."""
         computed = sum(layer.seconds for layer in layers)
         lines = []
         for layer, resident in zip(layers, self.resident, strict=True):
@@ -66,8 +67,8 @@ class Plan:
 def timeline(
     layers: Sequence[Layer], resident: Sequence[bool], link_s: Callable[[float], float], buffers: int = 2
 ) -> tuple[float, list[tuple[float, float]]]:
-    """(seconds of a call that follows others, when each layer of it begins and ends, from its own beginning)."""
-    free_s = [0.0] * buffers  # when a buffer may be filled
+    """(seconds of a call in a sequence of calls, when each layer of it begins and ends, from the call's beginning)."""
+    free_s = [0.0] * buffers  # when each buffer may be filled
     link_free_s = now_s = 0.0
     streamed, found, began_s = 0, list[tuple[float, float]](), 0.0
     for _ in range(CALLS):
@@ -87,16 +88,16 @@ def timeline(
 
 
 def plan(layers: Sequence[Layer], memory: int, link_s: Callable[[float], float], buffers: int = 2) -> Plan:
-    """Which layers stay on a device with so many bytes for weights.
+    """Which layers stay on a device with `memory` bytes for weights.
 
     Args:
         layers: in the order in which they run.
         memory: bytes for weights.
-        link_s: bytes -> seconds from the host's memory to the device.
-        buffers: for layers that are streamed; at least two, or nothing overlaps.
+        link_s: bytes -> seconds from host memory to the device.
+        buffers: number of buffers for streamed layers; at least two, otherwise nothing overlaps.
 
     Raises:
-        ValueError: not even the buffers fit.
+        ValueError: the buffers alone do not fit.
     """
     everything = sum(layer.bytes for layer in layers)
     if everything <= memory:
@@ -128,7 +129,7 @@ def _needed(layers: Sequence[Layer], resident: Sequence[bool], buffers: int) -> 
 
 
 def _greedy(layers: Sequence[Layer], seconds_of: Callable[[Sequence[bool]], float], by: int) -> list[bool]:
-    """Layers stay as long as one fits: the one that saves most time, per call or per byte."""
+    """Let layers stay as long as one fits, each time the one that saves most time, per call or per byte."""
     found = [False] * len(layers)
     while True:
         now_s, saved = seconds_of(found), dict[int, float]()
@@ -141,12 +142,12 @@ def _greedy(layers: Sequence[Layer], seconds_of: Callable[[Sequence[bool]], floa
                     saved[index] = (now_s - trial_s) / (layers[index].bytes if by else 1)
         if not saved:
             return found
-        # Where none saves anything yet, the largest: two of them may.
+        # If no layer saves anything yet, take the largest, because two together may.
         found[max(saved, key=lambda index: (saved[index], layers[index].bytes))] = True
 
 
 def _swapped(choice: list[bool], seconds_of: Callable[[Sequence[bool]], float]) -> list[bool]:
-    """The best after trading one layer that stays for one that does not, wherever that helps; and after giving one up."""
+    """The best plan after swapping a layer that stays for one that does not, wherever this helps, and after removing one."""
     best = list(choice)
     for out in range(len(best)):
         for into in range(len(best)):
@@ -162,31 +163,31 @@ def _swapped(choice: list[bool], seconds_of: Callable[[Sequence[bool]], float]) 
 
 
 class Lane(ABC):
-    """Copies beside the computation."""
+    """Copies concurrent to the computation."""
 
     @abstractmethod
     def pinned(self, count: int) -> Tensor:
-        """Host memory of so many bytes that copies begin in."""
+        """Host memory from which to copy, of this many bytes."""
 
     @abstractmethod
     def buffer(self, count: int) -> Tensor:
-        """Device memory of so many bytes that they end in."""
+        """Device memory to copy to, of this many bytes."""
 
     @abstractmethod
     def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        """Begin to copy once `after` (of `mark`, or None) has passed; what `wait` takes."""
+        """Start a copy after `after` (from `mark`, or None); returns the argument for `wait`."""
 
     @abstractmethod
     def wait(self, copied: Any) -> None:
-        """Let what is computed from here on begin only when a copy has ended."""
+        """Let later computation begin only when a copy has ended."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """The end of what has been asked to be computed so far."""
+        """A mark for the end of all computation so far."""
 
 
 class HostLane(Lane):
-    """A processor: copies are made at once."""
+    """A processor: copies are made immediately."""
 
     def pinned(self, count: int) -> Tensor:
         return torch.empty(count, dtype=torch.uint8)
@@ -198,14 +199,14 @@ class HostLane(Lane):
         target.copy_(source)
 
     def wait(self, copied: Any) -> None:
-        """It has ended."""
+        """Nothing to do: the copy has ended."""
 
     def mark(self) -> Any:
         return None
 
 
 class CardLane(Lane):
-    """A card: a stream beside the current one."""
+    """A card: copies use a second stream."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -231,12 +232,12 @@ class CardLane(Lane):
 
 
 class Offloaded(nn.Module):
-    """Layers that run one after the other, of which some keep their weights on the host.
+    """Layers that run one after the other, some of which keep their weights on the host.
 
     Args:
-        layers: each takes the output of the one before. Weights are not changed afterwards.
-        plan: for them.
-        lane: to the device where they run, on which `resident` layers already are.
+        layers: each takes the output of the one before. Weights must not change afterwards.
+        plan: the plan for them.
+        lane: for the device on which they run, and on which `resident` layers already are.
     """
 
     def __init__(self, layers: Sequence[nn.Module], plan: Plan, lane: Lane):
@@ -249,7 +250,7 @@ class Offloaded(nn.Module):
         self._memory = [lane.buffer(largest) for _ in range(plan.buffers)]
         self._copied: dict[int, Any] = {}
         self._done = 0
-        """Streamed layers that have been computed, over all calls."""
+        """Number of streamed layers that were computed, over all calls."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The last layer's output."""
@@ -260,7 +261,7 @@ class Offloaded(nn.Module):
             for index, layer in enumerate(self._layers):
                 x = self._run(index, layer, x) if index in self._held else layer(x)
         except BaseException:
-            self._copied.clear()  # the next call begins anew
+            self._copied.clear()  # the next call starts from scratch
             self._done += -self._done % max(1, len(self._streamed))
             raise
         return x

@@ -1,4 +1,5 @@
-"""Quantising models: `quantize(model, format)` replaces float weights by codes, layer by layer, and reports what it cost."""
+"""Quantising models: `quantize(model, format)` replaces float weights by quantised ones, layer by layer, and reports the
+errors."""
 
 from tilewright.quant.convert import check_card, convert_layer, find_layers, quantize
 from tilewright.quant.report import LayerReport, Report

@@ -1,6 +1,6 @@
-"""What linear layers see on calibration input: a sample of the rows, and the bounds of each column.
+"""What is known of the inputs of linear layers on calibration data: a sample of the rows, and the range of each column.
 
-Every batch goes through the float model once. At most `MOST_ROWS` rows a layer are kept, on the CPU.
+Every batch runs through the float model once. At most `MOST_ROWS` rows per layer are kept, on the CPU.
 """
 
 from collections.abc import Iterable, Mapping, Sized
@@ -14,34 +14,34 @@ __all__ = ["MOST_ROWS", "Seen", "observe"]
 
 MOST_ROWS = 2048
 _ROWS_OF_A_BATCH = 128
-"""Kept of each batch where nobody knows how many there will be; else all batches share `MOST_ROWS`."""
+"""Rows kept of each batch if the number of batches is unknown; otherwise all batches share `MOST_ROWS`."""
 
 
 @dataclass
 class Seen:
-    """The input of one layer so far."""
+    """What was collected of one layer's input."""
 
     most: int
-    """Rows to keep of a batch."""
+    """Rows to keep of each batch."""
     rows: list[Tensor]
-    """Of the layer's input, on the CPU, in its dtype."""
+    """Rows of the layer's input, on the CPU, in its dtype."""
     low: Tensor | None = None
-    """The least number of each column, [K] float32, on the CPU, over all rows, not only the kept ones."""
+    """The minimum of each column over all rows, not only the kept ones: [K] float32, on the CPU."""
     high: Tensor | None = None
-    """The largest, likewise."""
+    """The maximum, likewise."""
 
     @property
     def amax(self) -> Tensor | None:
-        """The largest magnitude of each column, [K], or None where the layer was never called."""
+        """The largest magnitude of each column, [K], or None if the layer was never called."""
         return None if self.low is None or self.high is None else torch.maximum(-self.low, self.high)
 
     @property
     def sample(self) -> Tensor | None:
-        """The kept rows [R, K], or None where the layer was never called."""
+        """The kept rows [R, K], or None if the layer was never called."""
         return torch.cat(self.rows) if self.rows else None
 
     def add(self, x: Tensor) -> None:
-        """Take note of an input [..., K]."""
+        """Record an input [..., K]."""
         flat = x.detach().reshape(-1, x.shape[-1])
         if not flat.shape[0]:
             return
@@ -50,12 +50,12 @@ class Seen:
         self.high = high if self.high is None else torch.maximum(self.high, high)
         room = min(self.most, MOST_ROWS - sum(rows.shape[0] for rows in self.rows))
         if room > 0:
-            # Spread over the batch: its first rows alone would be the beginnings of texts.
+            # Spread over the batch: the first rows alone would be the beginnings of texts.
             self.rows.append(flat[:: -(-flat.shape[0] // room)][:room].cpu())
 
 
 def observe(model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iterable[Any]) -> dict[str, Seen]:
-    """Run the model on each batch, without gradients, and note what reaches the layers.
+    """Run the model on each batch, without gradients, and record the inputs of the layers.
 
     Args:
         layers: name -> a module of the model.
@@ -63,7 +63,7 @@ def observe(model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iter
             one argument.
 
     Raises:
-        ValueError: there is no batch, or a layer's input is not finite.
+        ValueError: there are no batches, or a layer's input is not finite.
     """
     most = max(1, MOST_ROWS // max(1, len(calibration))) if isinstance(calibration, Sized) else _ROWS_OF_A_BATCH
     seen = {name: Seen(most, []) for name in layers}

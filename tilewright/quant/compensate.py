@@ -1,11 +1,13 @@
-"""4-bit codes that make up for each other's errors on calibration input (GPTQ: Frantar et al., 2022).
+"""4-bit quantisation in which later columns compensate the errors of earlier ones on calibration input (GPTQ: Frantar et al.,
+2022).
 
-Columns are rounded one after the other; what a column loses is taken from the columns not rounded yet, in the proportions that
-change the layer's output least: with H = x^T x of the calibration rows and U the upper Cholesky factor of H^-1,
+Columns are rounded one after the other. The rounding error of a column is distributed over the columns not yet rounded, in the
+proportions that change the layer's output least. With H = x^T x for the calibration rows and U the upper Cholesky factor of
+H^-1:
 
     e = (w_j - code_j) / U_jj        w_k -= e * U_jk, for k > j
 
-A group's scale and zero point are those of `formats` for the columns as they stand when their turn comes. The layout is the
+A group's scale and zero point are those of `formats` for the columns as they are when the group is reached. The layout is the
 same as without calibration; columns stay in order.
 """
 
@@ -18,9 +20,9 @@ from tilewright.ops.weights import MixedWeight
 __all__ = ["compensated"]
 
 _DAMPING = 0.3
-"""Of H's mean diagonal, added to it: with fewer rows than columns H has no inverse, and what fits one text too closely loses on
-another. bookworm, calibrated on 12 training books, bits per byte of 1024 tokens of each of 5 others: rounding alone +2.7 %,
-with 0.01 +3.2 %, 0.05 +2.3 %, 0.3 +2.0 %, 1 +2.2 %."""
+"""Share of H's mean diagonal that is added to the diagonal. With fewer rows than columns H has no inverse, and a fit too close
+to one text is worse on another. bookworm, calibrated on 12 training books, bits per byte of 1024 tokens of each of 5 others:
+rounding alone +2.7 %, with 0.01 +3.2 %, 0.05 +2.3 %, 0.3 +2.0 %, 1 +2.2 %."""
 
 
 def compensated(weight: Tensor, rows: Tensor, block: tuple[int, int]) -> MixedWeight:
@@ -28,7 +30,7 @@ def compensated(weight: Tensor, rows: Tensor, block: tuple[int, int]) -> MixedWe
 
     Args:
         rows: [R, K], the layer's input on calibration data.
-        block: (1, group); the group divides K.
+        block: (1, group); K is a multiple of the group.
     """
     group = block[1]
     left = weight.detach().to(torch.float32, copy=True)
@@ -52,7 +54,7 @@ def _factor(rows: Tensor) -> Tensor:
     """U [K, K], upper triangular: U^T U = H^-1."""
     h = rows.mT @ rows
     diagonal = h.diagonal()
-    # A column that calibration never uses weighs nothing, and must not make H singular.
+    # A column that is always zero in calibration has no weight, and must not make H singular.
     mean = diagonal.mean().clamp_min(torch.finfo(torch.float32).tiny)
     diagonal += _DAMPING * mean
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))

@@ -1,13 +1,13 @@
-"""`quantize`: float weights of linear layers, experts' too, become codes, in place, layer by layer.
+"""`quantize`: replaces the float weights of linear layers and experts by quantised ones, in place, layer by layer.
 
     report = tw.quantize(model, "int8")
     print(report)
 
-Takes tilewright's models and any `torch.nn.Module` with `torch.nn.Linear` layers, which become `tilewright.nn.Linear`. At its
-peak it needs the memory of the model and of one layer. Everything is checked before the first layer is changed.
+Takes tilewright's models and any `torch.nn.Module` with `torch.nn.Linear` layers, which become `tilewright.nn.Linear`. The peak
+of memory is that of the model and one layer. Everything is checked before the first layer is changed.
 
-Stays as it is, with the reason in the report: what `skip` names, a weight that two modules share (a tied head), subclasses of
-`torch.nn.Linear` (their owner may read the weight directly, as `torch.nn.MultiheadAttention` does).
+Some layers stay as they are, with the reason in the report: those that `skip` names, a weight that two modules share (a tied
+head), and subclasses of `torch.nn.Linear` (their owner may read the weight directly, as `torch.nn.MultiheadAttention` does).
 
 Not here: quantising embeddings, convolutions or the KV cache; training through rounding.
 """
@@ -33,7 +33,7 @@ from tilewright.quant.report import LayerReport, Report
 __all__ = ["DEFAULT_SKIP", "check_card", "convert_layer", "find_layers", "quantize"]
 
 DEFAULT_SKIP = ("lm_head",)
-"""The head of a language model, whatever it is called; the only pattern that may match nothing."""
+"""The head of a language model, by its usual names; the only pattern that may match nothing."""
 _HEADS = {"lm_head": ("lm_head", "head")}
 _ACTIVATIONS = {"dynamic": tuple(WEIGHT_FORMATS), "static": ("int8", "fp8"), "static-zero": ("int8",)}
 """Kind of activation scale -> the formats that can have it."""
@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
     chosen: dict[str, nn.Module]
     stays: dict[str, str]
-    """Name -> why it is not quantised."""
+    """Name -> why the layer is not quantised."""
 
 
 def quantize(
@@ -61,25 +61,24 @@ def quantize(
     """Quantise the linear layers of a model, in place.
 
     Args:
-        model: with weights in bf16, fp16 or fp32, on its device.
-        format: int8, fp8, fp8-block, mxfp8, int4, int8-weight.
-        skip: names of layers that stay as they are: "lm_head", "blocks.0.*", "*.down"; a name without its front matches, too.
-        calibration: batches of input for the model; a tuple is its positional arguments, a mapping its keywords. Errors in the
-            report are then those of each layer's output, else of its weight; int4 codes are chosen to make up for each other's
-            errors on that input (GPTQ, Frantar et al., 2022). Experts are rounded without it.
-        migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights where a norm
-            stands before the layer that can absorb the factors (SmoothQuant, Xiao et al., 2022; 0.5 is their choice).
-        activation: how int8 and fp8 quantise activations: "dynamic", a scale for each token, found as it comes; "static", one
-            scale a layer, of the largest number in its calibration input; "static-zero", for int8, with a zero point as well,
-            for inputs that are mostly of one sign. What exceeds the calibration input saturates.
+        model: a model with weights in bf16, fp16 or fp32, on its device.
+        format: int8, fp8, fp8-block, mxfp8, int4 or int8-weight.
+        skip: names of layers to leave as they are: "lm_head", "blocks.0.*", "*.down". The end of a name matches, too.
+        calibration: batches of input for the model; a tuple is its positional arguments, a mapping its keywords. With it, the
+            report has the error of each layer's output instead of its weight, and int4 weights are chosen so that errors on
+            this input cancel out (GPTQ, Frantar et al., 2022). Experts are rounded without it.
+        migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights, for layers after
+            a norm that can absorb the factors (SmoothQuant, Xiao et al., 2022; their choice is 0.5).
+        activation: how int8 and fp8 quantise activations. "dynamic": a scale for each token, computed from it. "static": one
+            scale per layer, from the largest number in its calibration input. "static-zero", for int8: with a zero point as
+            well, for inputs that mostly have one sign. Larger values than in calibration saturate.
 
     Returns:
-        One row a linear layer.
+        A report with one row for each linear layer.
 
     Raises:
-        ValueError: an unknown format or kind of activation, or one that the card lacks, a K that the group does not divide,
-            weights or calibration input that are not finite, weights that are quantised already, a pattern that matches
-            nothing.
+        ValueError: the format or the kind of activation is unknown, or the card does not support it; K is not a multiple of the
+            group; weights or calibration input are not finite; weights are quantised already; or a pattern matches nothing.
     """
     _check_format(format)
     found = find_layers(model, skip)
@@ -93,7 +92,7 @@ def quantize(
     notes = {} if migrate is None else migrate_into_norms(model, found.chosen, seen, migrate)
     rows = []
     stays, chosen = found.stays, set(found.chosen)
-    found.chosen.clear()  # a layer that is held here keeps its float weight when it is replaced
+    found.chosen.clear()  # a reference to a layer here would keep its float weight alive
     for name in [name for name, _ in model.named_modules()]:
         if name in stays:
             rows.append(_row_of_one_that_stays(name, model.get_submodule(name), stays[name]))
@@ -107,7 +106,7 @@ def quantize(
 
 
 def _check_format(format: str) -> None:
-    """Raise ValueError unless `WEIGHT_FORMATS` has the format."""
+    """Raise ValueError if `WEIGHT_FORMATS` does not have the format."""
     if format not in WEIGHT_FORMATS:
         near = get_close_matches(str(format), WEIGHT_FORMATS, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -115,7 +114,7 @@ def _check_format(format: str) -> None:
 
 
 def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
-    """The linear layers to quantise, and those that stay.
+    """The linear layers to quantise, and those that stay as they are.
 
     Raises:
         ValueError: a pattern matches no linear layer, or there is none to quantise.
@@ -187,7 +186,7 @@ def _check_activation(format: str, activation: str, calibration: Iterable[Any] |
 
 
 def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
-    """All that could fail later, so that no model is left half quantised."""
+    """Check everything that could fail later, so that no model is left half quantised."""
     for name, module in layers.items():
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
@@ -206,7 +205,7 @@ def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
 
 
 def check_card(format: str, card: Device, dtype: torch.dtype) -> None:
-    """Raise ValueError unless layers of a format and a float dtype run on a device; on a CPU all do."""
+    """Raise ValueError if layers of this format and float dtype cannot run on the device; a CPU runs all."""
     form = WEIGHT_FORMATS[format]
     if card.kind != "cuda":
         return
@@ -222,7 +221,7 @@ def check_card(format: str, card: Device, dtype: torch.dtype) -> None:
 
 
 def _check_weight(name: str, shape: Sequence[int], dtype: torch.dtype, format: str) -> None:
-    """Raise ValueError unless a weight of that shape and dtype can have the format."""
+    """Raise ValueError if a weight of this shape and dtype cannot have the format."""
     form = WEIGHT_FORMATS[format]
     if dtype not in _FLOATS:
         raise ValueError(f"quantize: the weight of {name} is {dtype}, wanted bfloat16, float16 or float32")
@@ -238,7 +237,7 @@ def _check_weight(name: str, shape: Sequence[int], dtype: torch.dtype, format: s
 
 
 def convert_layer(name: str, layer: Linear | ExpertLinear, format: str) -> None:
-    """Replace the float weight of one layer by codes, without a report.
+    """Replace the float weight of one layer by a quantised one, without a report.
 
     Raises:
         ValueError: the weight is not finite, or cannot have the format.
@@ -280,11 +279,11 @@ def _quantize_layer(
 
 
 def _with_static_scale(weight: QuantizedWeight, seen: Seen, *, zero: bool) -> StaticWeight:
-    """The same codes of the weight, and the scale and zero point that cover the calibration input."""
+    """The same quantised weight, with a scale and zero point of the activation that cover the calibration input."""
     assert isinstance(weight, ScaledWeight)
     assert seen.low is not None
     assert seen.high is not None
-    # A code of 0 there must be: what is beside the matrix counts as 0.
+    # 0 must be within the range: padding of the matrix counts as 0.
     low, high = seen.low.min().clamp_max(0.0), seen.high.max().clamp_min(0.0)
     largest = FORMATS[weight.codes_format].largest
     scale = ((high - low) / 255 if zero else torch.maximum(-low, high) / largest).clamp_min(SMALLEST_AMAX / largest)
@@ -302,7 +301,7 @@ def _row_of_one_that_stays(name: str, module: nn.Module, why: str) -> LayerRepor
 
 
 def _as_ours(module: nn.Module, weight: QuantizedWeight) -> Linear:
-    """The layer that stands in for a `torch.nn.Linear`; it keeps the bias."""
+    """The layer that replaces a `torch.nn.Linear`; it keeps the bias."""
     layer = Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     layer.replace_weight(weight)
     layer.bias = module.bias  # pyright: ignore[reportAttributeAccessIssue]
@@ -314,14 +313,14 @@ def _weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Wherever the model holds it: a layer may stand in two places."""
+    """Replace a layer everywhere in the model: it may be used in two places."""
     for parent in list(model.modules()):
         for name in [name for name, child in parent._modules.items() if child is old]:
             setattr(parent, name, new)
 
 
 def _weight_error(weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Relative RMS, some rows at a time: all of a large weight in float32 would take gigabytes."""
+    """Relative RMS error, some rows at a time: all of a large weight in float32 would take gigabytes."""
     parts = [rows.shape[0] for rows in weight.split(1024)]
     wrong = right = 0.0
     for rows, codes in zip(weight.split(parts), quantized.split_rows(parts), strict=True):
@@ -332,7 +331,7 @@ def _weight_error(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 
 def _output_error(sample: Tensor, weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Relative RMS of what the layer gives for many rows at once: the activation is quantised where the format does that."""
+    """Relative RMS error of the layer's output for many rows at once; the activation is quantised if the format does that."""
     with torch.no_grad():
         exact = linear(sample, weight).double()
         wrong = linear(sample, quantized).double() - exact

@@ -1,13 +1,14 @@
 """Moving outliers of activations into weights (SmoothQuant, Xiao et al., 2022).
 
-Column j of a layer's input is divided by s_j and column j of its weight multiplied by it: the product stays, and a token's
-largest activation, which decides its scale, becomes smaller.
+Column j of a layer's input is divided by s_j, and column j of its weight is multiplied by it. The product stays the same, and
+the largest activation of a token, which sets its scale, becomes smaller.
 
     s_j = amax |x_j| ^ strength / amax |w_j| ^ (1 - strength)
 
-The division costs nothing where the layer's input comes straight from a norm, whose weight takes it over. A module tells of
-such pairs by `norm_pairs()` -> [(norm, linear layer)] (`models.decoder.Block`: attention and feed-forward inputs). Elsewhere
-nothing is moved, and the report says so.
+The division costs nothing if the layer's input comes straight from a norm, whose weight absorbs it. A module lists such pairs
+with
+`norm_pairs()` -> [(norm, linear layer)] (`models.decoder.Block`: attention and feed-forward inputs). Other layers are not
+changed, and the report says so.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ __all__ = ["migrate_into_norms"]
 def migrate_into_norms(
     model: nn.Module, layers: Mapping[str, nn.Module], seen: Mapping[str, Seen], strength: float
 ) -> dict[str, str]:
-    """Change weights, norms and the noted inputs of all layers that have a norm before them; name -> a note for the report."""
+    """Change weights, norms and collected inputs of all layers that have a norm before them; name -> a note for the report."""
     norms = {id(layer): norm for module in model.modules() for norm, layer in getattr(module, "norm_pairs", tuple)()}
     notes = {}
     for name, layer in layers.items():
@@ -46,7 +47,7 @@ def _move(norm: nn.Module, layer: nn.Module, found: Seen, strength: float) -> tu
     assert found.high is not None
     largest_x = found.amax.to(weight.device).clamp_min(1e-5)
     largest_w = weight.abs().amax(0).float().clamp_min(1e-5)
-    # Powers of two move without a rounding: neither the norm's weight nor the layer's loses a bit.
+    # Factors are powers of two, so neither the norm's weight nor the layer's is rounded.
     factors = torch.exp2((largest_x.log2() * strength - largest_w.log2() * (1 - strength)).round())
     weight.mul_(factors.to(weight.dtype))
     gain.div_(factors.to(gain.dtype))

@@ -1,4 +1,4 @@
-"""What quantising did to each layer: the error, the bytes, why a layer stayed as it was; and what the format does to speed."""
+"""The report of quantising: each layer's error and bytes, why a layer was left out, and the speed of the format."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,16 +10,16 @@ __all__ = ["LayerReport", "Report"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One linear layer."""
+    """One row of the report: a linear layer."""
 
     name: str
     format: str | None
-    """None: it stayed as it was, and `note` says why."""
+    """None: it was not quantised, and `note` says why."""
     shape: tuple[int, int]
     """[outputs, inputs]."""
     error: float | None
-    """RMS of the difference from the float layer, relative to the float layer's RMS: of the outputs (less the bias) on the
-    calibration input, without such input of the weight. None where nothing was measured."""
+    """RMS of the difference from the float layer, relative to the float layer's RMS. With calibration it is that of the outputs
+    (without the bias) on that input, otherwise that of the weight. None if nothing was measured."""
     bytes_before: int
     bytes_after: int
     note: str = ""
@@ -27,33 +27,33 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All linear layers of a model, in its order. `str(report)` is a table."""
+    """All linear layers of a model, in the model's order. `str(report)` is a table."""
 
     format: str
     layers: tuple[LayerReport, ...]
     calibrated: bool
-    """Whether errors are of outputs on calibration input; else they are of the weights."""
+    """Whether errors are those of outputs on calibration input; otherwise they are those of the weights."""
 
     @property
     def bytes_before(self) -> int:
-        """Of the weights of all linear layers."""
+        """Bytes of the weights of all linear layers before."""
         return sum(layer.bytes_before for layer in self.layers)
 
     @property
     def bytes_after(self) -> int:
-        """The same now."""
+        """The same after quantising."""
         return sum(layer.bytes_after for layer in self.layers)
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
-        """The layers that have codes now."""
+        """The layers that are quantised now."""
         return tuple(layer for layer in self.layers if layer.format is not None)
 
     @property
     def speed(self) -> dict[str, Any] | None:
-        """Speed of the format's layers against bf16 as measured: "card", "measured" (the day), "ratios" by rows of the input.
+        """Measured speed of the format's layers relative to bf16: "card", "measured" (the day), "ratios" by rows of the input.
 
-        A ratio below 1 is slower than bf16. None for a format that was not measured. Of the model at hand nothing is timed.
+        A ratio below 1 is slower than bf16. None if the format was not measured. The model itself is not timed.
         """
         found = speed_of(self.format)
         return None if found is None else found._asdict()
@@ -85,5 +85,5 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
 
 
 def _padded(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Names to the left, numbers to the right."""
+    """Names aligned to the left, numbers to the right."""
     return [cell.rjust(width) if 2 < i < 6 else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths))]

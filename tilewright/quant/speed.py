@@ -1,4 +1,4 @@
-"""How fast layers of a format are beside bf16, by rows of the activation, as measured: for the report of `quantize`.
+"""Measured speed of layers of each format relative to bf16, by rows of the activation, for the report of `quantize`.
 
 The figures are those of docs/results.md: `scripts/results_table.py` writes speed.json from the same file.
 """
@@ -11,23 +11,23 @@ from typing import NamedTuple
 __all__ = ["Speed", "speed_of", "speed_text"]
 
 _SIXTEEN_BIT = ("int4", "int8-weight")
-"""Formats whose activation stays in 16 bits: so does the product."""
+"""Formats whose activation, and so their product, has 16 bits."""
 _FASTER_AT_MANY = "int8"
 
 
 class Speed(NamedTuple):
-    """One format on one card."""
+    """The speed of one format on one card."""
 
     card: str
     measured: str
-    """The day, ISO 8601."""
+    """The day of the measurement, ISO 8601."""
     ratios: dict[int, float]
-    """Rows of the activation -> time of the bf16 layer over time of this one: above 1 it is faster. Geometric means."""
+    """Rows of the activation -> time of the bf16 layer / time of this one, geometric means; above 1 is faster than bf16."""
 
 
 @cache
 def speed_of(format: str) -> Speed | None:
-    """What was measured of a format; None where nothing was."""
+    """The measured speed of a format; None if there is none."""
     found = json.loads(Path(__file__).with_name("speed.json").read_text())
     ratios = found["ratios"].get(format)
     if ratios is None:
@@ -36,7 +36,7 @@ def speed_of(format: str) -> Speed | None:
 
 
 def speed_text(format: str) -> str:
-    """The same in words, with what to take instead where the format is slower than bf16; "" where nothing was measured."""
+    """The same as text, with an alternative if the format is slower than bf16; "" if there is no measurement."""
     speed = speed_of(format)
     if speed is None:
         return ""

@@ -1,4 +1,4 @@
-"""Reinforcement learning: `batch`, `advantages`, `losses`, `stats` and `environments`.
+"""Reinforcement learning of language models: tasks and rewards, sampling, losses, and the training loop.
 
-Nothing is imported here: a reward's worker process needs no tensors.
+This module imports nothing: the process that computes a reward needs no tensors.
 """

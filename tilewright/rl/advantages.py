@@ -1,6 +1,6 @@
-"""From rewards to advantages, [T] each: by a critic (GAE), by the other answers to a prompt, or by the whole batch.
+"""Advantages from rewards, [T] each: by a critic (GAE), relative to the other answers to a prompt, or to the whole batch.
 
-Sequences without chosen tokens count like others in a group: an empty answer has a reward.
+Sequences without chosen tokens count in their group like others: an empty answer has a reward.
 """
 
 import torch
@@ -16,8 +16,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al., 2016): advantages [T] and returns [T], per sequence of steps.
 
-    rewards_T: the reward of the step at t. after_S: the value of the state behind a sequence's last step: 0 where it ended, the
-    critic's estimate where it was cut off. For a language model with one reward an answer, a step is a chosen token.
+    rewards_T: the reward of step t. after_S: the value of the state after a sequence's last step: 0 if the sequence ended
+    there, the critic's estimate if it was cut off. For a language model with one reward per answer, a step is a chosen token.
     """
     size, longest = len(lengths_S), int(lengths_S.max()) if len(lengths_S) else 0
     inside = torch.arange(longest, device=lengths_S.device) < lengths_S[:, None]
@@ -35,7 +35,8 @@ def gae(
 
 
 def group_normalised(batch: Batch, eps: float = 1e-6) -> Tensor:
-    """(r - mean) / (standard deviation + eps) over the answers to a prompt (GRPO: Shao et al., 2024). A lone answer gets 0."""
+    """(r - mean) / (standard deviation + eps) over the answers to a prompt (GRPO: Shao et al., 2024). A single answer gets
+    0."""
     mean, spread, count = _groups(batch)
     return batch.spread(torch.where(count > 1, (batch.rewards - mean) / (spread + eps), 0.0))
 
@@ -46,21 +47,23 @@ def group_centered(batch: Batch) -> Tensor:
 
 
 def leave_one_out(batch: Batch) -> Tensor:
-    """r - mean of the other answers to the prompt (RLOO: Kool et al., 2019; Ahmadian et al., 2024). A lone answer gets 0."""
+    """r - mean of the other answers to the prompt (RLOO: Kool et al., 2019; Ahmadian et al., 2024). A single answer gets 0."""
     mean, _, count = _groups(batch)
     return batch.spread((batch.rewards - mean) * count / (count - 1).clamp(min=1))
 
 
 def whitened(batch: Batch, x_T: Tensor, *, center: bool = True, eps: float = 1e-8) -> Tensor:
-    """x over its standard deviation among all chosen tokens of the batch, minus its mean there if `center`. Give it the whole
-    step: over a micro-batch the numbers would differ."""
+    """x divided by its standard deviation over all chosen tokens of the batch, minus its mean there if `center`. Pass the batch
+    of
+    the whole step: micro-batches would give other numbers."""
     chosen = x_T[batch.mask]
     mean = chosen.mean() if center else 0.0
     return (x_T - mean) / (chosen.std(correction=0) + eps)
 
 
 def informative(batch: Batch) -> Tensor:
-    """[S] bool: the sequence's group has different rewards. Others have no gradient; DAPO (Yu et al., 2025) replaces them."""
+    """[S] bool: whether the sequence's group has different rewards. Others have no gradient; DAPO (Yu et al., 2025) replaces
+    them."""
     highest, lowest = (
         batch.rewards.new_zeros(_count(batch)).scatter_reduce(0, _index(batch), batch.rewards, how, include_self=False)
         for how in ("amax", "amin")
@@ -69,8 +72,8 @@ def informative(batch: Batch) -> Tensor:
 
 
 def overlong_penalty(lengths_S: Tensor, limit: int, buffer: int) -> Tensor:
-    """What to add to the rewards of long answers (DAPO, equation 13): 0 up to limit - buffer tokens, -1 from the limit on, a
-    line between."""
+    """A term to add to the rewards of long answers (DAPO, equation 13): 0 up to limit - buffer tokens, -1 from the limit on,
+    linear in between."""
     return ((limit - buffer - lengths_S) / buffer).clamp(-1.0, 0.0)
 
 

@@ -1,9 +1,9 @@
-"""What every algorithm learns from: sampled sequences, packed one behind the other, with what the sampler said about them.
+"""The data from which all algorithms learn: sampled sequences, packed one after the other, with the sampler's probabilities.
 
     # T tokens of all sequences, S sequences
-A sequence is a prompt and an answer, or a whole conversation: `mask` says which tokens the policy chose. Sequences that answer
-one prompt have one `group`. Losses divide by `totals`, which count the whole step, so that a step may be cut into micro-batches
-(`split`) or ranks: their losses and gradients add up to the whole's.
+A sequence is a prompt and an answer, or a whole conversation; `mask` says which tokens the policy chose. Sequences that answer
+the same prompt have the same `group`. Losses divide by `totals`, which count the whole step; so when a step is divided into
+micro-batches (`split`) or among ranks, losses and gradients add up to those of the whole.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,12 @@ __all__ = ["Batch", "Sample", "Totals", "pack", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One sequence, as an engine and an environment leave it.
+    """One sequence, from an engine and an environment.
 
-    tokens: prompt and answer. chosen: whether the policy chose the token. logprobs: in the distribution that the sampler drew
-    it from, 0 elsewhere. kept: how many tokens the sampler's filters left it to be drawn from; None: no filters. version: which
-    weights sampled it. truncated: the answer was cut at a limit, not ended.
+    tokens: prompt and answer. chosen: whether the policy chose the token. logprobs: in the distribution from which the sampler
+    drew it, 0 for other tokens. kept: the number of tokens that the sampler's filters left to draw from; None: no filters.
+    version: of the
+    weights that sampled it. truncated: the answer was cut off at a limit.
     """
 
     tokens: Sequence[int]
@@ -39,7 +40,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What losses divide by: chosen tokens, and sequences that have any, of the whole step over all ranks."""
+    """The divisors of losses: the numbers of chosen tokens, and of sequences that have any, in the whole step over all
+    ranks."""
 
     tokens: int
     sequences: int
@@ -47,15 +49,15 @@ class Totals:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
-    """Packed sequences. Integers are int64, log-probabilities and everything made of them have the floats' dtype.
+    """Packed sequences. Integers are int64; log-probabilities and everything computed from them have the dtype of the floats.
 
     tokens [T]; lengths [S]: tokens of each sequence; mask [T] bool: the policy chose the token; sampled [T]: the sampler's
-    log-probability; old [T]: the trainer's before the step's first update, `sampled` itself where both are the same numbers;
-    rewards [S]; groups [S]; versions [S]; truncated [S] bool; advantages [T], returns [T], values [T] (a critic's, at
-    sampling) and reference [T] (log-probability of a frozen policy): None until somebody fills them.
+    log-probability; old [T]: the trainer's before the step's first update, or `sampled` itself if the two are equal;
+    rewards [S]; groups [S]; versions [S]; truncated [S] bool; advantages [T], returns [T], values [T] (the critic's when the
+    sequence was sampled) and reference [T] (log-probability of a frozen policy): None until they are computed.
 
-    All log-probabilities are of logits over `temperature`, normalised over `support` [T, K] int64: the tokens that one was
-    drawn from, then -1; a row of -1, or None: the whole vocabulary. kept [T] int64: how many the sampler drew from, 0: all.
+    All log-probabilities are of logits over `temperature`, normalised over `support` [T, K] int64: the tokens from which a
+    token was drawn, then -1; a row of -1, or None: the whole vocabulary. kept [T] int64: how many these were, 0: all.
     """
 
     tokens: Tensor
@@ -76,7 +78,7 @@ class Batch:
     values: Tensor | None = None
     reference: Tensor | None = None
     sizes: tuple[int, ...] = ()
-    """`lengths` as the host knows them, so that nothing waits for the device; (): read from there once."""
+    """`lengths` on the host, so that nothing waits for the device; (): read from the device once."""
 
     def __post_init__(self) -> None:
         count, size = len(self.tokens), len(self.lengths)
@@ -92,19 +94,19 @@ class Batch:
             raise ValueError(f"the lengths add up to {sum(self.sizes)}; wanted {count}, the number of tokens")
 
     def chosen(self, x_T: Tensor) -> Tensor:
-        """x where the policy chose the token, 0 elsewhere, whatever stands there (NaN too), in value and gradient."""
+        """x for tokens that the policy chose, 0 for others whatever their x is (even NaN), in value and gradient."""
         return torch.where(self.mask, x_T, torch.zeros((), dtype=x_T.dtype, device=x_T.device))
 
     def log_ratio(self, logprobs_T: Tensor) -> Tensor:
-        """[T]: log of new over old probability of the chosen tokens, 0 elsewhere."""
+        """[T]: log of new over old probability of the chosen tokens, 0 for others."""
         return self.chosen(logprobs_T) - self.chosen(self.old)
 
     def log_ratio_to_sampler(self) -> Tensor:
-        """[T]: log of the trainer's old over the sampler's probability of the chosen tokens, 0 elsewhere."""
+        """[T]: log of the trainer's old over the sampler's probability of the chosen tokens, 0 for others."""
         return self.chosen(self.old) - self.chosen(self.sampled)
 
     def sums(self, x_T: Tensor) -> Tensor:
-        """[S]: the sum over each sequence's chosen tokens. In a fixed order: no atomics."""
+        """[S]: the sum over each sequence's chosen tokens, in a fixed order (no atomics)."""
         return torch.segment_reduce(self.chosen(x_T), "sum", lengths=self.lengths, unsafe=True)
 
     def counts(self) -> Tensor:
@@ -112,17 +114,17 @@ class Batch:
         return self.sums(torch.ones_like(self.sampled))
 
     def spread(self, x_S: Tensor) -> Tensor:
-        """[T]: each sequence's number at each of its tokens."""
+        """[T]: each sequence's number, for each of its tokens."""
         return torch.repeat_interleave(x_S, self.lengths, output_size=len(self.tokens))
 
     @property
     def starts(self) -> Tensor:
-        """[S]: where each sequence begins; where one without tokens would begin, another does, or the first."""
+        """[S]: index of each sequence's first token; for a sequence without tokens, the index of some other token."""
         return (self.lengths.cumsum(0) - self.lengths) % max(1, len(self.tokens))
 
     @property
     def lasts(self) -> Tensor:
-        """[S]: the last token of each sequence; of one without tokens that of another."""
+        """[S]: index of each sequence's last token; for a sequence without tokens, the index of some other token."""
         return (self.lengths.cumsum(0) - 1) % max(1, len(self.tokens))
 
     def total(self, x_T: Tensor) -> Tensor:
@@ -134,14 +136,14 @@ class Batch:
         return replace(self, **{name: x.to(device) for name, x in _tensors(self).items()})
 
     def known(self, name: str) -> Tensor:
-        """A field that somebody has to have filled.
+        """A field that must have been computed.
 
         Raises:
-            ValueError: nobody has.
+            ValueError: it is None.
         """
         value: Tensor | None = getattr(self, name)
         if value is None:
-            raise ValueError(f"this loss needs the batch's {name}, and nothing has filled them in")
+            raise ValueError(f"this loss needs the batch's {name}, and they have not been computed")
         return value
 
 
@@ -149,10 +151,10 @@ _BY_SEQUENCE = {"lengths", "rewards", "groups", "versions", "truncated"}
 
 
 def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, temperature: float = 1.0) -> Batch:
-    """One batch of all samples, which were drawn at `temperature`, on the CPU.
+    """One batch of all samples, drawn at `temperature`, on the CPU.
 
     Raises:
-        ValueError: no samples, a sample whose parts differ in length, or numbers that are not finite.
+        ValueError: no samples, a sample whose lists differ in length, or numbers that are not finite.
     """
     if not samples:
         raise ValueError("a batch of no samples; wanted one or more")
@@ -191,10 +193,10 @@ def _joined(parts: Iterable[Any], dtype: type) -> Tensor:
 
 
 def split(batch: Batch, most_tokens: int) -> list[Batch]:
-    """Cut a batch between sequences into parts of at most `most_tokens` tokens (a longer sequence is a part alone).
+    """Divide a batch between sequences into parts with at most `most_tokens` tokens (a longer sequence is a part of its own).
 
-    Every part keeps the whole's `totals`, so the parts' losses add up to the whole's. Advantages come first: they need groups.
-    Parts are views, and nothing waits for the device.
+    Every part keeps the whole's `totals`, so the parts' losses add up to the whole's. Compute advantages before, because they
+    need whole groups. Parts are views, and nothing waits for the device.
     """
     bounds, used = [0], 0
     for index, length in enumerate(batch.sizes):
@@ -214,7 +216,8 @@ def split(batch: Batch, most_tokens: int) -> list[Batch]:
 
 
 def select(batch: Batch, kept: Tensor) -> Batch:
-    """The sequences of these indices, int64 on the CPU, in this order; `totals` stay. Nothing waits for the device."""
+    """The sequences with these indices (int64 on the CPU), in this order; `totals` do not change. Nothing waits for the
+    device."""
     begins, chosen = [0, *accumulate(batch.sizes)], kept.tolist()
     spans = [np.arange(begins[i], begins[i + 1]) for i in chosen]
     tokens = torch.from_numpy(np.concatenate(spans)) if spans else kept.new_zeros(0)
@@ -229,5 +232,5 @@ def _tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """x, which is on the CPU, on a device; the host does not wait for what the device has to do before."""
+    """Copy x from the CPU to a device; the host does not wait for earlier work of the device."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

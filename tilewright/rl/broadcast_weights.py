@@ -1,9 +1,10 @@
-"""A model's parameters from a trainer to samplers on other devices by torch.distributed: NCCL between cards, gloo between CPUs.
+"""Transfers a model's parameters from a trainer to samplers on other devices, by broadcasts of torch.distributed.
 
-The trainer is rank 0 of a group with its samplers. Parameters arrive where they belong, without a copy on either side, except
-small ones, which go together. All ranks take part in a broadcast, so a sampler takes weights between two calls: it is told to
-by a line in its pipe, says in the store that it is there, and only then the trainer begins. A sampler that has ended, before or
-in the middle, is noticed by whoever asks `alive`.
+NCCL is used between cards and gloo between CPUs. The trainer is rank 0 of a group with its samplers. Parameters arrive directly
+in their place, without a copy on either side, except small ones, which are sent together. All ranks take part in a broadcast,
+so a
+sampler takes weights between two calls: a line in its pipe asks it to, it reports in the store that it is ready, and then the
+trainer begins. While waiting, `alive` is called to detect a sampler that has ended.
 """
 
 import time
@@ -30,7 +31,7 @@ _LAYOUT = "layout"
 class BroadcastWeights:
     """The parameters of `model`, on one rank of `size`.
 
-    folder: of this run, on this machine: the ranks meet in a file there.
+    folder: of this run, on this machine; the ranks meet through a file in it.
 
     Raises:
         ValueError: rank 0 has another model.
@@ -52,16 +53,16 @@ class BroadcastWeights:
             raise ValueError("the trainer's weights are of another shape than this model's")
 
     def join(self) -> None:
-        """Meet the other ranks, which all come here."""
+        """Connect with the other ranks, which must all call this."""
         plan = Plan(dp=self._size)
         join(plan, rank=self._rank, device=self._device, store=self._store, invariant=False)
 
     def push(self, version: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Give the parameters to samplers that were told to `pull`. Returns how long they took to be there, how long the
-        parameters took, and how fast they were.
+        """Send the parameters to samplers that were asked to `pull`. Returns how long they took to be ready, how long the
+        transfer took, and its rate.
 
         Raises:
-            ConnectionError: as `alive` does, which is asked while this waits.
+            ConnectionError: from `alive`, which is called while this waits.
         """
         began = time.perf_counter()
         self._times += 1
@@ -73,13 +74,13 @@ class BroadcastWeights:
         return {"push_s": took, "push_gb_per_s": self.nbytes / took / 1e9, "push_waited_s": met - began}
 
     def pull(self) -> None:
-        """Take the parameters that the trainer is giving."""
+        """Receive the parameters that the trainer is sending."""
         self._times += 1
         self._store.set(self._key(self._rank), "")
         self._exchange(lambda: None)
 
     def close(self) -> None:
-        """Part from the group, whoever is still there."""
+        """Leave the group, whether or not others are still in it."""
         if self._device.type == "cuda":
             abort()
         leave()
@@ -88,7 +89,7 @@ class BroadcastWeights:
         return f"{self._times} {rank}"
 
     def _exchange(self, alive: Callable[[], None]) -> None:
-        """Broadcasts all of them. Over gloo an end of a rank raises RuntimeError: then `alive` says whose it was."""
+        """Broadcast all parameters. With gloo the end of a rank raises RuntimeError; `alive` then says which one it was."""
         if self._small and not self._rank:
             torch.cat(self._small, out=self._together)
         try:

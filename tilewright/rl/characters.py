@@ -1,4 +1,4 @@
-"""Text as single characters, for small models on generated tasks."""
+"""A tokenizer of single characters, for small models on generated tasks."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,13 @@ from tilewright.extras import needed
 __all__ = ["ALPHABET", "Characters"]
 
 ALPHABET = "0123456789+-*/()=<: "
-"""What the prompts and answers of the generated tasks are written in."""
+"""The characters of the prompts and answers of the generated tasks."""
 _END = "<end>"
 
 
 class Characters:
-    """A character a token; `end` is one more, which ends an answer. Raises ValueError for an alphabet with a sign twice."""
+    """One token per character; `end` is one more, which ends an answer. Raises ValueError if the alphabet repeats a
+    character."""
 
     def __init__(self, alphabet: str = ALPHABET) -> None:
         if not alphabet or len(set(alphabet)) < len(alphabet):
@@ -25,7 +26,7 @@ class Characters:
         self.vocab = len(alphabet) + 1
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of a text.
+        """The ids of a text.
 
         Raises:
             ValueError: a character is not in the alphabet.
@@ -37,17 +38,17 @@ class Characters:
     reply = prompt
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids; the end is nothing."""
+        """The text of ids; the end token is left out."""
         return "".join(self._signs[number] for number in ids if number != self.end)
 
     def save(self, folder: Path) -> None:
-        """Write it as tokenizer.json and tokenizer_config.json, which give the same ids.
+        """Write it as tokenizer.json and tokenizer_config.json, with the same ids.
 
         Raises:
             MissingExtra: the library `tokenizers` is not installed.
         """
         library = needed("tokenizers", "llm")
-        made = library.Tokenizer(library.models.WordLevel({**self._ids, _END: self.end}))  # others raise: no unknown token
+        made = library.Tokenizer(library.models.WordLevel({**self._ids, _END: self.end}))  # other characters raise an error
         made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
         made.decoder = library.decoders.Fuse()
         made.add_special_tokens([library.AddedToken(_END, special=True, normalized=False)])

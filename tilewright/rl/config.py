@@ -162,12 +162,12 @@ class RLConfig:
 
     @property
     def drawing(self) -> Drawing:
-        """How tokens are drawn."""
+        """The sampling settings: temperature, top-k and top-p."""
         return Drawing(temperature=float(self.temperature), top_k=self.top_k, top_p=float(self.top_p))
 
     @property
     def sampler_devices(self) -> list[str]:
-        """Of the processes that sample; none where the trainer's does."""
+        """The devices of sampler processes; empty if the trainer's process samples."""
         return [name.strip() for name in self.sampler.split(",") if name.strip()]
 
     @property
@@ -177,7 +177,7 @@ class RLConfig:
 
     @property
     def longest(self) -> int:
-        """Most tokens that the policy chooses in one conversation."""
+        """The highest number of tokens that the policy chooses in one conversation."""
         return self.turns * self.max_tokens
 
     def __post_init__(self) -> None:
@@ -220,12 +220,12 @@ class RLConfig:
             raise ValueError(f"{self.prompts * self.answers} samples a step do not fill {self.minibatches} minibatches")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """As values for JSON."""
         return asdict(self)
 
 
 def read_config(path: Path) -> RLConfig:
-    """A config from TOML.
+    """Read a config from a TOML file.
 
     Raises:
         ValueError: the file is not TOML, or a field is unknown, missing or out of range.
@@ -235,7 +235,7 @@ def read_config(path: Path) -> RLConfig:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from None
+        raise ValueError(f"{path} is not TOML: {error}") from None
     known = [field.name for field in fields(RLConfig)]
     if unknown := [name for name in raw if name not in known]:
         raise ValueError(f"{path} has unknown fields {', '.join(unknown)}; known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Conversations: the policy answers, somebody replies, until the environment or a limit ends it. One answer is the usual case.
+"""Conversations: the policy answers and the environment replies, until it or a limit ends this. Often there is only one answer.
 
 prompt | answer (chosen) | reply | answer (chosen) | ...
 """
@@ -14,16 +14,16 @@ from tilewright.rl.text import Text
 __all__ = ["Conversation", "Replies", "converse"]
 
 Replies = Callable[[Sequence[Task], Sequence[Sequence[str]]], Sequence[str | None]]
-"""What an environment says to the answers of each conversation so far; None ends it."""
+"""Returns the environment's reply to the answers of each conversation so far; None ends the conversation."""
 
 
 @dataclass(kw_only=True)
 class Conversation:
-    """One task as far as it has come.
+    """The conversation about one task, so far.
 
-    tokens, chosen, logprobs, kept: as a `Sample` has them. whole: log-probabilities of the chosen tokens in the model's own
-    distribution. version: of the oldest weights that answered. answers: their texts. truncated: the last answer was cut at its
-    limit. lost: the sampler ended before it gave the next answer.
+    tokens, chosen, logprobs, kept: as in a `Sample`. whole: log-probabilities of the chosen tokens in the model's own
+    distribution. version: of the oldest weights that answered. answers: their texts. truncated: the last answer was cut off at
+    its limit. lost: the sampler ended before it returned the next answer.
     """
 
     task: Task
@@ -39,7 +39,7 @@ class Conversation:
     lost: bool = False
 
     def add(self, answer: Answer, text: str) -> None:
-        """The policy's next answer."""
+        """Add the policy's next answer."""
         self._append(answer.tokens, answer.logprobs, answer.kept, chosen=True)
         self.version = min(self.version, answer.version) if self.answers else answer.version
         self.whole += answer.whole
@@ -47,11 +47,11 @@ class Conversation:
         self.truncated = answer.truncated
 
     def hear(self, tokens: Sequence[int]) -> None:
-        """A reply."""
+        """Add a reply."""
         self._append(tokens, [0.0] * len(tokens), [0] * len(tokens), chosen=False)
 
     def sample(self, reward: float) -> Sample:
-        """What is learnt from it."""
+        """The sample to learn from."""
         return Sample(
             tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, kept=self.kept if any(self.kept) else None,
             reward=reward, group=self.group, version=self.version, truncated=self.truncated,
@@ -68,10 +68,10 @@ def converse(
     sampler: Samples, text: Text, tasks: Sequence[Task], replies: Replies | None, *, answers: int, max_tokens: int, turns: int,
     max_reply_tokens: int, seed: int,
 ) -> list[Conversation]:  # fmt: skip
-    """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer. Those
-    whose answer the sampler has lost are left out.
+    """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer.
+    Conversations whose answer the sampler has lost are left out.
 
-    max_tokens: of an answer. turns: most answers of a conversation. max_reply_tokens: a longer reply is cut.
+    max_tokens: of an answer. turns: most answers in a conversation. max_reply_tokens: longer replies are cut off.
 
     Raises:
         ValueError: a prompt is too long, or a text has no tokens.

@@ -1,6 +1,7 @@
-"""A critic: what reward a state still promises, by a copy of the policy with one number for a head; and what PPO makes of it.
+"""A critic, which estimates the future reward of a state: a copy of the policy whose head returns one number. And PPO's
+advantages.
 
-Values belong to choices: the value at token t is that of the state in which t was chosen, so it is read behind t - 1.
+The value at token t is that of the state in which t was chosen, so it is read at position t - 1.
 """
 
 from copy import deepcopy
@@ -19,9 +20,9 @@ __all__ = ["Critic", "with_advantages"]
 
 
 class Critic(nn.Module):
-    """Value estimates by a model of the policy's shape, which begins with its weights. The head begins at 0.
+    """Value estimates by a model of the policy's shape, with the policy's initial weights. The head begins at 0.
 
-    It shares no weights with the policy: its loss is many times larger, and would drown the policy's.
+    It shares no weights with the policy, because its loss is many times larger than the policy's and would dominate.
     """
 
     def __init__(self, model: Model) -> None:
@@ -29,12 +30,12 @@ class Critic(nn.Module):
         self.body = deepcopy(model).requires_grad_(True)
         uncode(self.body)
         if self.body.head.weight is not self.body.embed.weight:
-            self.body.head.requires_grad_(False)  # words, which a critic has none of
+            self.body.head.requires_grad_(False)  # the head for tokens, which a critic does not use
         width, like = model.config.hidden_size, model.embed.weight
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=like.dtype, device=like.device))
 
     def forward(self, batch: Batch) -> Tensor:
-        """[T] float32: the value of the state that each token was chosen in; 0 at each sequence's first token."""
+        """[T] float32: the value of the state in which each token was chosen; 0 at each sequence's first token."""
         hidden_TE = hidden_of(self.body, batch)
         behind_T = nn.functional.linear(hidden_TE, self.weight)[:, 0].float()
         values = torch.cat([behind_T.new_zeros(1), behind_T[:-1]])
@@ -42,10 +43,11 @@ class Critic(nn.Module):
 
 
 def with_advantages(batch: Batch, values_T: Tensor, *, gamma: float, lam: float, whiten: bool) -> Batch:
-    """The batch with values, returns and advantages by GAE over its chosen tokens.
+    """The batch with values, and with returns and advantages by GAE over its chosen tokens.
 
-    The reward comes with the last chosen token of a sequence, and nothing is promised behind it, also where an answer was cut.
-    What stands between chosen tokens, such as a reply, is no step: the state before it and the one behind are neighbours.
+    The reward is given at the last chosen token of a sequence, and the value after it is 0, also if an answer was cut off.
+    Tokens
+    between chosen tokens, such as a reply, are not steps: the states before and after them are neighbours.
     """
     counts, chosen = batch.counts().long(), batch.mask
     rewards = torch.zeros_like(values_T[chosen])

@@ -1,6 +1,6 @@
-"""The half of a step that samples: tasks, conversations about them, rewards, and which groups are kept.
+"""The sampling half of a step: tasks, conversations about them, rewards, and the selection of groups.
 
-Here, between two updates; or ahead of them in a thread, while the sampler is a process of its own (`Ahead`).
+It runs between two updates; or, if the sampler is a separate process, ahead of them in a thread (`Ahead`).
 """
 
 import queue
@@ -27,11 +27,12 @@ Shown = tuple[str, str, float]
 
 @dataclass(kw_only=True)
 class Gathered:
-    """What one step learns from.
+    """The samples from which one step learns.
 
-    lost: samples whose reward or sampler failed. empty: whose last answer has no text. dropped: groups left out. whole: mean
-    -log p of the sampled tokens in the model's own distribution. sampling_s, scoring_s: seconds. drawn, rounds: of the gatherer
-    behind it.
+    lost: samples whose reward or sampler failed. empty: samples whose last answer has no text. dropped: groups left out. whole:
+    mean
+    -log p of the sampled tokens in the model's own distribution. sampling_s, scoring_s: seconds. drawn, rounds: counters of the
+    gatherer afterwards.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -47,21 +48,21 @@ class Gathered:
 
 
 class Gatherer:
-    """Samples and scores. One caller at a time: hold `lock`."""
+    """Samples and scores. Not thread-safe: callers must hold `lock`."""
 
     def __init__(self, config: RLConfig, environment: Environment, text: Text, sampler: Samples, workers: Workers) -> None:
         self._config, self._environment, self._text = config, environment, text
         self.sampler, self._workers = sampler, workers
         self.lock = threading.Lock()
         self.prompts = config.prompts
-        """Of a step."""
+        """Number of prompts of a step."""
         self.drawn = 0
-        """Tasks drawn so far."""
+        """Number of tasks drawn so far."""
         self.rounds = 0
-        """Times that was sampled so far."""
+        """Number of sampling rounds so far."""
 
     def sample(self, tasks: Sequence[Task], *, answers: int, seed: int) -> list[Conversation]:
-        """Conversations about each task by the sampler's weights."""
+        """Conversations about each task, with the sampler's current weights."""
         config = self._config
         replies = self._workers.reply if config.turns > 1 else None
         return converse(
@@ -70,12 +71,12 @@ class Gatherer:
         )  # fmt: skip
 
     def scores(self, made: Sequence[Conversation]) -> list[float | None]:
-        """The reward of each conversation; None where it failed."""
+        """The reward of each conversation; None if it failed."""
         return self._workers.score([one.task for one in made], [one.answers[-1] for one in made])
 
     def gather(self) -> Gathered:
-        """The samples of the next step. Without `resample` every group is in it. With it, groups that have something to learn
-        from, and the last round's others."""
+        """The samples of the next step. Without `resample` these are all groups. With it, these are the groups with different
+        rewards, and the other groups of the last round."""
         config, kept, found = self._config, list[list[Sample]](), Gathered()
         whole: list[float] = []
         for rounds_left in range(config.resample, -1, -1):
@@ -112,7 +113,7 @@ class Gatherer:
 class Ahead:
     """Gathers in a thread, at most `staleness` updates ahead: step i begins to sample when update i - staleness has been made.
 
-    So with the newest weights at its beginning a sample is never older than that when it is learnt from.
+    Each step samples with the newest weights at its beginning, so a sample is never older than that when it is used.
     """
 
     def __init__(self, gatherer: Gatherer, *, first: int, staleness: int) -> None:
@@ -130,20 +131,20 @@ class Ahead:
         self.close()
 
     def close(self) -> None:
-        """Stop behind the step that is being sampled."""
+        """Stop after the step that is being sampled."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
     def updated(self, count: int) -> None:
-        """So many updates have been made, and the sampler has their weights."""
+        """Report the number of updates that were made and whose weights the sampler has."""
         with self._changed:
             self._updates = count
             self._changed.notify()
 
     def take(self) -> Gathered:
-        """The next step's samples. Raises what the thread could not handle."""
+        """The next step's samples. Raises the exception that ended the thread, if any."""
         found = self._made.get()
         if isinstance(found, Exception):
             raise found

@@ -1,4 +1,4 @@
-"""The half of a step that learns: the policy, a critic or a frozen reference beside it, their optimizers, and the numbers."""
+"""The learning half of a step: the policy, an optional critic and frozen reference, their optimizers, and statistics."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +32,7 @@ _CORRECTIONS: dict[str, Callable[[Batch], Batch]] = {"none": lambda batch: batch
 
 
 class Learner:
-    """Learns from batches. Made before anything else reads the model's parameters: the optimizer moves them.
+    """Learns from batches. Create it before anything else reads the model's parameters, because the optimizer moves them.
 
     Raises:
         ValueError: the parameters have several dtypes.
@@ -48,14 +48,14 @@ class Learner:
             self._critic_optimizer = AdamW(trainable(self.critic), weight_decay=0.0, max_norm=config.max_norm)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that later updates depend on, by name. The reference is not among it: it is the model at the start."""
+        """Everything that later updates depend on, by name. The reference is not included: it is the initial model."""
         found = self._optimizer.state_dict()
         if self.critic is not None:
             found |= {f"critic.{name}": tensor for name, tensor in self._critic_optimizer.state_dict().items()}
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state. Raises ValueError for one of another model or algorithm."""
+        """Continue from a saved state. Raises ValueError if it is for another model or algorithm."""
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic.")}
         self._optimizer.load_state_dict(own)
         recode(self.model)
@@ -64,7 +64,8 @@ class Learner:
             self._critic_optimizer.load_state_dict(critic)
 
     def learn(self, batch: Batch, update: int) -> dict[str, float]:
-        """Update the weights from a batch of samples of them; `update` steps were made before. Returns the step's numbers."""
+        """Update the weights from a batch of samples; `update` is the number of earlier steps. Returns the step's
+        statistics."""
         with self._kernels():
             return self._learn(self._prepared(batch, update), update)
 
@@ -72,7 +73,7 @@ class Learner:
         return invariant() if self.config.invariant else nullcontext()
 
     def _once(self, update: int) -> bool:
-        """A step is one update, whose own pass says what the weights before it gave each token: no pass before it is needed."""
+        """Whether a step is one update: then its own pass gives the old log-probabilities, and no pass before it is needed."""
         config = self.config
         policy_learns = self.critic is None or update >= config.critic_warmup
         return policy_learns and config.epochs * config.minibatches == 1 and config.correction == "none"
@@ -82,7 +83,8 @@ class Learner:
         return torch.cat([values_of(part) for part in split(batch, self.config.tokens_per_pass)])
 
     def _prepared(self, batch: Batch, update: int) -> Batch:
-        """With the trainer's own log-probabilities before the first update, the reference's, and advantages."""
+        """The batch with the trainer's own log-probabilities before the first update, those of the reference, and
+        advantages."""
         config = self.config
         if config.drawing.filters:
             width = max(1, int(batch.known("kept").max()))
@@ -107,7 +109,7 @@ class Learner:
         left = max(0.0, min(1.0, (config.updates - update) / max(1.0, config.decay * config.updates)))
         rate = left * min(1.0, (update + 1) / max(1, config.warmup))
         generator = torch.Generator().manual_seed(config.seed + update)
-        told: dict[str, Tensor] = {}  # on the device until the updates are on their way: nothing waits for it before
+        told: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
         sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
         before: list[Tensor] | None = [] if self._once(update) else None
         loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
@@ -131,7 +133,7 @@ class Learner:
                     if before is not None:
                         batch = replace(chosen, old=torch.cat(before))
         stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in told.items()}}
-        # On policy the trainer's probabilities are the sampler's, and every ratio is 1; this is what they really are.
+        # On policy the trainer's probabilities are set to the sampler's, and every ratio is 1; this measures the real ratios.
         stats |= measure(batch.old, replace(batch, old=batch.sampled))
         if self.critic is not None:
             stats["explained"] = _explained(batch)
@@ -148,8 +150,8 @@ class Learner:
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
     def _policy_parts(self, batch: Batch, loss_of: Any, bonus: float, before: list[Tensor] | None) -> Iterator[list[Tensor]]:
-        """Loss and gradients of each pass. before: takes the log-probabilities, which are also the old ones; None: the batch
-        has those."""
+        """Loss and gradients of each pass. before: collects the log-probabilities, which are also the old ones; None: the batch
+        has old ones."""
         for part in split(batch, self.config.tokens_per_pass):
             logprobs, entropies = (
                 logprobs_and_entropies_of(self.model, part) if bonus else (logprobs_of(self.model, part), None)
@@ -171,7 +173,8 @@ class Learner:
 
 
 def _explained(batch: Batch) -> float:
-    """Share of the returns' variance that the values at sampling explain: 1 is all of it, 0 as much as their mean."""
+    """Share of the returns' variance that the values at sampling time explain: 1 is all of it, 0 is as much as their mean
+    does."""
     returns, values = batch.known("returns")[batch.mask], batch.known("values")[batch.mask]
     spread = float(returns.var(correction=0))
     return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

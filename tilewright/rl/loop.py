@@ -1,7 +1,7 @@
 """Reinforcement learning in one process: sample with the engine, score in workers, learn with the trainer's step.
 
-Sampler and trainer share one set of parameters: nothing is copied or synchronised. What the trainer's pass over the packed
-samples says of their probabilities is compared with what the engine said at every step (`ratio_off`).
+Sampler and trainer share one set of parameters, so nothing is copied or synchronised. In every step the probabilities from the
+trainer's pass over the packed samples are compared with those from the engine (`ratio_off`).
 """
 
 import time
@@ -26,18 +26,19 @@ __all__ = ["Trainer"]
 
 _RAY = "tilewright.rl.on_ray"
 _EVALUATED = 1 << 40
-"""Seeds of tasks from here on are measured on, and never trained on."""
+"""Seeds of tasks from here on are used for measurements, and never trained on."""
 
 
 class Trainer:
-    """Updates a model by the config. Iterate over it: one dict of numbers a step. Use it as a context: workers end with it.
+    """Updates a model as in the config. Iterating over it runs steps, and gives a dict of statistics for each. A context
+    manager, which ends the workers.
 
     Args:
-        model: a policy of the caller's instead of the config's.
-        text: its tokens; the config's, unless given.
+        model: a policy to use instead of the config's.
+        text: its tokenizer; by default the config's.
 
     Raises:
-        ModelError: the model cannot be had or trained.
+        ModelError: the model cannot be loaded or trained.
         ValueError: the config does not fit the model, the device or the environment.
     """
 
@@ -49,7 +50,7 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         if config.turns > 1 and not isinstance(self.environment, MultiTurn):
             raise ValueError(f"turns is {config.turns}, but {config.environment} has no reply(task, answers); set turns = 1")
-        self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters
+        self.learner = Learner(config, self.model)  # before the sampler, because the optimizer moves the parameters
         longest = self._longest()
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
         self.remote = _remote(config, self.model, longest) if config.sampler else None
@@ -60,7 +61,7 @@ class Trainer:
         self._ahead: Ahead | None = None
         self.update = 0
         self._reached = (0, 0)
-        """Tasks drawn and times sampled for the steps that were learnt from."""
+        """Number of tasks drawn and of sampling rounds, for the steps that were learnt from."""
         self.shown: list[Shown] = []
         """A few samples of the last step."""
 
@@ -69,7 +70,7 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         if self.remote is not None:
-            self.remote.close()  # so that a thread that waits for it ends
+            self.remote.close()  # ends a thread that waits for it
         if self._ahead is not None:
             self._ahead.close()
         self.workers.__exit__(None, None, None)
@@ -79,18 +80,18 @@ class Trainer:
             yield self.step()
 
     def state(self) -> dict[str, int]:
-        """Where the trainer is; with the learner's tensors, all that later steps depend on."""
+        """The progress of the trainer; together with the learner's tensors, everything that later steps depend on."""
         return {"update": self.update, "drawn": self._reached[0], "rounds": self._reached[1]}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Go to where another one was, before the first step."""
+        """Continue from the state of another trainer; call it before the first step."""
         self.update, self._reached = state["update"], (state["drawn"], state["rounds"])
         self.gatherer.drawn, self.gatherer.rounds = self._reached
         if self.remote is not None:
             self.remote.push(self.update)
 
     def step(self) -> dict[str, Any]:
-        """Sample, score, learn once.
+        """Sample, score and learn once.
 
         Raises:
             ConnectionError: the sampler's process has ended, or its weights are older than `staleness` allows.
@@ -135,7 +136,7 @@ class Trainer:
         return row
 
     def evaluate(self) -> float:
-        """Share of held-out tasks whose one sampled answer gets the full reward; failures of the reward count as wrong."""
+        """Share of held-out tasks whose single sampled answer gets the full reward; failures of the reward count as wrong."""
         tasks = [self.environment.task(_EVALUATED + i) for i in range(self.config.eval_tasks)]
         with self.gatherer.lock:
             rewards = self.gatherer.scores(self.gatherer.sample(tasks, answers=1, seed=self.config.seed))
@@ -155,14 +156,14 @@ class Trainer:
         return self._ahead.take()
 
     def _freed(self) -> dict[str, float]:
-        """Give the sampler's memory to the trainer, where the two share it."""
+        """Give the sampler's memory to the trainer, if they share it."""
         if self._local is None or not self.config.free_cache:
             return {}
         freed, took = self._local.give_back()
         return {"cache_freed_bytes": freed, "cache_free_s": took, "cache_take_s": self._local.taking_s}
 
     def _check_age(self, samples: Sequence[Sample]) -> None:
-        """Raises ConnectionError for samples of weights that nobody may have, or that are too old."""
+        """Raise ConnectionError if samples come from weights that do not exist yet, or that are too old."""
         oldest, newest = (how((sample.version for sample in samples), default=self.update) for how in (min, max))
         if not self.update - self.config.staleness <= oldest <= newest <= self.update:
             raise ConnectionError(
@@ -177,7 +178,8 @@ class Trainer:
         return numbers
 
     def _longest(self) -> int:
-        """Tokens of the longest conversation: prompts as long as twice the longest of the first, and all its turns."""
+        """Upper bound of the tokens in a conversation: a prompt twice as long as the longest of the first ones, and all
+        turns."""
         config = self.config
         prompt = max(len(self.text.prompt(self.environment.task(seed).prompt)) for seed in range(256))
         least = prompt + config.longest + (config.turns - 1) * config.max_reply_tokens
@@ -191,7 +193,7 @@ class Trainer:
 
 
 def _remote(config: RLConfig, model: Model, longest: int) -> Any:
-    """`RemoteSamplers`, or on a cluster `RaySamplers`, which are used alike."""
+    """`RemoteSamplers`, or on a Ray cluster `RaySamplers`, which have the same methods."""
     if config.on_ray:
         return needed(_RAY, "ray").RaySamplers(config, model, longest)
     return RemoteSamplers(config, model, longest)

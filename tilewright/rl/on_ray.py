@@ -1,12 +1,12 @@
-"""Samplers on a Ray cluster: an actor each, on any machine, with a GPU each where the cluster has that many.
+"""Samplers on a Ray cluster: each is an actor on any machine, with one GPU if the cluster has enough.
 
-The cluster is the one that RAY_ADDRESS names or that runs on this machine; else one is started here and ends with the run.
-Weights go through Ray's object store, once for each machine. Every machine needs the same packages, and files that the config
-names under the same names.
+The cluster is the one named by RAY_ADDRESS, or one that runs on this machine; otherwise one is started here and ends with the
+run. Weights go through Ray's object store, once for each machine. Every machine needs the same packages, and the files that the
+config names under the same names.
 
-An actor that ends, or whose machine does, costs the answers that it owed: their prompts come back without any, and are counted
-as lost. Another is started in its place, with the newest weights. One that ends again before it has answered anything, several
-times in a row, ends the run, as does what an actor raises.
+If an actor or its machine ends, the answers to its prompts are missing, and are counted as lost. Another actor is started in
+its place, with the newest weights. If actors in one place end several times in a row before they have answered anything, the
+run ends; it also ends if an actor raises an error.
 """
 
 import logging
@@ -35,13 +35,13 @@ __all__ = ["Actor", "RaySamplers"]
 
 _LEAST_STORE = 128 << 20
 _MOST_ENDS = 3
-"""In a row, of actors in one place."""
+"""Most failures in a row, of actors in one place."""
 Weights = list[NDArray[np.uint8]]
 """The bytes of a model's parameters, by name."""
 
 
 class Actor:
-    """The sampler's side: a model of the config's, which waits for weights."""
+    """The sampler's side: a model as in the config, which waits for weights."""
 
     def __init__(self, config: dict[str, Any], longest: int, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -52,20 +52,20 @@ class Actor:
         self._sampler.version = -1
 
     def load(self, version: int, weights: Weights) -> None:
-        """Take these weights."""
+        """Load these weights."""
         for parameter, told in zip(parameters_of(self._model), weights, strict=True):
-            whole = torch.from_numpy(told.copy()).view(parameter.dtype).view(parameter.shape)  # the store's is read-only
+            whole = torch.from_numpy(told.copy()).view(parameter.dtype).view(parameter.shape)  # the store is read-only
             parameter.copy_(whole)
         recode(self._model)
         self._sampler.version = version
 
     def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
-        """As `Sampler` does, in plain values."""
+        """As `Sampler`, with values for JSON."""
         return [[asdict(answer) for answer in group] for group in self._sampler(**call)]
 
 
 class RaySamplers:
-    """As many actors as `config.sampler` says, `ray:N`.
+    """As many actors as `config.sampler`, `ray:N`, says.
 
     Raises:
         ConnectionError: one of them cannot be started.
@@ -76,7 +76,7 @@ class RaySamplers:
         self._parameters = parameters_of(model)
         self.nbytes = sum(parameter.nbytes for parameter in self._parameters)
         self.lost_actors = 0
-        """That have ended so far."""
+        """Number of actors that have ended so far."""
         self.actors: list[Any] = []
         _join(self.nbytes)
         try:
@@ -96,7 +96,7 @@ class RaySamplers:
             raise
 
     def push(self, version: int) -> dict[str, float]:
-        """Put the weights into the store; each actor takes them behind what it is doing. What goes wrong there shows when it
+        """Put the weights into the store; each actor loads them after its current work. Errors are reported when it
         samples."""
         began = time.perf_counter()
         self._given = version, ray.put([p.cpu().contiguous().view(-1).view(torch.uint8).numpy() for p in self._parameters])
@@ -108,8 +108,8 @@ class RaySamplers:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler` does, by all of them at once. The prompts of one that ended meanwhile have no answers; where that is so
-        of all, they are asked again. Raises ConnectionError where one ends again and again."""
+        """As `Sampler`, by all actors at once. Prompts of an actor that ended meanwhile have no answers; if all have ended, the
+        call is repeated. Raises ConnectionError if one ends again and again."""
         members = [self._member(place) for place in range(len(self.actors))]
         while True:
             found = dealt(members, prompts, answers=answers, max_tokens=max_tokens, seed=seed, places=places)
@@ -117,7 +117,7 @@ class RaySamplers:
                 return found
 
     def close(self) -> None:
-        """End the actors, and leave the cluster."""
+        """End the actors and leave the cluster."""
         for actor in self.actors:
             with suppress(RayError):
                 ray.kill(actor)
@@ -134,7 +134,7 @@ class RaySamplers:
         return sample
 
     def _had(self, place: int, what: Any, before: str) -> Any:
-        """What an actor returns; None where it has ended, and another has taken its place. Raises ConnectionError."""
+        """An actor's result; None if it has ended and another has taken its place. Raises ConnectionError."""
         try:
             found = ray.get(what)
         except (RayActorError, OutOfMemoryError) as error:
@@ -152,7 +152,7 @@ class RaySamplers:
 
 
 def _join(nbytes: int) -> None:
-    """The cluster that is there, or a new one with room for three versions of the weights."""
+    """The existing cluster, or a new one with room for three versions of the weights."""
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     try:
         ray.init(address="auto", **quiet)
@@ -162,6 +162,6 @@ def _join(nbytes: int) -> None:
 
 
 def _why(error: RayError) -> str:
-    """The last line that says something."""
+    """The last line of an error that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:400] if lines else type(error).__name__

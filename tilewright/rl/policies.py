@@ -1,4 +1,4 @@
-"""The policy that a config names, and its tokens: a model folder's, or a small random one that reads characters."""
+"""The policy of a config and its tokenizer: from a model folder, or a small random model of characters."""
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ __all__ = ["policy_of", "small_config", "small_model"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _HEAD_DIM = 16
 _HEAD_SCALE = 0.1
-"""The random head is made this much smaller, so that the first answers are nearly uniform over the characters."""
+"""Factor on the random head's weights, so that the first answers are nearly uniform over the characters."""
 
 
 def policy_of(config: RLConfig, model: Model | None = None) -> tuple[Text, Model]:
-    """(the tokens, the model with weights that ask for gradients, and codes where the config says so); a given model keeps its
-    weights.
+    """(the tokenizer, the trainable model, also quantised if the config says so). A model that is passed in keeps its weights.
 
     Raises:
         ModelError: the model cannot be found or trained.
-        ValueError: there is no such device, the tokenizer is another model's, or the model cannot be quantised.
+        ValueError: the device does not exist, the tokenizer is another model's, or the model cannot be quantised.
     """
     text, found = _policy_of(config, model)
     return text, code(found, config.quantize) if config.quantize else found

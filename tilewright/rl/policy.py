@@ -1,7 +1,7 @@
-"""The trainer's side of a policy: log-probabilities and entropies of packed samples, by the model that also serves.
+"""The trainer's side of a policy: log-probabilities and entropies of packed samples, by the same model that samples.
 
-They are those of the distribution that the sampler drew from: of the logits over the batch's temperature, normalised over its
-support. Where the filters are off that is the model's own distribution.
+They are those of the distribution from which the sampler drew: of the logits over the batch's temperature, normalised over its
+support. Without filters this is the model's own distribution.
 """
 
 from typing import Any
@@ -24,32 +24,32 @@ _IGNORED = -100
 
 
 def logprobs_of(model: Model, batch: Batch) -> Tensor:
-    """[T] float32: log-probability of every token after those before it in its sequence; 0 at each sequence's first token.
+    """[T] float32: log-probability of every token given those before it in its sequence; 0 at each sequence's first token.
 
-    One pass over the packed sequences; attention stays within them. Differentiable where the model asks for gradients.
+    One pass over the packed sequences; attention stays within them. Differentiable if the model is trainable.
 
     Raises:
-        TypeError: the model's head is quantised, which has no gradient.
+        TypeError: the model's head is quantised, and has no gradient.
     """
     return _logprobs(_processed(_logits(model, batch), batch), batch)
 
 
 def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """As `logprobs_of`, and [T] float32: the entropy, in nats, of the distribution that each token was drawn from; 0 at each
-    sequence's first token. Both with gradients, from one pass."""
+    """As `logprobs_of`, and [T] float32: the entropy, in nats, of the distribution from which each token was drawn; 0 at each
+    sequence's first token. Both are differentiable, and come from one pass."""
     processed_TV = _processed(_logits(model, batch), batch)
     entropies = _entropies(processed_TV)
-    # What is drawn at t + 1 is drawn from the distribution behind t.
+    # The token at t + 1 is drawn from the distribution at position t.
     entropies = torch.cat([entropies.new_zeros(1), entropies[:-1]])
     return _logprobs(processed_TV, batch), entropies.index_fill(0, batch.starts, 0.0)
 
 
 @torch.no_grad()
 def support_of(model: Model, batch: Batch, width: int) -> Tensor:
-    """[T, K] int64: the `kept` likeliest tokens of each token's distribution, then -1. K is `width`, the most that were kept.
+    """[T, K] int64: the `kept` most likely tokens of each token's distribution, then -1. K is `width`, the highest `kept`.
 
-    The sampler says how many it kept, and both sides order the tokens alike, but for rounding. A token that was drawn is among
-    them, also where the weights have moved since.
+    The sampler reports how many tokens it kept, and both sides order tokens in the same way, except for rounding. The token
+    that was drawn is always among them, also if the weights have changed since.
     """
     likeliest = _logits(model, batch).float().topk(width).indices
     found = torch.cat([likeliest.new_full((1, width), -1), likeliest[:-1]])
@@ -61,36 +61,37 @@ def support_of(model: Model, batch: Batch, width: int) -> Tensor:
 
 
 def hidden_of(model: Model, batch: Batch) -> Tensor:
-    """[T, E]: the hidden state behind each token, from one pass over the packed sequences; nothing waits for the device."""
+    """[T, E]: the hidden state at each token, from one pass over the packed sequences; nothing waits for the device."""
     ends = batch.lengths.cumsum(0)
     firsts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
     packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=max(batch.sizes))
-    # In the invariant scope a sampler and this pass agree bit for bit.
+    # In the invariant scope, this pass agrees with a sampler bit for bit.
     return model(batch.tokens, packed, ServedKeysValues.of(packed) if scope().invariant else PackedKeysValues())
 
 
 def _logits(model: Model, batch: Batch) -> Tensor:
-    """[T, V] in the model's dtype: what the model says behind each token."""
+    """[T, V] in the model's dtype: the model's prediction at each token."""
     if not isinstance(model.head.weight, Tensor):
         raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
     return model.logits(hidden_of(model, batch))
 
 
 def _entropies(logits_TV: Tensor) -> Tensor:
-    """[T] float32; a logit of -inf has no part in value or gradient."""
+    """[T] float32; logits of -inf contribute nothing to value or gradient."""
     logs_TV = logits_TV.float().log_softmax(-1)
     return -(logs_TV.exp() * logs_TV.masked_fill(logs_TV == -torch.inf, 0.0)).sum(-1)
 
 
 def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
-    """The logits of the distributions that the tokens were drawn from: the model's own where nothing changes them."""
+    """The logits of the distributions from which the tokens were drawn: the model's own, unless temperature or filters change
+    them."""
     if batch.temperature == 1.0 and batch.support is None:
         return logits_TV
     kept = torch.ones_like(logits_TV, dtype=torch.bool)
     if batch.support is not None:
         count, vocab = logits_TV.shape
-        # What is drawn at t + 1 is drawn behind t. The column behind the vocabulary takes what is not there.
+        # The token at t + 1 is drawn at position t. An extra column after the vocabulary collects the entries of -1.
         support = torch.cat([batch.support[1:], batch.support.new_full((1, batch.support.shape[1]), -1)])
         found = torch.zeros(count, vocab + 1, dtype=torch.bool, device=support.device)
         kept = found.scatter_(1, support.where(support >= 0, vocab), True)[:, :vocab] | (support[:, :1] < 0)
@@ -98,7 +99,7 @@ def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
 
 
 def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
-    # The hidden state at t says the token at t + 1; the last of a sequence says nothing that was sampled.
+    # The hidden state at t predicts the token at t + 1; the last one of a sequence predicts nothing that was sampled.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
     following = following.index_fill(0, batch.lasts, _IGNORED)
     if scope().invariant:
@@ -112,7 +113,7 @@ def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
 
 
 class _Served(torch.autograd.Function):
-    """What the sampler's operator said of logits [T, V] and tokens [T], with the gradient of the log-probability."""
+    """The result of the sampler's operator for logits [T, V] and tokens [T], with the gradient of the log-probability."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, served: Tensor) -> Tensor:

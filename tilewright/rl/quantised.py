@@ -1,10 +1,11 @@
-"""A policy that is sampled by quantised weights and learns in the weights that they are made of.
+"""A policy that samples with quantised weights and trains the float weights behind them.
 
-Each linear layer of the blocks keeps its float weight, which the optimizer updates, and has codes beside it
-(`nn.Linear.coded`). Engine and trainer multiply by the codes, so both have the numbers of one quantised model; gradients go
-straight through to the float weight (`ops.linear_coded`). Embedding, head and norms stay as they are. After an update the
-codes are made again where they lie: captured graphs go on reading them. Served with `--quantize` and the same format, the saved
-policy is the one that was trained.
+Each linear layer of the blocks keeps its float weight, which the optimizer updates, and has a quantised weight as well
+(`nn.Linear.coded`). Engine and trainer multiply by the quantised one, so both have the numbers of the same quantised model;
+gradients go to the float weight by the straight-through estimator (`ops.linear_coded`). Embedding, head and norms are not
+quantised. After an update the weights are quantised again in the same memory, because captured graphs read it. A saved policy
+that is served with
+`--quantize` and the same format is the policy that was trained.
 
 Not here: experts, and formats whose scales change their shape with the weight's values (mxfp8).
 """
@@ -23,21 +24,21 @@ from tilewright.quant.convert import check_card
 __all__ = ["FORMATS", "code", "recode", "uncode"]
 
 FORMATS = tuple(name for name, format in WEIGHT_FORMATS.items() if format.kind is not MXWeight)
-"""What a policy may be sampled by."""
+"""Formats with which a policy may sample."""
 
 
 def code(model: Model, format: str) -> Model:
-    """Put codes of a format beside the weights of a model's blocks. Returns the model.
+    """Add quantised weights in a format to the layers of a model's blocks. Returns the model.
 
     Raises:
-        ValueError: the card or the dtype cannot multiply such codes, a layer's inputs are not divided by the format's groups,
-            or the model has experts.
+        ValueError: the card or the dtype does not support the format, a layer's inputs are not a multiple of the format's
+            group, or the model has experts.
     """
     weight = model.embed.weight
     if weight.is_cuda:
         check_card(format, device_of(weight.get_device()), weight.dtype)
     if any(isinstance(module, ExpertLinear) for module in model.modules()):
-        raise ValueError(f"quantize is {format!r}, but the model has experts, which are not sampled by codes: leave it out")
+        raise ValueError(f"quantize is {format!r}, but the model has experts, for which this is not supported: leave it out")
     for layer, float_weight in _layers(model):
         layer.coded = quantize_weight(float_weight.detach(), format)
     return model
@@ -45,7 +46,7 @@ def code(model: Model, format: str) -> Model:
 
 @torch.no_grad()
 def recode(model: Model) -> None:
-    """Make the codes again of what the weights have become, in the memory where they are."""
+    """Quantise the present weights again, into the same memory."""
     for layer, weight in _layers(model):
         if layer.coded is not None:
             made = quantize_weight(weight.detach(), layer.coded.format)
@@ -54,7 +55,7 @@ def recode(model: Model) -> None:
 
 
 def uncode(model: Model) -> None:
-    """Leave the weights alone."""
+    """Remove the quantised weights."""
     for layer, _ in _layers(model):
         layer.coded = None
 

@@ -1,4 +1,4 @@
-"""A sampler in a process of its own: the trainer's side. Calls and answers go through pipes, weights by `config.handover`."""
+"""The trainer's side of a sampler in a separate process. Calls and answers go through pipes, weights by `config.handover`."""
 
 import json
 import subprocess
@@ -22,10 +22,10 @@ _ENDS_S = 10.0
 
 
 class RemoteSampler:
-    """Samples as `Sampler` does, on `device`, by the weights that were handed over last.
+    """Samples as `Sampler` does, on `device`, with the weights that were transferred last.
 
-    place: where they are found: a file, or the folder in which the ranks of a broadcast meet. longest: tokens of a
-    conversation. rank: this sampler's of `size`.
+    place: where the weights are: a file, or the folder through which the ranks of a broadcast meet. longest: most tokens of a
+    conversation. rank: this sampler's, of `size`.
 
     Raises:
         ConnectionError: the process ends before it is ready.
@@ -46,13 +46,13 @@ class RemoteSampler:
             raise
 
     def wait(self) -> None:
-        """Until it is ready. Raises as the class does."""
+        """Wait until it is ready. Raises as the class does."""
         self._hear("was ready")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler` does; each answer says the version of its weights.
+        """As `Sampler`; each answer has the version of its weights.
 
         Raises:
             ConnectionError: the process has ended.
@@ -62,11 +62,11 @@ class RemoteSampler:
         return [[Answer(**answer) for answer in group] for group in self._hear("answered")]
 
     def take(self, version: int) -> None:
-        """Behind what it is doing it takes part in a broadcast of these weights. Raises as a call does."""
+        """After its current work, it takes part in a broadcast of these weights. Raises as a call does."""
         self._say({"take": version})
 
     def check_alive(self) -> None:
-        """Raises ConnectionError where the process has ended."""
+        """Raises ConnectionError if the process has ended."""
         if self.process.poll() is not None:
             self._raise_ended("took weights")
 
@@ -81,7 +81,7 @@ class RemoteSampler:
     def _say(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
-            with self._saying:  # weights are announced while another thread waits for answers
+            with self._saying:  # weights may be announced while another thread waits for answers
                 print(json.dumps(message), file=self.process.stdin, flush=True)
         except (BrokenPipeError, ValueError):  # it has ended, or was closed
             self._raise_ended("was asked")

@@ -1,7 +1,7 @@
-"""The sampler's side of a policy: the serving engine on the trainer's own parameters, in the same process, without a copy.
+"""The sampler's side of a policy: the serving engine with the trainer's own parameters, in the same process, without a copy.
 
-The engine reads the tensors that the optimizer writes, so a sample is always of the newest weights. Answers to one prompt share
-its pages; nothing is cached between calls, for keys and values of older weights would be wrong.
+The engine reads the tensors that the optimizer writes, so a sample always comes from the newest weights. Answers to one prompt
+share its pages. Nothing is cached between calls, because keys and values of older weights would be wrong.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
 
 _ALIGNMENT = 512
 _PAGE, _LONG = 32, 256
-"""Tokens of a page where samples are long: the copy engine fetches keys page by page, and small ones keep it busy."""
+"""Page size in tokens if samples are long: the copy engine fetches keys page by page, and small pages keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the policy said to a prompt: its tokens with the one that ended it.
+    """An answer of the policy to a prompt: its tokens, including the one that ended it.
 
-    logprobs: of each token in the distribution that it was drawn from. kept: how many tokens the filters left that one; 0: all.
-    whole: of each token in the model's own distribution, at temperature 1 over the whole vocabulary. version: which weights.
+    logprobs: of each token in the distribution from which it was drawn. kept: how many tokens the filters left for it; 0: all.
+    whole: of each token in the model's own distribution, at temperature 1 over the whole vocabulary. version: of the weights.
     """
 
     tokens: list[int]
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """How tokens are drawn: temperature, then top-k (0: off), then top-p (1: off)."""
+    """Sampling settings: temperature, then top-k (0: off), then top-p (1: off)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -66,25 +66,25 @@ class Drawing:
 
 
 class Samples(Protocol):
-    """What samples: here, or in another process."""
+    """The interface of a sampler, in this process or another."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler` does."""
+        """As `Sampler`."""
         ...
 
 
 class Sampler:
-    """Samples from `model`, whose tensors stay the caller's.
+    """Samples from `model`, whose tensors remain the caller's.
 
-    max_len: tokens of a prompt and its answer together. seqs: samples decoded at once. end_ids: tokens that end an answer.
-    cache_bytes: for keys and values; None: what the memory leaves. Where they do not fit, samples wait, or begin again.
+    max_len: most tokens of a prompt and its answer together. seqs: samples decoded at once. end_ids: tokens that end an answer.
+    cache_bytes: for keys and values; None: all memory that is left. If it is too small, samples wait or start again.
     shares: the cache's memory can be given back between calls (`give_back`); the next call takes it again.
 
     Raises:
-        NoMemory: the cache of `seqs` sequences does not fit.
-        ValueError: `max_len` is beyond what the model was made for.
+        NoMemory: the cache for `seqs` sequences does not fit.
+        ValueError: `max_len` is longer than the model supports.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.drawing = drawing
         self.version = 0
-        """Of the weights, as who owns them says; answers have it."""
+        """Version of the weights, set by their owner; it is copied into answers."""
         device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
         options = EngineConfig(
@@ -112,7 +112,7 @@ class Sampler:
         )  # fmt: skip
         self._memory: Revocable | None = None
         self.taking_s = 0.0
-        """Seconds that the last call took to have the cache's memory again."""
+        """Seconds that the last call took to get the cache's memory back."""
         if shares:
             self._memory = _made_revocable(runner)
         runner.warmup(lambda words: None)
@@ -131,8 +131,8 @@ class Sampler:
     ) -> list[list[Answer]]:
         """`answers` answers to each prompt. The same seed, prompts and weights give the same answers.
 
-        places: of each prompt among all that are sampled with this seed; what is drawn depends on seed, place and position in
-            the sequence. Default: prompt i has place i * answers.
+        places: index of each prompt among all that are sampled with this seed; a draw depends on seed, index and position in
+            the sequence. Default: prompt i has index i * answers.
 
         Raises:
             ValueError: a prompt and `max_tokens` do not fit.
@@ -141,7 +141,7 @@ class Sampler:
         drawing, told = self.drawing, Told()
         if self._memory is not None:
             self.taking_s = self._memory.take()
-        self._engine.reset()  # of what other weights have left
+        self._engine.reset()  # remove cached keys and values of other weights
         with torch.no_grad():
             for index, prompt in enumerate(prompts):
                 first = index * answers
@@ -156,12 +156,12 @@ class Sampler:
         return [found[first : first + answers] for first in range(0, len(found), answers)]
 
     def give_back(self) -> tuple[int, float]:
-        """Give the cache's memory back until the next call, where it is shared. Returns its bytes and the seconds it took."""
+        """Give the cache's memory back until the next call, if it is shared. Returns its bytes and the seconds it took."""
         return (0, 0.0) if self._memory is None else (self._memory.nbytes, self._memory.give_back())
 
 
 def _made_revocable(runner: ModelRunner) -> Revocable:
-    """Puts a runner's cache into memory that can be given back. Before graphs are captured: nothing else holds its tensors."""
+    """Put a runner's cache into memory that can be given back. Before graphs are captured, nothing else holds its tensors."""
     cache = runner.cache
     kind, shapes = (
         type(cache),
@@ -172,7 +172,7 @@ def _made_revocable(runner: ModelRunner) -> Revocable:
         },
     )
     given: dict[str, Any] = {"windowed": cache.windowed} if isinstance(cache, KVCache) else {}
-    runner.cache = cache = KVCache(k=(), v=())  # before as much is taken again
+    runner.cache = cache = KVCache(k=(), v=())  # free it before the same amount is allocated again
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for made in shapes.values() for shape, dtype in made]
     memory = Revocable(sum(sizes), runner.device)
     parts = iter(memory.memory.split(sizes))

@@ -1,11 +1,11 @@
-"""A run that lives in a folder: checkpoints, a log, samples, and at the end the policy as a model folder.
+"""A run in a folder: checkpoints, a log, samples, and at the end the policy as a model folder.
 
-    OUT/config.toml, log.jsonl, samples.jsonl     what was asked for, a line a step, a few samples of the steps that are shown
-    OUT/step-00000050/                            as `train.checkpoint` writes them
+    OUT/config.toml, log.jsonl, samples.jsonl     the config, a line per step, a few samples of the steps that are printed
+    OUT/step-00000050/                            as written by `train.checkpoint`
     OUT/model/                                    for `tilewright serve`, with its tokenizer
 
-Tasks, samples and the order of updates follow from the seed and the step, so a run that was killed and goes on behind its last
-checkpoint gives bitwise the numbers of one that was not, on one device.
+Tasks, samples and the order of updates follow from the seed and the step. So a run that was killed and continues from its last
+checkpoint gives bitwise the same numbers as one that was not, on one device.
 """
 
 import json
@@ -35,21 +35,21 @@ _MAY_CHANGE = (
     "moved_every",
     "handover",
 )
-"""Fields that a run may go on with another value of: no update depends on them."""
+"""Fields that may differ when a run continues, because no update depends on them."""
 
 
 def rows(trainer: Trainer, say: Callable[[str], None] = print) -> Generator[dict[str, Any], None, None]:
-    """The steps of a run in `config.out`, each as a dict of numbers; from the last checkpoint on where there is one.
+    """Run the steps of a run in `config.out`, from its last checkpoint if there is one; gives a dict of statistics for each.
 
     Raises:
         OSError: files cannot be read or written.
-        ValueError: the checkpoint is of another run, or damaged.
+        ValueError: the checkpoint is for another run, or damaged.
     """
     config = trainer.config
     folder = Path(config.out)
     checkpoints = Checkpoints(folder, config.keep, asynchronous=True)
     if _resumed(trainer, checkpoints):
-        say(f"going on behind step {trainer.update}")
+        say(f"continuing after step {trainer.update}")
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     log = Log(folder, trainer.update, config.tensorboard)
     try:
@@ -72,7 +72,7 @@ def rows(trainer: Trainer, say: Callable[[str], None] = print) -> Generator[dict
 
 
 def to_toml(config: RLConfig) -> str:
-    """The config as a file that `read_config` reads. Strings are written as JSON writes them, which TOML reads."""
+    """The config as a file that `read_config` can read. Strings are written as in JSON, which is valid TOML."""
     return "".join(f"{field.name} = {json.dumps(getattr(config, field.name))}\n" for field in fields(RLConfig))
 
 

@@ -1,8 +1,9 @@
-"""The process that samples beside a trainer: `python -m tilewright.rl.sampler_process WEIGHTS`, started by `remote.py`.
+"""The sampler process of a trainer: `python -m tilewright.rl.sampler_process WEIGHTS`, started by `remote.py`.
 
-Lines of JSON, one a request. The first has the config, the longest conversation and this sampler's rank; it is answered once
-the model is there. Then come calls, which have what `Sampler` is called with and are answered, and versions of weights that are
-about to be broadcast. Weights in shared memory are copied out of it before a call. Answers say the version of the weights.
+Requests are lines of JSON. The first has the config, the longest conversation and this sampler's rank; it is answered when the
+model is ready. The following ones are calls with the arguments of `Sampler`, which are answered, or announcements of the
+version of weights that is about to be broadcast. Weights in shared memory are copied before a call. Answers have the version of
+their weights.
 """
 
 import contextlib
@@ -25,15 +26,15 @@ from tilewright.rl.shared_weights import SharedWeights
 __all__ = ["main", "sampler_of"]
 
 _SEQS = {"cuda": (1, 1024), "cpu": (256, 256)}
-"""Samples that a sampler has room to decode at once, at least and at most; between these, as many as a step has.
+"""Lower and upper bound of the samples that a sampler can decode at once; in between, it is the number of a step.
 
-A step of the small model costs a GPU the same for 256 and for 1,024. On a CPU products of few rows have other bits than a
-trainer's, which codes of activations magnify.
+A step of the small model takes a GPU equally long for 256 and for 1,024. On a CPU, products with few rows have other bits than
+a trainer's, and quantising activations magnifies this.
 """
 
 
 def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int, ...]) -> Sampler:
-    """A sampler of this model as the config has it, for conversations of up to `longest` tokens."""
+    """A sampler for this model as in the config, for conversations of up to `longest` tokens."""
     least, most = _SEQS[next(model.parameters()).device.type]
     seqs = max(least, min(most, config.prompts * config.answers))
     return Sampler(
@@ -43,21 +44,21 @@ def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int,
 
 
 class _Taker:
-    """The model and where its weights come from."""
+    """The model, and where its weights come from."""
 
     def __init__(self, model: Model, sampler: Sampler, weights: SharedWeights | BroadcastWeights) -> None:
         self._model, self._sampler, self._weights = model, sampler, weights
         sampler.version = -1
 
     def take(self, version: int) -> None:
-        """Weights that are being broadcast."""
+        """Receive weights that are being broadcast."""
         assert isinstance(self._weights, BroadcastWeights)
         self._weights.pull()
         recode(self._model)
         self._sampler.version = version
 
     def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
-        """By the newest weights that there are."""
+        """Sample with the newest weights."""
         if isinstance(self._weights, SharedWeights) and self._weights.version != self._sampler.version:
             self._sampler.version = self._weights.pull()
             recode(self._model)
@@ -67,7 +68,7 @@ class _Taker:
 def main() -> None:
     """Serve one trainer until its end of the pipe closes."""
     replies = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # what a library prints is no reply
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not be taken for an answer
         first, place = json.loads(sys.stdin.readline()), Path(sys.argv[1])
         config = RLConfig(**first["config"])
         torch.set_num_threads(first["threads"])

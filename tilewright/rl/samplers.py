@@ -1,7 +1,7 @@
-"""The samplers of a run that has some in processes of their own, on one device or several of this machine.
+"""The samplers of a run that has them in separate processes, on one or several devices of this machine.
 
-Each gets a part of a call's prompts. What is drawn depends on a prompt's place in the whole call, so a run does not depend on
-how many samplers it has, but for rounding. `config.handover` says how weights get to them.
+Each gets a part of a call's prompts. A draw depends on a prompt's index in the whole call, so results do not depend on the
+number of samplers, except for rounding. `config.handover` says how they get weights.
 """
 
 import tempfile
@@ -23,13 +23,13 @@ __all__ = ["RemoteSamplers", "check_devices", "dealt"]
 
 
 class RemoteSamplers:
-    """A process on each device that `config.sampler` names, with the weights of `model`.
+    """A process on each device named in `config.sampler`, with the weights of `model`.
 
-    longest: tokens of a conversation.
+    longest: most tokens of a conversation.
 
     Raises:
         ConnectionError: one ends before it is ready.
-        ValueError: weights cannot be handed over so between these devices.
+        ValueError: weights cannot be transferred in this way between these devices.
     """
 
     def __init__(self, config: RLConfig, model: Model, longest: int) -> None:
@@ -48,7 +48,7 @@ class RemoteSamplers:
             self._closing.callback(self.weights.close)
             for rank, device in enumerate(devices, 1):
                 self.samplers.append(RemoteSampler(config, device, place, longest, rank=rank, size=1 + len(devices)))
-                self._closing.callback(self.samplers[-1].close)  # before the weights
+                self._closing.callback(self.samplers[-1].close)  # closed before the weights
             for sampler in self.samplers:
                 sampler.wait()
             if isinstance(self.weights, BroadcastWeights):
@@ -59,7 +59,7 @@ class RemoteSamplers:
             raise
 
     def push(self, version: int) -> dict[str, float]:
-        """Hand the model's weights over. Returns how long it took. Raises ConnectionError where a sampler has ended."""
+        """Transfer the model's weights. Returns how long it took. Raises ConnectionError if a sampler has ended."""
         if isinstance(self.weights, SharedWeights):
             return self.weights.push(version)
         for sampler in self.samplers:
@@ -69,7 +69,7 @@ class RemoteSamplers:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler` does, by all of them at once. Raises ConnectionError where one has ended."""
+        """As `Sampler`, by all processes at once. Raises ConnectionError if one has ended."""
         return dealt(self.samplers, prompts, answers=answers, max_tokens=max_tokens, seed=seed, places=places)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class RemoteSamplers:
 
 
 def check_devices(handover: str, own: torch.device, others: Sequence[str]) -> None:
-    """Raises ValueError where weights on the device `own` cannot be handed over so to samplers on `others`."""
+    """Raises ValueError if weights on the device `own` cannot be transferred in this way to samplers on `others`."""
     names = [str(own), *(f"{name}:0" if name == "cuda" else name for name in others)]
     if handover == "card" and (own.type != "cuda" or len(set(names)) > 1):
         raise ValueError(
@@ -101,7 +101,7 @@ def dealt(
     samplers: Sequence[Samples], prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int,
     places: Sequence[int] | None,
 ) -> list[list[Answer]]:  # fmt: skip
-    """The answers to all prompts in their order, from samplers that work at the same time on equal shares of them."""
+    """The answers to all prompts, in order, from samplers that each work on an equal share at the same time."""
     whole = [index * answers for index in range(len(prompts))] if places is None else list(places)
     count = len(samplers)
     cuts = [len(prompts) * place // count for place in range(count + 1)]

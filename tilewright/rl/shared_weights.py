@@ -1,9 +1,10 @@
-"""A model's parameters in memory that two processes share: the trainer writes them, the sampler copies them out.
+"""A model's parameters in memory shared by two processes: the trainer writes them, the sampler copies them out.
 
-The memory is a file that both map, in the memory of the machine where it has a folder for such files; or it is a card's, where
-both work on one, and the file has the handle that opens it. In front are two versions: the one whose writing was begun last,
-and the one that was finished last. A reader that finds them different, or changed, reads again. No names of foreign files are
-opened and nothing is parsed: both sides lay the memory out by their model.
+The memory is a file that both map, in a memory file system if the machine has one. If both work on one card, it may be the
+card's memory, and the file has the handle that opens it. At its start are two version numbers: of the write that was begun
+last, and of the write that was finished last. If a reader finds that they differ, or have changed, it reads again. Only the
+given file is opened and
+nothing is parsed: both sides derive the layout from their model.
 """
 
 import hashlib
@@ -29,23 +30,23 @@ _FAST = Path("/dev/shm")
 
 
 def parameters_of(model: Model) -> list[Tensor]:
-    """A model's parameters in the order of their names, which is that of both sides."""
+    """A model's parameters ordered by name, the same on both sides."""
     return [parameter.detach() for _, parameter in sorted(model.named_parameters())]
 
 
 def layout_of(parameters: Sequence[Tensor]) -> bytes:
-    """32 bytes that tell models of different shapes or dtypes apart."""
+    """32 bytes that differ between models of different shapes or dtypes."""
     return hashlib.sha256(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode()).digest()
 
 
 class SharedWeights:
-    """The parameters of `model` in the file `path`; without it, in a new one, which `close` deletes.
+    """The parameters of `model` in the file `path`; without a path, in a new file, which `close` deletes.
 
-    on_card: in memory of the model's card, which the file has the handle of.
+    on_card: in memory of the model's card, whose handle is in the file.
 
     Raises:
-        RuntimeError: the card's driver refuses to share its memory.
-        ValueError: the file is of another model.
+        RuntimeError: the card's driver cannot share its memory.
+        ValueError: the file is for another model.
     """
 
     def __init__(self, model: Model, path: Path | None = None, *, on_card: bool = False) -> None:
@@ -64,7 +65,7 @@ class SharedWeights:
             path = Path(file.name)
         self.path = path
         if path.stat().st_size != size:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; wanted {size}, as this model's weights have")
+            raise ValueError(f"{path} has {path.stat().st_size} bytes; wanted {size}, the size of this model's weights")
         raw = np.memmap(path, np.uint8, "r+")
         self._versions, self._layout = raw[:16].view(np.int64), raw[16:48]
         layout = np.frombuffer(layout_of(self._parameters), np.uint8)
@@ -85,7 +86,7 @@ class SharedWeights:
             self._layout[:], self._versions[:] = layout, -1
 
     def push(self, version: int) -> dict[str, float]:
-        """Write the model's parameters as this version. Returns how long it took, and how fast it was."""
+        """Write the model's parameters as this version. Returns how long it took, and the rate."""
         began = time.perf_counter()
         self._versions[0] = version
         self._copy(self._places, self._parameters)
@@ -96,11 +97,11 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """Of what was written last; -1: nothing."""
+        """The version written last; -1: none."""
         return int(self._versions[1])
 
     def pull(self) -> int:
-        """Copy what was written last into the model's parameters, and return its version."""
+        """Copy the version written last into the model's parameters, and return it."""
         while True:
             before = self.version
             if before == int(self._versions[0]):
@@ -110,7 +111,7 @@ class SharedWeights:
             time.sleep(1e-3)
 
     def close(self) -> None:
-        """Delete the file and free what is on a card, where this side made it; let locked pages go. Twice is once."""
+        """Delete the file and free memory on a card, if this side created them; unlock pages. May be called twice."""
         if self._locked is not None:
             self._locked.close()
             self._locked = None
@@ -127,7 +128,7 @@ class SharedWeights:
 
     def _on_host(self, raw: Tensor) -> Tensor:
         if self._device.type == "cuda":
-            with suppress(RuntimeError):  # copies are slower then, and `push` says so
+            with suppress(RuntimeError):  # copies are then slower, which the rate from `push` shows
                 self._locked = Locked(raw, self._device)
         return raw[_HEADER:]
 
@@ -145,5 +146,5 @@ class SharedWeights:
 
 
 def _folder_for(size: int) -> Path | None:
-    """Where the file is in memory, if that has room; None: where temporary files are."""
+    """A folder in memory, if it has room; None: the folder of temporary files."""
     return _FAST if _FAST.is_dir() and shutil.disk_usage(_FAST).free > size else None

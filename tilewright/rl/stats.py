@@ -1,4 +1,4 @@
-"""What a step says of itself: ratio, KL, clipping, how far the sampler was, and what cannot be learned from."""
+"""Statistics of a step: ratios, KL, clipping, distance to the sampler, and samples without a gradient."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ __all__ = ["measure"]
 
 @torch.no_grad()
 def measure(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2) -> dict[str, float]:
-    """Plain numbers over the batch's chosen tokens.
+    """Statistics over the batch's chosen tokens, as plain numbers.
 
-    ratio: mean of new over old probability; ratio_off: its largest distance from 1; clip_share: tokens outside of the clip; kl:
-    of the old from the new policy (k3). reward and length: means over sequences. empty: sequences without a chosen token.
-    equal_groups: share of sequences whose whole group has one reward, so no gradient. stale: how many versions the oldest
-    sequence is behind the newest.
+    ratio: mean of new over old probability; ratio_off: its largest distance from 1; clip_share: share of tokens outside of the
+    clip range; kl: of the old from the new policy (k3). reward and length: means over sequences. empty: sequences without a
+    chosen token.
+    equal_groups: share of sequences whose whole group has the same reward, so no gradient. stale: number of versions from the
+    newest sequence back to the oldest.
     """
     ratio = batch.log_ratio(logprobs_T)[batch.mask].exp()
     counts = batch.counts()

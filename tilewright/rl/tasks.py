@@ -1,4 +1,4 @@
-"""Solved tasks as texts for pretraining, and a small model folder that reads their characters."""
+"""Writes solved tasks as texts for pretraining, and a small model folder with a tokenizer of characters."""
 
 import json
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from tilewright.rl.text import Text
 __all__ = ["solved_texts", "write_tasks"]
 
 _FIRST = 1 << 41
-"""Seeds from here on: those below are trained on by rewards, or measured on."""
+"""First seed for these texts: lower ones are for training by rewards, or for measurements."""
 
 
 def solved_texts(specs: list[str], count: int, seed: int) -> Iterator[str]:
-    """`count` prompts with their solutions, from each environment in turn.
+    """`count` prompts with their solutions, from the environments in turn.
 
     Raises:
-        ValueError: no such environment, or one that knows no solutions.
+        ValueError: there is no such environment, or it has no solutions.
     """
     made = [(spec, environment(spec)) for spec in specs]
     for index in range(count):
@@ -36,7 +36,7 @@ def solved_texts(specs: list[str], count: int, seed: int) -> Iterator[str]:
 
 
 def write_tasks(config: RLConfig, specs: list[str], count: int, folder: Path) -> dict[str, Any]:
-    """Write FOLDER/tasks.jsonl and FOLDER/model, with random weights and a tokenizer of characters. Returns what there is.
+    """Write FOLDER/tasks.jsonl and FOLDER/model, with random weights and a tokenizer of characters. Returns a summary.
 
     Raises:
         MissingExtra: `tokenizers` is not installed.

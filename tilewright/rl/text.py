@@ -1,4 +1,4 @@
-"""What stands between the texts of an environment and the tokens of a model: single characters, or a model's own tokenizer."""
+"""Conversion between the texts of an environment and the tokens of a model: by characters, or by a model's tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -12,19 +12,19 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 class Text(Protocol):
-    """How prompts and answers become tokens."""
+    """How prompts and answers are converted to tokens."""
 
     end_ids: tuple[int, ...]
     """Tokens that end an answer."""
     vocab: int
-    """Token ids are below this."""
+    """Number of token ids."""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens that an answer begins behind. Raises ValueError for a text that has none."""
+        """The tokens of a prompt, after which an answer begins. Raises ValueError for a text without tokens."""
         ...
 
     def reply(self, text: str) -> list[int]:
-        """The tokens of what somebody else says in the middle of a conversation."""
+        """The tokens of a reply in the middle of a conversation."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -32,7 +32,7 @@ class Text(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what a server needs to read and write the same tokens."""
+        """Write the files with which a server uses the same tokens."""
         ...
 
 
@@ -41,11 +41,11 @@ class Tokens:
 
     Args:
         folder: with tokenizer.json.
-        chat: a prompt is a user's message in the folder's chat template, otherwise it is text.
+        chat: render a prompt as a user message in the folder's chat template; otherwise it is plain text.
 
     Raises:
-        TokenizerError: the folder has no tokenizer that can be read.
-        ValueError: `chat` without a template, or no token that ends an answer.
+        TokenizerError: the folder has no readable tokenizer.
+        ValueError: `chat` without a template, or there is no token that ends an answer.
     """
 
     def __init__(self, folder: Path, *, chat: bool = False) -> None:
@@ -57,19 +57,19 @@ class Tokens:
             raise ValueError(f"{folder} names no end-of-text token (eos_token), so an answer could never end")
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt, with what the tokenizer or the chat template puts around it."""
+        """The tokens of a prompt, with those that the tokenizer or the chat template adds."""
         if self._chat:
             return self._tokenizer.chat_ids([{"role": "user", "content": text}])
         found = self._tokenizer.encode(text)
         ends = set(self.end_ids)
-        while found and found[-1] in ends:  # put behind a text by some tokenizers, where an answer is to begin
+        while found and found[-1] in ends:  # some tokenizers add it after a text, but here an answer follows
             found.pop()
         if not found:
             raise ValueError(f"the prompt {text!r} has no tokens")
         return found
 
     def reply(self, text: str) -> list[int]:
-        """The tokens of a text alone."""
+        """The tokens of the text only."""
         return self._tokenizer.encode(text, add_special=False)
 
     def decode(self, ids: list[int]) -> str:

@@ -17,7 +17,7 @@ __all__ = ["charts", "write_charts"]
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _MOST_POINTS = 5000
-"""More runs than this are drawn by every so many-th: an SVG has an element a point."""
+"""Of more runs than this, only every n-th is drawn, because an SVG has an element for each point."""
 
 
 def charts(found: Analysis) -> dict[str, dict[str, Any]]:
@@ -29,7 +29,7 @@ def write_charts(found: Analysis, folder: Path) -> list[Path]:
     """Write each chart as NAME.svg into `folder`; returns the files.
 
     Raises:
-        MissingExtra: vl-convert-python is missing; the extra [scaling] brings it.
+        MissingExtra: vl-convert-python is not installed; it is in the extra [scaling].
     """
     try:
         draw = importlib.import_module("vl_convert")
@@ -67,7 +67,7 @@ def _layer(data: str, mark: dict[str, Any], **encoding: Any) -> dict[str, Any]:
 
 
 def _isoflop(found: Analysis) -> dict[str, Any]:
-    """Loss by size, a colour a budget: runs, the law's curve, and the minima."""
+    """Loss by size, one colour for each budget: runs, the law's curve, and the minima."""
     runs, law = found.runs, found.fit.law
     points, curves = [], []
     for group in budgets(runs):
@@ -101,7 +101,7 @@ def _isoflop(found: Analysis) -> dict[str, Any]:
 
 
 def _frontier(found: Analysis) -> dict[str, Any]:
-    """The best size by budget: what each method found, and the law's line with its band."""
+    """The best size by budget: the result of each method, and the law's line with its band."""
     runs, k = found.runs, found.runs.flops_per_param_token
     points = [
         {"C": p.flops, "N": p.params, "method": method} for method, got in found.points.items() for p in got if not p.problem
@@ -131,7 +131,7 @@ def _frontier(found: Analysis) -> dict[str, Any]:
 
 
 def _residuals(found: Analysis) -> dict[str, Any]:
-    """How far each run lies off the law, by its FLOPs."""
+    """How far each run is off the law, by its FLOPs."""
     runs = found.runs
     logs = logs_and_shares(np.array([found.fit.law.logs]), np.log(runs.params), np.log(runs.tokens))[0][0]
     off = 100 * (runs.loss / np.exp(logs) - 1)

@@ -1,7 +1,7 @@
-"""Fitting the parametric law: L-BFGS from a grid of starts, a polish, bootstrap intervals, and a test of others' numbers.
+"""Fits the parametric law: L-BFGS from a grid of starts, a final polish, bootstrap intervals, and a test of given parameters.
 
-Sources: the objective and the grid are those of Hoffmann et al. 2022 (appendix D.2); that its sum, not its mean, must go to the
-optimizer, and what happens otherwise, is in Besiroglu et al., Chinchilla Scaling: A replication attempt, 2024.
+Sources: the objective and the grid are those of Hoffmann et al. 2022 (appendix D.2). Besiroglu et al., Chinchilla Scaling: A
+replication attempt, 2024, explain that the optimizer must get the sum, not the mean, and what happens otherwise.
 """
 
 import itertools
@@ -18,13 +18,13 @@ from tilewright.scaling.runs import Array, Runs, budgets
 __all__ = ["DELTA", "NAMES", "Fit", "Rejection", "fit", "influence", "leave_largest_out", "rejection", "resample"]
 
 DELTA = 1e-3
-"""Where the Huber loss of log L becomes a line: a thousandth of the loss."""
+"""From this residual of log L on, the Huber loss is linear: a thousandth of the loss."""
 NAMES = ("a", "b", "e", "alpha", "beta")
 _GRID = (range(0, 26, 5), range(0, 26, 5), (-1.0, -0.5, 0.0, 0.5, 1.0), (0.0, 0.5, 1.0, 1.5, 2.0), (0.0, 0.5, 1.0, 1.5, 2.0))
 _STARTS = 12
-"""How many of the grid's starts, the lowest ones, L-BFGS goes down from: on 245 runs all 4,500 find what these find."""
+"""How many of the grid's starts, the lowest ones, L-BFGS uses: on 245 runs all 4,500 find the same minima as these."""
 _SAME = 1e-6
-"""Two objectives this close, relatively, are one minimum."""
+"""Two objectives that are relatively this close count as one minimum."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,20 +39,20 @@ class Fit:
     """How many of the `starts` ended in this minimum."""
     starts: int
     stopped: str | None
-    """Why the optimizer cannot be believed; None where the gradient is that of a minimum."""
+    """Why the result is not a minimum; None if the gradient is that of a minimum."""
     samples: Array
 
     def laws(self) -> list[Law]:
-        """The bootstrap's laws."""
+        """The laws of the bootstrap."""
         return [Law.from_logs(*map(float, row)) for row in self.samples]
 
 
 def fit(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 0, max_steps: int = 2000) -> Fit:
-    """Fit the law to runs: a minimum over many starts, and `bootstrap` fits to the runs reweighted at random.
+    """Fit the law to runs: the lowest minimum over many starts, and `bootstrap` fits to randomly reweighted runs.
 
     Raises:
         ValueError: too few runs or budgets, or `delta`, `bootstrap` or `max_steps` out of range.
-        MissingExtra: scipy is missing; the extra [scaling] brings it.
+        MissingExtra: scipy is not installed; it is in the extra [scaling].
     """
     runs.check_enough()
     if not 0 < delta < 10 or not 0 <= bootstrap <= 100_000 or max_steps < 1:
@@ -81,18 +81,20 @@ def _logs(runs: Runs) -> tuple[Array, Array, Array]:
 
 def _starts(n: Array, d: Array, y: Array, delta: float) -> Array:
     grid = np.array(list(itertools.product(*_GRID)), dtype=np.float64)
-    # In parts: all starts times many runs would be gigabytes.
+    # In parts, because all starts times many runs would take gigabytes.
     part = max(1, 1_000_000 // len(n))
     values = [huber(logs_and_shares(grid[i : i + part], n, d)[0] - y, delta).sum(axis=1) for i in range(0, len(grid), part)]
     return grid[np.argsort(np.concatenate(values), kind="stable")[:_STARTS]]
 
 
 def _descend(starts: Array, n: Array, d: Array, y: Array, delta: float, max_steps: int) -> list[tuple[Array, float]]:
-    """The end of each start and its objective: L-BFGS, then least squares with the Huber loss, whichever is lower."""
+    """The end point of each start and its objective: by L-BFGS, then least squares with the Huber loss; the lower one
+    counts."""
     optimize = _scipy_optimize()
     ends = []
     for start in starts:
-        # The sum over runs, and tolerances near the end of float64: the mean, or the defaults, stop far from the minimum.
+        # The sum over runs, and tolerances near the limit of float64: with the mean, or the defaults, it stops far from the
+        # minimum.
         options = {"maxiter": max_steps, "maxfun": 2 * max_steps, "ftol": 1e-15, "gtol": 1e-12}
         found = optimize.minimize(objective_and_gradient, start, (n, d, y, delta), method="L-BFGS-B", jac=True, options=options)
         p, value = minimise(found.x[None], n, d, y[None], np.ones((1, len(y))), delta, steps=max_steps, tolerance=1e-13)
@@ -101,7 +103,7 @@ def _descend(starts: Array, n: Array, d: Array, y: Array, delta: float, max_step
 
 
 def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float) -> str | None:
-    """Why this point is no minimum: another method, from here and from close by, finds a lower one."""
+    """Why this point is not a minimum: another method finds a lower one from here or close by. None if it is one."""
     optimize = _scipy_optimize()
     simplex = np.vstack([p, p + 1e-2 * np.diag(np.abs(p) + 1e-2)])
     options = {"initial_simplex": simplex, "maxiter": 4000, "maxfev": 6000, "xatol": 1e-9, "fatol": 1e-16}
@@ -112,17 +114,18 @@ def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float)
 
 
 def resample(runs: Runs, law: Law, *, delta: float = DELTA, count: int = 1000, seed: int = 0) -> Array:
-    """Parameters [count, 5] of fits to the runs reweighted at random, each from `law`, which is the fit to all.
+    """Parameters [count, 5] of fits to randomly reweighted runs, each starting from `law`, the fit to all runs.
 
-    Bayesian bootstrap (Rubin, 1981): every run weighs as an exponential number says, not 0, 1, 2 ... times. On 400 synthetic
-    tables of 40 runs its 95 % intervals held the truth 96.5 to 98 % of the time, those of whole draws 97 to 98.5 %: a loss that
-    is nearly an absolute value moves in jumps when runs are left out altogether.
+    Bayesian bootstrap (Rubin, 1981): runs have exponentially distributed weights instead of being drawn 0, 1, 2 ... times. On
+    400 synthetic tables of 40 runs its 95 % intervals contained the truth 96.5 to 98 % of the time, those of an ordinary
+    bootstrap 97 to
+    98.5 %: the minimum of a loss that is nearly an absolute value jumps when runs are left out altogether.
     """
     n, d, y = _logs(runs)
     p = np.array(law.logs)
     rng = np.random.default_rng(seed)
     samples = [np.empty((0, 5))]
-    # In parts, so that many runs and many samples need no gigabytes.
+    # In parts, so that many runs and samples do not need gigabytes.
     part = max(1, 200_000 // len(n))
     for first in range(0, count, part):
         size = min(part, count - first)
@@ -147,7 +150,7 @@ def influence(runs: Runs, found: Fit) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """A likelihood-ratio test of given parameters: `statistic` is 2 log of the ratio; `p_value` by resampling under them."""
+    """A likelihood-ratio test of given parameters: `statistic` is 2 log of the ratio; `p_value` is found by resampling."""
 
     statistic: float
     p_value: float
@@ -160,8 +163,8 @@ def rejection(runs: Runs, found: Fit, law: Law, *, resamples: int = 400, seed: i
     """Test whether the runs could have come from `law`.
 
     The likelihood is the one whose logarithm is the Huber loss, with a scale that is fitted on both sides, so the statistic is
-    2 M log(objective of law / least objective). Its distribution under `law` comes from runs made of `law` and the fit's
-    residuals with random signs: no table is trusted. The least p-value is 1 / (resamples + 1).
+    2 M log(objective of law / smallest objective). Its distribution under `law` is estimated from runs made of `law` and the
+    fit's residuals with random signs, without a table. The smallest possible p-value is 1 / (resamples + 1).
     """
     n, d, y = _logs(runs)
     point, best = np.array(law.logs), np.array(found.law.logs)
@@ -179,14 +182,14 @@ def rejection(runs: Runs, found: Fit, law: Law, *, resamples: int = 400, seed: i
 
 
 def leave_largest_out(runs: Runs, *, delta: float = DELTA) -> dict[str, Any]:
-    """Fit without the runs of the largest budget and predict them.
+    """Fit without the runs of the largest budget, and predict them.
 
-    The largest budget here is that of the 10 % of runs with the most FLOPs, or the last budget where it has more runs. Returns
-    how many runs were `held_out`, how many `decades` the prediction goes beyond the largest FLOPs of the fit, the `mean`
-    (signed), `rms` and `worst` relative error of the predicted loss.
+    The largest budget here is the 10 % of runs with the most FLOPs, or the last budget if it has more runs. Returns the number
+    of runs `held_out`, the `decades` from the largest FLOPs of the fit to the prediction, and the `mean` (signed), `rms` and
+    `worst` relative error of the predicted loss.
 
     Raises:
-        ValueError: what is left is too little for a fit.
+        ValueError: the remaining runs are too few for a fit.
     """
     order = np.argsort(runs.flops, kind="stable")
     last = budgets(runs)[-1]

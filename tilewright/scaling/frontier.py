@@ -1,7 +1,7 @@
 """The best size for each budget, from the runs alone: iso-FLOP minima by two methods, and the lower envelope.
 
-Approaches 2 and 1 of Hoffmann et al. 2022. They assume less than the parametric law, and are what it is compared with. A power
-law N* = k C^a goes through what each finds.
+Approaches 2 and 1 of Hoffmann et al. 2022. They assume less than the parametric law, which is compared with them. A power law
+N* = k C^a is fitted to the results of each.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ __all__ = ["METHODS", "LossTrend", "Minimum", "Trend", "envelope", "loss_trend",
 
 METHODS = ("parabola", "interpolation")
 _SAME_SIZE = 0.05
-"""Sizes whose logarithms differ by less are one size."""
+"""Sizes whose logarithms differ by less count as one size."""
 FEWEST_SIZES = 5
-"""A budget with fewer sizes gives no minimum: three are used up by the parabola."""
+"""With fewer sizes a budget gives no minimum, because the parabola uses up three."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Minimum:
-    """One budget's best size by one method. `problem`: why it is not to be used; None where it is."""
+    """One budget's best size by one method. `problem`: why it is not used; None if it is."""
 
     flops: float
     params: float
@@ -33,14 +33,14 @@ class Minimum:
 
 
 def minima(runs: Runs, method: str) -> list[Minimum]:
-    """The minimum of every budget that has five runs of different sizes, smallest budget first.
+    """The minimum of every budget with at least five runs of different sizes, smallest budget first.
 
-    "parabola": least squares of the loss by log N. "interpolation": the lowest point of Akima's curve through the runs, which
-    no run far from the minimum can bend; runs of nearly one size count as their mean. Where the FLOPs of a budget scatter, its
-    losses are first moved to its mean budget along a line that is fitted with the parabola.
+    "parabola": least squares of the loss against log N. "interpolation": the lowest point of Akima's curve through the runs,
+    which runs far from the minimum do not affect; runs of nearly the same size are averaged. If the FLOPs within a budget vary,
+    its losses are first moved to its mean budget along a line that is fitted together with the parabola.
 
     Raises:
-        ValueError: another method.
+        ValueError: an unknown method.
         MissingExtra: "interpolation" without scipy.
     """
     if method not in METHODS:
@@ -82,7 +82,7 @@ def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, 
         from scipy.interpolate import Akima1DInterpolator
     except ImportError as error:
         raise MissingExtra(f"interpolated minima need scipy: pip install 'tilewright[scaling]' ({error})") from None
-    # One point a size: the curve needs increasing sizes, and between two that differ by a reading error it would swing.
+    # One point per size: the curve needs increasing sizes, and between two nearly equal sizes it would oscillate.
     order = np.argsort(x, kind="stable")
     where = np.concatenate([[0], np.cumsum(np.diff(x[order]) > _SAME_SIZE)])
     count = np.bincount(where)
@@ -105,7 +105,8 @@ def _edge(at: float, x: Array) -> str | None:
 
 
 def envelope(runs: Runs) -> list[Minimum]:
-    """The runs that no run of the same or fewer FLOPs beats, smallest first. The first is left out: nothing is below it."""
+    """The runs that no run with the same or fewer FLOPs beats, smallest first. The first is left out: there is nothing below
+    it."""
     order = np.lexsort((runs.loss, runs.flops))
     best = np.minimum.accumulate(runs.loss[order])
     kept = [i for place, i in enumerate(order) if place and runs.loss[i] <= best[place] and best[place] < best[place - 1]]
@@ -123,12 +124,12 @@ class Trend:
     points: int
 
     def params(self, flops: float) -> float:
-        """The size that the trend gives a budget."""
+        """The size that the trend gives for a budget."""
         return self.factor * flops**self.exponent
 
 
 def trend(points: list[Minimum]) -> Trend | None:
-    """Least squares of log N* by log C over the points without a problem; None if there are fewer than three."""
+    """Least squares of log N* against log C over the points without a problem; None if there are fewer than three."""
     used = [p for p in points if p.problem is None]
     if len(used) < 3:
         return None
@@ -142,10 +143,11 @@ def trend(points: list[Minimum]) -> Trend | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossTrend:
-    """The lowest loss that a budget buys: factor C^-exponent, without a floor.
+    """The lowest loss for a budget: factor C^-exponent, without a floor.
 
-    It assumes nothing about sizes and tokens, and is right as long as the floor is far: for one decade beyond the runs, not for
-    three. `left_out`: the relative error for the largest budget, where the line goes through the others alone.
+    It assumes nothing about sizes and tokens, and holds as long as the floor is far away: for one decade beyond the runs, not
+    for three.
+    `left_out`: the relative error for the largest budget if the line is fitted to the others.
     """
 
     exponent: float
@@ -154,18 +156,18 @@ class LossTrend:
     left_out: float
 
     def loss(self, flops: float) -> float:
-        """Of a budget."""
+        """The loss for a budget."""
         return self.factor * flops**-self.exponent
 
 
 FEWEST_BUDGETS = 4
-"""Through fewer lowest losses there is no line that could be tried on one of them."""
+"""With fewer points, no line could be tested on one of them."""
 
 
 def loss_trend(runs: Runs) -> LossTrend | None:
-    """Least squares of the logarithms of lowest losses by those of budgets; None for fewer than four budgets of three sizes.
+    """Least squares of log lowest loss against log budget; None for fewer than four budgets with three sizes each.
 
-    The lowest loss of a budget is that of its parabola where this has a minimum, else the lowest that was measured.
+    The lowest loss of a budget is that of its parabola if this has a minimum, otherwise the lowest measured one.
     """
     parabolas = [p for p in minima(runs, "parabola") if p.problem is None]
     x, y = [], []

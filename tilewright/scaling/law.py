@@ -1,6 +1,6 @@
-"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta, and what it says about a budget.
+"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta, and the optimum that it gives for a budget.
 
-N: parameters. D: training tokens. L: loss in nats a token. Source: Hoffmann et al., Training Compute-Optimal Large Language
+N: parameters. D: training tokens. L: loss in nats per token. Source: Hoffmann et al., Training Compute-Optimal Large Language
 Models, 2022, section 3.3 and equation 4. Plain numbers; no dependency.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 __all__ = ["HOFFMANN", "Law", "Optimum"]
 
 _LARGEST_LOG = 600.0
-"""Of A, B and E, either way: their products stay within a float64."""
+"""Bounds of A, B and E on both sides, so that their products are valid float64 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Optimum:
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """The five numbers of the law. `E` is the loss that no model goes below."""
+    """The five parameters of the law. `E` is the loss below which no model goes."""
 
     E: float
     A: float
@@ -35,7 +35,7 @@ class Law:
 
     @classmethod
     def from_logs(cls, a: float, b: float, e: float, alpha: float, beta: float) -> "Law":
-        """From log A, log B, log E, alpha, beta: what a fit varies. A term that a fit drives to 0 stays above it."""
+        """From log A, log B, log E, alpha, beta, the variables of a fit. A term that a fit drives to 0 stays above it."""
         A, B, E = (math.exp(min(max(x, -_LARGEST_LOG), _LARGEST_LOG)) for x in (a, b, e))
         return cls(E=E, A=A, B=B, alpha=alpha, beta=beta)
 
@@ -50,14 +50,14 @@ class Law:
         return self.beta / (self.alpha + self.beta)
 
     def loss(self, params: float, tokens: float) -> float:
-        """The loss that the law gives a model of `params` parameters after `tokens` tokens."""
+        """The predicted loss of a model with `params` parameters after `tokens` tokens."""
         return self.E + self.A * params**-self.alpha + self.B * tokens**-self.beta
 
     def optimum(self, flops: float, flops_per_param_token: float = 6.0) -> Optimum:
-        """The parameters and tokens of least loss among those with C = k N D, k = `flops_per_param_token`.
+        """The parameters and tokens with the lowest loss for the budget C = k N D, k = `flops_per_param_token`.
 
         Raises:
-            ValueError: the budget or k is not positive, or an exponent is not, so that no minimum exists.
+            ValueError: the budget or k is not positive, or an exponent is not, so that there is no minimum.
         """
         if not (0 < flops < math.inf and 0 < flops_per_param_token < math.inf):
             raise ValueError(f"a budget of {flops:g} FLOPs at {flops_per_param_token:g} FLOPs: wanted positive numbers")
@@ -71,4 +71,4 @@ class Law:
 
 
 HOFFMANN = Law(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
-"""What the Chinchilla paper printed (equation 10). Its own points reject it: see docs/scaling.md."""
+"""As printed in the Chinchilla paper (equation 10). The paper's own data points reject it: see docs/scaling.md."""

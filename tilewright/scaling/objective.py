@@ -1,9 +1,9 @@
-"""The fit's objective and how it is made small, for many data sets or weightings at once.
+"""The objective of the fit and its minimisation, for many data sets or weightings at once.
 
     sum over runs of w Huber_delta( LSE(a - alpha log N, b - beta log D, e) - log L ),   A = exp a, B = exp b, E = exp e
 
-(Hoffmann et al. 2022, appendix D.2: the log-sum-exp form keeps A, B and E positive, and the Huber loss of the logarithm makes a
-run that diverged count little.) Shapes: R fits, M runs; P_R5 are a, b, e, alpha, beta; all float64.
+(Hoffmann et al. 2022, appendix D.2: the log-sum-exp form keeps A, B and E positive, and with the Huber loss of the logarithm a
+run that diverged has little influence.) Shapes: R fits, M runs; P_R5 are a, b, e, alpha, beta; all float64.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _LARGEST_DAMPING = 1e10
 
 
 def logs_and_shares(p_R5: Array, n_M: Array, d_M: Array) -> tuple[Array, Array]:
-    """log L of the law, [R, M], and which share of L each of A/N^alpha, B/D^beta and E is, [3, R, M]."""
+    """log L of the law, [R, M], and the shares of A/N^alpha, B/D^beta and E in L, [3, R, M]."""
     a, b, e, alpha, beta = (p_R5[:, i : i + 1] for i in range(5))
     terms = np.stack([a - alpha * n_M, b - beta * d_M, np.broadcast_to(e, (len(p_R5), len(n_M)))])
     top = terms.max(axis=0)
@@ -32,24 +32,25 @@ def huber(r: Array, delta: float) -> Array:
 
 
 def objective_and_gradient(p_5: Array, n_M: Array, d_M: Array, y_M: Array, delta: float) -> tuple[float, Array]:
-    """The objective and its gradient at one point, every run with weight 1."""
+    """The objective and its gradient at one point; every run has weight 1."""
     logs, shares = logs_and_shares(p_5[None], n_M, d_M)
     r = logs[0] - y_M
     return float(huber(r, delta).sum()), _jacobian(shares, n_M, d_M)[0].T @ np.clip(r, -delta, delta)
 
 
 def _jacobian(shares: Array, n_M: Array, d_M: Array) -> Array:
-    """Slopes of log L by the five parameters, [R, M, 5]."""
+    """Derivatives of log L with respect to the five parameters, [R, M, 5]."""
     return np.stack([shares[0], shares[1], shares[2], -n_M * shares[0], -d_M * shares[1]], axis=2)
 
 
 def minimise(
     p_R5: Array, n_M: Array, d_M: Array, y_RM: Array, w_RM: Array, delta: float, *, steps: int = 60, tolerance: float = 1e-7
 ) -> tuple[Array, Array]:
-    """Go down from each start: parameters [R, 5] and objectives [R], never above the start's.
+    """Minimise from each start: parameters [R, 5] and objectives [R], never above the start's.
 
-    Levenberg and Marquardt's method on reweighted squares (the Huber loss lies under a parabola that touches it at the point),
-    all fits in step. `y_RM` and `w_RM` may be [1, M]. A fit is done when a step gains less than `tolerance` of its objective.
+    Levenberg and Marquardt's method on reweighted squares (a parabola that touches the Huber loss at the current point lies
+    above it), all fits at once. `y_RM` and `w_RM` may be [1, M]. A fit is done when a step gains less than `tolerance` of its
+    objective.
     """
     p = p_R5.copy()
     logs, shares = logs_and_shares(p, n_M, d_M)

@@ -1,1 +1,1 @@
-"""Training on the models and kernels that serve."""
+"""The trainer: pretraining, fine-tuning, preferences and optimizers, on the same models and kernels that serve."""

@@ -1,4 +1,4 @@
-"""What a model is trained on in one pass: packed pieces of documents, with the token that each position should predict."""
+"""Micro-batches for training: packed pieces of documents, with the token to predict at each position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ class TrainBatch:
     """One micro-batch.
 
     token_ids: [T] int64.
-    targets: [T] int64, what should come next; `IGNORED` where there is no loss.
+    targets: [T] int64, the token to predict; `IGNORED` at positions without a loss.
     packed: where documents begin; attention stays within them.
-    n_targets: targets that are not ignored, known on the host.
+    n_targets: the number of targets that are not ignored, known on the host.
     """
 
     token_ids: Tensor
@@ -35,7 +35,7 @@ class TrainBatch:
     n_targets: int
 
     def to(self, device: torch.device | str) -> "TrainBatch":
-        """The same on a device; copies do not wait."""
+        """The same batch on a device; copies are asynchronous."""
         packed = replace(
             self.packed,
             positions=self.packed.positions.to(device, non_blocking=True),
@@ -50,10 +50,10 @@ class TrainBatch:
 
 
 def pack(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
-    """Lay pieces one after the other, on the CPU; in pinned memory for copies that do not wait, if `pin`.
+    """Concatenate pieces, on the CPU; if `pin`, in pinned memory, for asynchronous copies.
 
     Raises:
-        ValueError: there is no token.
+        ValueError: there are no tokens.
     """
     lengths = [len(ids) for ids, _ in pieces if len(ids)]
     if not lengths:

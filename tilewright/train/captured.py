@@ -1,14 +1,14 @@
-"""`loss_and_grads` of micro-batches as a CUDA graph: the launches of a forward and backward pass cost the host one call.
+"""`loss_and_grads` of micro-batches as a CUDA graph: the host launches a whole forward and backward pass with one call.
 
-What differs between micro-batches lies in memory of its own, which the graph reads: tokens, targets, positions, where documents
-begin, and the factor 1 / targets, which the backward pass begins with. A graph is made for a number of tokens and a number of
-documents; a micro-batch with fewer has empty ones behind its own. One graph is kept: for more documents than it has room for
-it is given back and a larger one captured. Gradients have the same memory each time; where others follow in the same update,
-they are copied before the next replay.
+Everything that differs between micro-batches is in fixed memory that the graph reads: tokens, targets, positions, starts of
+documents, and the factor 1 / targets with which the backward pass begins. A graph is made for a number of tokens and a number
+of documents; if a micro-batch has fewer documents, empty ones are added. Only one graph is kept: for more documents than it has
+room for, it is freed and a larger one is captured. Gradients are in the same memory each time. If more micro-batches follow in
+the same update, they are copied before the next replay.
 
 The bits are those of `loss_and_grads` for the same batch with the graph's number of documents and length of the longest
-(`padded`). Kernels of attention may be chosen by both, so documents that are all far shorter than a row may have other bits
-than without a graph.
+(`padded`). The choice of attention kernels may depend on both, so if all documents are far shorter than a row, the bits may
+differ from those without a graph.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +29,11 @@ from tilewright.train.step import Objective, trainable
 __all__ = ["Captured", "as_graph", "check_graphs", "documents_for", "padded"]
 
 Replay = Callable[[], list[Tensor]]
-"""Computes what was captured again, from what its inputs hold by now -> the same tensors each time."""
+"""Runs what was captured, on the present content of its inputs; returns the same tensors each time."""
 
 
 def check_graphs(config: TrainConfig, shape: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError for a run whose passes cannot be captured."""
+    """Raise ValueError if the passes of a run cannot be captured."""
     if not config.graphs:
         return
     reasons = {
@@ -50,21 +50,21 @@ def check_graphs(config: TrainConfig, shape: ModelConfig, device: torch.device) 
 
 
 def documents_for(documents: int) -> int:
-    """Room for so many documents: at most half as many again, and few numbers of them: ... 16, 24, 32, 48, 64 ..."""
+    """Room for this number of documents: at most half as many more, from a small set of sizes: ... 16, 24, 32, 48, 64 ..."""
     unit = max(1, next_pow2(documents) // 4)
     return -(-documents // unit) * unit
 
 
 def padded(batch: TrainBatch, documents: int, longest: int) -> TrainBatch:
-    """The batch with empty documents behind its own, `documents` in all, and `longest` for the length of the longest."""
+    """The batch with empty documents added, up to `documents` in all, and `longest` as the length of the longest."""
     cu = batch.packed.cu_q
     empty = cu[-1:].expand(documents + 1 - cu.shape[0])
     return replace(batch, packed=replace(batch.packed, cu_q=torch.cat([cu, empty]), max_q_len=longest))
 
 
 def as_graph(run: Callable[[], list[Tensor]]) -> Replay:
-    """Capture what `run` launches on the current device. It runs twice before: what is compiled, chosen and remembered then
-    is not in the graph."""
+    """Capture the launches of `run` on the current device. It runs twice before, so that compiling, choosing implementations
+    and filling caches are not part of the graph."""
     device = torch.device("cuda", torch.cuda.current_device())
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -73,9 +73,9 @@ def as_graph(run: Callable[[], list[Tensor]]) -> Replay:
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what these runs took, the graph takes in a pool of its own
+    torch.cuda.empty_cache()  # the graph takes the memory of these runs in a pool of its own
     graph = torch.cuda.CUDAGraph()
-    # A checkpoint may be written by another thread meanwhile, whose calls would end a capture of all threads.
+    # Another thread may be writing a checkpoint; its calls would end a capture that covers all threads.
     with own_tickets(device) as counters, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         results = run()
 
@@ -88,11 +88,11 @@ def as_graph(run: Callable[[], list[Tensor]]) -> Replay:
 
 
 class Captured:
-    """`train.step.loss_and_grads` that is captured at its first micro-batch.
+    """`train.step.loss_and_grads`, captured at the first micro-batch.
 
     Args:
-        longest: tokens of the longest document that may come; a row's.
-        say: told of each capture.
+        longest: tokens of the longest possible document: those of a row.
+        say: called with a message at each capture.
         capture: makes a replay of a pass.
     """
 
@@ -107,12 +107,12 @@ class Captured:
     def __call__(
         self, model: Model, objective: Objective, batches: Sequence[TrainBatch], n_targets: int
     ) -> Iterator[list[Tensor]]:  # fmt: skip
-        """(loss, gradient of each of `trainable(model)`) of each micro-batch, of the mean over `n_targets`.
+        """(loss, gradient of each of `trainable(model)`) for each micro-batch, as parts of the mean over `n_targets`.
 
-        The last one's gradients are overwritten by the next call.
+        The next call overwrites the gradients of the last one.
 
         Raises:
-            ValueError: a micro-batch has another number of tokens than the first, or a document longer than `longest`.
+            ValueError: a micro-batch has another number of tokens than the first, or a document is longer than `longest`.
         """
         for i, batch in enumerate(batches):
             replay = self._with(model, objective, batch, n_targets)
@@ -120,15 +120,15 @@ class Captured:
             yield [loss / n_targets, *(grads if i + 1 == len(batches) else [grad.clone() for grad in grads])]
 
     def _with(self, model: Model, objective: Objective, batch: TrainBatch, n_targets: int) -> Replay:
-        """The replay of a pass whose inputs are these."""
+        """The replay of a pass, with these inputs filled in."""
         documents = batch.packed.cu_q.shape[0] - 1
         if batch.packed.max_q_len > self._longest:
-            raise ValueError(f"a document has {batch.packed.max_q_len} tokens, and passes were to have {self._longest} at most")
+            raise ValueError(f"a document has {batch.packed.max_q_len} tokens, wanted at most {self._longest}")
         if self._inputs is not None and batch.token_ids.shape != self._inputs.token_ids.shape:
             had, has = self._inputs.token_ids.numel(), batch.token_ids.numel()
             raise ValueError(f"a micro-batch has {has} tokens, and the captured pass {had}: turn graphs off")
         if self._inputs is None or documents >= self._inputs.packed.cu_q.shape[0]:
-            self._replay = None  # its memory goes before another is captured
+            self._replay = None  # free its memory before another one is captured
             room = documents_for(documents)
             self._inputs = _own(padded(batch, room, self._longest))
             self._factor = torch.empty((), dtype=torch.float32, device=batch.token_ids.device)
@@ -149,7 +149,7 @@ class Captured:
         count = there.packed.cu_q.shape[0]
         here.packed.cu_q[:count].copy_(there.packed.cu_q)
         here.packed.cu_q[count:].fill_(there.token_ids.numel())
-        # What the gradient of a division by n_targets begins with.
+        # The gradient with which the backward pass of a division by n_targets begins.
         self._factor.fill_(float(np.float32(1) / np.float32(n_targets)))
 
     def _pass(self, model: Model, objective: Objective, inputs: TrainBatch) -> Callable[[], list[Tensor]]:
@@ -163,6 +163,6 @@ class Captured:
 
 
 def _own(batch: TrainBatch) -> TrainBatch:
-    """The batch in memory of its own."""
+    """The batch in newly allocated memory."""
     packed = replace(batch.packed, positions=batch.packed.positions.clone(), cu_q=batch.packed.cu_q.clone())
     return replace(batch, token_ids=batch.token_ids.clone(), targets=batch.targets.clone(), packed=packed)

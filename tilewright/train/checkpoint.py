@@ -1,11 +1,11 @@
-"""Checkpoints: the optimizer's state by torch.distributed.checkpoint, as safetensors, and where the run is, as JSON.
+"""Checkpoints of a run: the optimizer's state as safetensors (by torch.distributed.checkpoint), and progress as JSON.
 
     OUT/step-00000100/model-*.safetensors   master weights, moments and the optimizer's control, by name
-    OUT/step-00000100/state.json            step, tokens, positions of the data
-    OUT/step-00000100/config.toml           what the run is
+    OUT/step-00000100/state.json            step, tokens, positions in the data
+    OUT/step-00000100/config.toml           the config of the run
 
-A folder gets this name when all of it is on the disk, so a checkpoint is whole or is not there; the one before goes only then.
-Weights are not saved twice: they are the master weights, rounded. Nothing is pickled.
+A folder gets this name only when it is completely on disk, so a checkpoint is either complete or not there; older ones are
+deleted only then. Weights are not saved twice, because they are the rounded master weights. Nothing is pickled.
 """
 
 import json
@@ -36,9 +36,9 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: of the run; it is made.
-        keep: how many stay.
-        asynchronous: write while training goes on; the state is copied to the host first.
+        folder: folder of the run; it is created.
+        keep: how many checkpoints to keep.
+        asynchronous: write while training continues; the state is copied to the host first.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool):
@@ -47,17 +47,17 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
+        """The newest complete checkpoint; None if there is none."""
         found = self._whole()
         return found[-1] if found else None
 
     def has(self, step: int) -> bool:
-        """Whether the checkpoint of this step is there, whole."""
+        """Whether the checkpoint of this step exists and is complete."""
         return self._path(step) in self._whole()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config: str) -> str | None:
-        """Save the state behind `step` updates; a save that is under way is waited for. Returns what went wrong with that one,
-        or with this one where it is not asynchronous."""
+        """Save the state after `step` updates, after waiting for a save in progress. Returns what went wrong with that one, or
+        with this one if it is not asynchronous."""
         before = self.finish()
         partial = self.partial(step)
         try:
@@ -67,7 +67,7 @@ class Checkpoints:
             write(partial / "config.toml", config)
         except OSError as error:
             return self._failed(partial, error)
-        # A copy: DCP's own would share the memory of tensors that are on the host already.
+        # A copy: DCP's own copy would share the memory of tensors that are on the host already.
         held: dict[str, Any] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         _expect_one_process()
         started = state_dict_saver.async_save(held, storage_writer=HuggingFaceStorageWriter(str(partial)), no_dist=True)
@@ -76,11 +76,11 @@ class Checkpoints:
         return before if self._asynchronous else before or self.finish()
 
     def poll(self) -> str | None:
-        """Give a save that has ended its name. Returns what went wrong with it."""
+        """If a save has ended, give it its final name. Returns what went wrong with it."""
         return self.finish() if self._pending is not None and self._pending[1].done() else None
 
     def finish(self) -> str | None:
-        """Wait for a save that is under way. Returns what went wrong with it; the checkpoints before are still there then."""
+        """Wait for a save in progress. Returns what went wrong with it; earlier checkpoints are then still there."""
         if self._pending is None:
             return None
         (partial, done), self._pending = self._pending, None
@@ -91,15 +91,15 @@ class Checkpoints:
         return self._named(partial)
 
     def close(self) -> None:
-        """End what is written, also where a run ends by an error."""
+        """Finish writing; also called if a run ends by an error."""
         self.finish()
 
     def partial(self, step: int) -> Path:
-        """Where a checkpoint is while it is written."""
+        """The folder of a checkpoint while it is being written."""
         return self._path(step).with_suffix(_PARTIAL)
 
     def _named(self, partial: Path) -> str | None:
-        """Give what is whole its name. Returns what went wrong."""
+        """Give a complete checkpoint its final name. Returns what went wrong."""
         try:
             for path in partial.iterdir():
                 to_disk(path)
@@ -132,12 +132,12 @@ class Checkpoints:
 def load(
     folder: Path, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(the saved tensors under the names of `tensors`, on the CPU; state.json) of a checkpoint.
+    """(the saved tensors with the names of `tensors`, on the CPU; state.json) of a checkpoint.
 
-    pieces: what a rank has of each parameter, where it does not have all.
+    pieces: which part of each parameter this rank has, if it does not have all.
 
     Raises:
-        ValueError: it is damaged, or of another model or optimizer.
+        ValueError: it is damaged, or belongs to another model or optimizer.
     """
     held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     try:
@@ -150,12 +150,12 @@ def load(
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to go on from the one before") from error
+        raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to continue from the one before") from error
     return held, state
 
 
 def _expect_one_process() -> None:
-    """Silence DCP's warning that there is one process. For good, not in a scope: it comes from the thread that saves."""
+    """Silence DCP's warning that there is only one process; permanently, because it comes from the thread that saves."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
@@ -165,7 +165,7 @@ def write(path: Path, text: str) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Which layers of a run multiply float8 codes (`ops.linear_fp8`), and why the others do not."""
+"""Decides which layers of a run use float8 products (`ops.linear_fp8`), and why the others do not."""
 
 from collections.abc import Iterator
 
@@ -16,22 +16,22 @@ __all__ = ["refusal", "set_compute"]
 
 _SCALES = {"fp8": "row", "fp8-tensor": "tensor"}
 _LAUNCH_S = 3e-6
-"""A launch that follows another on one stream, H100: the host is assumed to be ahead of the device, as it is with `graphs`."""
+"""Time of a launch that follows another on one stream, H100, if the host is ahead of the device, as it is with `graphs`."""
 _GAIN = 1.2
-"""By how much float8 must be faster for y and dx together. They are a quarter to two fifths of an update: less would be 3 % of
-it and below, no more than what rooflines leave out."""
+"""How much faster float8 must be for y and dx together. They take a quarter to two fifths of an update, so a smaller gain would
+be less than 3 % of it, which is within the error of rooflines."""
 
 
 def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
-    """Have the linear layers of the blocks multiply as the config says. Embedding, head, routers and experts stay as they are.
+    """Set the products of the blocks' linear layers as in the config. Embedding, head, routers and experts are not changed.
 
-    The choice depends on the shapes, the tokens of a micro-batch and the card, and not on how a run is spread.
+    The choice depends on the shapes, the tokens of a micro-batch and the card, but not on how a run is distributed.
 
     Returns:
-        What was chosen, for people; layers of one shape together.
+        The choices as text; layers of the same shape together.
 
     Raises:
-        ValueError: the card has no float8, the dtype does not go with it, or no layer gains.
+        ValueError: the card has no float8, the dtype does not fit, or no layer becomes faster.
     """
     if config.compute == "dtype":
         return []
@@ -46,18 +46,18 @@ def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list
             kept.setdefault(why, []).append(name)
     reasons = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}" for why, names in kept.items()]
     if not count:
-        raise ValueError(f"compute is {config.compute}, and no layer gains by it; set it to dtype. {'; '.join(reasons)}")
+        raise ValueError(f"compute is {config.compute}, and no layer gets faster by it; set it to dtype. {'; '.join(reasons)}")
     return [f"{config.compute}: {count} layers", *(f"not {reason}" for reason in reasons)]
 
 
 def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | None:
-    """Why a layer keeps its products, or None. card: None for a CPU, where the reference runs and nothing is faster."""
+    """Why a layer keeps its products, or None. card: None for a CPU, where the reference runs and speed does not matter."""
     assert isinstance(layer.weight, Tensor)
     rows, cols = layer.weight.shape
     slices, tokens = config.parallel.slices, config.row_tokens * config.micro_rows // config.parallel.chunks
     if rows % (16 * slices) or cols % (16 * slices):
         parts = f" in {slices} slices" if slices > 1 else ""
-        return f"a weight of {rows} x {cols}{parts} has sides that are no multiples of 16"
+        return f"a weight of {rows} x {cols}{parts} has sides that are not multiples of 16"
     if card is None:
         return None
     plain, coded = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, _SCALES[config.compute])

@@ -1,6 +1,7 @@
-"""The configuration of a training run: a frozen dataclass, read from TOML; its fields are the options of `tilewright train`.
+"""The configuration of a training run, a frozen dataclass that is read from TOML. Its fields are the options of `tilewright
+train`.
 
-Imports no torch.
+Does not import torch.
 """
 
 import difflib
@@ -24,7 +25,7 @@ _CHOICES = {
 }  # fmt: skip
 
 TABLES = ("dpo", "lora")
-"""Tables that a file may have: rank in [lora] is the field lora_rank."""
+"""Tables that a file may have: `rank` in [lora] is the field lora_rank."""
 
 FREE = frozenset(
     (
@@ -32,7 +33,7 @@ FREE = frozenset(
         "sample_prompt", "sample_tokens", "tensorboard", "max_skipped",
     )
 )  # fmt: skip
-"""Fields that a resumed run may change: they do not touch what is computed."""
+"""Fields that may differ when a run is resumed, because they do not affect results."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -41,9 +42,9 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run. Tokens of one update: row_tokens * micro_rows * micro_batches.
+    """A training run. Tokens of one update: row_tokens * micro_rows * micro_batches.
 
-    Raises ValueError for a value that no model or data can make right.
+    Raises ValueError for values that are invalid for every model and all data.
     """
 
     model: str = _option(
@@ -170,7 +171,7 @@ class TrainConfig:
             raise ValueError("piece_tokens is 1, wanted 0, or 2 or more: a piece's last token has nothing to predict")
         if self.piece_tokens and (self.chat or self.loss != "next-token" or not self.shuffle):
             raise ValueError(
-                "piece_tokens is for texts that are shuffled: leave it out with chat, with pairs, and where shuffle is off"
+                "piece_tokens is for texts that are shuffled: leave it out with chat, with pairs, and without shuffle"
             )
         if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
             raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
@@ -194,24 +195,24 @@ class TrainConfig:
             got = f"lora_alpha is {self.lora_alpha} and lora_dropout {self.lora_dropout}"
             raise ValueError(f"{got}, wanted above 0, and 0 to below 1")
         if not self.lora_rank and (self.lora_base != "float" or self.lora_adapter or self.lora_targets):
-            raise ValueError("lora_base, lora_adapter and lora_targets are of an adapter: set lora_rank")
+            raise ValueError("lora_base, lora_adapter and lora_targets need an adapter: set lora_rank")
         if self.lora_rank and self.mup_base is not None:
-            raise ValueError("mup_base scales by the width of what is trained, and an adapter has none: leave one of them out")
+            raise ValueError("mup_base scales by the width of the trained model, and an adapter has none: leave one out")
         if self.lora_rank and self.init != "load":
-            raise ValueError("an adapter beside random weights learns nothing of use: set init to load, or lora_rank to 0")
+            raise ValueError("an adapter for random weights is useless: set init to load, or lora_rank to 0")
         if self.compute != "dtype" and (self.lora_rank or self.loss != "next-token"):
             raise ValueError(f"compute is {self.compute}, which is for training all weights on next tokens: set it to dtype")
         if self.loss != "next-token" and (self.chat or self.z_loss or self.label_smoothing or self.eval_data):
-            raise ValueError(f"loss is {self.loss}, which has no chat, z_loss, label_smoothing or eval_data: leave them out")
+            raise ValueError(f"loss is {self.loss}, which allows no chat, z_loss, label_smoothing or eval_data: leave them out")
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one update, at most."""
+        """The highest number of tokens in one update."""
         return self.row_tokens * self.micro_rows * self.micro_batches
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:
-    """A field's value is what its annotation says; an int is a float too."""
+    """Raise ValueError unless a field's value has the annotated type; an int is also accepted as a float."""
     kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
     for one in kinds:
         if one is type(None) and value is None:
@@ -229,35 +230,35 @@ def _check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
-    """A config from a file's values, and options that overrule them. Raises ValueError for a name that there is not."""
+    """A config from a file's values, and options that override them. Raises ValueError for an unknown name."""
     known = [one.name for one in fields(TrainConfig)]
     for name in values:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"the config has {name!r}, which is no field" + (f"; is {close[0]!r} meant?" if close else ""))
+            raise ValueError(f"the config has {name!r}, which is not a field" + (f"; is {close[0]!r} meant?" if close else ""))
     both = {**values, **over}
     table = both.get("parallel")
     if isinstance(table, Mapping) and "micro_batches" in table:
         inside = {name: value for name, value in table.items() if name != "micro_batches"}
         if both.get("micro_batches", table["micro_batches"]) != table["micro_batches"]:
-            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} beside it"
-            raise ValueError(f"micro_batches is {given}; they are those of an update, of all ranks together: give one number")
+            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} outside of it"
+            raise ValueError(f"micro_batches is {given}; it is the number of an update, over all ranks: give one value")
         both |= {"parallel": inside, "micro_batches": table["micro_batches"]}
     return TrainConfig(**both)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a config file, flat. Raises ValueError where it is no TOML."""
+    """The values of a config file, with tables flattened. Raises ValueError if it is not TOML."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+        raise ValueError(f"{path} is not TOML: {error}") from error
     tables = {name: values.pop(name) for name in TABLES if isinstance(values.get(name), dict)}
     return values | {f"{name}_{key}": value for name, table in tables.items() for key, value in table.items()}
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Every field that has a value, as `read_toml` reads it."""
+    """Every field that has a value, in the format of `read_toml`."""
     values = {**asdict(config), "parallel": str(config.parallel) or None}
     lines = [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
@@ -275,8 +276,8 @@ def _literal(value: Any) -> str:
 
 
 def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
-    """Sentences about fields that a resumed run must not change, and that differ."""
-    # Another plan computes the same; what is cut into sums may be no other.
+    """A sentence for each field that differs although a resumed run must not change it."""
+    # Another plan computes the same, but the number of summands must stay the same.
     alone = replace(saved, parallel=saved.parallel.alone())
     same = replace(now, **{name: getattr(saved, name) for name in FREE}, parallel=now.parallel.alone())
     pairs = ((one.name, getattr(alone, one.name), getattr(same, one.name)) for one in fields(TrainConfig))

@@ -1,14 +1,15 @@
-"""From files to micro-batches, in an order that depends on nothing but a seed, and that resumes at the exact token.
+"""From files to micro-batches, in an order that depends only on a seed, and that can be resumed at the exact token.
 
-Everything is read from token shards (`tilewright.data.shards`). A folder of them is taken as it is; texts and conversations are
-turned into shards once, beside the run. Each epoch reads all documents of a source in an order of its own, drawn from
-(seed, epoch), so what a source gives is a pure function of a position, and positions are all that a checkpoint has to hold.
+Everything is read from token shards (`tilewright.data.shards`). A folder of shards is used as it is; texts and conversations
+are converted to shards once, in the run's folder. Each epoch reads all documents of a source in a new order, drawn from (seed,
+epoch). So what a source returns is a pure function of a position, and a checkpoint only has to store positions.
 
-    Texts            one endless stream of tokens, cut into rows of L. A document that does not fit goes on in the next row;
-                     the positions and what is attended to begin anew there. Documents may be cut before they are shuffled:
-                     rows that follow each other are then of unlike documents, however long these are. Position: tokens read.
-    Conversations    whole conversations, as many as fit into L tokens. Loss on the answers alone. Position: conversations read.
-    Mixture          which source the next row is from: the one that is furthest behind its weight, counted in tokens.
+    Texts            one endless stream of tokens, cut into rows of L. A document that does not fit continues in the next row,
+                     where positions and attention start anew. Documents may be cut into pieces before they are shuffled, so
+                     that even with long documents, successive rows are from different ones. Position: tokens read.
+    Conversations    whole conversations, as many as fit into L tokens, with a loss on the answers only. Position:
+    conversations.
+    Mixture          chooses the source of the next row: the one that is furthest behind its weight, counted in tokens.
 """
 
 import hashlib
@@ -42,25 +43,25 @@ __all__ = [
 _SHARD_TOKENS = 1 << 27
 
 Marked = list[tuple[list[int], bool]]
-"""A conversation as runs of token ids; True where they are an answer, which has a loss."""
+"""A conversation as runs of token ids; True if the run is an answer, which has a loss."""
 
 
 class Source(Protocol):
     """Rows in a fixed order."""
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
-        """(pieces of at most `length` tokens together, the position behind them)."""
+        """(pieces with at most `length` tokens in all, the position after them)."""
         ...
 
 
 class _Order:
-    """The documents of shards in the order of each epoch; `piece`: cut into pieces of at most so many tokens."""
+    """The documents of shards in the order of each epoch; if `piece` is not 0, cut into pieces of at most this many tokens."""
 
     def __init__(self, shards: TokenShards, seed: int | None, name: str, piece: int = 0):
         if not len(shards):
-            raise ValueError(f"{name} has no tokens: give a source that has some, or leave it out")
+            raise ValueError(f"{name} has no tokens: give another source, or leave it out")
         ends = shards.ends(0, len(shards))
-        # A document without tokens has nothing to say; what lies behind the last end is a document that ends with the shards.
+        # Documents without tokens are dropped; tokens after the last end are a document that ends with the shards.
         ends = np.unique(np.append(ends[ends > 0], len(shards)))
         if piece:
             ends = _cut(ends, piece)
@@ -70,7 +71,7 @@ class _Order:
         self._held: tuple[int, NDArray[np.int64]] | None = None
 
     def of(self, epoch: int) -> NDArray[np.int64]:
-        """Document indices; as they lie in the shards where there is no seed."""
+        """Document indices; without a seed, in the order of the shards."""
         if self._held is None or self._held[0] != epoch:
             count = len(self.starts)
             key = None if self._seed is None else np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
@@ -79,7 +80,7 @@ class _Order:
 
 
 def _cut(ends: NDArray[np.int64], piece: int) -> NDArray[np.int64]:
-    """The ends of pieces of at most `piece` tokens that documents with these ends are cut into, each from its beginning."""
+    """Cut documents with these ends into pieces of at most `piece` tokens, each from its beginning; the ends of the pieces."""
     starts = np.concatenate(([0], ends[:-1]))
     counts = -(-(ends - starts) // piece)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -88,13 +89,13 @@ def _cut(ends: NDArray[np.int64], piece: int) -> NDArray[np.int64]:
 
 
 class Texts:
-    """Rows of exactly `length` tokens; every token but the first of each document, or piece, is predicted once an epoch.
+    """Rows of exactly `length` tokens; in each epoch, every token except the first of a document or piece is predicted once.
 
     Args:
-        shards: of documents, each with its end-of-text token.
-        seed: of the order of documents; None for that of the shards.
+        shards: token shards of documents, each with its end-of-text token.
+        seed: for the order of documents; None: the order of the shards.
         name: for messages.
-        piece: documents are cut into pieces of at most so many tokens, which are shuffled; 0: they stay whole.
+        piece: cut documents into pieces of at most this many tokens, which are shuffled; 0: do not cut.
 
     Raises:
         ValueError: there are no tokens.
@@ -106,11 +107,11 @@ class Texts:
 
     @property
     def piece_tokens(self) -> float:
-        """Of a document, or of a piece, on average."""
+        """The average number of tokens of a document, or of a piece."""
         return len(self._shards) / len(self._order.starts)
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
-        """The next `length` tokens, and as the last target the one behind them where its document goes on."""
+        """The next `length` tokens. If the last document continues after them, its next token is the last target."""
         pieces: list[Piece] = []
         left = length
         while left:
@@ -128,19 +129,19 @@ class Texts:
         return pieces, position
 
     def _ends(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document of an epoch's order ends."""
+        """Where each document ends in the order of an epoch."""
         if self._running is None or self._running[0] != epoch:
             self._running = (epoch, np.cumsum(self._order.lengths[self._order.of(epoch)]))
         return self._running[1]
 
 
 class Conversations:
-    """Rows of whole conversations; one that is longer than a row loses its end.
+    """Rows of whole conversations; the end of one that is longer than a row is cut off.
 
     Args:
-        shards: of conversations.
-        answers: of the same sizes: 1 for tokens of answers, which are predicted; 0 for others.
-        seed, name: as those of `Texts`.
+        shards: token shards of conversations.
+        answers: shards of the same sizes: 1 for tokens of answers, which are predicted; 0 for others.
+        seed, name: as in `Texts`.
     """
 
     def __init__(self, shards: TokenShards, answers: TokenShards, seed: int | None, name: str = "the data"):
@@ -149,7 +150,7 @@ class Conversations:
         self._shards, self._answers, self._order = shards, answers, _Order(shards, seed, name)
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
-        """As many conversations as fit, one at least."""
+        """As many conversations as fit, but at least one."""
         pieces: list[Piece] = []
         left = length
         while True:
@@ -169,18 +170,18 @@ class Conversations:
 
 
 class Mixture:
-    """Rows of several sources in the shares of their weights.
+    """Rows of several sources, in proportion to their weights.
 
-    The order is a function of what was read so far alone: `state` is all that a checkpoint holds.
+    The order depends only on what was read so far, so a checkpoint only needs `state`.
 
     Raises:
-        ValueError: no sources, or weights that are not one positive number a source.
+        ValueError: no sources, or not one positive weight for each source.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None):
         weights = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(weights) != len(sources) or not all(0 < weight < float("inf") for weight in weights):
-            raise ValueError(f"{len(sources)} sources of data with weights {weights}: wanted one positive weight a source")
+            raise ValueError(f"{len(sources)} sources of data with weights {weights}: wanted one positive weight for each")
         self._sources, self._weights = list(sources), weights
         self._positions, self._tokens = [0] * len(sources), [0] * len(sources)
 
@@ -193,14 +194,14 @@ class Mixture:
         return pieces
 
     def state(self) -> dict[str, list[int]]:
-        """Where it is: positions and tokens of each source."""
+        """The position and the number of tokens read, for each source."""
         return {"positions": list(self._positions), "tokens": list(self._tokens)}
 
     def load_state(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Go to where `state` was. Raises ValueError where it is of other sources."""
+        """Return to an earlier `state`. Raises ValueError if it is for other sources."""
         positions, tokens = list(state["positions"]), list(state["tokens"])
         if len(positions) != len(self._sources) or len(tokens) != len(positions):
-            raise ValueError(f"the saved data position is of {len(positions)} sources, and there are {len(self._sources)}")
+            raise ValueError(f"the saved data position is for {len(positions)} sources, and there are {len(self._sources)}")
         self._positions, self._tokens = positions, tokens
 
 
@@ -211,16 +212,17 @@ def text_shards(
     paths: Sequence[Path], encode: Callable[[Sequence[str]], Iterable[Sequence[int]]], vocab_size: int, home: Path, *,
     identity: str, text_field: str = "text", progress: Callable[[str], None] = lambda words: None,
 ) -> TokenShards:  # fmt: skip
-    """Shards of the texts in JSON lines, parquet or text files, compressed or not; those made before from the same files.
+    """Shards of the texts in JSON lines, parquet or text files, compressed or not. Reuses shards made earlier from the same
+    files.
 
     Args:
-        encode: texts -> their tokens, with what begins and ends a document.
+        encode: texts -> their tokens, with those that begin and end a document.
         vocab_size: ids are below it.
-        home: folder under which shards are kept.
-        identity: of the tokenizer: another one makes other shards.
+        home: folder for the shards.
+        identity: identity of the tokenizer; another one needs other shards.
 
     Raises:
-        ValueError: a file's format is unknown, it cannot be read, or it has no document with `text_field`.
+        ValueError: a file's format is unknown, it cannot be read, or no document has `text_field`.
     """
 
     def made() -> Iterator[NDArray[np.int64]]:
@@ -249,10 +251,10 @@ def conversation_shards(
     """(tokens, marks of answers) of conversations in JSON lines: {"messages": [{"role": ..., "content": ...}, ...]}.
 
     Args:
-        render: messages -> tokens by the chat template, answers marked.
+        render: messages -> tokens by the chat template, with answers marked.
 
     Raises:
-        ValueError: a line is no conversation (the message has its file and number), or none has an answer.
+        ValueError: a line is not a conversation (the message has file and line number), or none has an answer.
     """
 
     def rows() -> list[Marked]:
@@ -267,10 +269,10 @@ def conversation_shards(
 def marked_shards(
     paths: Sequence[Path], rows: Callable[[], list[Marked]], vocab_size: int, home: Path, *, kind: str
 ) -> tuple[TokenShards, TokenShards]:
-    """(tokens, marks of answers) of documents that `rows` reads from files; those made before from the same files.
+    """(tokens, marks of answers) of documents that `rows` reads from files. Reuses shards made earlier from the same files.
 
     Args:
-        kind: what they are, and of which tokenizer: another one makes other shards.
+        kind: kind of the data and identity of the tokenizer; another one needs other shards.
     """
     held: list[Marked] = []
 
@@ -307,7 +309,7 @@ def _conversations(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def is_message(value: Any) -> bool:
-    """Whether a value is a message of a conversation: a role and a content, both text."""
+    """Whether a value is a message of a conversation, with a role and a content that are text."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
@@ -327,7 +329,7 @@ def _groups(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _kept(home: Path, paths: Sequence[Path], kind: str, make: Callable[[Path], object]) -> TokenShards:
-    """The shards under `home` that were made of these files as they are now, or new ones. A half-made folder is never taken."""
+    """Shards in `home` that were made from these files in their present state, or new ones. Incomplete folders are not used."""
     facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     folder = home / hashlib.sha256(json.dumps([kind, facts]).encode()).hexdigest()[:16]
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""What a run writes down: a JSON line for each update, the same for TensorBoard by choice."""
+"""The log of a run: a JSON line for each update, optionally also for TensorBoard."""
 
 import importlib
 import json
@@ -12,15 +12,15 @@ __all__ = ["Log", "Silent"]
 
 
 class Log:
-    """`log.jsonl` of a run; lines behind `step` belong to updates that were lost, and go.
+    """`log.jsonl` of a run. Lines after `step` belong to updates that were lost, and are removed.
 
     Args:
-        folder: of the run.
-        step: updates that the checkpoint has.
+        folder: folder of the run.
+        step: number of updates in the checkpoint.
         tensorboard: also write events for TensorBoard.
 
     Raises:
-        MissingExtra: TensorBoard is wanted and not installed.
+        MissingExtra: TensorBoard is wanted but not installed.
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool):
@@ -42,24 +42,24 @@ class Log:
                     self._board.add_scalar(name, value, entry["step"])
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 class Silent:
-    """The log of a rank that writes none."""
+    """The log of a rank that does not write one."""
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _lines(path: Path) -> list[str]:
-    """The whole lines of a log; a kill may have cut the last one off."""
+    """The complete lines of a log; a kill may have cut off the last one."""
     if not path.exists():
         return []
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]

@@ -1,7 +1,7 @@
-"""A run: step after step, with checkpoints, a log, measurements and samples; and the same again where it was killed.
+"""The loop of a run: steps, checkpoints, a log, measurements and samples; it can be resumed after a kill.
 
-What a run computes depends on its config and data alone. A checkpoint holds all that a step depends on, so a run that was
-killed anywhere and goes on gives bitwise the losses of one that was not, on one device with `deterministic`.
+Results depend only on the config and the data. A checkpoint contains everything that a step depends on, so a run that was
+killed at any time and resumed gives bitwise the same losses as one that was not, on one device with `deterministic`.
 """
 
 import math
@@ -42,9 +42,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Texts that are measured and never trained on.
+    """Held-out texts, which are measured and never trained on.
 
-    bytes_per_token: UTF-8 bytes of the texts for each token of them.
+    bytes_per_token: average number of UTF-8 bytes of the texts per token.
     """
 
     texts: Texts
@@ -58,21 +58,21 @@ class Summary:
 
     step: int
     loss: float | None
-    """Of the last update, nats; None where no update was left to make."""
+    """Loss of the last update, in nats; None if there was no update to make."""
     bits_per_byte: float | None
     tokens: int
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run and where it is.
+    """A run and its progress.
 
     objective: what is minimised.
-    pack: pieces of rows, and whether to pin them, -> a batch as the objective takes it.
-    held, sample: what is measured, and what writes a text with the weights as they are; None for neither.
-    say: told in words how it goes, a line at a time.
-    spread: this rank's share, where there are several or sums follow the tree.
-    passes: how losses and gradients are computed where there is no spread.
+    pack: (pieces of rows, whether to pin memory) -> a batch in the form that the objective needs.
+    held, sample: the texts to measure, and a function that writes a text with the current weights; None: do neither.
+    say: called with progress messages, one line each.
+    spread: this rank's part of the work, if there are several ranks or sums use the tree order.
+    passes: computes losses and gradients if there is no spread.
     """
 
     config: TrainConfig
@@ -97,10 +97,10 @@ class Run:
     _counted: int = 0
 
     def train(self) -> Summary:
-        """Go on to the last step.
+        """Run until the last step.
 
         Raises:
-            FloatingPointError: gradients were not finite in `max_skipped` updates one after the other.
+            FloatingPointError: gradients were not finite in `max_skipped` successive updates.
             OSError: the last checkpoint could not be written.
         """
         config, folder = self.config, Path(self.config.out)
@@ -122,7 +122,7 @@ class Run:
                 if samples and self.sample is not None:
                     self.say(f"step {self.step} writes: {self.sample()!r}")
                 if measures or samples:
-                    self._since = time.perf_counter()  # neither is part of tokens/s
+                    self._since = time.perf_counter()  # measuring and sampling do not count in tokens/s
                 if self._due(config.save_every):
                     self._save(checkpoints)
                 self._warn(checkpoints.poll())
@@ -148,7 +148,7 @@ class Run:
         return self.pack(pieces, self.device.type == "cuda")
 
     def _update(self, batches: list[TrainBatch], lr: float) -> StepResult:
-        """Make an update from the micro-batches of all ranks, of which this one computes its own."""
+        """Make an update from the micro-batches of all ranks; this rank computes its own."""
         self.tokens += sum(batch.token_ids.numel() for batch in batches)
         if self.spread is None:
             there = [batch.to(self.device) for batch in batches]
@@ -159,11 +159,11 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this rank writes files and messages."""
         return self.spread is None or self.spread.mesh.rank == 0
 
     def _write(self, log: Log | Silent) -> dict[str, Any]:
-        """Read what the steps since the last time say of themselves, which waits for the device, and write it down."""
+        """Read the results of the steps since the last time, which waits for the device, and log them."""
         last: dict[str, Any] = {}
         numbers = [(entry, result.loss.item(), result.norm.item(), result.applied.item()) for entry, result in self._waiting]
         self._waiting.clear()
@@ -236,10 +236,10 @@ class Run:
 
 
 def resume(run: Run) -> bool:
-    """Go to where the last checkpoint of the run's folder is. Whether there was one.
+    """Return to the last checkpoint in the run's folder. Returns whether there was one.
 
     Raises:
-        ValueError: it is of a run with another config, or damaged; nothing was changed.
+        ValueError: it belongs to a run with another config, or is damaged; nothing was changed.
     """
     found = Checkpoints(Path(run.config.out), run.config.keep, run.config.save_async).latest()
     if found is None:
@@ -260,7 +260,7 @@ def resume(run: Run) -> bool:
 
 
 def save_whole(run: Run, folder: Path, tokenizer: Path | None) -> None:
-    """Save the model of all ranks as a Hugging Face folder."""
+    """Save the model, gathered from all ranks, as a Hugging Face folder."""
     spread = run.spread
     if spread is None:
         save_model(run.model, folder, tokenizer)
@@ -276,9 +276,9 @@ def save_whole(run: Run, folder: Path, tokenizer: Path | None) -> None:
 
 @torch.no_grad()
 def bits_per_byte(model: Model, held: Held, config: TrainConfig, device: torch.device) -> float:
-    """Bits that the model needs for a byte of held texts, in rows of the training's length; each token counts once.
+    """Bits per byte of held-out texts, in rows of the training's length; each token counts once.
 
-    (nats of the tokens / ln 2) / (tokens * bytes a token), over all of the texts with `eval_rows` 0, else over the first rows.
+    (nats of the tokens / ln 2) / (tokens * bytes per token), over all texts if `eval_rows` is 0, otherwise over the first rows.
     """
     length = config.row_tokens
     wanted = min(held.tokens, config.eval_rows * length) if config.eval_rows else held.tokens

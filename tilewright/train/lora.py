@@ -1,4 +1,4 @@
-"""An adapter to train: new beside a frozen model, or from a folder; and the folder that it becomes."""
+"""Creates the LoRA adapter to train, new or from a folder, and saves it."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ _LAYERS = (Linear, ExpertLinear)
 
 
 def empty_base(config: TrainConfig, shape: ModelConfig, dtype: torch.dtype) -> Model:
-    """The model that an adapter will stand beside, on "meta". Raises ValueError where a layer cannot have the base's format."""
+    """The frozen model for an adapter, on "meta". Raises ValueError if a layer cannot have the base's format."""
     model = empty_model(shape, device="meta", dtype=dtype)
     if (format := _BASE_FORMATS[config.lora_base]) is not None:
         quantize(model, format)
@@ -28,7 +28,7 @@ def empty_base(config: TrainConfig, shape: ModelConfig, dtype: torch.dtype) -> M
 
 
 def load_base(config: TrainConfig, device: torch.device, dtype: torch.dtype, planned: Model) -> Model:
-    """The same with its weights; each layer is quantised as soon as it is read. planned: what `empty_base` gave."""
+    """The same with weights; each layer is quantised as soon as it is read. planned: the result of `empty_base`."""
     format = _BASE_FORMATS[config.lora_base]
     chosen = set()
     if format is not None:
@@ -43,11 +43,11 @@ def load_base(config: TrainConfig, device: torch.device, dtype: torch.dtype, pla
 
 
 def adapter_config(config: TrainConfig) -> AdapterConfig:
-    """What a run says of its adapter; where it goes on from a folder, what stands there.
+    """The adapter's settings: those of the run, or if it continues from a folder, those in the folder.
 
     Raises:
         ModelError: the folder cannot be read.
-        ValueError: its rank is not the run's.
+        ValueError: its rank differs from the run's.
     """
     if config.lora_adapter is None:
         return AdapterConfig(
@@ -61,12 +61,13 @@ def adapter_config(config: TrainConfig) -> AdapterConfig:
 
 
 def adapted(config: TrainConfig, model: Model) -> Model:
-    """The model, frozen, with an adapter beside its layers that asks for gradients.
+    """The model, frozen, with a trainable adapter for its layers.
 
-    A new one begins as peft's: A uniform within 1 / sqrt(K) (drawn from the run's seed), B zero, so that nothing is added yet.
+    A new adapter is initialised as in peft: A uniform within 1 / sqrt(K) (drawn from the run's seed), B zero, so that it adds
+    nothing at first.
 
     Raises:
-        ModelError: the folder to go on from is damaged or of another model.
+        ModelError: the adapter's folder is damaged or for another model.
         ValueError: no layer has one of the names in `lora_targets`.
     """
     model.requires_grad_(False)
@@ -78,7 +79,7 @@ def adapted(config: TrainConfig, model: Model) -> Model:
         for pattern in config.lora_targets:
             if not AdapterConfig(rank=1, alpha=1.0, targets=(pattern,)).chosen(targets):
                 kinds = sorted({name.rpartition(".")[2] for name in targets})
-                raise ValueError(f"lora_targets has {pattern!r}, which is no layer; there are {', '.join(kinds)}")
+                raise ValueError(f"lora_targets has {pattern!r}, which matches no layer; there are {', '.join(kinds)}")
         generator = torch.Generator().manual_seed(config.seed)
         begin = partial(_new, generator, config.lora_rank)
         pairs = {name: Pair(*begin(targets[name].rows, targets[name].cols), settings.scale_of(name)) for name in chosen}
@@ -93,5 +94,5 @@ def _new(generator: torch.Generator, rank: int, rows: int, cols: int) -> tuple[T
 
 
 def save_trained(config: TrainConfig, model: Model, folder: Path) -> None:
-    """Save the adapter that was trained, for peft or for `tilewright serve`."""
+    """Save the trained adapter, for peft or for `tilewright serve`."""
     save_adapter(adapter_of(model, adapter_config(config)), folder)

@@ -1,4 +1,4 @@
-"""`train(config)`: from a config to a trained model in a folder."""
+"""`train(config)`: runs a whole training, from a config to a trained model in a folder."""
 
 import hashlib
 from collections import Counter
@@ -44,13 +44,13 @@ Render = Callable[[list[dict[str, Any]]], Marked]
 
 
 class Encoder:
-    """Texts -> tokens of documents: what the tokenizer puts around a text, and the end-of-text token behind it.
+    """Texts -> tokens of documents: with the tokens that the tokenizer adds, and an end-of-text token at the end.
 
     Args:
-        folder: with tokenizer.json, and tokenizer_config.json or config.json that name the end-of-text token.
+        folder: has tokenizer.json, and tokenizer_config.json or config.json with the name of the end-of-text token.
 
     Raises:
-        ModelError: there is no tokenizer.json, or it is none.
+        ModelError: there is no tokenizer.json, or it is invalid.
     """
 
     def __init__(self, folder: Path):
@@ -60,8 +60,8 @@ class Encoder:
         library = needed("tokenizers", "llm")
         try:
             self._backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises nothing narrower
-            raise ModelError(f"{path} is no tokenizer: {error}") from error
+        except Exception as error:  # the library does not raise anything more specific
+            raise ModelError(f"{path} is not a tokenizer: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -78,7 +78,7 @@ class Encoder:
         return ids[0] if ids else None
 
     def pair(self, prompt: str, answer: str) -> Marked:
-        """A prompt and its answer, which has a loss and ends with the end-of-text token."""
+        """A prompt and its answer; the answer has a loss and ends with the end-of-text token."""
         ends = [] if self.end is None else [self.end]
         before = self._backend.encode(prompt, add_special_tokens=True).ids
         before = before[:-1] if ends and before[-1:] == ends else before
@@ -98,7 +98,7 @@ def hash_of(path: Path) -> str:
 
 
 def tokenizer_folder(config: TrainConfig) -> Path | None:
-    """Where the tokenizer is; None for a shape without one. Raises ModelError where the folder cannot be found."""
+    """The folder of the tokenizer; None for a model shape without one. Raises ModelError if the folder cannot be found."""
     if config.tokenizer is not None:
         return resolve(config.tokenizer)
     return None if config.model in SHAPES else resolve(config.model)
@@ -108,18 +108,18 @@ def train(
     config: TrainConfig, *, render: Render | None = None, sampler: Callable[[Model], Callable[[], str]] | None = None,
     say: Callable[[str], None] = print,
 ) -> Summary:  # fmt: skip
-    """Train a model, or go on with a run that was stopped: with the last checkpoint in `config.out`.
+    """Train a model, or continue a stopped run from the last checkpoint in `config.out`.
 
-    Leaves checkpoints, log.jsonl, config.toml and, at the end, `model/`, a Hugging Face folder, or `adapter/`, a peft folder.
+    Writes checkpoints, log.jsonl, config.toml and at the end `model/`, a Hugging Face folder, or `adapter/`, a peft folder.
 
     Args:
         render: messages -> tokens with answers marked; needed for `config.chat`.
-        sampler: of the model, makes what writes a text with its weights as they are.
-        say: told how it goes, a line at a time.
+        sampler: model -> function that writes a text with the model's current weights.
+        say: called with progress messages, one line each.
 
     Raises:
-        FloatingPointError: gradients stayed not finite.
-        ModelError: the model cannot be had or trained.
+        FloatingPointError: gradients were not finite in too many successive updates.
+        ModelError: the model cannot be loaded or trained.
         OSError: files cannot be read or written.
         ValueError: the config contradicts the model, the data, the device, or the checkpoint.
     """
@@ -133,14 +133,14 @@ def train(
         empty = planned_model(config)
         lines = [str(plan_memory(config, empty, device))] if config.parallel == Plan() else plan_lines(config, empty, device)
         say("\n".join(lines))
-        # The first rank makes the shards, which the others find.
+        # The first rank makes the shards; the others find them.
         data, held = mesh.world.first(lambda: _data(config, shape.vocab_size, render, say))
         run = _run(config, mesh, device, data, held, sampler, say)
         if config.lora_dropout:
-            torch.manual_seed(config.seed)  # its masks are drawn from torch's generator, whose state a checkpoint has
+            torch.manual_seed(config.seed)  # for dropout masks; a checkpoint contains the generator's state
         if resume(run):
-            say(f"going on behind step {run.step}")
-        # Not earlier: where the config is refused, the file stays that of the run in the folder.
+            say(f"continuing after step {run.step}")
+        # Not earlier: if the config is refused, the file must remain that of the run in the folder.
         if mesh.rank == 0:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         summary = run.train()
@@ -178,7 +178,7 @@ def _run(
 def _data(
     config: TrainConfig, vocab_size: int, render: Render | None, say: Callable[[str], None]
 ) -> tuple[Mixture, Held | None]:
-    """The sources of a config, and what it measures on."""
+    """The data sources of a config, and the held-out texts."""
     if not config.data:
         raise ValueError("data is empty: name files of documents, or folders of token shards")
     home, at = Path(config.out) / "data", tokenizer_folder(config)
@@ -228,7 +228,7 @@ def _data(
 
 
 def _template_identity(folder: Path) -> str:
-    """Of the files that a chat template may stand in: conversations under another one are other tokens."""
+    """Hash of the files that may contain a chat template: with another template, conversations become other tokens."""
     files = (folder / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     return " ".join(hash_of(path) for path in files if path.is_file())
 

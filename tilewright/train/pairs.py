@@ -1,10 +1,10 @@
-"""Pairs of answers as training data: JSON lines -> token shards -> rows of whole pairs.
+"""Training data of answer pairs: JSON lines -> token shards -> rows of whole pairs.
 
     {"prompt": "text", "chosen": "text", "rejected": "text"}
     {"messages": [{"role": ..., "content": ...}, ...], "chosen": "text", "rejected": "text"}
 
-`prompt` may be such a list as well, and an answer a message, or a list of one; without either the answers are whole
-conversations that begin alike. Conversations are rendered by the model's chat template.
+`prompt` may also be a list of messages, and an answer a message or a list of one. Without prompt and messages, the answers are
+whole conversations with the same beginning. Conversations are rendered by the model's chat template.
 """
 
 import json
@@ -25,12 +25,12 @@ _WANTED = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 
 class Pairs:
-    """Rows of whole pairs, chosen and rejected in turns; position: pairs read.
+    """Rows of whole pairs, chosen and rejected alternating; position: pairs read.
 
     Args:
-        shards, answers: of chosen and rejected documents in turns, and their marks: 1 for tokens that are predicted.
-        seed: of the order of pairs in each epoch; None for that of the shards.
-        row_tokens: what the longest pair must fit into.
+        shards, answers: chosen and rejected documents, alternating, and their marks: 1 for tokens that are predicted.
+        seed: for the order of pairs in each epoch; None: the order of the shards.
+        row_tokens: length of a row, into which the longest pair must fit.
         name: for messages.
 
     Raises:
@@ -81,14 +81,14 @@ def pair_shards(
     paths: Sequence[Path], text: Callable[[str, str], Marked], render: Callable[[list[dict[str, Any]]], Marked] | None,
     vocab_size: int, home: Path, *, identity: str,
 ) -> tuple[TokenShards, TokenShards]:  # fmt: skip
-    """(tokens, marks of answers) of chosen and rejected documents in turns.
+    """(tokens, marks of answers) of chosen and rejected documents, alternating.
 
     Args:
-        text: (prompt, answer) -> tokens, the answer marked.
-        render: messages -> tokens by the chat template, what the assistant says marked; None where there is none.
+        text: (prompt, answer) -> tokens, with the answer marked.
+        render: messages -> tokens by the chat template, with the assistant's messages marked; None if there is no template.
 
     Raises:
-        ValueError: a line is no pair, or it has messages and there is no chat template; the message has its file and number.
+        ValueError: a line is not a pair, or has messages without a chat template; the message has file and line number.
     """
 
     def rows() -> list[Marked]:
@@ -102,7 +102,7 @@ Side = tuple[str, str] | list[dict[str, Any]]
 
 
 def _pairs(path: Path) -> Iterator[tuple[Side, str]]:
-    """Chosen and rejected of each line, with where they stand."""
+    """Chosen and rejected answer of each line, with their position in the file."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -147,5 +147,5 @@ def _marked(
     if render is None:
         raise ValueError(f"{where} has messages, which need the chat template of a model's tokenizer: name a folder with one")
     runs = render(side)
-    # Answers of the assistant within the prompt are no part of what is compared.
+    # Earlier answers of the assistant, in the prompt, are not compared.
     return [(ids, answer and index == len(runs) - 1) for index, (ids, answer) in enumerate(runs)]

@@ -1,11 +1,11 @@
-"""Learning from pairs of a chosen and a rejected answer, without a reward model.
+"""Preference learning from pairs of a chosen and a rejected answer, without a reward model.
 
-    r = [log p(chosen) - log p(rejected)] - [the same of the reference],   of whole answers, prompts aside
+    r = [log p(chosen) - log p(rejected)] - [the same for the reference],   for whole answers without prompts
     dpo   -(1 - s) log sigmoid(beta r) - s log sigmoid(-beta r)       (Rafailov et al., "DPO", 2023; s: Mitchell, "cDPO", 2023)
     ipo   (r - 1 / (2 beta))^2                                        (Azar et al., "IPO", 2023)
 
-The reference is the model as it was: of an adapter its base, by leaving the adapter out; else a second, frozen model. A pair is
-two documents of a batch, one after the other, so a batch's loss is a sum over pairs, however they are cut into micro-batches.
+The reference is the original model: for an adapter the model without it, otherwise a second, frozen model. A pair is two
+successive documents of a batch, so a batch's loss is a sum over pairs, however they are divided into micro-batches.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ __all__ = ["Preference", "answer_logprobs", "pack_pairs", "preference_losses"]
 
 
 def pack_pairs(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
-    """`pack` of pieces that are chosen and rejected in turns; what a loss is divided by is the number of pairs."""
+    """`pack` for alternating chosen and rejected pieces; losses are divided by the number of pairs."""
     return replace(pack(pieces, pin), n_targets=len(pieces) // 2)
 
 
 def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValues) -> Tensor:
-    """[documents] float64: the log-probability of each document's targets together. Differentiable.
+    """[documents] float64: the log-probability of all targets of each document. Differentiable.
 
     Raises:
         TypeError: as `plain_head`.
@@ -43,7 +43,7 @@ def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValu
 
 
 def preference_losses(kind: str, r: Tensor, *, beta: float, smoothing: float) -> Tensor:
-    """The loss of each pair by its r [pairs]; kind: "dpo" or "ipo", which has no smoothing."""
+    """The loss of each pair from r [pairs]; kind: "dpo" or "ipo" (which has no smoothing)."""
     if kind == "ipo":
         return (r - 1 / (2 * beta)) ** 2
     return -(1 - smoothing) * F.logsigmoid(beta * r) - smoothing * F.logsigmoid(-beta * r)
@@ -55,9 +55,9 @@ class Preference:
     Args:
         kind: "dpo" or "ipo".
         beta, smoothing: as above.
-        reference: the model as it was; None: the model without its adapters.
-        deterministic: whether the same batch must give the same gradients every time.
-        replicas: that see other pairs of the same updates.
+        reference: the original model; None: the model without its adapters.
+        deterministic: the same batch always gives the same gradients.
+        replicas: ranks with other pairs of the same updates.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Preference:
         return preference_losses(self.kind, r, beta=self.beta, smoothing=self.smoothing).sum().float()
 
     def measures(self) -> dict[str, float]:
-        """Of the pairs since the last call, each seen before its update: the mean of beta r, the reward of the chosen answer
-        above that of the rejected one, and the share of pairs in which it is above 0. Waits for the device."""
+        """Results for the pairs since the last call, each computed before its update: the mean of beta r (the reward of the
+        chosen minus that of the rejected answer), and the share of pairs with a positive one. Waits for the device."""
         if not self._seen:
             return {}
         r = torch.cat(self._seen).double()

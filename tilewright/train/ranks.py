@@ -1,4 +1,4 @@
-"""A run on many ranks: is its plan right for its model, joining the ranks, and what a rank has of the run."""
+"""Runs on many ranks: checks the plan against the model, connects the ranks, and gives each its part."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ _LOST_S = 25.0
 
 
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError, one sentence, where the plan does not fit the model or the run."""
+    """Raise ValueError if the plan does not fit the model or the run."""
     plan = config.parallel
     if config.lora_rank:
         _check_adapter(config)
@@ -43,21 +43,21 @@ def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     )  # fmt: skip
     cut = plan.alone() != Plan() or plan.pp > 1
     if config.sample_every and (cut or plan.zero == 3):
-        raise ValueError("parallel: sample_every writes with a whole model, and this plan cuts it; set sample_every to 0")
+        raise ValueError("parallel: sample_every needs the whole model, and this plan divides it; set sample_every to 0")
     if config.eval_data is not None and (plan.pp > 1 or plan.sp or plan.chunks > 1):
-        raise ValueError("parallel: eval_data is not measured where pp, sp or cp cut layers or tokens; leave eval_data out")
+        raise ValueError("parallel: eval_data cannot be measured if pp, sp or cp divide layers or tokens; leave eval_data out")
 
 
 def _check_adapter(config: TrainConfig) -> None:
     plan = config.parallel
     if plan.alone() != Plan() or plan.pp > 1 or plan.ep > 1 or plan.zero > 2:
-        raise ValueError("parallel: an adapter is trained on replicas of a frozen model: take dp, and zero 1 or 2, alone")
+        raise ValueError("parallel: an adapter is trained on replicas of a frozen model: use only dp, and zero 1 or 2")
     if config.lora_dropout and plan.ranks > 1:
-        raise ValueError("parallel: lora_dropout draws its masks pass by pass, and ranks make other passes; set it to 0")
+        raise ValueError("parallel: lora_dropout would draw other masks on each rank; set it to 0")
 
 
 def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
-    """The device of this process: with several cards the one of its place on the machine."""
+    """The device of this process: with several cards, the one with its local rank."""
     place = launched() if config.parallel.ranks > 1 else None
     if place is None or device.type != "cuda" or (config.device or "").startswith("cuda:"):
         return device
@@ -70,11 +70,11 @@ def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
 
 @contextmanager
 def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
-    """The ranks of the run, met. When one dies inside, the others end with a message that names it.
+    """The mesh of connected ranks. If one of them dies inside, the others end with a message that names it.
 
     Raises:
         ConnectionError: another rank is gone.
-        ValueError: not as many ranks were started as the plan takes.
+        ValueError: the number of ranks that were started differs from the plan's.
     """
     plan = config.parallel
     if plan.ranks == 1:
@@ -83,11 +83,11 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
     place = launched()
     if place is None:
         raise ValueError(
-            f"parallel takes {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
+            f"parallel needs {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
             "torchrun on several"
         )
     if place.world != plan.ranks:
-        raise ValueError(f"parallel takes {plan.ranks} ranks ({plan}), and {place.world} were started")
+        raise ValueError(f"parallel needs {plan.ranks} ranks ({plan}), and {place.world} were started")
     store, _, _ = next(iter(rendezvous("env://")))
     watch = Watch(place.address, place.port, place.rank, place.world)
     try:
@@ -102,7 +102,7 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
 
 
 def _explained(error: Exception, watch: Watch, place: Launched) -> Exception:
-    """What ended a rank: mostly another one that is gone, which this one has noticed in an exchange."""
+    """The error to report for a rank: usually another rank is gone, and this one noticed it in an exchange."""
     words = watch.verdict(_LOST_S)
     if words is not None:
         return ConnectionError(f"rank {place.rank} ends: {words}")
@@ -111,7 +111,7 @@ def _explained(error: Exception, watch: Watch, place: Launched) -> Exception:
 
 
 def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
-    """This rank's share of a run; None for one process that adds up in the order that comes first."""
+    """This rank's part of a run; None for one process that sums in the default order."""
     plan, tree = config.parallel, config.accumulate == "tree"
     if plan == Plan() and not tree:
         return None
@@ -126,10 +126,10 @@ def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
 
 
 def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
-    """What the plan takes, for people: bytes of the ranks at each place along pp, and idle time. `model` may be on "meta".
+    """What the plan needs, as text: bytes of ranks at each stage of pp, and idle time. `model` may be on "meta".
 
     Raises:
-        ValueError: the plan cannot cut this model, or a rank needs more than its card has.
+        ValueError: the plan cannot divide this model, or a rank needs more memory than its card has.
     """
     plan, shape = config.parallel, model.config
     if (why := refusal(model, plan)) is not None:
@@ -145,7 +145,7 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
             micro_batches=config.micro_batches, tree=config.accumulate == "tree", tokens=config.row_tokens * config.micro_rows,
             cut_width=2 * (q + 2 * kv) + q + feed_forward_numbers(shape), whole_width=6 * shape.hidden_size + q,
         )  # fmt: skip
-        if config.loss != "next-token":  # the reference, whole on each rank
+        if config.loss != "next-token":  # the reference model is complete on each rank
             need = replace(need, weights=need.weights + weight_bytes_of(model))
         where = f"a rank at place {stage} of pp" if plan.pp > 1 else "a rank"
         found.append(f"memory of {where}: {need}")
@@ -166,4 +166,4 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
 
 
 def quiet(words: str) -> None:
-    """Say nothing: what a rank other than the first does."""
+    """Print nothing; used by all ranks except the first."""

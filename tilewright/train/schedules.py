@@ -1,8 +1,8 @@
-"""Learning rates over time: pure functions of the step.
+"""Learning rate schedules: pure functions of the step.
 
-step     0 for the first update; at or behind `steps` the last value holds
-warmup   steps of linear growth up to `peak`: step s of them has peak (s + 1) / warmup, so none has a rate of zero
-floor    the rate at the end, behind the last step
+step     0 for the first update; from `steps` on the last value is used
+warmup   steps in which the rate grows linearly to `peak`: step s has peak (s + 1) / warmup, so no rate is zero
+floor    the rate at the end, after the last step
 """
 
 import math
@@ -11,7 +11,7 @@ __all__ = ["SCHEDULES", "constant", "cosine", "linear", "warmup_stable_decay"]
 
 
 def constant(step: int, *, steps: int, warmup: int = 0, peak: float, floor: float = 0.0) -> float:
-    """Warm-up, then `peak` for ever; `floor` is not reached."""
+    """Warm-up, then `peak` forever; `floor` is not used."""
     _check(step, steps, warmup, peak, floor)
     return _warm(step, warmup, peak)
 
@@ -35,12 +35,12 @@ def cosine(step: int, *, steps: int, warmup: int = 0, peak: float, floor: float 
 def warmup_stable_decay(
     step: int, *, steps: int, warmup: int = 0, decay: int | None = None, peak: float, floor: float = 0.0
 ) -> float:  # fmt: skip
-    """Warm-up, `peak`, and a line down to `floor` over the last `decay` steps, a tenth of all by default.
+    """Warm-up, `peak`, and a line down to `floor` over the last `decay` steps, by default a tenth of all.
 
-    Hu et al., "MiniCPM", 2024: a run can go on from where it was stable, whatever number of steps was planned.
+    Hu et al., "MiniCPM", 2024: a run can continue from its stable phase, whatever number of steps was planned.
 
     Raises:
-        ValueError: warm-up and decay are longer than the run together, or a value makes no sense.
+        ValueError: warm-up and decay together are longer than the run, or a value is invalid.
     """
     decay = steps // 10 if decay is None else decay
     _check(step, steps, warmup, peak, floor)
@@ -60,7 +60,7 @@ def _warm(step: int, warmup: int, peak: float) -> float:
 
 
 def _share(step: int, start: int, end: int) -> float:
-    """How much of the way from `start` to `end` lies behind: 0 to 1."""
+    """The covered share of the way from `start` to `end`: 0 to 1."""
     if step < start:
         return 0.0
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0

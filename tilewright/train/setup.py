@@ -1,4 +1,4 @@
-"""From a config to what a run consists of: the model, its optimizer, learning rates, and what they will take and cost."""
+"""Builds the parts of a run from its config: model, optimizer, learning rates, and predictions of memory and cost."""
 
 import math
 from collections.abc import Mapping
@@ -52,16 +52,16 @@ __all__ = [
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
-"""Of the moments, for each parameter. Muon's embedding and head have AdamW's."""
+"""Bytes of the moments per parameter. Muon's embedding and head have AdamW's."""
 
 
 def device_for(config: TrainConfig) -> torch.device:
-    """Where a run computes. Raises ValueError where there is no such device."""
+    """The device of a run. Raises ValueError if it does not exist."""
     return default_device() if config.device is None else chosen_device(config.device)
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device that a config names. Raises ValueError where there is none."""
+    """The device that a config names. Raises ValueError if it does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -72,11 +72,11 @@ def chosen_device(name: str) -> torch.device:
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """The shape of the model, checked against what the run asks of it.
+    """The shape of the model, checked against the run.
 
     Raises:
         ModelError: the model cannot be found, or training it is not supported.
-        ValueError: rows are longer than its positions, or weights are asked for of a shape that has none.
+        ValueError: rows are longer than its positions, or weights are wanted for a shape that has none.
     """
     named = SHAPES.get(config.model)
     if named is not None and config.init == "load":
@@ -85,22 +85,22 @@ def model_config(config: TrainConfig) -> ModelConfig:
     if found.latent is not None or (found.experts is not None and found.experts.clamped is not None):
         raise ModelError(f"{found.architecture}: training latent attention or clamped experts is not supported yet")
     if found.experts is not None and config.optimizer == "muon":
-        raise ValueError("muon takes a matrix as a whole, and those of the experts are stacked: take adamw")
+        raise ValueError("muon needs whole matrices, and those of the experts are stacked: use adamw")
     if found.quantization is not None:
         raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
     if config.row_tokens > found.max_position_embeddings:
         most = found.max_position_embeddings
-        raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions: at most {most}")
+        raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions; wanted at most {most}")
     return found
 
 
 def dtype_of(config: TrainConfig) -> torch.dtype:
-    """Of weights and products."""
+    """Dtype of weights and products."""
     return _DTYPES[config.dtype]
 
 
 def planned_model(config: TrainConfig) -> Model:
-    """What `build_model` will make, on "meta". Errors as those of `build_model`."""
+    """The model that `build_model` will make, on "meta". Raises as `build_model`."""
     shape, dtype = model_config(config), _DTYPES[config.dtype]
     if config.lora_rank:
         return adapted(config, empty_base(config, shape, dtype))
@@ -108,11 +108,11 @@ def planned_model(config: TrainConfig) -> Model:
 
 
 def build_model(config: TrainConfig, device: torch.device) -> Model:
-    """The model with weights that ask for gradients: its own, or those of an adapter beside it.
+    """The model with trainable weights: its own, or those of an adapter.
 
     Raises:
-        ModelError: as `model_config`; an adapter's folder is damaged or of another model.
-        ValueError: as `model_config`; an adapter's sizes or targets contradict the model.
+        ModelError: as `model_config`; or an adapter's folder is damaged or for another model.
+        ValueError: as `model_config`; or an adapter's sizes or targets contradict the model.
     """
     shape, dtype = model_config(config), _DTYPES[config.dtype]
     if config.lora_rank:
@@ -128,7 +128,7 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
 
 
 def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, torch.Tensor] | None = None) -> Optimizer | Muon:
-    """The optimizer, which takes the memory of the weights over: the model's, or those that are given in their place."""
+    """The optimizer, which replaces the memory of the weights: the model's, or the given ones."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
     if config.mup_base is not None:
         rules = _mup(config, model.config)
@@ -145,9 +145,9 @@ def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, tor
 
 
 def build_objective(config: TrainConfig, device: torch.device, replicas: Ranks = ALONE) -> Objective:
-    """What is minimised. Preferences without an adapter compare with a second, frozen model, which is loaded here.
+    """The objective to minimise. Preferences without an adapter need a second, frozen model, which is loaded here.
 
-    replicas: that have other micro-batches of the same updates.
+    replicas: ranks with other micro-batches of the same updates.
     """
     if config.loss == "next-token":
         return NextToken(z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic)
@@ -164,18 +164,18 @@ def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Of the update behind `step` others."""
+    """The learning rate of the update after `step` others."""
     more: dict[str, Any] = {"decay": config.decay} if config.schedule == "wsd" else {}
     rate = SCHEDULES[config.schedule]
     return rate(step, steps=config.steps, warmup=config.warmup, peak=config.lr, floor=config.lr_floor, **more)
 
 
-# ---- what it takes
+# ---- memory and cost
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the device, by formula: nothing was allocated for it."""
+    """Predicted bytes on the device; nothing is allocated for this."""
 
     weights: int
     gradients: int
@@ -183,11 +183,11 @@ class MemoryPlan:
     activations: int
     logits: int
     available: int | None
-    """None on a CPU."""
+    """Memory of the device; None for a CPU."""
 
     @property
     def total(self) -> int:
-        """At the peak."""
+        """Bytes at the peak."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ class MemoryPlan:
 
 
 def feed_forward_numbers(shape: ModelConfig) -> int:
-    """Numbers a token that backward passes read of a feed-forward layer; of a mixture, for each expert that a token has."""
+    """Numbers per token that backward passes read in a feed-forward layer; in a mixture, for each expert of a token."""
     if shape.experts is None:
         return 3 * shape.intermediate_size
     one = 3 * shape.experts.inner + 2 * shape.hidden_size
@@ -206,7 +206,7 @@ def feed_forward_numbers(shape: ModelConfig) -> int:
 
 
 def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> MemoryPlan:
-    """What a step takes. `model` may be on "meta".
+    """The memory of a step. `model` may be on "meta".
 
     Raises:
         ValueError: more than the device has; the message says what to lower.
@@ -215,19 +215,19 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
     count, item = sum(p.numel() for p in trainable(model).values()), _DTYPES[config.dtype].itemsize
     frozen = weight_bytes_of(model) - sum(p.nbytes for p in trainable(model).values())
     if config.loss != "next-token" and not config.lora_rank:
-        frozen += count * item  # the reference
+        frozen += count * item  # the reference model
     tokens = config.row_tokens * config.micro_rows
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    # What backward passes read, a token and layer: both norms' inputs, the stream and outputs; q, k, v before and behind the
-    # rotation, what attention gives; gate, up and their product.
+    # Values that backward passes read, per token and layer: both norms' inputs, the stream and outputs; q, k, v before and
+    # after the rotation, the result of attention; gate, up and their product.
     layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + feed_forward_numbers(shape)
     accumulated = 4 if config.micro_batches > 1 else 0
     if config.graphs and config.micro_batches > 1:
-        accumulated += item  # a copy, before the next pass overwrites them
+        accumulated += item  # a copy, made before the next pass overwrites them
     if config.accumulate == "tree":
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
     chunk = min(tokens, max(2048, shape.hidden_size))
-    kept = 0 if config.compute == "dtype" else sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)  # codes of w^T
+    kept = 0 if config.compute == "dtype" else sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)  # float8 w^T
     plan = MemoryPlan(
         weights=count * item + frozen,
         gradients=count * (item + accumulated),
@@ -243,11 +243,11 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Operations for a token, forward and backward, of products and attention; a multiplication with its addition is two.
+    """Operations per token, forward and backward, of products and attention; a multiply-add is two.
 
-    causal: attention to half of the row, what is computed at most; documents shorter than a row need less.
-    full: attention to the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
-    peak: operations a second that the devices of a run can do by their data sheet or measurement; None for CPUs.
+    causal: with attention to half of the row, which is the most that is computed; documents shorter than a row need less.
+    full: with attention to the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
+    peak: operations per second of the run's devices, by data sheet or measurement; None for CPUs.
     """
 
     causal: float
@@ -255,25 +255,25 @@ class Costs:
     peak: float | None
 
     def mfu(self, tokens_per_s: float) -> dict[str, float]:
-        """The share of the peak that this speed is, in both conventions; nothing on a CPU."""
+        """The share of the peak at this speed, in both conventions; empty on a CPU."""
         if self.peak is None:
             return {}
         return {"mfu_causal": self.causal * tokens_per_s / self.peak, "mfu_full": self.full * tokens_per_s / self.peak}
 
 
 def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
-    """By the model's shape and the length of a row. A frozen matrix has no gradient of its own: 4 operations a token, not 6."""
+    """Costs by the model's shape and the length of a row. A frozen matrix has no gradient: 4 operations per token, not 6."""
     shape = model.config
     matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("embed.")}
     if shape.tie_word_embeddings:
         matrices["head"] = model.embed.weight
-    # A token meets a few of the experts.
+    # Each token uses only a few of the experts.
     share = 1.0 if shape.experts is None else shape.experts.routing.chosen / shape.experts.routing.experts
     met = {name: p.numel() * (share if ".ffn.experts_" in name else 1) for name, p in matrices.items()}
     codes = sum(module.shape.numel() for module in model.modules() if isinstance(module, QuantizedWeight))
     frozen = codes + sum(met[name] for name, p in matrices.items() if not p.requires_grad)
     trained = sum(met[name] for name, p in matrices.items() if p.requires_grad)
-    passes = 2 if config.loss != "next-token" else 0  # the reference's, forward alone
+    passes = 2 if config.loss != "next-token" else 0  # forward pass of the reference model
     products = (6 + passes) * trained + (4 + passes) * frozen
     width = shape.num_attention_heads * shape.head_dim
     seen = [min(config.row_tokens, window or config.row_tokens) for window in shape.windows]

@@ -1,11 +1,12 @@
-"""One step of training, as the maths say it.
+"""One step of training, as defined mathematically.
 
     loss  = (sum of the losses of all targets of all micro-batches) / (number of targets)
     grads = d loss / d weights,  summed over micro-batches by `sum_of`
-    weights, moments = optimizer(grads, lr)          clips by the global norm, and skips what is not finite, on the device
+    weights, moments = optimizer(grads, lr)          clips by the global norm and skips gradients that are not finite, on the
+    device
 
-Nothing waits for the device. How often micro-batches are cut, and which rank computes which, changes only the order of sums;
-`tree_sum` makes that order a function of the number of micro-batches alone.
+Nothing waits for the device. The number of micro-batches and their distribution over ranks affect only the order of sums;
+`tree_sum` makes that order depend only on the number of micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ __all__ = [
 
 
 class Objective(Protocol):
-    """What is minimised. `keys_values`: what it hands to the attention layers of the model."""
+    """A loss to minimise. `keys_values`: the value that it passes to the model's attention layers."""
 
     keys_values: PackedKeysValues
 
@@ -49,7 +50,7 @@ class Objective(Protocol):
         ...
 
     def measures(self) -> dict[str, float]:
-        """What else is worth writing down of the batches since the last call; may wait for the device."""
+        """Further results for the log, about the batches since the last call; may wait for the device."""
         ...
 
 
@@ -58,23 +59,23 @@ SumOf = Callable[[Iterable[list[Tensor]]], list[Tensor]]
 
 
 class StepResult(NamedTuple):
-    """What a step says of itself, on the device."""
+    """The result of a step, on the device."""
 
     loss: Tensor
-    """Mean over the step's targets before the update, nats (float32, 0-dim); with what the objective adds to it."""
+    """Mean over the step's targets before the update, nats (float32, 0-dim), including what the objective adds."""
     norm: Tensor
-    """Of all gradients together, before clipping."""
+    """Norm of all gradients together, before clipping."""
     applied: Tensor
-    """1, or 0 where the norm was not finite and no weight was changed."""
+    """1, or 0 if the norm was not finite and no weight was changed."""
 
 
 class NextToken:
-    """Cross-entropy of the next token; the logits of a batch are never whole in memory.
+    """Cross-entropy of the next token; the logits of a batch are never stored completely.
 
     Args:
         z_loss: adds z_loss * (log of the softmax's sum)^2 to each loss (Chowdhery et al., "PaLM", 2022).
-        label_smoothing: the share of the target that all tokens have in equal parts.
-        deterministic: whether the same batch must give the same gradients every time.
+        label_smoothing: the share of the target that is spread evenly over all tokens.
+        deterministic: the same batch always gives the same gradients.
     """
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, deterministic: bool = False):
@@ -95,29 +96,29 @@ class NextToken:
         )  # fmt: skip
 
     def measures(self) -> dict[str, float]:
-        """Nothing: the loss says it."""
+        """Nothing besides the loss."""
         return {}
 
 
 def plain_head(model: Model) -> Tensor:
-    """The head's weight, for a loss that makes the logits itself. Raises TypeError where they are more than a product."""
+    """The head's weight, for a loss that computes the logits itself. Raises TypeError if they are more than a product."""
     head = model.head.weight
     if not isinstance(head, Tensor):
-        raise TypeError("the head is quantised, and a loss has no gradient through it: leave lm_head as it is")
+        raise TypeError("the head is quantised, and a loss has no gradient through it: do not quantise lm_head")
     if model.config.logit_softcap is not None:
-        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss is of plain ones: set it to null")
+        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss needs plain ones: set it to null")
     return head
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that ask for gradients, by name; a tied one once."""
+    """The trainable parameters by name; a tied parameter occurs once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def loss_and_grads(
     model: Model, objective: Objective, batches: Sequence[TrainBatch], n_targets: int
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """(loss, gradient of each of `trainable(model)`) of each micro-batch, as parts of the mean over `n_targets`."""
+    """(loss, gradient of each of `trainable(model)`) for each micro-batch, as parts of the mean over `n_targets`."""
     weights = list(trainable(model).values())
     for batch in batches:
         loss = objective(model, batch) / n_targets
@@ -125,14 +126,14 @@ def loss_and_grads(
 
 
 Passes = Callable[[Model, Objective, Sequence[TrainBatch], int], Iterable[list[Tensor]]]
-"""`loss_and_grads`, or what computes the same: `train.captured`."""
+"""`loss_and_grads`, or an equivalent: `train.captured`."""
 
 
 def train_step(
     model: Model, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf,
     passes: Passes = loss_and_grads,
 ) -> StepResult:  # fmt: skip
-    """Update the weights once, from all of `batches` together. Raises ValueError where there are no targets."""
+    """Update the weights once, from all of `batches` together. Raises ValueError if there are no targets."""
     n_targets = sum(batch.n_targets for batch in batches)
     if not n_targets:
         raise ValueError("train_step: no position of this step's batches has a target; check what the data masks")
@@ -144,7 +145,7 @@ def train_step(
 def spread_step(
     spread: Spread, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], n_targets: int, lr: float, objective: Objective
 ) -> StepResult:
-    """`train_step` of one of many ranks: `batches` are its own, `n_targets` are those of all. Raises ValueError for none."""
+    """`train_step` on one of many ranks: `batches` are its own, `n_targets` counts all ranks. Raises ValueError if it is 0."""
     if not n_targets:
         raise ValueError("spread_step: no position of this step's batches has a target; check what the data masks")
 

@@ -1,1 +1,1 @@
-"""How a kernel's free choices are described and made."""
+"""Tuning: the configs of kernels, measuring them, the database of measurements, and choosing from it at run time."""

@@ -1,9 +1,10 @@
-"""What a search may choose from: every implementation that takes a problem, every config of its space, the best guess first.
+"""The candidates of a search: each implementation that accepts a problem, with each config of its space, best guess first.
 
-A config counts when its certificate says that it compiles without spilling registers; where an implementation has no
-certificate for the card, every config does. Order is the analytical model's where it can tell, else nearness to the default.
+A config is a candidate if its certificate says that it compiles without spilling registers. If an implementation has no
+certificate for the card, all its configs are candidates. The order is that of the analytical model if it has a prediction;
+otherwise it is by distance from the default config.
 
-Operations are `tilewright.op`'s, which this module may not import.
+This module may not import `tilewright.op`; operators are arguments.
 """
 
 import math
@@ -23,7 +24,7 @@ from tilewright.tune.unmeasured import rank
 __all__ = ["Candidate", "Key", "Task", "candidates", "order"]
 
 Key = tuple[str, str]
-"""Implementation, and config as canonical JSON."""
+"""Implementation name, and config as canonical JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +34,27 @@ class Task:
     op: Any
     """A `tilewright.op.Op`."""
     dims: Mapping[str, Any]
-    """What `op.make` got."""
+    """The dimensions that `op.make` was called with."""
     args: tuple[Any, ...]
-    """What it made, on meta tensors."""
+    """The arguments that it made, on meta tensors."""
     device: Device
     refused: Mapping[str, str]
-    """Implementation -> why it does not take the problem there, in the scope that is tuned for."""
+    """Implementation -> why it refuses the problem on this card, in the scope of the tuning."""
     invariant: bool = False
 
     @cached_property
     def problem(self) -> Any:
-        """The summary that choosing looks at."""
+        """The summary that choices depend on."""
         return self.op.problem(*self.args)
 
     @cached_property
     def problem_text(self) -> str:
-        """The same, as rows have it."""
+        """The same as text, as in rows of the database."""
         return problem_json(self.problem)
 
     @cached_property
     def impls(self) -> dict[str, Any]:
-        """Those that take the problem, by name, best first."""
+        """The implementations that accept the problem, by name, best first."""
         return {impl.name: impl for impl in self.op.impls if impl.name not in self.refused}
 
     @cached_property
@@ -63,12 +64,12 @@ class Task:
 
     @cached_property
     def plain_dims(self) -> dict[str, Any]:
-        """The dimensions as JSON has them: a dtype by its name."""
+        """The dimensions as JSON values: a dtype is its name."""
         return {k: v if isinstance(v, bool | int | float | str | None) else _name(v) for k, v in self.dims.items()}
 
     @property
     def words(self) -> list[str]:
-        """The dimensions as a command line has them."""
+        """The dimensions as words of a command line."""
         return [f"{name}={'none' if value is None else value}" for name, value in self.plain_dims.items()]
 
     def __str__(self) -> str:
@@ -86,19 +87,19 @@ class Candidate:
     impl: Any
     config: Config
     kept: bool
-    """Measured whatever the model thinks: what a program would run untuned, and what has nothing to choose (a library)."""
+    """Always measured, whatever the model predicts: the config of an untuned program, and libraries, which have one config."""
     facts: ConfigFacts | None
-    """From the certificate; None where that is silent."""
+    """From the certificate; None if it has no entry."""
     predicted_us: float | None = None
 
     @property
     def key(self) -> Key:
-        """Equal for equal candidates only."""
+        """A key that differs between different candidates."""
         return self.impl.name, canonical(dict(self.config))
 
 
 def candidates(task: Task) -> tuple[list[Candidate], Counter[str]]:
-    """(what may be measured, in the order of the spaces; why how many others may not)."""
+    """(candidates in the order of the spaces, reason -> number of configs that are excluded)."""
     found: list[Candidate] = []
     dropped: Counter[str] = Counter()
     for place, impl in enumerate(task.impls.values()):
@@ -116,7 +117,7 @@ def candidates(task: Task) -> tuple[list[Candidate], Counter[str]]:
 
 
 def _fault(facts: ConfigFacts | None, certified: bool) -> str | None:
-    """Why a config is not worth a measurement, by its certificate."""
+    """Why a config is not worth a measurement, from its certificate; None if it is."""
     if facts is None:
         return "not certified" if certified else None
     if facts.error is not None:
@@ -125,10 +126,10 @@ def _fault(facts: ConfigFacts | None, certified: bool) -> str | None:
 
 
 def order(task: Task, found: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with the model's prediction, those that are kept first, then those that should be fastest.
+    """The candidates with the model's predictions: those that must be measured first, then those that should be fastest.
 
-    What cannot be predicted comes after what can, by how far it is from its default; of an implementation without any
-    prediction that default is kept. Raises ValueError for a card of which no ceilings are known.
+    Candidates without a prediction come last, by distance from their default. If an implementation has no predictions at all,
+    its default must be measured. Raises ValueError for a card without known ceilings.
     """
     ranking = rank(task.op.name, task.device, task.problem, task.args, tuple(task.impls.values()))
     seconds = {(r.impl.name, canonical(dict(r.config))): r.seconds for r in ranking}

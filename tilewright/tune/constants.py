@@ -1,6 +1,6 @@
-"""What the analytical model knows of an architecture beyond its ceilings: one table, fitted, with where it comes from.
+"""Constants of the analytical model for each family of architectures, besides the ceilings of a card, with their source.
 
-Times are seconds; rates are of one SM, or of one warp; shares are of a ceiling (`tilewright.hw.ceilings`).
+Times are seconds; rates are of one SM or one warp; shares are of a ceiling (`tilewright.hw.ceilings`).
 """
 
 from typing import NamedTuple
@@ -9,56 +9,56 @@ __all__ = ["CONSTANTS", "Constants", "constants_of"]
 
 
 class Constants(NamedTuple):
-    """The formula's numbers for a family of architectures."""
+    """The constants of the formula for a family of architectures."""
 
     source: str
-    """Where they come from; "fitted ..." only if to measurements on such a card."""
+    """The source; "fitted ..." only if they were fitted to measurements on such a card."""
     warpgroup_rows: int
-    """Rows of a tile from which on the tensor cores take it by warpgroups; 0 where they have no such instruction."""
+    """Rows of a tile from which tensor cores are used by warpgroups; 0 if the architecture has no such instruction."""
     launch_s: float
-    """A launch in a graph that does nothing."""
+    """An empty launch in a graph."""
     start_s: float
-    """A block's start: its first answer from memory."""
+    """A block's start, until its first data arrive from memory."""
     round_s: float
     """One of `Work.rounds`."""
     latency_s: float
-    """A round trip to memory, under load."""
+    """A round trip to memory under load."""
     step_s: float
-    """What a step costs beyond: a barrier, the loop."""
+    """The fixed cost of a step: a barrier, the loop."""
     chain_s: float
     """One of `Work.chain`."""
     fetch: float
-    """Bytes a second between L2 and one SM."""
+    """Bytes per second between L2 and one SM."""
     operations: float
-    """Elementwise operations a second of one SM."""
+    """Elementwise operations per second of one SM."""
     load: float
-    """Operations that a thread's load counts as."""
+    """The number of operations that one load of a thread counts as."""
     warp_fetch: float
-    """Bytes a second that one warp's loads into registers bring."""
+    """Bytes per second that the loads of one warp bring into registers."""
     warp_operations: float
-    """Elementwise operations a second of one warp."""
+    """Elementwise operations per second of one warp."""
     warpgroup: float
     """Share of the tensor cores' ceiling that warpgroup instructions reach."""
     warp: float
-    """Share that instructions of a warp reach with a large tile."""
+    """Share that warp instructions reach with a large tile."""
     warp_tile: float
-    """Elements of a tile, a warp, at which they reach half of that."""
+    """Elements of a tile per warp with which they reach half of that share."""
     memory: float
     """Share of `Ceilings.read` that a kernel reaches."""
     serial: float
-    """Share of the smaller of two, the bytes from memory and the work of the SMs, that the larger does not hide."""
+    """Of two times, the bytes from memory and the work of the SMs: the share of the shorter that the longer does not hide."""
     spill: float
-    """By how much a step slows down for each KB that a thread spills."""
+    """Slowdown of a step for each KB that a thread spills."""
     hidden: float
     """Share of a block's start and end that other blocks of its SM hide."""
     library: float
     """Share of the arithmetic ceiling that the vendor's library reaches."""
     library_narrow: float
-    """The same where rows do not start at 16 bytes."""
+    """The same if rows do not start at multiples of 16 bytes."""
     library_narrow_memory: float
-    """Share of `Ceilings.read` that it reaches there."""
+    """Share of `Ceilings.read` that the library reaches in that case."""
     library_s: float
-    """What it needs beyond, a launch."""
+    """Its additional fixed time per launch."""
 
 
 # Written by scripts/fit_model.py.
@@ -96,11 +96,11 @@ CONSTANTS = {
     100: _SM90._replace(source=_SCALED),
     120: _SM90._replace(source=_SCALED, warpgroup_rows=0),
 }
-"""By family: the first architecture that it holds for, up to the next."""
+"""By family: the first architecture to which the constants apply, up to the next family."""
 
 
 def constants_of(arch: int) -> Constants:
-    """The constants of `sm_<arch>`. Raises ValueError for one older than all families."""
+    """The constants of `sm_<arch>`. Raises ValueError for an architecture older than all families."""
     family = max((known for known in CONSTANTS if known <= arch), default=None)
     if family is None:
         raise ValueError(f"the model knows no sm_{arch}; wanted sm_{min(CONSTANTS)} or newer")

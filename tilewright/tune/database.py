@@ -1,14 +1,14 @@
-"""The tuning database: a file of rows, one a measurement, that several processes write at once.
+"""The tuning database: a file with one row per measurement, which several processes can write at once.
 
-SQLite with a write-ahead log. A row is one transaction, on disk when `add` returns, so a process that is killed loses the
-measurement in flight and nothing else; writers wait for each other. Rows are only ever added: an upgrade of triton, torch or
-the driver leaves the old ones, which then serve as candidates to verify.
+It is SQLite with a write-ahead log. Adding a row is one transaction, which is on disk when `add` returns; so a killed process
+loses only the measurement in progress. Writers wait for each other. Rows are only ever added. After an upgrade of triton, torch
+or the driver the old rows remain, and their best configs are the first to be measured again.
 
-Each row is stored as its JSON; the columns to search by are generated from that, so the two cannot disagree.
+Each row is stored as JSON; the columns for searching are generated from it, so the two cannot disagree.
 
-A file that is damaged, or that an older tilewright wrote, is renamed with the date and a message, and a new one is begun: it is
-never deleted. A file of a newer tilewright is refused. The schema must be this one to the
-letter, so nothing that a file brings along is executed.
+A file that is damaged, or was written by an older tilewright, is renamed (with the date) and reported, and a new one is
+created; a file is never deleted. A file of a newer tilewright is refused. The schema must be identical to this one, so that
+nothing in a foreign file is executed.
 """
 
 import logging
@@ -28,7 +28,7 @@ from tilewright.tune.record import Row, parse
 __all__ = ["Database", "DatabaseError", "database_path"]
 
 SCHEMA_VERSION = 1
-_APPLICATION = 0x54574442  # "TWDB": tells a database of an older tilewright from one of another program
+_APPLICATION = 0x54574442  # "TWDB": distinguishes a database of an older tilewright from one of another program
 _WAIT_S = 30.0
 _ROOM_BYTES = 4 << 20
 _LOG = logging.getLogger("tilewright.tune")
@@ -58,7 +58,7 @@ class DatabaseError(OSError):
 
 
 def database_path() -> Path:
-    """Where this user's measurements are kept."""
+    """The file with this user's measurements."""
     return cache_dir() / "tune.sqlite"
 
 
@@ -66,12 +66,12 @@ class Database:
     """An open database; a context manager. One thread at a time may use it, and only the process that opened it.
 
     Args:
-        path: the file, `database_path()` when left out; made, with its folder, when it is not there.
-        read_only: write nothing, not even the file: for readers, and for media that allow nothing else.
+        path: the file, by default `database_path()`; created, with its folder, if it does not exist.
+        read_only: write nothing and create nothing; for readers, and for read-only media.
 
     Raises:
-        DatabaseError: the file cannot be opened, or not written, or is of a newer tilewright; reading only, also when it is
-            not there, damaged or older.
+        DatabaseError: the file cannot be opened or written, or was written by a newer tilewright; with read_only also if it
+            does not exist, is damaged, or was written by an older tilewright.
     """
 
     def __init__(self, path: Path | str | None = None, *, read_only: bool = False) -> None:
@@ -90,15 +90,15 @@ class Database:
         self.close()
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file; may be called twice."""
         self._connection.close()
 
     def add(self, row: Row) -> bool:
-        """Keep a row: it is on disk when this returns. False when it was there already. Raises DatabaseError."""
+        """Store a row; it is on disk when this returns. Returns False if it is stored already. Raises DatabaseError."""
         return self.add_all((row,)) == 1
 
     def add_all(self, rows: Iterable[Row]) -> int:
-        """Keep rows, all or none of them, in one transaction; how many were new. Raises DatabaseError."""
+        """Store rows in one transaction, all or none; returns how many were new. Raises DatabaseError."""
         with _explained(self.path), self._transaction():
             before = self._connection.total_changes
             pairs = ((row.key, row.json()) for row in rows)
@@ -106,9 +106,9 @@ class Database:
             return self._connection.total_changes - before
 
     def require_room(self) -> None:
-        """Raise DatabaseError unless rows can be added now, and the disk has room for the thousands that a search writes."""
+        """Raise DatabaseError unless rows can be added now and the disk has room for the thousands of rows of a search."""
         with _explained(self.path):
-            # Not an empty transaction: on what is read-only SQLite begins one, and complains at the first write.
+            # Not an empty transaction: on a read-only file SQLite starts one and fails only at the first write.
             with self._transaction():
                 self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             with TemporaryFile(dir=self.path.parent) as probe:
@@ -121,16 +121,16 @@ class Database:
         try:
             yield
         except BaseException:
-            if self._connection.in_transaction:  # SQLite has rolled back by itself when the disk is full
+            if self._connection.in_transaction:  # SQLite has rolled back itself if the disk is full
                 self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
 
     def rows(self, **equal: Any) -> Iterator[Row]:
-        """Rows in the order of op, problem and date; `rows(op="linear", status="ok")` takes those with these values.
+        """Rows ordered by op, problem and date; `rows(op="linear", status="ok")` selects by values.
 
-        Any field of `Row` with a column will do: op, problem, impl, status, source, invariant, verified; and of its
-        environment card, sms, driver, torch, triton. Raises ValueError for a row that something else wrote.
+        Possible names are the fields of `Row` with a column (op, problem, impl, status, source, invariant, verified) and of its
+        environment (card, sms, driver, torch, triton). Raises ValueError for a row that tilewright did not write.
         """
         where, values = _where(equal)
         with _explained(self.path):
@@ -139,7 +139,7 @@ class Database:
                 yield _parsed(text, self.path)
 
     def entries(self, **equal: Any) -> list[Entry]:
-        """The rows that have a time, for `ranking.ranked`; chosen as in `rows`."""
+        """The rows that have a time, for `ranking.ranked`; selected as in `rows`."""
         where, values = _where(equal)
         with _explained(self.path):
             found = self._connection.execute(f"SELECT {_ENTRY} FROM rows WHERE status = 'ok' {where}", values).fetchall()
@@ -170,17 +170,17 @@ class Database:
         stack: Stack | None = None,
         sources: Mapping[str, str] | None = None,
     ) -> Row | None:
-        """The row that decides a problem by the rules of `ranking.ranked`; None when there is none.
+        """The row that decides a problem by the rules of `ranking.ranked`; None if there is none.
 
-        It is of the given stack and sources if any row is: compare its `stack` and `source` to know.
+        It has the given stack and sources if any row has; compare its `stack` and `source` to find out.
         """
         found = ranked(self.entries(op=op, problem=problem, card=card, invariant=invariant), stack, sources)
         return found[0].load() if found else None
 
     def stale_best(self, op: str, problem: str, *, card: str, invariant: bool = False, n: int = 3) -> list[Row]:
-        """The `n` best different (implementation, config), those of the latest versions first.
+        """The `n` best different pairs (implementation, config), those of the latest versions first.
 
-        After an upgrade of triton, torch, the driver or a kernel these are measured anew, instead of searching again.
+        After an upgrade of triton, torch, the driver or a kernel these are measured again, instead of a new search.
         """
         rest = self.entries(op=op, problem=problem, card=card, invariant=invariant)
         chosen: dict[tuple[str, str], Entry] = {}
@@ -192,13 +192,13 @@ class Database:
         return [entry.load() for entry in list(chosen.values())[:n]]
 
     def problems(self, op: str, sms: int, invariant: bool) -> list[str]:
-        """Every problem with a row that has a time, on cards with this many SMs."""
+        """All problems with a row that has a time, on cards with this number of SMs."""
         query = "SELECT DISTINCT problem FROM rows WHERE op = ? AND sms = ? AND status = 'ok' AND invariant = ?"
         with _explained(self.path):
             return [problem for (problem,) in self._connection.execute(query, (op, sms, invariant))]
 
     def values(self, column: str) -> list[str]:
-        """The different values of a column of `rows`, sorted: the cards that were measured, the ops."""
+        """The different values of a column of `rows`, sorted, such as all measured cards or ops."""
         _where({column: None})
         with _explained(self.path):
             return [value for (value,) in self._connection.execute(f"SELECT DISTINCT {column} FROM rows ORDER BY 1")]
@@ -223,13 +223,13 @@ def _parsed(text: str, path: Path) -> Row:
 
 
 class _Unusable(Exception):
-    """This file is to be set aside: damaged, or of an older schema."""
+    """The file has to be renamed and replaced: it is damaged, or has an older schema."""
 
 
 def _open_to_write(path: Path) -> sqlite3.Connection:
-    import fcntl  # not on Windows, where op.py is imported too and nothing is tuned
+    import fcntl  # not on Windows, where op.py is imported too but nothing is tuned
 
-    # One process at a time: of two that find a damaged file, the second must see the new one that the first has begun.
+    # One process at a time: if two find a damaged file, the second must see the new file of the first.
     with open(path.with_name(path.name + ".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -244,7 +244,7 @@ def _open_to_write(path: Path) -> sqlite3.Connection:
 
 
 def _begun(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The connection, with its table made when the file is new. Closed when that fails."""
+    """The connection, with its table created if the file is new. Closed if that fails."""
     try:
         if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -272,7 +272,7 @@ def _begun(connection: sqlite3.Connection) -> sqlite3.Connection:
 def _open_to_read(path: Path) -> sqlite3.Connection:
     if not path.is_file():
         raise DatabaseError("is not there; `tilewright tune OP ...` and `tilewright tune import` begin one")
-    # On read-only media the log's shared memory cannot be made; nobody writes there, so the file may be taken as it is.
+    # On read-only media the log's shared memory cannot be created; nobody writes there, so the file can be read without it.
     try:
         return _checked(_connect(path, "mode=ro"))
     except sqlite3.OperationalError as error:
@@ -282,7 +282,7 @@ def _open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def _checked(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The connection when it can be read; else it is closed."""
+    """The connection if it can be read; otherwise it is closed."""
     try:
         _check_schema(connection)
     except _Unusable as reason:
@@ -319,7 +319,7 @@ def _code(error: BaseException) -> int:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """SQLite's errors, and those of its folder, in words that say what to do."""
+    """Turn errors of SQLite and of the folder into messages that say what to do."""
     try:
         yield
     except DatabaseError as error:

@@ -1,7 +1,7 @@
-"""Rows as JSONL, one a line, to and from a database: for other machines, for a repository, for reading.
+"""Export and import of rows as JSONL, one row per line: for other machines, for a repository, for reading.
 
-Rows that are there already are not added again, so an import may be repeated and two databases may be merged both ways. A file
-is taken whole or not at all. Text is parsed, checked and stored; nothing in it is run.
+Rows that are stored already are not added again, so an import can be repeated, and two databases can be merged in both
+directions. A file is imported completely or not at all. Text is parsed, checked and stored; nothing in it is executed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,18 +14,18 @@ from tilewright.tune.record import MAX_ROW_BYTES, Row, parse
 __all__ = ["Added", "export_rows", "import_rows", "merge"]
 
 MAX_ROWS = 1_000_000
-"""Of one file; an exhaustive search over 30 shapes is about 20,000."""
+"""In one file; an exhaustive search over 30 shapes gives about 20,000."""
 
 
 class Added(NamedTuple):
-    """What came of an import."""
+    """The result of an import."""
 
     rows: int
     new: int
 
 
 def export_rows(database: Database, file: TextIO, **equal: Any) -> int:
-    """Write the rows with these values (`Database.rows`), one a line, in the order of op, problem and date; how many."""
+    """Write the rows with these values (`Database.rows`), one per line, ordered by op, problem and date; returns how many."""
     count = 0
     for row in database.rows(**equal):
         file.write(row.json() + "\n")
@@ -37,18 +37,18 @@ def import_rows(database: Database, file: BinaryIO, name: str) -> Added:
     """Add the rows of a JSONL file; blank lines are skipped.
 
     Raises:
-        ValueError: a line is no row (the text has its number), or the file is too large; nothing was added.
+        ValueError: a line is not a valid row (the message has its number), or the file is too large; nothing was added.
         DatabaseError: the database cannot be written.
     """
     return _add(database, _lines(file, name))
 
 
 def merge(database: Database, other: Path) -> Added:
-    """Add the rows of another database, which is only read.
+    """Add the rows of another database, which is opened read-only.
 
     Raises:
-        ValueError: a row of it is none; nothing was added.
-        DatabaseError: the one cannot be read, or the other not written.
+        ValueError: it has an invalid row; nothing was added.
+        DatabaseError: the other database cannot be read, or this one not written.
     """
     with Database(other, read_only=True) as source:
         return _add(database, source.rows())

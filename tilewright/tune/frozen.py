@@ -1,4 +1,4 @@
-"""A frozen table: the best rows of one card in a small JSON file, which ships with the package or goes to every rank of a job.
+"""A frozen table: the best rows for one card in a small JSON file, for the package or for all ranks of a job.
 
     {"format": 1, "card": "NVIDIA H100 80GB HBM3", "sms": 132,
      "environments": [{"driver": ..., "torch": ..., "triton": ..., "ptxas": ..., "clocks": ..., "policy": ...}],
@@ -7,8 +7,8 @@
        {"impl": "skinny", "config": {...}, "us": 12.4, ..., "environment": 0},
        {"impl": "vendor", ...}]}]}
 
-One row a problem and implementation, the fastest first, each with the versions that it was measured under. Equal rows give an
-equal file, byte for byte. Reading one needs no torch. Not in it: failures, resources, and every config that lost.
+There is one row for each problem and implementation, the fastest first, with the versions that it was measured with. Equal rows
+give byte-identical files. Reading one needs no torch. It does not contain failures, resources, or configs that were slower.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ _ROW = ("impl", "config", "us", "us_spread", "verified", "source", "date", "dims
 
 
 class FrozenTable:
-    """A table that has been read.
+    """A table read from a file.
 
     Args:
         path: the file.
-        check: look at every row now, not when it is first asked for.
+        check: check every row now, not when it is first used.
 
     Raises:
-        ValueError: it is no table, or of another format; the text says where.
+        ValueError: it is not a table, or has another format; the message says where.
         OSError: it cannot be read.
     """
 
@@ -70,7 +70,7 @@ class FrozenTable:
             raise ValueError(f"{path} is no tuning table: {error}") from None
 
     def problems(self, op: str, invariant: bool) -> list[str]:
-        """Every problem of an op that has rows."""
+        """All problems of an op that have rows."""
         return list(self._rows.get((op, invariant), ()))
 
     def of(self, op: str, problem: str, invariant: bool) -> list[Entry]:
@@ -98,7 +98,7 @@ class FrozenTable:
 
 
 def freeze(entries: Iterable[Entry]) -> str:
-    """The text of the table of one card. Raises ValueError when the rows are of several cards, or of none."""
+    """The text of the table for one card. Raises ValueError if the rows are of several cards, or if there are none."""
     found = sorted(entries, key=lambda e: (e.op, e.problem, e.invariant))
     if len(cards := sorted({e.card for e in found})) != 1:
         raise ValueError(f"a table is for one card, the rows are of {', '.join(cards) or 'none'}; say which with --card")
@@ -116,7 +116,7 @@ def freeze(entries: Iterable[Entry]) -> str:
             if environment not in environments:
                 environments.append(environment)
             values = {name: getattr(row, name) for name in _ROW}
-            # Nanoseconds: what is below is noise, and would fill the file.
+            # Rounded to nanoseconds: further digits are noise, and would enlarge the file.
             values |= {"us": round(row.us or 0, 3) or row.us, "us_spread": round(row.us_spread or 0, 3)}
             lines.append(canonical({**values, "environment": environments.index(environment)}))
         head = f'{{"op":{canonical(op)},"problem":{problem},"invariant":{canonical(invariant)},"rows":['
@@ -129,7 +129,7 @@ def freeze(entries: Iterable[Entry]) -> str:
 
 
 def write_table(path: Path, text: str) -> None:
-    """Put the table in its place in one step: a reader sees the old one or the new one, whole. Raises OSError."""
+    """Write the table atomically: a reader sees the old or the new content, complete. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

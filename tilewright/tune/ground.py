@@ -1,4 +1,4 @@
-"""What a measuring process stands on where there is a GPU: the first one, its clocks, a stopwatch."""
+"""The surroundings of a measuring process with a GPU: the first GPU, its clocks, and a stopwatch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ __all__ = ["gpu_ground"]
 
 
 def gpu_ground(op: Callable[[str], Any], arguments: Callable[[Any, Sequence[str], int], tuple[Any, ...]]) -> Ground:
-    """The first GPU. Raises RuntimeError when there is none.
+    """A `Ground` for the first GPU. Raises RuntimeError if there is none.
 
     Args:
-        op, arguments: as `Ground` has them.
+        op, arguments: as in `Ground`.
     """
     if not cuda_count():
         raise RuntimeError("there is no GPU that torch can use")

@@ -1,15 +1,16 @@
-"""Which measured row decides a choice, in a running program: the exact one, else one of a problem nearby. Never a search.
+"""Finds the measured row that decides a choice in a running program: of the same problem, or else of a similar one.
 
-Rows come from two places: the frozen table of this card that ships with the package, and the user's own database. Which count
-is settled in `ranking`: rows of this process's versions before others, and of two places the one that measured last. A row
-counts only if its implementation takes the problem, in the scope in force, and its config is in today's space for it; the
-rest are passed over, and counted.
+It never searches for configs. Rows come from two places: the frozen table for this card that ships with the package, and the
+user's own database. `ranking` says which rows count: rows with this process's versions before others, and of the two places the
+one that was measured last. A row counts only if its implementation accepts the problem in the active scope, and if its config
+is in today's config space; other rows are skipped and counted.
 
-Near means: the same op, the same words, bools and dtypes, and integers that differ by little in the logarithm (LIMIT) and are
-both multiples of 8 or neither: rows of 4095 numbers do not start where a copy engine, or a library, wants them.
+A similar problem has the same op and the same words, bools and dtypes. Its integers differ by little in the logarithm (LIMIT),
+and
+are multiples of 8 in both problems or in neither: rows of 4095 numbers do not start where a copy engine or a library needs it.
 
-Nothing is read before the first choice on a CUDA device. A process that has called `use_table` reads that table and nothing
-else: ranks that have one table with one hash choose alike. A database that cannot be read is a warning, once.
+Nothing is read before the first choice on a CUDA device. A process that has called `use_table` reads only that table: ranks
+with the same table (by hash) make the same choices. If the database cannot be read, there is one warning.
 """
 
 import json
@@ -47,18 +48,18 @@ __all__ = [
 ]
 
 LIMIT = 0.6
-"""How far a problem may be: the Euclidean distance of the base-2 logarithms of its integers. One of them 1.5 times as large
-is 0.58 away; a bucket of twice the rows is 1 away, and its configs are other ones."""
+"""The highest distance of a similar problem: the Euclidean distance between the base-2 logarithms of the integers. If one
+integer is 1.5 times as large, the distance is 0.58; twice the rows are 1 away, and need other configs."""
 
 _LOG = logging.getLogger("tilewright.tune")
 
 
 class NoRecord(ValueError):
-    """In the strict scope: a problem that nobody has measured on this card."""
+    """Raised in the strict scope for a problem that was not measured on this card."""
 
 
 class Candidate(Protocol):
-    """What is asked of an implementation: `tilewright.op.Impl` has it."""
+    """The part of `tilewright.op.Impl` that is needed here."""
 
     @property
     def name(self) -> str: ...
@@ -76,7 +77,7 @@ class Found(NamedTuple):
     source: str
     """"exact" or "bucket"."""
     stale: bool
-    """Measured with another driver, torch or triton, or before the kernel was last edited."""
+    """Measured with another driver, torch or triton, or before the kernel's last change."""
     entry: Entry
 
     @property
@@ -86,14 +87,14 @@ class Found(NamedTuple):
 
 
 def find(op_name: str, problem: Any, device: Device, invariant: bool, impls: Sequence[Candidate]) -> Found | None:
-    """The row that decides a problem on a card, or None; which it was is counted.
+    """The row that decides a problem on a card, or None. The kind of result is counted.
 
     Args:
         op_name: as in `Op.name`.
-        problem: as from `Op.problem`.
+        problem: the result of `Op.problem`.
         device: the card.
-        invariant: take rows of the invariant scope, not the others.
-        impls: those that take the problem in the scope in force, refusals and preferences applied.
+        invariant: use rows of the invariant scope, not the others.
+        impls: the implementations that accept the problem in the active scope, after refusals and preferences.
     """
     text = problem_json(problem)
     by_name = {impl.name: impl for impl in impls}
@@ -117,7 +118,7 @@ def find(op_name: str, problem: Any, device: Device, invariant: bool, impls: Seq
 
 
 def measured(op_name: str, problem: Any, device: Device, invariant: bool) -> dict[str, Entry]:
-    """Implementation -> its best row for this very problem on this card, whatever the scope allows; for explanations."""
+    """Implementation -> its best row for exactly this problem on this card, in any scope; used by `explain`."""
     with _LOCK:
         entries = _RECORDS.of(op_name, problem_json(problem), device, invariant)
     best: dict[str, Entry] = {}
@@ -127,7 +128,7 @@ def measured(op_name: str, problem: Any, device: Device, invariant: bool) -> dic
 
 
 def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
-    """The error for a problem without a row of its own, in the strict scope."""
+    """The error in the strict scope for a problem without a row of its own."""
     return NoRecord(
         f"{op_name}: nobody has measured {problem_json(problem)} on {device.name}, and the scope is strict: "
         f"run `tilewright tune {op_name}` with these dimensions there, or leave the strict scope"
@@ -135,26 +136,26 @@ def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
 
 
 def counters() -> dict[str, int]:
-    """Choices of this process since its start, by where they came from.
+    """Numbers of choices in this process since its start, by source.
 
-    exact, bucket, default: their sum is the number of choices. stale: how many of the first two were measured under
-    other versions. ignored: rows that were passed over, their config being outside today's space.
+    exact, bucket, default: these add up to all choices. stale: how many of the first two were measured with other
+    versions. ignored: rows that were skipped because their config is outside today's space.
     """
     return {name: _COUNTS[name] for name in ("exact", "bucket", "default", "stale", "ignored")}
 
 
 def count_default() -> None:
-    """Note a choice that no row decided."""
+    """Count a choice without a row."""
     with _LOCK:
         _COUNTS["default"] += 1
 
 
 def use_table(path: Path | str, device: Device) -> str:
-    """Read this frozen table from now on, and nothing else; the SHA-256 of its bytes, to compare between ranks. It is logged.
+    """From now on read only this frozen table. Returns the SHA-256 of its bytes, to compare between ranks; it is logged, too.
 
     Raises:
-        ValueError: it is no table, or one of another card.
-        RuntimeError: the process has chosen from other rows already; call this before the first op runs.
+        ValueError: it is not a table, or it is for another card.
+        RuntimeError: the process has already chosen from other rows; call this before the first op runs.
         OSError: it cannot be read.
     """
     table = FrozenTable(path, check=True)
@@ -176,7 +177,7 @@ def use_table(path: Path | str, device: Device) -> str:
 
 
 def refresh() -> None:
-    """Read the database anew: rows were added to it since. What an op has chosen already it forgets by `Op.forget`."""
+    """Read the database again, because rows were added to it. Choices that ops have made are forgotten by `Op.forget`."""
     with _LOCK:
         _RECORDS.reopen()
 
@@ -185,18 +186,18 @@ def refresh() -> None:
 
 
 class _Records:
-    """The places that rows come from, opened when they are first asked."""
+    """The places of rows, opened when they are first needed."""
 
     def __init__(self) -> None:
         self.only: FrozenTable | None = None
-        """The one place, once `use_table` has named it."""
+        """The only place after `use_table`; None before."""
         self._tables: dict[Device, FrozenTable | None] = {}
         self._database: Database | None = None
         self._opened_by: int | None = None
         self.near: dict[Any, dict[Any, list[tuple[tuple[float, ...], str]]]] = {}
 
     def reopen(self) -> None:
-        """Look at the database again, which may not have been there before."""
+        """Look for the database again, which may not have existed before."""
         self._opened_by = None
         self.near.clear()
 
@@ -209,7 +210,7 @@ class _Records:
         return found + [row for row in rows if card_slug(row.card) == card_slug(device.name)]
 
     def problems(self, op: str, device: Device, invariant: bool) -> list[str]:
-        """Every problem that may have rows on a card."""
+        """All problems that may have rows on a card."""
         table = self._table(device)
         found = table.problems(op, invariant) if table else []
         return sorted({*found, *self._read(lambda database: database.problems(op, device.sms, invariant))})
@@ -224,7 +225,7 @@ class _Records:
         return self._tables[device]
 
     def _read(self, query: Callable[[Database], list[Any]]) -> list[Any]:
-        """What a query of the database gives; nothing when there is no database, or `use_table` shuts it out."""
+        """The result of a query to the database; empty if there is no database, or if `use_table` excludes it."""
         if self.only is not None:
             return []
         try:
@@ -244,7 +245,7 @@ _COUNTS: Counter[str] = Counter()
 
 
 def _is_for(table: FrozenTable, device: Device) -> bool:
-    # The same chip is sold with more and with fewer SMs, and a grid is sized by them.
+    # The same chip is sold with different numbers of SMs, and the size of a grid depends on them.
     return card_slug(table.card) == card_slug(device.name) and table.sms == device.sms
 
 
@@ -254,17 +255,17 @@ def _stack() -> Stack:
 
 
 def _candidates(op: str, problem: str, device: Device, invariant: bool) -> Iterator[tuple[str, list[Entry]]]:
-    """(source, rows of one problem), the most fitting problem first."""
+    """(source, rows of one problem), the best fitting problem first."""
     yield "exact", _RECORDS.of(op, problem, device, invariant)
     for near in _nearby(op, problem, device, invariant):
         yield "bucket", _RECORDS.of(op, near, device, invariant)
 
 
 def _nearby(op: str, problem: str, device: Device, invariant: bool) -> list[str]:
-    """Other problems with rows, within LIMIT, the nearest first."""
+    """Other problems with rows within LIMIT, the nearest first."""
     key = (op, device, invariant)
     if key not in _RECORDS.near:
-        # In cells of side LIMIT: what is near stands in the same cell or in one beside it.
+        # Cells have side LIMIT, so near problems are in the same cell or in a neighbouring one.
         cells = _RECORDS.near[key] = {}
         for known in _RECORDS.problems(op, device, invariant):
             words, point = _place(json.loads(known))
@@ -288,7 +289,7 @@ def _cell(point: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _place(problem: Any) -> tuple[Any, tuple[float, ...]]:
-    """(all that has to be the same, the logarithms of the integers)."""
+    """(everything that must be equal, the logarithms of the integers)."""
     words, point = [], []
     for path, value in _leaves(problem, ()):
         size = isinstance(value, int) and not isinstance(value, bool)

@@ -1,11 +1,11 @@
-"""How long a launch takes on the GPU at hand: CUDA graphs over rotating arguments, medians, and turns for those that compare.
+"""Measures how long a launch takes on the current GPU: CUDA graphs with rotating arguments, medians, comparisons in turns.
 
-A candidate is captured as a graph of several launches, one after another, each on its own set of arguments; the sets
-together are larger than the L2, so that no launch finds what the one before it left there. Launches in a graph follow each
-other as they do in a program that replays graphs: what is timed includes the gap between two kernels, about 1 us, and not the
-host. A rotation holds its results until it comes round: else every launch would write to the memory of the one before.
+A candidate is captured as a graph of several launches, each with its own set of arguments. All sets together are larger than
+the L2 cache, so that no launch finds data there that the one before it left. As in a program that replays graphs, the time
+includes the gap between two kernels, about 1 us, and not the host. Results are kept until a set is used again; otherwise every
+launch would write to the memory of the one before.
 
-Not here: what may be a candidate, and what to do when one kills the process.
+Not here: which candidates there are, and what happens if one kills the process.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ import torch
 __all__ = ["POLICY", "Stopwatch", "Timing", "sets_for"]
 
 POLICY = "CUDA graph, arguments rotating over more than the L2, median"
-"""How it was timed, for `Environment.policy`."""
+"""How times are taken, for `Environment.policy`."""
 
 _LONG_US = 400.0
-"""From here on one launch is long enough to be timed by a rotation that is not repeated."""
+"""From this duration on, a rotation is not repeated within the graph."""
 _LAUNCHES = 16
-"""Launches in a graph, at least, of anything shorter."""
+"""The least number of launches in a graph, for anything shorter."""
 
 
 class Timing(NamedTuple):
-    """What one candidate takes."""
+    """The time of one candidate."""
 
     us: float
     """Median, microseconds."""
@@ -35,23 +35,23 @@ class Timing(NamedTuple):
 
 
 def sets_for(call_bytes: int, l2_bytes: int) -> int:
-    """How many sets of arguments make a rotation four times as large as the L2; 2 to 64."""
+    """The number of argument sets (2 to 64) that makes a rotation four times as large as the L2 cache."""
     return max(2, min(64, -(-4 * l2_bytes // max(1, call_bytes))))
 
 
 class Stopwatch:
-    """Times calls on the current device. One stream and one memory pool for all graphs: allocating anew takes longer than
-    most candidates do. At most one thread may use it."""
+    """Times calls on the current device. All graphs share one stream and one memory pool, because new allocations take longer
+    than most candidates. Only one thread may use it."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
-        # As long as one graph lives, its pool keeps the memory of those that are gone.
+        # As long as one graph exists, its pool keeps the memory of deleted graphs.
         self._keeper = torch.cuda.CUDAGraph()
         self._captured(self._keeper, lambda: torch.zeros(1, device="cuda"))
 
     def once(self, call: Callable[[int], Any]) -> tuple[Any, float]:
-        """(the result of `call(0)`, microseconds): compiles or loads what it launches, so the time is that of the second."""
+        """(the result of `call(0)`, microseconds). The first call compiles or loads kernels, so the second one is timed."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             result = call(0)
@@ -63,20 +63,20 @@ class Stopwatch:
         return result, start.elapsed_time(end) * 1e3
 
     def time(self, call: Callable[[int], Any], sets: int, *, replays: int = 8, hopeless_us: float = float("inf")) -> Timing:
-        """Time `call(i)`, i from 0 to `sets - 1` in turn; it must have run on this stopwatch (`once`) before.
+        """Time `call(i)`, i from 0 to `sets - 1` in turn; it must have run on this stopwatch before (`once`).
 
         Args:
             call: launches on the current stream, and waits for nothing.
-            sets: how many sets of arguments there are.
-            replays: of the graph; each gives one figure for the median.
-            hopeless_us: what takes longer than this in the first replay is replayed twice more, no further.
+            sets: the number of argument sets.
+            replays: replays of the graph; each gives one value for the median.
+            hopeless_us: a call whose first replay takes longer than this is replayed only twice more.
         """
         graph, launches = self._capture(call, sets)
         first = self._replay(graph, launches, 1)[0]
         return _timing(self._replay(graph, launches, replays if first <= hopeless_us else 2))
 
     def in_turns(self, calls: Sequence[Callable[[int], Any]], sets: int, *, rounds: int = 20) -> list[Timing]:
-        """Time several candidates in turns, a replay of each a round, so that a change of clocks meets all of them."""
+        """Time several candidates, one replay each per round, so that a change of clocks affects all of them."""
         graphs = [self._capture(call, sets) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
         for turn in range(rounds + 1):
@@ -100,7 +100,7 @@ class Stopwatch:
         return graph, launches
 
     def _captured(self, graph: torch.cuda.CUDAGraph, launch: Callable[[], Any]) -> None:
-        # Not `torch.cuda.graph`: it gives all cached memory back to the driver first, milliseconds for each candidate.
+        # Not `torch.cuda.graph`: it first returns all cached memory to the driver, which takes milliseconds for each candidate.
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
@@ -110,7 +110,7 @@ class Stopwatch:
                 graph.capture_end()
 
     def _replay(self, graph: torch.cuda.CUDAGraph, launches: int, times: int) -> list[float]:
-        """Microseconds a launch in each of so many replays; the GPU goes from one to the next without waiting for the host."""
+        """Microseconds per launch in each replay; the GPU goes from one replay to the next without waiting for the host."""
         with torch.cuda.stream(self._stream):
             events = [_event()]
             events[0].record(self._stream)

@@ -1,9 +1,9 @@
-"""A measuring process, from the side of its leader: jobs out, one answer a candidate in, whatever happens to the process.
+"""The leader's side of a measuring process: it sends jobs and gets an answer for each candidate, even if the process dies.
 
-A candidate that kills the process, or says nothing for longer than the limit, is an answer too ("crash", "timeout"); the
-process is then started anew and goes on with the rest. The leader itself never touches the GPU.
+If a candidate kills the process or is silent for longer than the limit, that is its result ("crash", "timeout"); a new process
+continues with the rest. The leader itself never uses the GPU.
 
-The process is any command that speaks as `tilewright.tune.worker` does.
+The process is any command that follows the protocol of `tilewright.tune.worker`.
 """
 
 import json
@@ -24,36 +24,36 @@ from tilewright.tune.record import Environment
 __all__ = ["Job", "MeasureError", "Measured", "Measurer"]
 
 _START_S = 180.0
-"""To import torch and start CUDA."""
+"""Time to import torch and start CUDA."""
 _PREPARE_S = 120.0
-"""To make the arguments, and from them what the results must be."""
+"""Time to make the arguments and the expected results."""
 _DEATH_S = 60.0
-"""For the driver to take a killed process off the GPU."""
+"""Time for the driver to remove a killed process from the GPU."""
 
 
 class MeasureError(OSError):
-    """Nothing can be measured: the process does not start, or not one candidate is to blame for its end."""
+    """Nothing can be measured: the process does not start, or it ended for reasons other than a candidate."""
 
 
 class Job(NamedTuple):
-    """What candidates are measured on."""
+    """The problem on which candidates are measured."""
 
     op: str
     words: Sequence[str]
-    """Dimensions, as a command line has them."""
+    """The dimensions, as words of a command line."""
     problem: str
-    """What the arguments have to be summarised as: `record.problem_json`."""
+    """The expected summary of the arguments: `record.problem_json`."""
 
 
 class Measured(NamedTuple):
-    """What came of one candidate."""
+    """The result of one candidate."""
 
     status: str
-    """Of `record.STATUSES`."""
+    """One of `record.STATUSES`."""
     error: str = ""
     timing: Timing | None = None
     compiled: int = 0
-    """Kernels that the measuring process had to compile itself, which should have been in the cache."""
+    """Kernels that the measuring process had to compile itself although they should have been in the cache."""
 
 
 @dataclass
@@ -66,14 +66,14 @@ class Measurer:
     """A measuring process and its successors; a context manager that ends it.
 
     Args:
-        command: starts one.
-        limit_s: for how long a candidate may say nothing.
+        command: the command that starts one.
+        limit_s: the longest silence of a candidate, in seconds.
     """
 
     def __init__(self, command: Sequence[str], *, limit_s: float) -> None:
         self._command, self._limit_s = list(command), limit_s
         self.notes: list[str] = []
-        """What the process wants its user to know."""
+        """Messages of the process for the user."""
         self._start()
 
     def __enter__(self) -> "Measurer":
@@ -83,7 +83,7 @@ class Measurer:
         self._end()
 
     def environment(self) -> Environment:
-        """Under what it measures; waits until it has started. Raises MeasureError when it does not."""
+        """The environment of its measurements; waits until it has started. Raises MeasureError if it does not start."""
         if self._environment is None:
             try:
                 self._environment = Environment(**self._hear(_START_S)["ready"])
@@ -94,10 +94,10 @@ class Measurer:
     def measure(
         self, job: Job, candidates: Sequence[Mapping[str, Any]], best_us: float | None = None
     ) -> Iterator[tuple[int, Measured]]:
-        """(place, answer) of every candidate {"impl", "config"}, as they come.
+        """(index, answer) of every candidate {"impl", "config"}, as they arrive.
 
         Args:
-            best_us: what was found before; what is several times slower is timed but briefly.
+            best_us: the best time found before; a candidate that is several times slower is timed only briefly.
         """
         waiting = dict(enumerate(candidates))
         while waiting:
@@ -128,7 +128,7 @@ class Measurer:
             self._start()
 
     def in_turns(self, job: Job, candidates: Sequence[Mapping[str, Any]]) -> list[Timing]:
-        """Times of candidates that were measured before, taken in turns. Raises MeasureError when the process dies of it."""
+        """Times of candidates that were measured before, taken in turns. Raises MeasureError if the process dies."""
         try:
             found = [line["turns"] for line in self._work(job, candidates, None, turns=True) if "turns" in line]
         except _Gone as gone:
@@ -144,7 +144,7 @@ class Measurer:
         return " ".join(self._command)
 
     def _start(self) -> None:
-        # A session of its own: Ctrl-C is the leader's business, and ending it ends what it has started.
+        # A new session: Ctrl-C goes to the leader only, and ending the session ends everything that the process has started.
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._rest = b""
         self._lines: list[dict[str, Any]] = []
@@ -153,9 +153,9 @@ class Measurer:
     def _end(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with suppress(BrokenPipeError):  # it died with a job half written
+            with suppress(BrokenPipeError):  # it died before it had read the whole job
                 pipe.close()
-        with suppress(ProcessLookupError):  # it has ended, and everything in its session too
+        with suppress(ProcessLookupError):  # it has ended, with everything in its session
             os.killpg(self._process.pid, signal.SIGKILL)
         try:
             self._process.wait(_DEATH_S)
@@ -167,7 +167,7 @@ class Measurer:
     def _work(
         self, job: Job, candidates: Sequence[Mapping[str, Any]], best_us: float | None, *, turns: bool
     ) -> Iterator[dict[str, Any]]:
-        """The lines of a job until it is done. Raises _Gone."""
+        """The output lines of a job until it is done. Raises _Gone."""
         self.environment()
         asked = {**job._asdict(), "candidates": list(candidates), "best_us": best_us, "turns": turns}
         assert self._process.stdin is not None
@@ -185,7 +185,7 @@ class Measurer:
             yield line
 
     def _hear(self, patience_s: float) -> dict[str, Any]:
-        """Its next line. Raises _Gone when there is none in time, MeasureError when it says that it cannot."""
+        """The next line. Raises _Gone if there is none in time, MeasureError if the process reports that it cannot work."""
         assert self._process.stdout is not None
         until = time.monotonic() + patience_s
         while not self._lines:

@@ -1,25 +1,29 @@
-"""An analytical model of a launch: what a launch does (`Work`), and how long a card needs for that (`predict`).
+"""An analytical model of a launch: what it does (`Work`), and how long a card needs for that (`predict`).
 
-One formula for every kernel. A step of a block's main loop takes as long as the slowest of what the blocks of its SM share,
+All kernels have the same formula. A step of a block's main loop takes as long as the slowest resource that the blocks of an SM
+share:
 
     math       multiply-adds on tensor cores, at a share of the ceiling that grows with the tile
     fetch      bytes between L2 and the SM
     issue      instructions: elementwise arithmetic, and loads of 16 bytes or of 2
 
-and then what each block waits for alone: `latency`, a round trip to memory shared by the loads under way at once (Little's
-law), products and reductions that wait for one another, the rate of a block's own warps. Steps, and a start and an end for
-each block, give full waves and a tail, with as many blocks an SM as registers and shared memory allow; where walks differ in
-length, the longest may outlast them. The launch takes the slower of that and of its bytes at the ceiling of `memory`
-(Williams, Waterman, Patterson, "Roofline", CACM 2009), more where the two are near each other, and a `launch` on top.
+To this is added what each block waits for alone, `latency`: a round trip to memory, divided by the number of loads in flight
+(Little's law); products and reductions that wait for one another; and the rate of a block's own warps. From the steps, and a
+start and an end of each block, follow full waves and a tail, with as many blocks per SM as registers and shared memory allow.
+If the
+loops of blocks differ in length, the longest may take longer than that. The time of a launch is the longer of this and of its
+bytes at the ceiling of `memory` (Williams, Waterman, Patterson, "Roofline", CACM 2009). It is more if the two are close, and a
+`launch` is added.
 
-`Work` and what a config holds may be numbers or NumPy arrays, one entry a config: a whole space is predicted at once.
+The fields of `Work` and the values of a config may be numbers, or NumPy arrays with one entry per config, so that a whole space
+is predicted at once.
 
-The constants are fitted to measurements on an H100 (`constants.py`; docs/regret.md says how good they are). Measured were
-arguments that are not in L2, in a CUDA graph, in bf16. Everything else is extrapolation, other cards most of all.
+The constants are fitted to measurements on an H100 (`constants.py`; docs/regret.md says how good they are): in bf16, in a CUDA
+graph, with arguments that are not in L2. Everything else is extrapolation, most of all other cards.
 
-Shares of a ceiling may be fitted above 1: products of microseconds run at a higher clock than the sustained ones by which
-ceilings are measured. Such a number orders candidates; a time that is told (`predict`, `predict_all`, `unmeasured.rank`) is
-never below what the ceilings allow (`least_seconds`).
+A share of a ceiling can be above 1: products of microseconds run at a higher clock than the sustained products with which
+ceilings are measured. This is harmless for ordering candidates. Times that are reported (`predict`, `predict_all`,
+`unmeasured.rank`) are never below what the ceilings allow (`least_seconds`).
 """
 
 from collections.abc import Callable, Sequence
@@ -48,51 +52,52 @@ __all__ = [
 ]
 
 Numbers = Any
-"""A number, or an array with one entry a config."""
+"""A number, or an array with one entry per config."""
 
 
 class Work(NamedTuple):
-    """What one launch really does with a config, padding and repeated reads included."""
+    """What one launch really does with a config, including padding and repeated reads."""
 
     blocks: Numbers
-    """Thread blocks that have something to do, at least 1; of a persistent kernel the tiles that they share."""
+    """Thread blocks that have work, at least 1; for a persistent kernel, the number of tiles."""
     flops: Numbers
-    """Multiply-adds of all blocks on tensor cores, each as two, with the padding of ragged tiles."""
+    """Operations of all blocks on tensor cores (a multiply-add is two), including the padding of ragged tiles."""
     unit: str
-    """Their arithmetic ceiling: "bf16", "fp16", "tf32", "int8", "fp8"; "fp32" without tensor cores."""
+    """Their arithmetic unit: "bf16", "fp16", "tf32", "int8", "fp8"; "fp32" without tensor cores."""
     dram_bytes: Numbers
-    """What must come from or go to memory, each byte once."""
+    """Bytes that must be read from or written to memory, each once."""
     l2_bytes: Numbers
-    """What the blocks ask of L2 in all, repeats included."""
+    """Bytes that the blocks request from L2 in all, including repeated ones."""
     steps: Numbers = 1
-    """Trips of a block's main loop, the mean of all blocks; more than 0."""
+    """Iterations of a block's main loop, the average over all blocks; more than 0."""
     longest: Numbers = 0
-    """Trips of the block with the most; 0 when all blocks have the same."""
+    """Iterations of the block with the most; 0 if all blocks have the same number."""
     depth: Numbers = 1
-    """Trips whose loads are under way at once; 1 when a step waits for its own."""
+    """Iterations whose loads are in flight at once; 1 if a step waits for its own loads."""
     operations: Numbers = 0
-    """Elementwise arithmetic of all blocks: conversions, exponentials, multiply-adds outside tensor cores."""
+    """Elementwise operations of all blocks: conversions, exponentials, multiply-adds outside tensor cores."""
     vector: Numbers = 16
     """Bytes of one load."""
     chain: Numbers = 0
     """Products and reductions of a step that wait for one another."""
     end_bytes: Numbers = 0
-    """What a block writes, and reads again, after its main loop, beyond the result: parts of a sum."""
+    """Bytes that a block writes and reads again after its main loop, besides the result: partial sums."""
     rounds: Numbers = 0
-    """Waits one after another at a block's end: reductions over warps, tickets."""
+    """Waits at a block's end, one after the other: reductions over warps, tickets."""
     tile_m: Numbers = 0
-    """Rows of a block's product on tensor cores, the tall operand's; 0 without."""
+    """Rows of a block's product on tensor cores (of the operand with more rows); 0 without tensor cores."""
     tile_n: Numbers = 0
     """Its columns."""
     persistent: Numbers = False
-    """The grid is one block an SM, and each takes tile after tile."""
+    """The grid has one block per SM, and each block processes several tiles."""
     library: Numbers = False
-    """The vendor's kernel, of which nothing is known: only flops, dram_bytes and vector count; and what is launched behind it,
+    """The vendor's kernel, whose inner working is unknown: only flops, dram_bytes and vector are used, and the launches after
+    it:
     `rounds` kernels that move `end_bytes` in all."""
 
 
 class Facts(Protocol):
-    """What is asked of a compiled config: `tilewright.asm.certificate.ConfigFacts` has it."""
+    """The part of `tilewright.asm.certificate.ConfigFacts` (a compiled config) that is needed here."""
 
     @property
     def warps(self) -> int: ...
@@ -109,24 +114,24 @@ class Prediction(NamedTuple):
 
     seconds: float
     limiter: str
-    """The largest part: "math", "fetch", "issue", "latency", "start and end", "longest block", "memory" or "launch"; of a
-    vendor's kernel "math", "memory", "launch", or "start and end" for the kernels behind it."""
+    """The largest part: "math", "fetch", "issue", "latency", "start and end", "longest block", "memory" or "launch"; for a
+    vendor's kernel "math", "memory", "launch", or "start and end" for the kernels after it."""
     waves: float
-    """Blocks over those that run at once."""
+    """Blocks divided by the number that runs at once."""
     occupancy: float
-    """Warps that an SM holds, of those that it could; 0 of a vendor's kernel."""
+    """Active warps as a share of those that an SM can hold; 0 for a vendor's kernel."""
     parts: dict[str, float]
-    """Seconds of each, as if it were alone."""
+    """Seconds of each part as if it were alone."""
     fitted: bool
-    """Whether the constants are fitted to a card of this architecture."""
+    """Whether the constants were fitted to a card of this architecture."""
 
 
 class Held(NamedTuple):
-    """What a config's kernel takes of an SM."""
+    """The resources of an SM that a config's kernel uses."""
 
     warps: Numbers
     resident: Numbers
-    """Blocks that an SM holds, at least 1."""
+    """Blocks that an SM runs at once, at least 1."""
     spill_bytes: Numbers
 
 
@@ -136,11 +141,12 @@ class Held(NamedTuple):
 def _parts(
     work: Work, held: Held, sms: int, peak: Numbers, read: float, c: Constants, *, wanted: bool = True
 ) -> tuple[Numbers, dict[str, Numbers]]:
-    """(seconds, if `wanted` the same by limiter), `peak` being the card's operations a second in the unit of the work."""
+    """(seconds; if `wanted`, also the seconds by limiter). `peak` is the card's operations per second in the unit of the
+    work."""
     blocks, steps = work.blocks, work.steps
     together = np.where(work.persistent, 1, np.minimum(held.resident, np.ceil(blocks / sms)))
     each = blocks * steps
-    # what the blocks of an SM share, a block's step
+    # resources that the blocks of an SM share, per step of a block
     by_group = (work.tile_m >= c.warpgroup_rows) & (held.warps % 4 == 0) & (c.warpgroup_rows > 0)
     tile = work.tile_m * work.tile_n / held.warps
     share = np.where(by_group, c.warpgroup, c.warp * tile / (tile + c.warp_tile))
@@ -151,7 +157,7 @@ def _parts(
     instructions = operations_each + bytes_each / work.vector * c.load
     issue = instructions / c.operations * slowed
     shared = np.maximum(np.maximum(math, fetch), issue)
-    # what a block waits for alone
+    # waits of each block alone
     narrow = np.where(work.depth > 1, 0, np.maximum(16 / work.vector, 1))
     trip = c.latency_s / work.depth
     latency = c.step_s + c.chain_s * work.chain + instructions / (held.warps * c.warp_operations)
@@ -170,7 +176,7 @@ def _parts(
     longest = work.longest * (np.maximum(shared, trip) + latency) + exposed
     busiest = np.where(work.longest > 0, np.maximum(uneven, longest), even) + (ends - exposed)
     memory = work.dram_bytes / (read * c.memory)
-    # The first blocks wait for memory, and it for the last ones.
+    # The first blocks wait for memory, and the last ones leave memory idle.
     alone = c.serial * (trip + latency + ends)
     squares = busiest * busiest, memory * memory
     total = np.sqrt(np.sqrt(squares[0] * squares[0] + squares[1] * squares[1])) + alone + c.launch_s
@@ -191,7 +197,7 @@ def _parts(
 
 
 def _library(work: Work, peak: Numbers, read: float, c: Constants) -> tuple[Numbers, dict[str, Numbers]]:
-    """The same for the vendor's kernel."""
+    """The same for a vendor's kernel."""
     narrow = work.vector < 16
     math = work.flops / (peak * np.where(narrow, c.library_narrow, c.library))
     memory = work.dram_bytes / (read * np.where(narrow, c.library_narrow_memory, c.memory))
@@ -201,17 +207,17 @@ def _library(work: Work, peak: Numbers, read: float, c: Constants) -> tuple[Numb
 
 
 def library_seconds(work: Work, found: Ceilings, c: Constants) -> float:
-    """The formula's seconds of a library's kernel."""
+    """The formula's seconds for a library's kernel."""
     return float(_library(work, found.flops[work.unit], found.read, c)[0])
 
 
 def least_seconds(work: Work, found: Ceilings) -> Numbers:
-    """What the ceilings allow for the operations and bytes of some work: the floor that `hw.roofline` has for such a cost."""
+    """The time that the ceilings allow for the operations and bytes of some work: the lower bound of `hw.roofline`."""
     return np.maximum(work.flops / found.flops[work.unit], work.dram_bytes / found.copy)
 
 
 def seconds_of(work: Work, held: Held, device: Device, found: Ceilings, c: Constants) -> Numbers:
-    """The formula's seconds of every entry, in one unit, which order them; `found` are the ceilings of `device`."""
+    """The formula's seconds for every entry, in one unit, for ordering; `found` are the ceilings of `device`."""
     peak = found.flops[work.unit]
     own, _ = _parts(work, held, device.sms, peak, found.read, c, wanted=False)
     if not np.any(work.library):
@@ -223,16 +229,16 @@ def seconds_of(work: Work, held: Held, device: Device, found: Ceilings, c: Const
 
 
 def predict(device: Device, work: Work, facts: Facts | None, found: Ceilings | None = None) -> Prediction:
-    """How long a card needs for some work, all of whose entries are single numbers.
+    """How long a card needs for some work; all fields must be single numbers.
 
     Args:
-        device: the card; it need not be here.
-        work: as from `Impl.work`.
-        facts: of the compiled config; None for a library's kernel.
-        found: the card's ceilings, `hw.ceilings.ceilings(device)` unless given.
+        device: the card, which need not be present.
+        work: the result of `Impl.work`.
+        facts: facts of the compiled config; None for a library's kernel.
+        found: the card's ceilings; by default `hw.ceilings.ceilings(device)`.
 
     Raises:
-        ValueError: no such architecture, a kernel that fits no SM, a unit that the card lacks, or no facts.
+        ValueError: an unknown architecture, a kernel that does not fit on an SM, a unit that the card lacks, or no facts.
     """
     found, c = found or ceilings(device), constants_of(device.arch)
     if work.unit not in found.flops:
@@ -258,7 +264,7 @@ def predict(device: Device, work: Work, facts: Facts | None, found: Ceilings | N
 
 
 def held_by(arch: int, facts: Facts) -> Held:
-    """What a compiled config takes of an SM of `sm_<arch>`; `resident` is 0 where not one block fits."""
+    """The resources that a compiled config uses on an SM of `sm_<arch>`; `resident` is 0 if no block fits."""
     blocks = occupancy(arch, threads=32 * facts.warps, registers=facts.registers, shared_bytes=facts.shared_bytes).blocks
     return Held(facts.warps, blocks, facts.spill_bytes)
 
@@ -269,7 +275,7 @@ def held_by(arch: int, facts: Facts) -> Held:
 def predict_all(
     device: Device, work: Callable[..., Work], configs: Sequence[Config], facts: Sequence[Facts], args: Sequence[Any]
 ) -> list[float]:
-    """`predict`'s seconds of each config of one implementation (`Impl.work`); infinity where no block fits an SM."""
+    """Seconds of each config of one implementation (`Impl.work`), as in `predict`; infinity if no block fits on an SM."""
     if not configs:
         return []
     columns = columns_of(configs)
@@ -283,6 +289,6 @@ def predict_all(
 
 
 def columns_of(configs: Sequence[Config]) -> dict[str, np.ndarray]:
-    """Configs of one space as one config of arrays."""
+    """Configs of one space as one config whose values are arrays."""
     columns = {name: np.array([config[name] for config in configs]) for name in configs[0]}
     return {name: column.astype(float) if column.dtype.kind == "i" else column for name, column in columns.items()}

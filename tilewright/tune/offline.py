@@ -1,4 +1,4 @@
-"""Candidates compiled on all cores, without a GPU and within a time limit, into the cache that the measuring process reads."""
+"""Compiles candidates on all cores, without a GPU and with a time limit, into the cache that the measuring process reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,19 +16,19 @@ Facts = dict[str, Any]
 def compile_all(
     candidates: Sequence[tuple[Any, Mapping[str, Any], Sequence[Any]]], device: Device, *, workers: int, limit_s: float
 ) -> Iterator[tuple[int, Facts | str]]:
-    """(place, what it compiled to or why it did not) of every candidate, in the order in which they end.
+    """(index, compilation result or error message) of every candidate, in the order in which they finish.
 
-    What it compiled to is the worst of its kernels: "warps", "registers", "spill_bytes", "shared_bytes", "blocks_per_sm"; {}
-    when it launches none.
+    The result is that of the worst of its kernels: "warps", "registers", "spill_bytes", "shared_bytes", "blocks_per_sm"; {} if
+    it launches none.
 
     Args:
-        candidates: (a `tilewright.op.Impl`, config, arguments); of tensors only shape, strides and dtype are looked at.
+        candidates: (a `tilewright.op.Impl`, config, arguments); only shape, strides and dtype of tensors are used.
         device: the card to compile for.
-        workers: processes, forked: this one may hold no CUDA context that a compiler would touch.
+        workers: number of forked processes; this process must not hold a CUDA context that a compiler could use.
         limit_s: seconds for one candidate.
 
     Raises:
-        RuntimeError: Triton interprets kernels in this process.
+        RuntimeError: Triton kernels are interpreted in this process.
     """
 
     def work(place: int) -> Facts | str:

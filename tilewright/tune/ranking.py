@@ -1,13 +1,14 @@
-"""Which of several measured rows of one problem count, and who won by how much.
+"""Which of several measured rows of one problem count, and how far the best is ahead.
 
-Times compare only if they were taken by the same rules: in one place (a frozen table, the user's database), with one driver,
-torch and triton, with one source of the kernel. So rows fall into groups by place and those versions, and one group decides:
+Times can be compared only if they were taken under the same conditions: in one place (a frozen table, the user's database),
+with the same driver, torch and triton, and with the same source of the kernel. So rows are grouped by place and versions, and
+one group decides:
 
     one that was measured with this process's versions, if there is any; of several, the one measured last.
 
-In it, each implementation counts with rows of its present source, or of its latest one where it has been edited since, and
-each config with its last measurement. Rows timed in turns with their rivals go before others (of one config too), then the
-faster goes before the slower.
+Within the group, each implementation counts with rows of its present source, or if it has been edited since, with rows of its
+latest source; each config counts with its last measurement. Rows that were timed in turns with their rivals come first (also
+among rows of one config), then faster rows before slower ones.
 """
 
 import math
@@ -21,7 +22,7 @@ __all__ = ["Entry", "Stack", "Verdict", "ranked", "verdict"]
 
 
 class Stack(NamedTuple):
-    """The versions by which rows compare."""
+    """The versions under which rows can be compared."""
 
     driver: str
     torch: str
@@ -29,7 +30,7 @@ class Stack(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What choosing looks at of a measured row."""
+    """The parts of a measured row that matter for choosing."""
 
     op: str
     card: str
@@ -45,18 +46,18 @@ class Entry(NamedTuple):
     stack: Stack
     date: str
     place: str
-    """Where it was found: "database" or "frozen table"."""
+    """Where the row is: "database" or "frozen table"."""
     load: Callable[[], "Row"]
-    """Gives the whole row."""
+    """Returns the whole row."""
 
 
 def ranked(entries: Iterable[Entry], stack: Stack | None = None, sources: Mapping[str, str] | None = None) -> list[Entry]:
-    """The entries of one problem that count, best first; empty when there are none.
+    """The entries of one problem that count, best first; empty if there are none.
 
     Args:
-        entries: all that are known of the problem.
-        stack: the versions in force, None when no stack goes before another.
-        sources: implementation -> hash of its source as it is now.
+        entries: all known entries of the problem.
+        stack: the versions of this process; None if no versions are preferred.
+        sources: implementation -> hash of its present source.
     """
     groups: dict[tuple[str, Stack], list[Entry]] = {}
     for entry in entries:
@@ -76,16 +77,16 @@ def ranked(entries: Iterable[Entry], stack: Stack | None = None, sources: Mappin
 
 
 class Verdict(NamedTuple):
-    """How far ahead the first of two is."""
+    """How far the best entry is ahead of a rival."""
 
     margin: float
-    """By what fraction the second takes longer than the first."""
+    """How much longer the rival takes, as a fraction."""
     noise: float
-    """What the two spreads together explain of it, as such a fraction."""
+    """The part of it that both spreads together can explain, as such a fraction."""
 
     @property
     def clear(self) -> bool:
-        """Whether the margin is more than noise."""
+        """Whether the margin is larger than the noise."""
         return self.margin > self.noise
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(entries: Sequence[Entry]) -> tuple[Entry, Verdict] | None:
-    """The best entry of another implementation than the first one's, and how far that is ahead; None without a rival."""
+    """The best entry of another implementation than the first entry's, and how far the first is ahead; None without a rival."""
     rival = next((e for e in entries if e.impl != entries[0].impl), None)
     if rival is None:
         return None

@@ -1,12 +1,12 @@
-"""One measurement of one config: the row of the tuning database, and its form as a line of JSON.
+"""One measurement of one config: a row of the tuning database, also as a line of JSON.
 
-A row says what was run (op, problem, implementation, config), what came of it (`status`, microseconds, spread) and under what
-(`Environment`, the hash of the kernel's source, the date). Rows are facts: nothing changes one, and equal rows are one row.
+A row has what was run (op, problem, implementation, config), the result (`status`, microseconds, spread), and the conditions
+(`Environment`, the hash of the kernel's source, the date). A row never changes, and equal rows are stored once.
 
     {"op": "linear", "problem": {"dtype": "bfloat16", "k": 4096, "m_bucket": 64, ...}, "impl": "skinny", "us": 12.4, ...}
 
-`parse` is for text from anywhere: it checks every field, its type and its size, and runs nothing. Refused: problems with
-anything but integers, bools, strings, None, dtypes and tuples of those. Needs no torch, except to ask for versions.
+`parse` accepts text from any source: it checks every field, its type and its size, and executes nothing. A problem may contain
+only integers, bools, strings, None, dtypes and tuples of those. This module needs torch only to read its version.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 STATUSES = ("ok", "compile", "crash", "timeout", "wrong", "spills")
-"""How a candidate ended: measured; does not compile; killed its process; ran out of time; wrong result; dropped for spills."""
+"""How a candidate ended: measured; did not compile; killed its process; ran out of time; wrong result; dropped for spills."""
 
 MAX_ROW_BYTES = 32 << 10
-"""A row as JSON. The largest that the tuner writes, with a compiler's error in it, has about 5 KB."""
+"""Limit for a row as JSON. The largest rows that the tuner writes have about 5 KB, because of a compiler's error message."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 _MAX_TEXT = 4000
@@ -45,19 +45,19 @@ _MAX_TEXT = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Under what a row was measured."""
+    """The conditions of a measurement."""
 
     card: str
-    """The card's full name, as its driver gives it."""
+    """The card's full name, as its driver reports it."""
     sms: int
     driver: str
     torch: str
     triton: str
     ptxas: str
     clocks: str
-    """As measured, in words: "sm 1980 MHz, memory 2619 MHz, not locked"."""
+    """Clocks as text: "sm 1980 MHz, memory 2619 MHz, not locked"."""
     policy: str
-    """How it was timed, in words: "CUDA graph, L2 flushed, median of 20"."""
+    """How times were taken, as text: "CUDA graph, L2 flushed, median of 20"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +65,17 @@ class Row:
     """One measurement.
 
     Raises:
-        ValueError: a field has the wrong type, is too large, or does not go with the others; the text names it.
+        ValueError: a field has the wrong type, is too large, or contradicts the others; the message names it.
     """
 
     op: str
     problem: str
     """Canonical JSON of `Op.problem(*args)`, from `problem_json`."""
     dims: Mapping[str, Any]
-    """What the arguments were made from: a bucket of the problem holds many sizes, and this is the one that was timed."""
+    """The dimensions from which the arguments were made. A problem may be a bucket of sizes; this is the size that was
+    timed."""
     invariant: bool
-    """Measured for the invariant scope: such rows count there and nowhere else."""
+    """Measured for the invariant scope; such rows count only there."""
     impl: str
     config: Mapping[str, Any]
     status: str
@@ -86,15 +87,15 @@ class Row:
     us_spread: float | None = None
     """Half the distance between the 10th and the 90th percentile, microseconds."""
     verified: bool = False
-    """Timed in turns with the other finalists. Rows that were decide before rows that were not."""
+    """Timed in turns with the other finalists. Such rows are ranked before others."""
     error: str = ""
     resources: Mapping[str, Any] = field(default_factory=dict)
     """Registers, spills, shared bytes, warps, occupancy: numbers and words."""
     date: str = field(default_factory=lambda: now())
-    """UTC, ISO 8601 with microseconds: text order is time order."""
+    """UTC, ISO 8601 with microseconds, so that text order is time order."""
 
     def __post_init__(self) -> None:
-        # Compilers colour their messages and quote whole files; what is kept of them is text, and bounded.
+        # Compilers colour their messages and quote whole files; only a bounded amount of plain text is kept.
         error = "".join(c if c.isprintable() or c == "\n" else "?" for c in self.error)
         object.__setattr__(self, "error", error[:_MAX_TEXT])
         _check(self)
@@ -108,20 +109,20 @@ class Row:
 
     @property
     def key(self) -> bytes:
-        """16 bytes that are the same for equal rows only."""
+        """16 bytes that are equal only for equal rows."""
         return hashlib.sha256(self.json().encode()).digest()[:16]
 
     @property
     def stack(self) -> Stack:
-        """The versions by which rows compare; beside them their `source` has to agree."""
+        """The versions under which rows can be compared; their `source` must agree, too."""
         return Stack(self.environment.driver, self.environment.torch, self.environment.triton)
 
 
 def parse(text: str | bytes) -> Row:
-    """The row of one line of JSON, from whomever it comes.
+    """Parse a row from one line of JSON, from any source.
 
     Raises:
-        ValueError: it is no row; the text says which field, what it is and what was wanted.
+        ValueError: it is not a valid row; the message has the field, its value and what was wanted.
     """
     if len(text) > MAX_ROW_BYTES:
         raise ValueError(f"a row is {len(text)} bytes, wanted {MAX_ROW_BYTES} or fewer")
@@ -133,7 +134,7 @@ def parse(text: str | bytes) -> Row:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """A JSON object of finite numbers. Raises ValueError when it is none."""
+    """Parse a JSON object with finite numbers. Raises ValueError if the text is anything else."""
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is no JSON number")
@@ -142,7 +143,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
         values = json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
-    except ValueError as error:  # of which undecodable bytes are one
+    except ValueError as error:  # includes undecodable bytes
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"is a JSON {type(values).__name__}, wanted an object")
@@ -150,7 +151,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text. Raises ValueError for NaN and infinities."""
+    """JSON with sorted keys and no spaces, so that equal values give equal text. Raises ValueError for NaN and infinities."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
@@ -158,7 +159,7 @@ def problem_json(problem: Any) -> str:
     """A problem as canonical JSON: a NamedTuple is an object, another tuple a list, a dtype its name ("bfloat16").
 
     Raises:
-        ValueError: it holds something else.
+        ValueError: it contains anything else.
     """
     return canonical(_plain(problem))
 
@@ -177,7 +178,7 @@ def _plain(value: Any) -> Any:
 
 
 def now() -> str:
-    """The time as a row's date."""
+    """The current time in the format of a row's date."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
@@ -186,7 +187,8 @@ def now() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Driver ("" without one), torch, triton and ptxas of this process, under the names of `Environment`'s fields."""
+    """Versions of the driver ("" without one), torch, triton and ptxas in this process, by the names of `Environment`'s
+    fields."""
     import torch
     import triton
     from triton import knobs
@@ -205,7 +207,7 @@ def versions() -> dict[str, str]:
 
 
 def _exactly(kind: type, values: Any, what: str) -> dict[str, Any]:
-    """`values` when its keys are just the fields of a dataclass."""
+    """`values` if its keys are exactly the fields of a dataclass. Raises ValueError."""
     _wanted(isinstance(values, dict), what, values, "an object")
     names = [f.name for f in fields(kind)]
     for name in names:

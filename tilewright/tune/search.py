@@ -1,14 +1,14 @@
-"""The search for the best config of one problem on the GPU at hand: `tilewright tune OP dims...`.
+"""The search for the best config of one problem on the current GPU: `tilewright tune OP dims...`.
 
     spaces -> certified configs -> the analytical model's order -> the first dozen compiled, in parallel, without the GPU ->
     spills and overflow dropped -> the first 8 measured and checked -> the best 3 measured in turns -> rows of the database
 
-Every measurement is a row at once, so a search that is killed loses the one in flight, and the next one goes on from there.
-A problem that was measured is not searched again: where driver, torch, triton or the kernel has changed since, its best 3 are
-measured anew, and a search follows only if none of them works any more.
+Every measurement is stored as a row at once, so a killed search loses only the measurement in progress, and the next search
+continues from there. A problem that was measured is not searched again. If the driver, torch, triton or the kernel has changed
+since, its best 3 configs are measured again, and a search follows only if none of them works any more.
 
-The measuring itself happens in another process (`tilewright.tune.measurer`), which a candidate may kill. Nothing of this runs
-in a program that serves: that takes rows (`tilewright.tune.lookup`).
+Measurements run in another process (`tilewright.tune.measurer`), which a candidate may kill. A serving program uses none of
+this: it only looks up rows (`tilewright.tune.lookup`).
 """
 
 import time
@@ -30,25 +30,25 @@ __all__ = ["Plan", "Report", "planned", "search", "settled"]
 
 _FINALISTS = 3
 _SPARE = 4
-"""Compiled beyond those that are measured: some spill after all."""
+"""Number of configs compiled beyond those to be measured, because some spill in spite of their certificates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search would measure."""
+    """What a search will measure."""
 
     task: Task
     first: list[Candidate]
-    """Measured if they compile as their certificates say: the kept ones, the model's first, the best of each implementation."""
+    """Measured if they compile as certified: mandatory ones, the model's first, and the best of each implementation."""
     rest: list[Candidate]
-    """Taken in this order in place of those that do not compile."""
+    """Replacements, in this order, for those that do not compile."""
     dropped: Counter[str]
-    """Why how many configs are not considered."""
+    """Reason -> number of configs that are excluded."""
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What came of tuning one problem."""
+    """The result of tuning one problem."""
 
     task: Task
     how: str = "search"
@@ -57,7 +57,7 @@ class Report:
     considered: int = 0
     compiled: int = 0
     rows: list[Row] = field(default_factory=list)
-    """Written by this run, in their order."""
+    """Rows that this run has written, in order."""
     ranking: list[Entry] = field(default_factory=list)
     """All rows of the problem that count now, best first."""
     notes: list[str] = field(default_factory=list)
@@ -70,12 +70,12 @@ class Report:
 
 
 def planned(task: Task, *, top: int, exhaustive: bool = False) -> Plan:
-    """What to measure, without measuring or compiling anything."""
+    """What to measure; nothing is measured or compiled here."""
     found, dropped = candidates(task)
     ordered = order(task, found)
     kept = [c for c in ordered if c.kept]
     others = [c for c in ordered if not c.kept]
-    # The best of every implementation too: the record says who won, and the model may be wrong about one as a whole.
+    # Include the best of every implementation: the record compares implementations, and the model may be wrong about one.
     best = {c.impl.name: c for c in reversed(others)}
     chosen, rest = [], []
     for place, c in enumerate(others):
@@ -97,21 +97,21 @@ def search(
     compiler: Callable[..., Any] = compile_all,
     measurer: Measurer | None = None,
 ) -> Report:
-    """Find the best config of a problem, and write what was measured.
+    """Find the best config of a problem, and store what was measured.
 
     Args:
-        command: starts a measuring process, see `tilewright.tune.worker`.
-        workers: processes that compile.
-        top: how many configs of the model's order are measured, beside the default, the libraries, and the first of each
+        command: the command that starts a measuring process, see `tilewright.tune.worker`.
+        workers: number of processes that compile.
+        top: how many configs of the model's order to measure, besides the default, the libraries, and the first of each
             implementation.
         exhaustive: measure every certified config.
-        force: search although the problem was measured before.
+        force: search even if the problem was measured before.
         limit_s: seconds for compiling one candidate, and for measuring one.
-        compiler: `compile_all`, or what stands for it.
-        measurer: a measuring process that runs already, for one problem after another; the caller ends it.
+        compiler: `compile_all`, or a replacement.
+        measurer: a running measuring process that is used for several problems; the caller ends it.
 
     Raises:
-        DatabaseError: the database cannot be written; told before anything is measured where that can be known.
+        DatabaseError: the database cannot be written; if possible raised before anything is measured.
         MeasureError: no process can measure here.
     """
     began = time.monotonic()
@@ -138,13 +138,13 @@ def search(
 
 
 def settled(task: Task, database: Database) -> bool:
-    """Whether a search would measure nothing: today's versions have compared the best of this problem already."""
+    """Whether a search would measure nothing, because today's versions have compared the best of this problem already."""
     past = _Past(task, database)
     return past.compared and not past.again(planned(task, top=0))
 
 
 class _Past:
-    """What the database knows of a problem on this card."""
+    """What the database has about a problem on this card."""
 
     def __init__(self, task: Task, database: Database):
         now = versions()
@@ -155,18 +155,18 @@ class _Past:
         self.fresh: dict[Key, Row] = {
             (row.impl, canonical(dict(row.config))): row for row in database.rows(**self._where) if self._is_fresh(row)
         }
-        """Measured with this driver, torch, triton and these sources: not measured twice."""
+        """Measured with the present driver, torch, triton and sources: not measured again."""
 
     def _is_fresh(self, row: Row) -> bool:
         return row.stack == self._stack and self._task.sources.get(row.impl) == row.source
 
     @property
     def compared(self) -> bool:
-        """Whether some were compared in turns by today's versions."""
+        """Whether today's versions have compared some of them in turns."""
         return any(row.verified for row in self.fresh.values())
 
     def again(self, plan: Plan) -> list[Candidate]:
-        """The best three when today's versions have not yet seen one of them, as far as they are candidates still."""
+        """The best three, if today's versions have not measured all of them yet and they are still candidates."""
         by_key = {c.key: c for c in (*plan.first, *plan.rest)}
         keys = [key for row in self._best if (key := (row.impl, canonical(dict(row.config)))) in by_key]
         return [by_key[key] for key in keys] if any(key not in self.fresh for key in keys) else []
@@ -177,7 +177,7 @@ class _Past:
 
 
 class _Run:
-    """One run of a measuring process: candidates in, rows out."""
+    """One run of a measuring process: takes candidates, writes rows."""
 
     def __init__(
         self, report: Report, database: Database, measurer: Measurer, compiler: Callable[..., Any], workers: int,
@@ -191,9 +191,9 @@ class _Run:
         self.by_key: dict[Key, Candidate] = {}
 
     def measured(self, first: list[Candidate], rest: list[Candidate], known: dict[Key, Row]) -> bool:
-        """Compile and measure `first`, with `rest` in place of those that do not compile; whether anything has a time.
+        """Compile and measure `first`, with `rest` replacing those that do not compile. Returns whether any has a time.
 
-        What is `known` is not measured again.
+        Candidates in `known` are not measured again.
         """
         for candidate in (*first, *rest):
             self.by_key[candidate.key] = candidate
@@ -211,7 +211,7 @@ class _Run:
         return bool(self.times)
 
     def _compiled(self, wanted: list[Candidate]) -> list[Candidate]:
-        """Those that compile without spilling, in the order given. The others are rows."""
+        """The candidates that compile without spilling, in the given order. For the others a row is written."""
         ready: list[int] = []
         inputs = [(c.impl, c.config, self.task.args) for c in wanted]
         for done, (place, found) in enumerate(
@@ -245,7 +245,7 @@ class _Run:
             self.report.notes.append(f"the measuring process had to compile {late} kernels that should have been in the cache")
 
     def finals(self) -> None:
-        """Measure the best in turns, and with them the best of every other implementation: who won, by how much."""
+        """Measure in turns the best candidates and the best of every other implementation, to compare implementations."""
         ordered = sorted(self.times, key=lambda key: self.times[key])
         last = ordered[:_FINALISTS]
         for key in ordered:

@@ -1,11 +1,12 @@
-"""The hash of a kernel's source: rows that were measured with another source are old, and say so.
+"""The hash of a kernel's source, by which rows that were measured with another source are recognised as old.
 
-What counts is the code of the implementation's module and of all kernel modules that it imports, directly or not. What does not
-count: comments, docstrings, blank lines, the order of imports, and where a module lies. A file that is only moved or renamed
-keeps the records of every kernel in it: a module is known by its content, and so are the modules that it imports from.
+The hash covers the code of the implementation's module and of all kernel modules that it imports, directly or indirectly. It
+does not cover comments, docstrings, blank lines, the order of imports, and the names of modules. So a file that is only moved
+or renamed keeps the records of every kernel in it, because modules are identified by their content and by the content of their
+imports.
 
-Nothing is imported here, files are read and parsed. Not followed: what lies outside the package's kernels, and names that a
-module takes from a package by attribute alone (`kernels.a.f` after `from tilewright import kernels`).
+Files are read and parsed, not imported. Not covered: code outside of the package's kernels, and names that a module uses only
+as attributes of a package (`kernels.a.f` after `from tilewright import kernels`).
 """
 
 import ast
@@ -26,7 +27,7 @@ _STRINGS_AND_COMMENTS = re.compile(
 
 @dataclass(frozen=True)
 class _Imported:
-    """One name that a module takes from a kernel module, and the name that it has there."""
+    """A name that a module imports from a kernel module: the original name and the local one."""
 
     module: str
     name: str
@@ -35,7 +36,7 @@ class _Imported:
 
 @dataclass(frozen=True)
 class _Module:
-    """A kernel module: its code without the imports of other kernel modules, and those imports."""
+    """A kernel module: its code without the imports of other kernel modules, and these imports."""
 
     code: str
     imports: tuple[_Imported, ...]
@@ -43,13 +44,13 @@ class _Module:
 
 @cache
 def source_hash(module: str) -> str:
-    """16 hex digits over the code of a kernel module and of the kernel modules that it imports, directly or not.
+    """16 hex digits: a hash of the code of a kernel module and of all kernel modules that it imports, directly or indirectly.
 
     Args:
-        module: its dotted name; kernel modules are those below the first two names of it ("tilewright.kernels").
+        module: its dotted name. Kernel modules are all modules below the first two parts of it ("tilewright.kernels").
 
     Returns:
-        The hash, or "" when the module has no file.
+        The hash, or "" if the module has no file.
     """
     root = ".".join(module.split(".")[:2])
     waiting, seen = [module], set()
@@ -68,14 +69,14 @@ def source_hash(module: str) -> str:
 
 
 def _packages(root: str, module: str) -> Iterator[str]:
-    """The packages between the kernels and a module: importing it runs them."""
+    """The packages between the kernels' root and a module; importing the module runs them."""
     below = module.removeprefix(root).split(".")[1:-1]
     for i in range(1, len(below) + 1):
         yield ".".join([root, *below[:i]])
 
 
 def _content(root: str, name: str) -> str:
-    """What a module says and from whom it takes what; "" for a module without code."""
+    """A module's code and imports as text; "" for a module without code."""
     read = _read(root, name)
     if read is None or not (read.code or read.imports):
         return ""
@@ -94,7 +95,7 @@ def _digest(*texts: str) -> str:
 
 @cache
 def _root(root: str) -> Path | None:
-    """The folder of the kernels, or the file where they are one module."""
+    """The folder of the kernels, or the file if they are one module."""
     try:
         spec = importlib.util.find_spec(root)
     except (ModuleNotFoundError, ValueError):  # no such package; a script, which has no spec
@@ -117,7 +118,7 @@ def _file(root: str, name: str) -> Path | None:
 
 @cache
 def _read(root: str, name: str) -> _Module | None:
-    """A kernel module, or None when there is no such file."""
+    """A kernel module, or None if there is no such file."""
     path = _file(root, name)
     if path is None:
         return None
@@ -137,16 +138,16 @@ def _read(root: str, name: str) -> _Module | None:
 
 
 def _cut(lines: list[str], node: ast.stmt) -> None:
-    """Empty the lines of a statement; of one that shares its line with others only what is its own."""
+    """Blank out a statement; if it shares its line with others, only its own part."""
     first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-    # Columns of syntax trees are counted in bytes.
+    # Columns of syntax trees count bytes.
     before = lines[first].encode()[: node.col_offset].decode()
     after = lines[last].encode()[node.end_col_offset :].decode()
     lines[first : last + 1] = [before + after, *[""] * (last - first)]
 
 
 def _imported(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> Iterator[_Imported]:
-    """What a statement imports, each from the module that it names."""
+    """The names that a statement imports, each with the module that it names."""
     if isinstance(node, ast.Import):
         yield from (_Imported(alias.name, "", alias.asname or alias.name) for alias in node.names)
         return
@@ -159,7 +160,7 @@ def _imported(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) 
 
 
 def _exact(root: str, imported: _Imported) -> _Imported:
-    """The same with the submodule itself as the module, where `from package import submodule` names one."""
+    """If `from package import submodule` names a submodule, the same import with the submodule as its module."""
     below = f"{imported.module}.{imported.name}"
     if imported.name and _file(root, below) is not None:
         return _Imported(below, "", imported.alias)

@@ -1,7 +1,7 @@
-"""The free choices of a kernel: axes, what rules a combination out, and the choice made without a measurement.
+"""The config space of a kernel: the tuning parameters, which combinations are impossible, and the default.
 
 A config is a plain dict of keyword arguments for the launch (`{"BLOCK_N": 64, "num_warps": 4}`). A running program never
-searches: it takes `default(device, problem)`.
+searches: without a measured row it uses `default(device, problem)`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,9 @@ Config = Mapping[str, Any]
 class Space:
     """The configs of one implementation.
 
-    `default` picks one from a device and a problem alone, and must be deterministic: two ranks with one card choose alike.
-    `axes` maps each choice to its values, in the order in which a table shows them.
-    `refusal` names why a combination cannot work for a problem (too much shared memory, a tile wider than the matrix).
+    `default` chooses a config from the device and the problem alone. It must be deterministic, so that ranks with the same card
+    choose the same. `axes` maps each parameter to its values, in the order in which a table shows them.
+    `refusal` says why a combination cannot work for a problem (too much shared memory, a tile wider than the matrix).
     """
 
     default: Callable[[Device, Any], Config]
@@ -30,7 +30,7 @@ class Space:
     refusal: Callable[[Device, Any, Config], str | None] = lambda device, problem, config: None
 
     def configs(self, device: Device, problem: Any) -> Iterator[Config]:
-        """Every config that this problem can run with, in the axes' order."""
+        """All configs with which this problem can run, in the order of the axes."""
         for values in product(*self.axes.values()):
             config = dict(zip(self.axes, values, strict=True))
             if self.refusal(device, problem, config) is None:

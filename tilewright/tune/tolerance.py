@@ -1,16 +1,18 @@
-"""Is a result right? The comparison behind "wrong" in the tuning database, by the limits of conformance.
+"""Is a result right? The comparison behind the status "wrong" in the tuning database, with the limits of conformance.
 
-The oracle is the reference in float64 on the arguments as they are after rounding. The RMS error is relative to the RMS of
-the oracle, the largest error to that RMS plus the element's own size (a 10 cannot be held as finely as a 1). Conformance runs
-on small examples; problems that are tuned add up thousands of terms in float32, so limits grow with the square root of their
-number, as errors of a random walk do: nothing in bf16, 5e-6 over 4096 products in float32.
+The oracle is the reference in float64 on the rounded arguments. The RMS error is relative to the RMS of the oracle. The largest
+error is relative to that RMS plus the element's own magnitude (a 10 cannot be as exact as a 1). Conformance runs on small
+examples. Problems that are tuned add up thousands of terms in float32, so limits grow with the square root of their number,
+like the error of
+a random walk: this is negligible in bf16, and 5e-6 for 4096 products in float32.
 
-Codes of numbers that an op computes itself (`Op.codes_may_move`) may be one step from the definition's, few of them, and their
-scales as far as 16-bit numbers; there the oracle is the reference in the arguments' own dtypes. Where such codes lie on the
-way to a result (`Op.codes_inside`) a moved one shows in single elements: by a step of e4m3 of the largest element at most.
+If an op quantises what it has computed (`Op.codes_may_move`), a few quantised values may be one step away from the
+definition's, and scales may differ as 16-bit numbers do; the oracle is then the reference in the arguments' own dtypes. If an
+op quantises intermediate values (`Op.codes_inside`), a value that moved shows in single elements: at most by a step of e4m3 of
+the largest element.
 
-Operations and implementations are `tilewright.op`'s, which this module may not import; it asks them for `reference`,
-`mutates`, `roundings`, `codes_may_move`, `codes_inside`, `tolerance`, `cost` and `extra_roundings`.
+This module may not import `tilewright.op`. It uses these attributes of operators and implementations: `reference`, `mutates`,
+`roundings`, `codes_may_move`, `codes_inside`, `tolerance`, `cost` and `extra_roundings`.
 """
 
 import inspect
@@ -42,7 +44,7 @@ LIMITS = {
     torch.float16: (1e-3, 5e-4),
     torch.bfloat16: (8e-3, 4e-3),
     torch.float64: (1e-12, 1e-13),
-    # Codes and their scales have one right value.
+    # Quantised values and their scales have one right value.
     torch.float8_e4m3fn: (0.0, 0.0),
     torch.float8_e5m2: (0.0, 0.0),
     torch.float8_e8m0fnu: (0.0, 0.0),
@@ -50,19 +52,19 @@ LIMITS = {
 """dtype -> (largest error, RMS error) of one rounding; half an ulp of bf16 is 2^-9 to 2^-8 of the value."""
 
 MOVED_CODES = (1, 0.02)
-"""(steps, share of the codes) that codes of computed numbers may be from the definition's."""
+"""(steps, share of values) by which quantised values may differ from the definition's."""
 
 STEP = 2.0**-3
-"""How far a code's neighbour may be, relative to it: e4m3 has three bits behind the leading one."""
+"""The relative distance of a quantised value's neighbour: e4m3 has three bits after the leading one."""
 
 _FLOAT32_ULP = 2.0**-24
 _POISON = {torch.bool: True, torch.uint8: 0xA5, torch.int16: -0x5A5A}
 
 
 class Poisoned(TorchFunctionMode):
-    """While on, freshly allocated tensors hold NaN (integers: a value that no kernel writes).
+    """While active, newly allocated tensors are filled with NaN (integers: with a value that no kernel writes).
 
-    What a kernel forgets to write is then wrong, and not the right answer of the candidate before it.
+    If a kernel forgets to write something, its result is then wrong, instead of the right answer of the candidate before it.
     """
 
     _ALLOCATORS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
@@ -78,7 +80,7 @@ def _poison(t: Tensor) -> Tensor:
 
 
 def flat(result: Any) -> list[Tensor]:
-    """The tensors of an op's result, whatever its form."""
+    """The tensors of an op's result, for every form of result."""
     if result is None:
         return []
     return [result] if isinstance(result, Tensor) else list(result)
@@ -92,15 +94,15 @@ def bits(t: Tensor) -> Tensor:
 
 
 def written(op: Any) -> list[int]:
-    """Places of the arguments that the op declares to write."""
+    """Positions of the arguments that the op declares to write."""
     names = list(inspect.signature(op.reference).parameters)
     return [names.index(name) for name in op.mutates]
 
 
 def oracle(op: Any, args: Sequence[Any], *, wide: bool = True) -> list[Tensor]:
-    """What the op should give, then what it should write in place: the reference, in float64 if `wide`.
+    """The expected results of the op, then the expected content of arguments written in place; in float64 if `wide`.
 
-    The arguments stay as they are.
+    The arguments are not changed.
     """
     places = written(op)
     wide = wide and not op.codes_may_move
@@ -112,7 +114,7 @@ def oracle(op: Any, args: Sequence[Any], *, wide: bool = True) -> list[Tensor]:
 
 
 def codes_apart(got: Tensor, want: Tensor) -> tuple[int, float]:
-    """(most steps between two codes of int8 or float8, share of the codes that differ); a NaN is steps away from numbers."""
+    """(largest distance in steps between two int8 or float8 values, share that differs); NaN is far from all numbers."""
     places = []
     for t in (got, want):
         place = bits(t).int()
@@ -122,7 +124,7 @@ def codes_apart(got: Tensor, want: Tensor) -> tuple[int, float]:
 
 
 def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """(largest, RMS) error, relative as said above; inf where infinities or NaNs stand at different places."""
+    """(largest, RMS) error, relative as in the module's docstring; inf if infinities or NaNs are in different places."""
     got, want = got.double(), want.double()
     finite = want.isfinite()
     special = (got[~finite].nan_to_num(), want[~finite].nan_to_num())
@@ -137,10 +139,10 @@ def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 
 def limits(op: Any, impl: Any, dtype: torch.dtype, terms: float = 1.0) -> tuple[float, float]:
-    """(largest, RMS) error that an implementation may have: the table's, or the op's own where they are tighter.
+    """The highest (largest, RMS) error of an implementation: from the table, or the op's own limits if they are tighter.
 
     Args:
-        terms: how many products a result is the sum of.
+        terms: the number of products that a result is the sum of.
     """
     roundings = op.roundings + impl.extra_roundings
     table = tuple(roundings * limit for limit in LIMITS[dtype])
@@ -151,13 +153,13 @@ def limits(op: Any, impl: Any, dtype: torch.dtype, terms: float = 1.0) -> tuple[
 
 
 def wrong(op: Any, impl: Any, got: Sequence[Tensor], want: Sequence[Tensor], flops: float, doubt: int = 1) -> str | None:
-    """What is wrong with the results of an implementation, in words, or None.
+    """A description of what is wrong with the results of an implementation, or None.
 
     Args:
-        got: what it returned, then what it wrote in place.
-        want: the same, from `oracle`.
-        flops: of the whole call, `op.cost(...).flops`.
-        doubt: 2 when `want` has been rounded as often as `got`.
+        got: its results, then the arguments that it wrote in place.
+        want: the same from `oracle`.
+        flops: operations of the whole call, `op.cost(...).flops`.
+        doubt: 2 if `want` was rounded as often as `got`.
     """
     if len(got) != len(want):
         return f"{len(got)} results, the definition has {len(want)}"

@@ -1,6 +1,6 @@
-"""Candidates in the order of the analytical model: what `tune` measures first, where nothing was measured yet.
+"""Candidates ordered by the analytical model: what `tune` measures first if nothing has been measured yet.
 
-A running program does not ask: by the study its default is as good as the model's first (docs/regret.md).
+A running program does not use this: according to docs/regret.md its default is as good as the model's first candidate.
 """
 
 import json
@@ -23,7 +23,7 @@ __all__ = ["Candidate", "Ranked", "rank"]
 
 
 class Candidate(Protocol):
-    """What is asked of an implementation: `tilewright.op.Impl` has it."""
+    """The part of `tilewright.op.Impl` that is needed here."""
 
     @property
     def name(self) -> str: ...
@@ -54,7 +54,7 @@ class _Certified(NamedTuple):
 
 @cache
 def _certified(op_name: str, impl_name: str, arch: int) -> _Certified | None:
-    """Those that compile and fit; None without a certificate."""
+    """The configs that compile and fit; None without a certificate."""
     rows = [
         (json.loads(key), held)
         for key, facts in config_facts(op_name, impl_name, arch).items()
@@ -71,7 +71,7 @@ _COLUMNS = [(at, name) for at, name in enumerate(Work._fields) if name not in ("
 
 
 class _Predicted(NamedTuple):
-    """One implementation's certified configs, with the time of each."""
+    """The certified configs of one implementation, with predicted times."""
 
     impl: Any
     certified: _Certified | None
@@ -79,7 +79,7 @@ class _Predicted(NamedTuple):
 
 
 def _predicted(op_name: str, device: Device, args: Sequence[Any], impls: Sequence[Candidate]) -> list[_Predicted]:
-    """All that can be predicted, in one evaluation of the formula."""
+    """Everything that can be predicted, in one evaluation of the formula."""
     found, c = ceilings(device), constants_of(device.arch)
     libraries, owns, works = [], [], []
     for impl in impls:
@@ -104,7 +104,7 @@ def _predicted(op_name: str, device: Device, args: Sequence[Any], impls: Sequenc
 
 
 def _joined(parts: Sequence[Any], places: Sequence[slice]) -> Any:
-    """One array of numbers and arrays, or the number that all are."""
+    """One array from numbers and arrays, or a number if all are the same number."""
     first = parts[0]
     if not any(isinstance(part, np.ndarray) for part in parts) and all(part == first for part in parts):
         return first
@@ -115,14 +115,14 @@ def _joined(parts: Sequence[Any], places: Sequence[slice]) -> Any:
 
 
 def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate]) -> Iterator[Ranked]:
-    """Candidates with a prediction, fastest first: certified configs that the problem takes, and libraries.
+    """Candidates with a prediction, fastest first: certified configs that are possible for the problem, and libraries.
 
     Args:
         op_name: as in `Op.name`.
         device: the card.
-        problem: as from `Op.problem`.
-        args: of the op, or tensors like them on "meta".
-        impls: those that take the problem.
+        problem: the result of `Op.problem`.
+        args: arguments of the op, or tensors like them on "meta".
+        impls: the implementations that accept the problem.
     """
     least = _least(op_name, device, problem, args, impls)
     for ranked in _ordered(_predicted(op_name, device, args, impls), device, problem):
@@ -130,7 +130,8 @@ def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls:
 
 
 def _least(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate]) -> float:
-    """What the ceilings allow the candidate with the least work; 0 without any. One number for all keeps their order."""
+    """The time that the ceilings allow for the candidate with the least work; 0 without candidates. The same for all of
+    them."""
     found, least = ceilings(device), []
     for impl in impls:
         certified = _certified(op_name, impl.name, device.arch)

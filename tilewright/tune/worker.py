@@ -1,19 +1,19 @@
-"""A process that measures candidates, and may be killed by one: the child's side. The leader's is `tilewright.tune.measurer`.
+"""The child's side of a measuring process: it measures candidates, and a candidate may kill it. The leader is `tune.measurer`.
 
-Both speak in lines of JSON. A job comes on stdin: an op, its dimensions as words, candidates, and whether they are to be timed
-one after another or in turns. The child says a line before each candidate and after it, so that the leader knows at which one
-it died:
+They exchange lines of JSON. A job comes on stdin: an op, its dimensions as words, candidates, and whether to time them one
+after the other or in turns. The child writes a line before and after each candidate, so that the leader knows which one killed
+it:
 
     {"ready": {"card": ..., "sms": ...}}                 once: it can take jobs
     {"begin": 3}   {"end": 3, "status": "ok", "us": 12.4, "us_spread": 0.1, "error": "", "compiled": 0, "alive": true}
     {"turns": [[12.3, 0.1], ...]}                        of a job in turns, in the candidates' order
     {"note": "..."}  {"failed": "..."}  {"done": true}
 
-When stdin ends, the leader is gone: the child exits at once, in the middle of whatever it does. What anything else prints goes
-to stderr.
+When stdin ends, the leader is gone: the child exits at once, whatever it is doing. All other output goes to stderr.
 
-What it measures on is a `Ground`: the ops, their arguments, a stopwatch. `tilewright.bench.measuring` is the one of a GPU. A
-test gives another: a few ops on the CPU, and a `Timer` that looks at a clock, or answers what it was told to.
+Its surroundings are a `Ground`: the ops, their arguments, a stopwatch. `tilewright.bench.measuring` has the one for a GPU. A
+test
+uses another: a few ops on the CPU, and a `Timer` that reads a clock or returns given times.
 """
 
 import json
@@ -40,7 +40,7 @@ Call = Callable[[int], Any]
 
 
 class Timer(Protocol):
-    """What times calls: `tilewright.tune.measure.Stopwatch` does, on a GPU."""
+    """Times calls; on a GPU this is `tilewright.tune.measure.Stopwatch`."""
 
     def once(self, call: Call) -> tuple[Any, float]:
         """(the result of `call(0)`, microseconds)."""
@@ -57,24 +57,24 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """What a measuring process stands on."""
+    """The surroundings of a measuring process."""
 
     op: Callable[[str], Any]
-    """The op of this name."""
+    """Name -> op."""
     arguments: Callable[[Any, Sequence[str], int], tuple[Any, ...]]
-    """(op, dimensions as words, seed) -> arguments on the device; ValueError where there are none."""
+    """(op, dimensions as words, seed) -> arguments on the device; ValueError if they are impossible."""
     timer: Timer
     environment: Environment
     l2_bytes: int
     synchronise: Callable[[], None]
-    """Wait for the device. Raises RuntimeError when its context is lost."""
+    """Wait for the device. Raises RuntimeError if its context is lost."""
 
 
 def serve(ground: Callable[[], Ground]) -> None:
     """Take jobs until stdin ends.
 
     Args:
-        ground: makes it; a ValueError, RuntimeError or OSError that it raises is told to the leader.
+        ground: creates the surroundings; a ValueError, RuntimeError or OSError is reported to the leader.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -105,7 +105,7 @@ def serve(ground: Callable[[], Ground]) -> None:
 def _read(jobs: "SimpleQueue[str]") -> None:
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)  # nobody listens any more; a candidate that hangs must not outlive its leader
+    os._exit(0)  # the leader is gone, and a candidate that hangs must not outlive it
 
 
 def _run(job: Mapping[str, Any], ground: Ground, counter: CompileCounter, say: Callable[..., None]) -> None:
@@ -137,7 +137,7 @@ def _row(status: str, error: str = "", timing: Timing | None = None, *, alive: b
 
 
 class _Bench:
-    """One problem laid out: sets of arguments for timing, what the result must be, and copies of what may be overwritten."""
+    """One problem, prepared: sets of arguments for timing, the expected result, and copies of what may be overwritten."""
 
     def __init__(self, job: Mapping[str, Any], ground: Ground, say: Callable[..., None]):
         self.op, self.ground = ground.op(job["op"]), ground
@@ -153,7 +153,7 @@ class _Bench:
         self.kept = [[args[i].clone() for i in self.written] for args in self.args]
         if job["turns"]:
             return
-        # A declared one is restored before every run; the others must stay as they are, and are looked at after it.
+        # Arguments that the op declares to write are restored before every run; the others must not change, which is checked.
         self.untouched = {i: a.clone() for i, a in enumerate(first) if isinstance(a, Tensor) and i not in self.written}
         try:
             self.wanted, self.doubt = oracle(self.op, first), 1
@@ -162,18 +162,18 @@ class _Bench:
             self.wanted, self.doubt = oracle(self.op, first, wide=False), 2
 
     def call(self, candidate: Mapping[str, Any]) -> Call:
-        """`i` -> a launch on set i."""
+        """`i` -> a launch with set i."""
         launch, config, args = self.launch[candidate["impl"]].launch, candidate["config"], self.args
         return lambda i: launch(config, *args[i])
 
     def restore(self) -> None:
-        """Give the arguments that the op writes the values that they had."""
+        """Restore the original values of the arguments that the op writes."""
         for args, kept in zip(self.args, self.kept, strict=True):
             for i, value in zip(self.written, kept, strict=True):
                 args[i].copy_(value)
 
     def measured(self, candidate: Mapping[str, Any], best_us: float) -> dict[str, Any]:
-        """A candidate checked and timed, as the line that tells of it."""
+        """Check and time a candidate; returns the output line."""
         try:
             if (fault := self._fault(candidate)) is not None:
                 return _row("wrong", fault)

@@ -1,1 +1,2 @@
-"""The proof that a model became faster, layer by layer, than an engine whose layers cannot be called one by one."""
+"""`tilewright compare`: proves, layer by layer, that a model is faster than in an engine whose layers cannot be called
+alone."""

@@ -1,14 +1,14 @@
-"""Seconds of every layer from run times of whole programs: drift, location, weighted least squares, bootstrap. numpy only.
+"""Estimates the seconds of every layer from run times of whole programs: drift correction, weighted least squares, bootstrap.
 
     seconds of variant v = overhead + border_v c + sum_l n_vl t_l + sum_b a_vb d_b
 
 border_v: bytes and tensors, in and out (`Border`); n_vl: how often layer l runs in v; a_vb: how often boundary b (layer i, then
 i + 1) is crossed in v; d_b is 0 until segments.py finds that the engine fuses or overlaps the two. Layers of one group (same
-operations, same shapes, same layer before them) share one unknown. What each step assumes: docs/compare.md,
-"How layers are timed without opening the engine".
+operations, same shapes, same layer before them) share one unknown. The assumptions of each step are in docs/compare.md,
+"How layers are timed without opening the engine". Uses numpy only.
 
-Times are never forced to be positive: a bound at zero pushes small layers up and takes the difference from their neighbours,
-and an interval around a clipped estimate does not cover. Only what is shown is cut at zero.
+Estimates are not constrained to be positive: a bound at zero would bias small layers upwards and their neighbours downwards,
+and an interval around a clipped estimate would not have its coverage. Only displayed values are cut off at zero.
 
 Not done here: building, running, merging, verdicts.
 """

@@ -1,40 +1,44 @@
-"""What a call hides: programs so small that a layer more or less changes nothing that can be seen.
+"""Programs for engines whose calls hide work: so short that one layer more or less changes nothing measurable.
 
-A call of a captured model costs what the host takes to copy inputs in, to launch and to copy out, and the device works
-meanwhile: seconds = max(host, device). With little to do the device is done first, and a layer costs nothing (H100, four
-products of 256 x 256: 45 us a call, 10 of them work; with one of them as well). A program that lies there says nothing of its
-layers, and would pull them towards 0. So each engine is asked first: where a call of one layer takes longer than a line through
-8 and 32 copies of it says, or where 32 take hardly more than 8, its calls have a floor. On such an engine
+In a call of a captured model the host copies inputs in, launches, and copies results out, while the device works:
+seconds = max(host, device). With little work the device finishes first, and an additional layer costs nothing (H100, four
+products of
+256 x 256: 45 us per call, of which 10 are work; with one product it takes the same). Such a program says nothing about its
+layers, and would bias their estimates towards 0. So each engine is tested first. Its calls have a floor if a call of one layer
+takes longer than extrapolated from 8 and 32 copies of it, or if 32 copies take hardly more than 8. For such an engine
 
-- a program counts only if it takes twice as long as that layer alone: the host's part is then surely less than the device's;
-- there are also programs with *ballast*: one layer K times in a row, each copy with weights of its own, K as large as makes
-  these copies alone take that long. Then each layer adds what it takes, wherever it stands. And there are short ones, of a
-  layer of the neighbourhood so often and up to four others: what a program is off by in its own way is a share of its time.
+- a program counts only if it takes twice as long as that layer alone; then the host's part is certainly less than the device's;
+- there are also programs with *ballast*: one layer repeated K times, each copy with its own weights, with K so large that these
+copies
+  alone take that long. Each further layer then adds its own time, wherever it is in the program. Short programs consist of one
+  layer of the neighbourhood, repeated, and up to four others, because the error of a program is proportional to its time.
 
-An engine that hides nothing (PyTorch eager, where each layer is the host's) gets no ballast: it would only hide its layers in
-the noise of a long call. Where that is operators one by one on a GPU, and the host takes 90 % of a call, a layer's time is what
-it takes the host: until the call is back. Waiting for the device would add what its last kernel needs, another time for every
-program (H100: two linear layers, the same to the host, take 70 us alone and 130). And it gets no copies of layers: a host runs
-what it has just run faster (ResNet-50's layer2.1.conv2: 126 us alone, 16 of them the call's; sixteen in a row 84 each).
+An engine that hides nothing (PyTorch eager, in which each layer takes host time) gets no ballast, which would only hide its
+layers in the noise of a long call. If it runs operators one by one on a GPU and the host takes 90 % of a call, a layer's time
+is its host time, until the call returns. Waiting for the device would add the time of the last kernel, which differs between
+programs (H100: two linear layers that take the host equally long take 70 us alone and 130). It gets no repeated layers either,
+because a host is faster at what it has just done (ResNet-50's layer2.1.conv2: 126 us alone, 16 of them for the call itself;
+sixteen in a row 84 each).
 
-Where its host takes less, now the host and now the device is behind, and programs do not add up (H100, ViT-B/16, one image: 5
-to 9 %). A baseline's programs are then timed with the host ahead (`Behind`, clocks.py): what they take the device alone, which
-is at most what a user waits. So a layer may pass by it, and none may fail.
+If the host takes less, sometimes the host and sometimes the device limits the speed, and programs do not add up (H100,
+ViT-B/16, one
+image: 5 to 9 %). A baseline's programs are then timed with the host ahead (`Behind`, clocks.py), which gives the time of the
+device alone. That is at most what a user waits. So a layer may pass by this clock, but none may fail.
 
-Ours beside a baseline that is timed by its host or its device is timed by its device, where its host replays a captured graph
-and the device takes most of a call: what the host adds, and the copies into the graph's tensors and out of them, is of the
-call, not of its layers, and is in the whole model's ratio. It needs no ballast, and programs say the same to 0.3 % where calls
-as a user has them differ by 3 (H100, ViT-B/16). Other engines of ours are not spared their hosts.
+If the baseline is timed by its host or its device, ours is timed by its device, provided that its host replays a captured graph
+and the device takes most of a call. The host's part, and copies into and out of the graph's tensors, belong to the call and not
+to its layers; they are in the whole model's ratio. No ballast is needed then, and programs agree to 0.3 %, where complete calls
+differ by 3 % (H100, ViT-B/16). For other engines of ours, host time counts.
 
-A model whose weights no cache holds reads each of them from memory, its small programs do not: repeated, they find their own.
-By the device's clock such a model's programs therefore begin with empty caches, on both sides (H100, ViT-B/16, one image, 19
-programs: off by 6.0 % on eager and 2.5 % on ours with what is left in L2; 1.2 % and 1.0 % without).
+A model whose weights exceed every cache reads each weight from memory; its small programs, when repeated, find theirs in the
+cache. By the device's clock, programs of such a model therefore start with empty caches, on both sides (H100, ViT-B/16, one
+image, 19 programs: errors of 6.0 % for eager and 2.5 % for ours with a warm L2; 1.2 % and 1.0 % with a cold one).
 
-What a layer's time then means: what a model that keeps its engine busy takes longer because of it. Where the host is the slower
-one that is the host's time a layer, where the device is, the device's: what a user pays in a long model. In a small model
-itself a layer of ours may be free; that shows in the whole model's ratio alone, which is then not the sum of the layers.
+The time of a layer then means: the additional time of a model that keeps its engine busy. It is the host's time per layer if
+the host is slower, and the device's if the device is. In a small model a layer of ours may cost nothing; this shows only in the
+whole model's ratio, which is then not the sum of the layers.
 
-Not done: models none of whose layers can stand behind themselves are not looked at.
+Not supported: models without any layer that can be repeated.
 """
 
 import time

@@ -1,11 +1,13 @@
-"""Engines that are measured as a whole beside the two that are compared layer by layer, and the claims that follow.
+"""Engines that are measured as a whole, in addition to the two that are compared layer by layer, and the claims about them.
 
-A ratio means most where both sides compute in the same precision and start their work in the same way: a captured CUDA graph
-against a captured CUDA graph, or calls from Python against calls from Python. Where the baseline is another kind of engine
-(eager PyTorch in float32, say), an equal one is added: PyTorch's own calls in the precision of ours, in a CUDA graph if ours is
-one. Claims are told in this order: equal first, then those that differ in the launch mode, then those in another precision.
+A ratio means most if both sides compute in the same precision and start their work in the same way: a captured CUDA graph
+against a captured CUDA graph, or calls from Python against calls from Python. If the baseline is a different kind of engine
+(eager PyTorch in
+float32, say), an equivalent one is added: PyTorch's own calls in our precision, in a CUDA graph if ours uses one. Claims are
+listed in
+this order: against equivalent engines, then against those with another launch mode, then with another precision.
 
-Engines beside are built and checked as the others are, take part in every round, and are timed as the whole model alone.
+These engines are built and checked like the others and take part in every round, but only the whole model is timed.
 """
 
 from collections.abc import Callable, Sequence

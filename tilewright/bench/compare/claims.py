@@ -1,4 +1,4 @@
-"""What engines say of themselves, beside what was found out about them: a table for the report and its twin in Markdown."""
+"""The table of what engines state about themselves next to what was measured, for the HTML report and its Markdown version."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""By what a program is timed: a call as a user has it, what it takes the host, what it takes the device alone."""
+"""Ways to time a program: a call as a user sees it, the host's part of it, or the device's part alone."""
 
 import time
 from collections.abc import Callable

@@ -1,14 +1,16 @@
-"""Engines' own counters: asked for once when everything is measured, looked over, and laid beside our layers by their names.
+"""Engines' own counters: requested once after all measurements, checked, and assigned to our layers by name.
 
-What a profiler says is the engine's claim. It is a second opinion to read, never a measurement: nothing here changes an
-interval, a verdict or the fairness card, and an engine that fails at it has failed at nothing.
+A profiler's figures are the engine's claim: a second opinion, not a measurement. They change no interval, no verdict and
+nothing on the fairness card, and an engine that cannot provide them has failed nothing.
 
-How a counter finds its layer. An engine is given a program whose operations have names and know the module that they were
-exported from (`Operation`). An operation belongs to the layer that has nodes of that module; where several have (a ReLU called
-three times), to the first that does not run before what the operation reads. A counter belongs to the layers of the operations
-that its name holds, as words: "conv_7 + relu_3", "node_MatMul_9/MatMulAddFusion". Where these are of several layers, those
-count that it begins: a shortcut's sum that a convolution adds as it writes does not make it part of the next layer. A counter
-whose name holds none (a copy that the engine put in) stays without a layer; nothing is guessed from kinds, sizes or order.
+How a counter is assigned to a layer: an engine is given a program whose operations have names, and which records the module
+that each operation was exported from (`Operation`). An operation belongs to the layer that has nodes of that module; if several
+do (a ReLU that is called three times), to the first one that does not run before the operation's inputs exist. A counter
+belongs to the layers of the
+operations that occur as words in its name: "conv_7 + relu_3", "node_MatMul_9/MatMulAddFusion". If these are in several layers,
+only
+layers that it begins count: a convolution that also adds a shortcut's sum does not become part of the next layer. A counter
+whose name contains no operation (a copy that the engine has added) has no layer. Nothing is guessed from kinds, sizes or order.
 """
 
 import math

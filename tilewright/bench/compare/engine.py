@@ -1,4 +1,4 @@
-"""What an engine is to `compare`: something that is built from a module, runs, and says how long. Nothing else is asked of it.
+"""The interface of an engine for `compare`: it is built from a module, runs, and reports its time.
 
 An engine is named as on the command line, NAME or NAME:OPTION:
 
@@ -13,15 +13,17 @@ An engine is named as on the command line, NAME or NAME:OPTION:
 
 DTYPE is fp32, fp16 or bf16: weights and floating-point inputs are cast once, before anything is timed.
 
-`Built.time(calls)` is seconds of that many forward passes, one after the other, each waited for: what somebody waits for one
-answer. On a GPU that is from one CUDA event on an idle device to another behind the last kernel. Were the next call issued
-meanwhile, a call would take the longer of its host's and its device's time, and layers would not add up: 19 layers of a small
-captured model cost what one costs (H100: 41 against 38 us, the host's). Where one of the two engines has no such events, and on
-a CPU, it is the wall clock on both sides. Inputs lie where the engine wants them (on its device) and outputs stay there; what
-an engine copies inside its own call is in its time.
+`Built.time(calls)` gives the seconds of that many forward passes, one after the other, each waited for: the latency of one
+answer. On a GPU this is measured from a CUDA event on an idle device to another after the last kernel. If the next call were
+issued meanwhile, a
+call would take the longer of its host time and its device time, and layers would not add up: 19 layers of a small captured
+model take
+as long as one (H100: 41 and 38 us, the host's). If one of the two engines has no such events, and on a CPU, both sides are
+timed by the wall clock. Inputs are where the engine wants them (on its device) and outputs stay there; copies within a call are
+part of its time.
 
-Every step has a time limit. Engines in this process are stopped when they come back to Python; one that never does ends the
-process after a grace period. A foreign engine that may crash belongs behind `cmd:`.
+Every step has a time limit. Engines in this process are stopped when they return to Python; one that never does ends the
+process after a grace period. A foreign engine that may crash should run as `cmd:`.
 """
 
 import importlib

@@ -1,15 +1,16 @@
-"""The fairness card: what would make a comparison worthless if it differed between the two sides, point by point.
+"""The fairness card: the conditions that must be equal on both sides for a comparison to mean anything, point by point.
 
-A point is closed with a reason, or open; an open one withholds the headline. Differences that a user of both engines would have
-too (16 bits against 32, a captured graph against single launches) are not unfair: they are stated. Open is what nobody can know
-(an engine does not say what its call copies) and what is not as an engine says (it computes in fewer bits).
+A point is either closed with a reason, or open; while one is open, the headline is withheld. Differences that a user of both
+engines would have too (16 bits against 32, a captured graph against single launches) are not unfair, but they are stated. A
+point is open if it cannot be known (an engine does not report what its call copies), or if an engine's statement is wrong (it
+computes in fewer bits).
 
-Precision is not taken from an engine's word but from the distance of its output to the same model in float64. Operands
+Precision is not taken from an engine's statement but from the distance of its output to the same model in float64. Operands
 rounded to a significand of p bits have a relative RMS error of 0.425 * 2^-p (uniform rounding, significands by Benford's law),
-a sum of products of two of them 0.6 * 2^-p: 3.6e-8 for float32, 2.9e-4 for float16 and tf32 (both 11 bits: no distance tells
-them apart), 2.3e-3 for bfloat16; 1e-2 and more for codes of 8 bits. Errors of layers add up as a random walk: times
-sqrt(depth); skips and biases dilute them (cf. Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). Sharper than
-theory: `yardsticks`, the errors that this very model shows when PyTorch runs it in each type.
+a sum of products of two of them 0.6 * 2^-p: 3.6e-8 for float32, 2.9e-4 for float16 and tf32 (both 11 bits, so no distance
+distinguishes them), 2.3e-3 for bfloat16; 1e-2 and more for 8-bit quantised values. Errors of layers add up like a random walk:
+times sqrt(depth); skips and biases dilute them (cf. Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). More
+precise than theory are the `yardsticks`: the errors of this same model when PyTorch runs it in each type.
 """
 
 import copy

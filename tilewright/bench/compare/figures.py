@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits and a unit. And the one sentence that a comparison comes down to."""
+"""Formats numbers for people (three significant digits and a unit), and the one-sentence result of a comparison."""
 
 import math
 

@@ -1,8 +1,9 @@
-"""Whether an engine fuses two layers: which boundary between two explains what a fit leaves, and whether that is chance.
+"""Decides whether an engine fuses two layers: which boundary explains the residuals of a fit, and whether that is chance.
 
-Programs are off additivity by more than noise, each in its own way, and not because of any one boundary. So what a boundary
-explains (t squared) counts in units of the variance that is left behind it, ADDITIVE at least: an F statistic, and the largest
-of many. Its distribution where no boundary is special is drawn, with deviations of the size that is seen.
+Programs deviate from additivity by more than noise, each in its own way, and not because of a single boundary. So what a
+boundary
+explains (t squared) is measured in units of the remaining variance, but at least of ADDITIVE: an F statistic, the largest of
+many. Its distribution without any special boundary is simulated, with deviations of the observed size.
 """
 
 from collections.abc import Collection

@@ -1,12 +1,14 @@
-"""A user's model as a chain of layers: an anchor (convolution, product, norm, pooling ...) and what is elementwise behind it.
+"""Divides a user's model into a chain of layers: an anchor (convolution, product, norm, pooling ...) with the elementwise
+operations after it.
 
-The model is traced symbolically, which keeps its modules as they are, and by torch.export where its Python code does not allow
-that. Parameters are the model's own, never copied. Layers carry the user's module paths. In-place operations become their
-out-of-place twins, sizes become numbers: the chain holds for the shapes of the example inputs alone.
+The model is traced symbolically, which keeps its modules, or by torch.export if its Python code does not allow that. Parameters
+are the model's own, never copied. Layers have the user's module paths. In-place operations are replaced by out-of-place ones,
+and sizes by
+numbers: the chain is valid only for the shapes of the example inputs.
 
-Refused (Untraceable says why): models in training mode, those that cannot be traced in any way (tracing.py) unless nobody asks
-for their layers, those whose trace computes something else than they do, and those that fail, draw random numbers, answer
-without a tensor or compute nothing.
+Refused (Untraceable has the reason): models in training mode; models that cannot be traced in any way (tracing.py), unless
+their layers are not needed; models whose trace computes something else than they do; and models that fail, draw random numbers,
+return no tensor or compute nothing.
 """
 
 import operator

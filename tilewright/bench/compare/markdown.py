@@ -1,4 +1,4 @@
-"""A comparison as a short Markdown text: verdict, table, card. For a pull request, where no page can be."""
+"""A comparison as a short Markdown text for a pull request: verdict, table, fairness card."""
 
 from collections.abc import Sequence
 

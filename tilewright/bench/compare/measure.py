@@ -1,13 +1,14 @@
-"""Builds every variant on both engines, checks what they answer, and times them in turns until the claim is decided.
+"""Builds every variant on both engines, checks the results, and times them in turns until the claim is decided.
 
 A variant counts only after its outputs were compared with the same variant in float64, run eagerly. Wrong numbers, other
-shapes, a crash or a hang stop everything, with the engine, the variant and both values; the layer is found by halving prefixes.
+shapes, a crash or a hang stop the comparison, with a message that has the engine, the variant and both values; the layer is
+found by bisecting prefixes.
 
-Then rounds: every variant of both engines once, in a new random order. A turn is one call that is not timed, which brings back
-what the other engine drove out of the caches, and a batch of calls that is. Batches are long enough for the clock (at least a
-millisecond) and as long as gives a few hundred rounds in the time there is.
+Then there are rounds. In each, every variant of both engines runs once, in a new random order. A turn is one untimed call,
+which refills the caches after the other engine's turn, and a timed batch of calls. Batches are long enough for the clock (at
+least a millisecond), and short enough for a few hundred rounds in the available time.
 
-Nothing is fitted here, and no run is left out but the first two rounds, which warm up.
+Nothing is fitted here, and no run is left out except those of the first two rounds, which are for warming up.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Models to compare engines on: plain torch.nn, from their published definitions, random weights from a seed.
+"""Models for comparing engines: plain torch.nn, by their published definitions, with random weights from a seed.
 
     resnet18, resnet50   He et al., "Deep residual learning for image recognition", 2016; the stride of a bottleneck at its 3x3
                          ("v1.5"); [B, 3, 224, 224] -> [B, 1000]
@@ -8,10 +8,11 @@
     small_cnn            three convolutions and a linear layer; [B, 3, 32, 32] -> [B, 10]
     small_encoder        two pre-norm transformer blocks; [B, 64, 128] -> [B, 64, 128]
 
-A name may carry a batch: "resnet50@32". `module:function` is a user's own, imported from the current directory: the function
-takes no arguments and returns (model, example inputs). FILE.onnx is a model of another framework. Nothing here is of
-tilewright's own layers, and nothing is downloaded: speed does not depend on what the weights say, correctness is measured
-against the same weights in float64.
+A name may include a batch: "resnet50@32". `module:function` is a user's own, imported from the current directory: the function
+takes no arguments and returns (model, example inputs). FILE.onnx is a model of another framework. No model here uses
+tilewright's own layers,
+and nothing is downloaded: speed does not depend on the values of weights, and correctness is measured against the same weights
+in float64.
 """
 
 from collections.abc import Callable, Mapping, Sequence

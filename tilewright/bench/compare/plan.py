@@ -1,12 +1,12 @@
-"""Which variants to build, in which order: each the one that lowers the layers' expected errors most.
+"""Decides which variants to build, and in which order: each time the one that reduces the layers' expected errors most.
 
-An engine may take a minute to build a program, so the list begins with the variants that say most. Errors are expected from a
-guess of each layer's time (operations and bytes over round numbers of the machine: only ratios matter), a relative error of
-every variant's time, and weak prior knowledge of the unknowns; each variant is a rank-one update of their covariance. Pieces
-cut out of the model count as less exact than what begins where the model begins: what they read comes from nowhere. Not so
-where the host or the device is timed alone (ballast.py): a piece takes what it takes in the model, and one layer says most.
+An engine may take a minute to build a program, so the most informative variants come first. Expected errors follow from a guess
+of each layer's time (operations and bytes over round numbers for the machine, since only ratios matter), a relative error of
+every variant's time, and weak priors for the unknowns; each variant is a rank-one update of their covariance. Pieces cut out of
+the model count as less exact than prefixes, because their inputs are not computed just before. This does not apply if the host
+or the device is timed alone (ballast.py): a piece then takes as long as in the model, and a single layer is most informative.
 
-Nothing is run here but the model once, to trace it.
+Nothing runs here except the model once, for tracing.
 """
 
 from collections.abc import Mapping, Sequence

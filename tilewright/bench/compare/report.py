@@ -1,11 +1,11 @@
-"""A comparison as one HTML file that needs nothing else: no network, no other file, any browser of the last years.
+"""The report of a comparison as one self-contained HTML file: no network, no other file, any recent browser.
 
-The page is a template (page/report.html, filled by jinja2 with escaping on), charts are Vega-Lite specifications drawn by the
-Vega libraries, which the package vl-convert-python carries and bundles; all of it is inlined. Whatever a model or an engine
-named itself is text: the template escapes it, the data is JSON without `<`, and the page's own policy lets no script
-run but the two whose hashes it names, and nothing be fetched at all.
+The page is a template (page/report.html, filled by jinja2 with escaping). Charts are Vega-Lite specifications, drawn by the
+Vega libraries bundled in the package vl-convert-python; everything is inlined. All names given by a model or an engine are
+treated as text: the template escapes them, the data is JSON without `<`, and the page's security policy allows only the two
+scripts whose hashes it lists, and no requests.
 
-The headline is withheld while the fairness card has an open point, in the title too.
+The headline is withheld, also in the title, while the fairness card has an open point.
 """
 
 import base64

@@ -1,7 +1,7 @@
-"""What a comparison found: plain data, the one thing that its report, its JSON and its exit code are made of.
+"""The results of a comparison as plain data, from which its report, its JSON and its exit code are made.
 
-All times are seconds of one forward pass, all ratios the baseline's time over ours: above 1 we are faster. Nothing is measured
-or drawn here.
+All times are seconds of one forward pass; all ratios are the baseline's time over ours, so above 1 we are faster. Nothing is
+measured or drawn here.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""A whole comparison: engines started, variants built and checked, runs in turns, layers attributed, the fairness card.
+"""Runs a whole comparison: starts engines, builds and checks variants, times them, estimates layers, fills the fairness card.
 
-Everything that is measured is kept in the answer; nothing is printed or written here.
+Everything that is measured is part of the result; nothing is printed or written here.
 """
 
 import time

@@ -1,14 +1,15 @@
-"""From run times of both engines to segments, their speed-ups, and what is proven of the claim.
+"""From run times of both engines to segments, their speed-ups, and which part of the claim is proven.
 
-A segment is a layer, or neighbours that cannot be told apart: because the variants do not determine each alone, because the
-engine takes another time for the two together than for the two apart (fused, overlapped, a conversion between them), or because
-one takes no time of its own. What is merged on one side is merged on both, so that a ratio compares the same work; the reason
-is kept.
+A segment is a layer, or several neighbours that cannot be separated: because the variants do not determine each alone, because
+the engine takes another time for both together than for the two alone (fused, overlapped, a conversion between them), or
+because one takes no time of its own. Layers that are merged on one side are merged on both, so that a ratio compares the same
+work; the reason is kept.
 
-A ratio's interval is Fieller's: all r for which baseline - r * ours is within its error of zero. So a layer passes exactly when
-baseline - claim * ours is positive at the confidence asked for, simultaneously over all segments.
+A ratio's interval is Fieller's: all r for which baseline - r * ours is within its error of zero. So a layer passes exactly if
+baseline - claim * ours is positive at the requested confidence, simultaneously over all segments.
 
-Not done here: choosing the confidence by the outcome. `decided`, which is asked again and again, is stricter than the end.
+The confidence does not depend on the outcome. `decided`, which is called repeatedly while measuring, is stricter than the final
+test.
 """
 
 from collections import defaultdict

@@ -1,6 +1,6 @@
-"""Which programs can be made of a model's layers, as data: layers from one to another, some of them left out or repeated.
+"""The programs that can be made of a model's layers, as data: ranges of layers, some left out or repeated.
 
-What each kind is for: variants.py. Which of them are worth building: plan.py.
+variants.py explains the purpose of each kind; plan.py decides which of them to build.
 """
 
 from collections.abc import Iterator, Sequence

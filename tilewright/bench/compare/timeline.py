@@ -1,7 +1,7 @@
 """A comparison as a timeline in Chrome's trace event format (chrome://tracing, ui.perfetto.dev).
 
-Two processes: the layers of one call as they were inferred, a track for each engine; and the measuring runs when they ran, a
-track for each engine. Layers were not seen one by one: their places on the track are the running sum of their times.
+There are two processes: the layers of one call with their estimated times, one track per engine; and the measuring runs when
+they ran, one track per engine. Layers were not observed one by one: their positions are running sums of their times.
 """
 
 from collections.abc import Iterator

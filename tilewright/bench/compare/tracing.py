@@ -1,11 +1,11 @@
-"""From a user's module to a graph that computes the same out of place: symbolically, else by torch.export.
+"""Traces a user's module to a graph that computes the same out of place: symbolically, or else by torch.export.
 
-A symbolic trace calls the user's modules and PyTorch's functions as the user's code does: eager takes as long for its programs.
-Those of an exported trace call ATen's operators, which costs the host other times. Shapes are known while tracing, so that code
-which counts with them can be followed. Parameters stay the model's own.
+A symbolic trace calls the user's modules and PyTorch's functions like the user's code, so its programs take eager mode equally
+long. An exported trace calls ATen's operators, which take the host another time. Shapes are known while tracing, so code that
+computes with them can be traced. Parameters remain the model's own.
 
-A view that is written to through another one is found out by comparing outputs, and torch.export's own pass takes it out of
-place: the last way to try.
+A view that is written through another one is detected by comparing outputs; as a last resort, torch.export's own pass converts
+such writes to out-of-place operations.
 """
 
 import copy

@@ -1,21 +1,21 @@
-"""Programs made of a model's layers: beginnings, pieces, layers left out or repeated. Their times tell the layers' apart.
+"""Programs made of a model's layers (prefixes, pieces, layers left out or repeated), whose times determine those of the layers.
 
-    whole            the user's module itself; and all its layers, which give out the values at one cut besides
+    whole            the user's module itself; and all its layers, also returning the values at one cut
     prefix           the first layers, up to a cut
-    end              the last layers, from a cut on, fed with what they read inside the model
+    end              the last layers, from a cut on, with the inputs that they have in the model
     without          one layer, or a run of identical blocks down to 1, 2, 4 or 8 of them, replaced by the identity
-    repeated         one layer or block several times in a row, where its output looks like its input
-    only             one layer alone, once or repeated, fed with what it reads inside the model
-    with ballast     the same, with one layer so often in a row that a call of it is
-                     its layers' and not its own beginning: ballast.py
+    repeated         one layer or block several times in a row, if its output has the form of its input
+    only             one layer alone, once or repeated, with the inputs that it has in the model
+    with ballast     the same, with one layer repeated so often that the layers, and not the start of a call,
+                     determine its time: ballast.py
 
-A cut program answers with the values that are live at the cut, less those that another of them is computed from: each operation
-before the cut leads to one of these, so that an engine which removes dead code removes nothing, and no copy is made of a value
-that is there anyway. What engines do with inputs and outputs (layout, copies) is in `border`, which the fit takes into account.
-A layer is left out or repeated only where nothing else dies with it.
+A program that ends at a cut returns the values that are live there, except those from which another of them is computed. Each
+operation before the cut leads to one of these, so an engine that removes dead code removes nothing, and no existing value is
+copied. The cost of inputs and outputs (layout, copies) is described by `border`, which the fit takes into account. A layer is
+left out or repeated only if this makes no other layer dead code.
 
-Weights are the model's own, except those of second and later copies of a repeated layer: with one set of weights a cache would
-serve them, which it does not in the model. Copies are scaled so that numbers neither vanish nor overflow on the way.
+Weights are the model's own, except in second and later copies of a repeated layer: with a single set of weights a cache would
+hold them, which is not so in the model. Copies are scaled so that numbers neither vanish nor overflow.
 """
 
 import copy

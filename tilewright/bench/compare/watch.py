@@ -1,7 +1,7 @@
-"""The GPU's clock while runs are made: what it was, and why it was not higher.
+"""Records the GPU's clock during runs, and why it was not higher.
 
-A card at its power limit runs at whatever clock the limit leaves, on both sides of a comparison alike, since runs are made in
-turns; the report says so. What nobody asked for (heat, a hardware brake) is a point of the fairness card.
+A card at its power limit runs at the clock that the limit allows, on both sides of a comparison alike, because runs alternate;
+the report says so. Unintended reasons (heat, a hardware brake) are a point of the fairness card.
 """
 
 import statistics

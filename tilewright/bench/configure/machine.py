@@ -1,4 +1,4 @@
-"""The facts that a prediction needs: of a model's folder, and of this machine."""
+"""The facts on which a prediction depends: from a model's folder, and about this machine."""
 
 import time
 from collections.abc import Callable

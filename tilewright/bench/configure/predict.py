@@ -1,10 +1,10 @@
-"""What a configuration would serve, from bytes and FLOPs alone: a steady state of continuous batching.
+"""Predicts what a configuration can serve, from bytes and FLOPs alone: a steady state of continuous batching.
 
-With B answers in the batch, prompts of P and answers of O tokens, each step computes B tokens of answers and, on average,
-B P / O tokens of prompts, since each answer that ends lets the next prompt in. A step reads the weights and the keys and values
-of the batch once. From its time follow the inter-token latency (a step), the time to the first token (the steps of a prompt,
-and waiting for a place in a step) and the rate (B / (O steps)). The largest B that keeps the objectives is what a configuration
-can hold; its rate counts.
+With B answers in the batch, prompts of P and answers of O tokens, each step computes B tokens of answers and, on average, B P /
+O tokens of prompts, because each answer that ends lets the next prompt in. A step reads the weights, and the keys and values of
+the batch, once. From its time follow the inter-token latency (a step), the time to the first token (the steps of a prompt, and
+waiting for room in a step) and the rate (B / (O steps)). The capacity of a configuration is the rate with the largest B that
+meets the objectives.
 """
 
 import math

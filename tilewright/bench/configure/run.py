@@ -1,4 +1,4 @@
-"""Configures a service: candidates, a prediction for each, measurements of a few in servers of their own, a file to serve."""
+"""Configures a service: predicts all candidates, measures a few in separate servers, and writes a config file."""
 
 import asyncio
 import itertools

@@ -1,15 +1,16 @@
-"""The best of many configurations by few measurements: a prediction of all, corrected by what was measured.
+"""Finds the best of many configurations with few measurements: predictions for all, corrected by measurements.
 
-A prediction is made for each of many machines around the one that is believed in, since how fast it really is shifts where the
-objectives begin to be missed. What was measured says which of these are likely. The measured goodput is the predicted one of
-the true machine times an unknown factor that changes smoothly along each axis. Its logarithm is a Gaussian process over the
-axes (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapter 2): an RBF kernel over the ranks of the
-values of ordered axes, and for unordered ones a constant for "another value".
+A prediction is made for each of many assumed machines around the expected one, because the machine's real speed shifts the
+point at which objectives are missed. The measurements tell which of these are likely. The measured goodput is modelled as the
+predicted one for the true machine times an unknown factor that changes smoothly along each axis. Its logarithm is a Gaussian
+process over the axes (Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapter 2): an RBF kernel over
+the ranks of the values of ordered axes, and a constant for "another value" on unordered ones.
 
-First the best prediction is measured, then where a measurement improves the choice at the end most: the expected improvement of
-a point that was not measured, and of one that was the knowledge gradient (Frazier, Powell, Dayanik, SIAM J. Control Optim.
-47(5), 2008). One may be repeated: noise is part of the model, and the answer is the best of what was measured by the corrected
-model, not by its luck.
+First the best prediction is measured, then in each step the point that improves the final choice most: by expected improvement
+for a point that was not measured, and by the knowledge gradient for one that was (Frazier, Powell, Dayanik, SIAM J. Control
+Optim. 47(5),
+2008). A point may be measured again, because the model includes noise; the answer is the best measured point by the corrected
+model.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Load tests: requests to a service on a schedule, and what its users would have felt."""
+"""Load tests of a service: sends requests on a schedule and reports the latencies that users would see."""

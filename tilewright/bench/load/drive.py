@@ -1,4 +1,4 @@
-"""Sends what a stage plans, at the times that it plans, and hands out what came back.
+"""Sends the requests of a stage at their scheduled times, and returns the results.
 
 The clock is the event loop's, so that a test can run a stage on a loop whose time is simulated.
 """

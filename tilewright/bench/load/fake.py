@@ -1,10 +1,11 @@
-"""A service whose latencies are known, for the load generator to be checked with.
+"""A service with known latencies, for checking the load generator.
 
-It speaks OpenAI's completions and v2's infer. Request number i of a server is answered by `Script`: the first piece after
-`first_s(i)`, each of the others `gap_s(i)` later.
+It implements OpenAI's completions and v2's infer. Request number i of a server follows a `Script`: the first piece comes after
+`first_s(i)`, each further one `gap_s(i)` later.
 
-`python -m tilewright.bench.load.fake` serves a script on a free port and prints the URL. It notes when it really sent what, so
-that its own lateness on a busy machine can be told from the client's: GET /record. Both clocks are CLOCK_MONOTONIC.
+`python -m tilewright.bench.load.fake` serves a script on a free port and prints the URL. It records when it really sent each
+piece, so that its own delays on a busy machine can be separated from the client's: GET /record. Both clocks are
+CLOCK_MONOTONIC.
 """
 
 import argparse

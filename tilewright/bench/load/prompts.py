@@ -1,7 +1,8 @@
-"""Prompts of a given length, and with the shared beginnings that a trace records.
+"""Generates prompts of a given length, optionally with the shared prefixes recorded in a trace.
 
-As token ids a prompt has exactly the length that is asked for. Ids are taken from the first few hundred, which every
-vocabulary has. As text (chat) it is short words; the service says in its usage how many tokens they were.
+Given as token ids, a prompt has exactly the requested length. Ids are among the first few hundred, which every vocabulary has.
+Given as
+text (chat), it consists of short words; the service reports in its usage how many tokens they were.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A load test as one HTML file that needs nothing else: no network, no script, any browser of the last years.
+"""The report of a load test as one self-contained HTML file: no network, no script, any recent browser.
 
 The charts are Vega-Lite specifications that vl-convert-python draws into the page as SVG, in the page's own colours.
 """

@@ -1,4 +1,4 @@
-"""A load test as a whole: from a config to stages, to their summaries."""
+"""Runs a whole load test: from a config to stages, and to their summaries."""
 
 import functools
 import itertools

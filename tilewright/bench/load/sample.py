@@ -1,4 +1,4 @@
-"""What became of one request, with the times that its user would have measured."""
+"""The result of one request, with the times that its user would have seen."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What is asked and when: rates, steps of concurrency, and recorded traces, as values that a run follows.
+"""What to request and when: rates, steps of concurrency, and recorded traces, as values that a run follows.
 
 A trace is a CSV or JSON-lines file, compressed with xz or gzip or not. Known names of its fields:
 

@@ -1,7 +1,7 @@
-"""Is what the load generator measures true? It is run against a service in another process whose latencies are known.
+"""Checks the load generator against a service in another process whose latencies are known.
 
-For each metric and percentile three numbers: what the script says, what the service did by its own clock (a busy machine makes
-it late), and what was measured. The check holds where measured and done differ by at most 2 % everywhere.
+For each metric and percentile there are three numbers: of the script, of the service by its own clock (a busy machine delays
+it), and of the load generator. The check passes if the last two differ by at most 2 % everywhere.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
-"""Memory that a load test shares with a service of its machine: a POSIX object and a region for each request in flight.
+"""Memory that a load test shares with a service on the same machine: a POSIX object, with a region for each request in flight.
 
-Objects are called after this process and a random number, so two load tests never meet. They are unlinked when the test ends,
-however it ends: `multiprocessing.shared_memory` removes them even behind a process that was killed.
+Objects are named after this process and a random number, so two load tests never use the same one. They are unlinked when the
+test ends,
+however it ends: `multiprocessing.shared_memory` removes them even if the process was killed.
 """
 
 import asyncio

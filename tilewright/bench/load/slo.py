@@ -1,4 +1,4 @@
-"""Service-level objectives: bounds on latencies that a request has to keep, all of them, to count as good."""
+"""Service-level objectives: limits on latencies. A request counts as good if it meets all of them."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""From samples to what is reported: percentiles, throughput, goodput, and whether the load was steady.
+"""Computes the summary of samples: percentiles, throughput, goodput, and whether the load was steady.
 
-Only requests whose intended time lies in the measured window count, with whatever became of them; throughput counts the tokens
-that arrived in the window, whoever asked for them.
+Only requests whose scheduled time is in the measured window count, whatever their result; throughput counts all tokens that
+arrived in the window, also those of other requests.
 """
 
 import math

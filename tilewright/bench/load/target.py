@@ -1,7 +1,8 @@
-"""Services that can be asked: what all have in common, and OpenAI's completions and chat, as streams. v2.py has the rest.
+"""Targets of a load test: the common interface, and OpenAI's completions and chat as streams. v2.py has the others.
 
-A target prepares a body before its time has come, so that making a long prompt does not hold up the schedule, and then sends
-it. What it writes down is when the pieces of the answer arrived; a service that answers 429 or 503 has rejected the request.
+A target prepares a request body before its time, so that making a long prompt does not delay the schedule, and then sends it.
+It records
+when the pieces of the answer arrive. An answer of 429 or 503 counts as a rejection.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
-"""Models behind the Open Inference Protocol v2, asked with random tensors of the shapes that their metadata gives.
+"""A load test's target for models behind the Open Inference Protocol v2: random tensors with the shapes in the metadata.
 
-Tensors travel in one of three ways:
+Tensors are sent in one of three ways:
 
-| way           | when                                       | what a request holds                                           |
+| way           | when                                       | content of a request                                           |
 |---------------|--------------------------------------------|----------------------------------------------------------------|
-| shared memory | asked for                                  | names of places in a region that this client shares            |
-| binary        | the service lists `binary_tensor_data`     | bytes behind the JSON, in both directions                      |
+| shared memory | requested                                  | names of places in a region that this client shares            |
+| binary        | the service lists `binary_tensor_data`     | bytes after the JSON, in both directions                       |
 | json          | otherwise                                  | numbers as text, drawn for each request                        |
 
-Bytes are drawn once, for a few requests that are sent in turn: a client that makes large tensors anew would be what limits.
+Bytes are drawn once, for a few requests that are sent in turn, because generating large tensors would limit the rate.
 """
 
 import json

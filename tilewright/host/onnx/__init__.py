@@ -1,1 +1,1 @@
-"""ONNX files as modules of torch. The library `onnx` reads and checks them, brings them to one opset, and computes shapes."""
+"""Converts ONNX files to modules of torch. The library `onnx` checks them, converts them to one opset, and infers shapes."""

@@ -1,4 +1,4 @@
-"""ONNX operators of elements and sums as calls of torch: a row each, as opset 21 defines them.
+"""Elementwise and reduction operators of ONNX as calls of torch: one table row each, as defined by opset 21.
 
 A row is called with the node's attributes and its inputs. Tensors depend on the model's inputs; NumPy arrays do not.
 """

@@ -1,4 +1,4 @@
-"""ONNX operators with weights, windows or state as calls of torch, as opset 21 defines them; see elements.py."""
+"""ONNX operators with weights, windows or state as calls of torch, as defined by opset 21; see elements.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,11 +1,12 @@
-"""An ONNX file as a `torch.nn.Module`: each node is a call of torch's operators, made in the file's order.
+"""An ONNX file as a `torch.nn.Module`: each node becomes a call of torch's operators, in the file's order.
 
-Values are of two kinds. What depends on the inputs is a tensor. What does not, and is small, is a NumPy array: shapes, axes,
-indices. Nodes that only see arrays are computed by onnx's own reference implementation, whenever the module is called or
-traced; so `Shape -> Gather -> Concat -> Reshape` is a plain reshape in every trace, for whatever number of rows.
+There are two kinds of values. Values that depend on the inputs are tensors. Small values that do not (shapes, axes, indices)
+are NumPy arrays. Nodes with only arrays as inputs are computed by onnx's own reference implementation, whenever the module is
+called or traced; so
+`Shape -> Gather -> Concat -> Reshape` is a plain reshape in every trace, for any number of rows.
 
-Refused, each in a sentence: operators without a row in elements.py, shapes.py and layers.py (other vendors' and loops among
-them), shapes that depend on what the numbers are, and strings.
+Refused, each with a sentence: operators without a row in elements.py, shapes.py and layers.py (including other vendors'
+operators and loops), shapes that depend on values, and strings.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""ONNX operators that move numbers as calls of torch, as opset 21 defines them; see elements.py."""
+"""ONNX operators that rearrange values as calls of torch, as defined by opset 21; see elements.py."""
 
 import math
 from typing import Any

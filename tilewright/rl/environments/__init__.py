@@ -1,1 +1,1 @@
-"""Tasks and their rewards, and the worker processes in which rewards are bounded."""
+"""Tasks and rewards, and the worker processes in which rewards are computed with limits on time and memory."""

@@ -1,4 +1,4 @@
-"""What an environment is: it makes tasks from seeds and scores answers; one with several turns also replies.
+"""The interface of an environment: it makes tasks from seeds and scores answers; with several turns, it also replies.
 
 Values are plain JSON, so that a score can be computed in another process (`workers.py`).
 """
@@ -12,7 +12,7 @@ __all__ = ["Environment", "Function", "MultiTurn", "Solved", "Task"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A prompt, and what is needed to score an answer to it: JSON values by name."""
+    """A prompt, and the data for scoring an answer: JSON values by name."""
 
     prompt: str
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -22,29 +22,29 @@ class Environment(Protocol):
     """Tasks with one answer each."""
 
     def task(self, seed: int) -> Task:
-        """The task of this seed, always the same."""
+        """The task for this seed; always the same."""
         ...
 
     def score(self, task: Task, answer: str) -> float:
-        """The reward of an answer; of a conversation's last answer where there are turns."""
+        """The reward for an answer; with several turns, for the conversation's last answer."""
         ...
 
 
 @runtime_checkable
 class MultiTurn(Protocol):
-    """What an environment with several turns has besides: tools and other speakers are its replies."""
+    """The additional method of an environment with several turns; tools and other speakers are its replies."""
 
     def reply(self, task: Task, answers: list[str]) -> str | None:
-        """What comes after the policy's answers so far; None ends the conversation."""
+        """The reply to the policy's answers so far; None ends the conversation."""
         ...
 
 
 @runtime_checkable
 class Solved(Protocol):
-    """What an environment has besides that knows a right answer to each task: a model can be pretrained on its tasks."""
+    """An environment that also knows a right answer to each task, so that a model can be pretrained on its tasks."""
 
     def task(self, seed: int) -> Task:
-        """The task of this seed, always the same."""
+        """The task for this seed; always the same."""
         ...
 
     def solution(self, task: Task) -> str:
@@ -54,7 +54,7 @@ class Solved(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """An environment of a list of tasks and a function from (task, answer) to a reward."""
+    """An environment made of a list of tasks and a function from (task, answer) to a reward."""
 
     tasks: tuple[Task, ...]
     reward: Callable[[Task, str], float]
@@ -64,5 +64,5 @@ class Function:
         return self.tasks[seed % len(self.tasks)]
 
     def score(self, task: Task, answer: str) -> float:
-        """What the function says."""
+        """The result of the function."""
         return self.reward(task, answer)

@@ -8,15 +8,15 @@ from tilewright.rl.environments.base import Task
 __all__ = ["ReasoningGym"]
 
 _SIZE = 1_000_000
-"""Entries of a data set; they are made when asked for."""
+"""Number of entries of a data set; they are generated when they are used."""
 
 
 class ReasoningGym:
-    """One of its data sets by name, "countdown" or "leg_counting"; `options` are the data set's own.
+    """One of its data sets, by name, such as "countdown" or "leg_counting"; `options` are the data set's own.
 
     Raises:
-        MissingExtra: reasoning-gym is missing.
-        ValueError: no such data set, or options that it refuses.
+        MissingExtra: reasoning-gym is not installed.
+        ValueError: there is no such data set, or it refuses the options.
     """
 
     def __init__(self, name: str, seed: int = 0, **options: Any) -> None:
@@ -34,10 +34,10 @@ class ReasoningGym:
             raise ValueError(f"reasoning-gym's {name} refuses {options}: {error}") from None
 
     def task(self, seed: int) -> Task:
-        """The data set's entry of this number."""
+        """The data set's entry with this number."""
         entry = self._data[seed % _SIZE]
         return Task(prompt=entry["question"], data={"index": seed % _SIZE})
 
     def score(self, task: Task, answer: str) -> float:
-        """What the data set says of the answer, 0 to 1."""
+        """The data set's score for the answer, 0 to 1."""
         return float(self._data.score_answer(answer=answer.strip(), entry=self._data[task.data["index"]]))

@@ -1,4 +1,4 @@
-"""Environments by name, with their numbers: "reversal:digits=4", "gym:countdown", "my_rewards.py:Rewards"."""
+"""Environments by name, with parameters: "reversal:digits=4", "gym:countdown", "my_rewards.py:Rewards"."""
 
 import importlib.util
 from collections.abc import Callable
@@ -20,12 +20,12 @@ NAMED: dict[str, Callable[..., Environment]] = {
 
 
 def environment(spec: str) -> Environment:
-    """The environment that a name means: one of `NAMED` with `name:key=integer,...`; `gym:NAME`; or FILE.py:NAME.
+    """The environment with this name: one of `NAMED` with `name:key=integer,...`; `gym:NAME`; or FILE.py:NAME.
 
-    The file is the user's, and is run; NAME is a class, called without arguments, or an environment itself.
+    The user's file is executed. NAME is a class, which is called without arguments, or an environment itself.
 
     Raises:
-        ValueError: no such environment, file or name, or numbers that are none.
+        ValueError: there is no such environment, file or name, or parameters are not integers.
     """
     name, _, rest = spec.partition(":")
     if name == "gym":

@@ -1,7 +1,8 @@
-"""Generated tasks that need no data: addition, sorting, reversal, countdown. An answer is right (1.0) or not (0.0).
-`solution` gives a right answer, for pretraining.
+"""Generated tasks that need no data: addition, sorting, reversal, countdown. The reward is 1.0 or 0.0.
 
-A seed makes its task alone, so train and test sets are ranges of seeds. Prompts and answers are a few characters long.
+A task depends only on its seed, so train and test sets are ranges of seeds. Prompts and answers have a few characters.
+`solution`
+returns a right answer, for pretraining.
 """
 
 import ast
@@ -21,10 +22,10 @@ _LONGEST = 200
 
 
 class _Exact:
-    """Tasks whose one right answer is `data["answer"]`."""
+    """Tasks with exactly one right answer, `data["answer"]`."""
 
     def score(self, task: Task, answer: str) -> float:
-        """1.0 for the right answer, blanks around it aside."""
+        """1.0 for the right answer; spaces around it are ignored."""
         return float(answer.strip() == task.data["answer"])
 
     def solution(self, task: Task) -> str:
@@ -38,7 +39,7 @@ def _digits(rng: random.Random, count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reversal(_Exact):
-    """ "1234=" is answered by "4321". partial: other than 0, an answer of the right length scores its share of right digits."""
+    """ "1234=" is answered by "4321". partial: if not 0, an answer of the right length scores its share of right digits."""
 
     digits: int = 4
     partial: int = 0
@@ -49,7 +50,7 @@ class Reversal(_Exact):
         return Task(prompt=f"{text}=", data={"answer": text[::-1]})
 
     def score(self, task: Task, answer: str) -> float:
-        """1.0 for the right answer; with `partial`, less for a part of it."""
+        """1.0 for the right answer; with `partial`, less for a partly right one."""
         wanted, said = task.data["answer"], answer.strip()
         if not self.partial or len(said) != len(wanted):
             return super().score(task, answer)
@@ -63,7 +64,7 @@ class Sorting(_Exact):
     digits: int = 6
 
     def task(self, seed: int) -> Task:
-        """Digits in a random order, some more than once."""
+        """Digits in a random order, some repeated."""
         text = _digits(random.Random(seed), self.digits)
         return Task(prompt=f"{text}<", data={"answer": "".join(sorted(text))})
 
@@ -75,7 +76,7 @@ class Addition(_Exact):
     digits: int = 3
 
     def task(self, seed: int) -> Task:
-        """Two numbers of up to `digits` digits; short ones are as likely as long ones."""
+        """Two numbers with up to `digits` digits; all lengths are equally likely."""
         rng = random.Random(seed)
         a, b = (rng.randrange(10 ** rng.randint(1, self.digits)) for _ in range(2))
         return Task(prompt=f"{a}+{b}=", data={"answer": str(a + b)})
@@ -89,7 +90,7 @@ class Countdown:
     largest: int = 50
 
     def task(self, seed: int) -> Task:
-        """Numbers, and a target from 1 to 999 that some order and choice of operators reaches."""
+        """Numbers, and a target from 1 to 999 that can be reached by some order and choice of operators."""
         rng = random.Random(seed)
         while True:
             given = [rng.randint(1, self.largest) for _ in range(self.numbers)]
@@ -104,11 +105,11 @@ class Countdown:
                 return Task(prompt=f"{' '.join(map(str, shown))}: {value}=", data=data)
 
     def solution(self, task: Task) -> str:
-        """The expression that the task was made of."""
+        """The expression from which the task was made."""
         return task.data["solution"]
 
     def score(self, task: Task, answer: str) -> float:
-        """1.0 if the expression uses every number once and gives the target exactly."""
+        """1.0 if the expression uses every number once and equals the target exactly."""
         found = value_of(answer.strip())
         return float(
             found is not None and found[0] == task.data["target"] and Counter(found[1]) == Counter(task.data["numbers"])
@@ -116,7 +117,7 @@ class Countdown:
 
 
 def value_of(text: str) -> tuple[Fraction, list[int]] | None:
-    """An expression's exact value and the numbers in it; None if it is anything but numbers, + - * / and brackets."""
+    """An expression's exact value and the numbers in it; None if it contains anything except numbers, + - * / and brackets."""
     if len(text) > _LONGEST:
         return None
     numbers: list[int] = []

@@ -1,6 +1,6 @@
-"""Rewards in processes of their own, within a time and a memory: one that hangs, dies or raises costs its sample alone.
+"""Computes rewards in separate processes with limits on time and memory: a failure affects only its sample.
 
-Plain processes that speak lines of JSON: a killed one is replaced, and nothing of it is left in this process.
+The processes exchange lines of JSON with this one. One that hangs is killed and replaced, and leaves nothing in this process.
 """
 
 import json
@@ -40,10 +40,10 @@ class _Worker:
 
 
 class Workers:
-    """`count` processes that score answers in the environment that `spec` names (`named.environment`).
+    """`count` processes that score answers in the environment named by `spec` (`named.environment`).
 
-    `failures` counts by reason what got no reward: "time", "memory", "raised", "died", "not finite"; `last_error` is the newest
-    exception's text. Use it as a context: leaving ends the processes.
+    `failures` counts answers without a reward by reason: "time", "memory", "raised", "died", "not finite"; `last_error` is the
+    text of the last exception. A context manager: leaving it ends the processes.
     """
 
     def __init__(self, spec: str, *, count: int = 2, timeout_s: float = 5.0, memory_bytes: int = 1 << 30) -> None:
@@ -67,7 +67,7 @@ class Workers:
         self._selector.close()
 
     def score(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float | None]:
-        """The reward of each answer; None for those that got none, which `failures` has counted.
+        """The reward of each answer; None for answers without one, which are counted in `failures`.
 
         Raises:
             ValueError: the environment cannot be loaded, or not within two minutes; the message is the worker's.
@@ -76,13 +76,13 @@ class Workers:
         return [None if reply is None else self._reward(reply) for reply in replies]
 
     def reply(self, tasks: Sequence[Task], answers: Sequence[Sequence[str]]) -> list[str | None]:
-        """What a `MultiTurn` environment says to the answers of each conversation so far; None ends it, as does a failure,
-        which `failures` has counted. Raises as `score` does."""
+        """The reply of a `MultiTurn` environment to the answers of each conversation so far; None ends the conversation, as
+        does a failure, which is counted in `failures`. Raises as `score` does."""
         replies = self._run([{**_plain(task), "answers": list(said)} for task, said in zip(tasks, answers, strict=True)])
         return [None if reply is None else self._said(reply) for reply in replies]
 
     def _run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """The reply to each request; None for those that took too long."""
+        """The answer to each request; None for those that took too long."""
         found: list[dict[str, Any] | None] = [None] * len(requests)
         waiting = list(range(len(requests)))[::-1]
         left = len(requests)
@@ -117,12 +117,12 @@ class Workers:
     def _ask(self, worker: _Worker, job: int, request: dict[str, Any]) -> None:
         worker.job, worker.until = job, time.monotonic() + self._timeout_s
         assert worker.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died; reading finds out
+        with suppress(BrokenPipeError):  # it died; reading will notice
             worker.process.stdin.write(json.dumps(request).encode() + b"\n")
             worker.process.stdin.flush()
 
     def _read(self, worker: _Worker) -> dict[str, Any] | None:
-        """A whole reply, if one is there. A process that has ended, or says what is no reply, is replaced."""
+        """A complete answer, if there is one. A process that has ended, or that writes anything else, is replaced."""
         part = worker.pipe().read(1 << 16)
         worker.buffer += part or b""
         line, end, rest = worker.buffer.partition(b"\n")
@@ -166,7 +166,7 @@ class Workers:
     def _end(self, worker: _Worker) -> None:
         self._selector.unregister(worker.pipe())
         with suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, 9)  # a session of its own: what the reward started goes as well
+            os.killpg(worker.process.pid, 9)  # a separate session, so this includes processes that the reward has started
         worker.process.wait()
         for pipe in (worker.process.stdin, worker.process.stdout):
             assert pipe is not None

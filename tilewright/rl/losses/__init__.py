@@ -1,7 +1,7 @@
-"""The algorithms by name: how rewards become advantages, and the loss over them. A new one is a file and a line here.
+"""The algorithms by name: how rewards become advantages, and the loss. To add one, add a file and a line here.
 
-Every loss is a function of log-probabilities [T] of the batch's tokens under the current weights, and the batch; it returns the
-loss as a scalar that adds up over micro-batches and ranks.
+Every loss is a function of the batch and of the log-probabilities [T] of its tokens under the current weights. It returns a
+scalar that adds up over micro-batches and ranks.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ __all__ = ["ALGORITHMS", "Algorithm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """`advantages`: from a batch, [T]; None: a critic's (`gae`). `loss`: (log-probabilities [T], batch, options) -> scalar."""
+    """`advantages`: batch -> [T]; None: a critic's (`gae`). `loss`: (log-probabilities [T], batch, options) -> scalar."""
 
     advantages: Callable[[Batch], Tensor] | None
     loss: Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, 2025): the ratio is clipped as a weight, so that no token loses its gradient."""
+"""CISPO (MiniMax-M1, 2025): the ratio is a clipped weight without a gradient, so that every token keeps its gradient."""
 
 from torch import Tensor
 

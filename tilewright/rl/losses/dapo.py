@@ -1,4 +1,4 @@
-"""DAPO (Yu et al., 2025): GRPO with more room above than below, a mean over tokens.
+"""DAPO (Yu et al., 2025): GRPO with a higher upper than lower clip, and a mean over tokens.
 
 `advantages.informative` (dynamic sampling) and `advantages.overlong_penalty` are its other parts.
 """

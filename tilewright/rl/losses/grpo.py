@@ -1,4 +1,5 @@
-"""GRPO (Shao et al., DeepSeekMath, 2024): PPO's clip with the advantage of an answer in its group, a mean an answer."""
+"""GRPO (Shao et al., DeepSeekMath, 2024): PPO's clipping, with an answer's advantage within its group; a mean over each
+answer."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""GSPO (Zheng et al., Group Sequence Policy Optimization, 2025): one ratio an answer, clipped as a whole."""
+"""GSPO (Zheng et al., Group Sequence Policy Optimization, 2025): one ratio for each answer, clipped as a whole."""
 
 from torch import Tensor
 

@@ -16,7 +16,7 @@ __all__ = ["entropy_bonus", "ppo", "value_loss"]
 def ppo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
     """Minus the clipped surrogate, a mean over the step's chosen tokens.
 
-    dual: at negative advantages the loss is at most dual |A| (Ye et al., Mastering Complex Control, 2020: 3); None: no bound.
+    dual: for negative advantages the loss is at most dual |A| (Ye et al., Mastering Complex Control, 2020: 3); None: no bound.
     """
     advantages = batch.known("advantages")
     loss = clipped(batch.log_ratio(logprobs_T), advantages, low, high)
@@ -26,9 +26,9 @@ def ppo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2
 
 
 def value_loss(values_T: Tensor, batch: Batch, *, clip: float | None = 0.2) -> Tensor:
-    """Half the squared error of the returns, a mean over the step's chosen tokens.
+    """Half the squared error of the values, a mean over the step's chosen tokens.
 
-    clip: how far a value may move from the one at sampling before moving on brings nothing; None: as far as it wants.
+    clip: beyond this distance from the value at sampling time, moving further does not reduce the loss; None: no bound.
     """
     returns = batch.known("returns")
     error = (values_T - returns) ** 2
@@ -39,5 +39,5 @@ def value_loss(values_T: Tensor, batch: Batch, *, clip: float | None = 0.2) -> T
 
 
 def entropy_bonus(entropies_T: Tensor, batch: Batch, coefficient: float) -> Tensor:
-    """What to add to a loss so that the policy stays uncertain: -coefficient times the mean entropy."""
+    """A term to add to a loss so that the policy stays uncertain: -coefficient times the mean entropy."""
     return -coefficient * token_mean(batch, entropies_T)

@@ -10,6 +10,6 @@ __all__ = ["reinforce"]
 def reinforce(logprobs_T: Tensor, batch: Batch) -> Tensor:
     """-A log p(answer), a mean over the step's answers; the log-probability of an answer is the sum over its tokens.
 
-    For samples of the current weights; where `old` differs from them, its gradient is biased.
+    For samples of the current weights; if `old` differs from them, the gradient is biased.
     """
     return -batch.sums(batch.known("advantages") * batch.chosen(logprobs_T)).sum() / max(1, batch.totals.sequences)

@@ -1,4 +1,5 @@
-"""REINFORCE++ (Hu et al., 2025): PPO's loss without a critic; rewards less KL, summed to the end, normalised over the batch."""
+"""REINFORCE++ (Hu et al., 2025): PPO's loss without a critic; rewards minus KL, summed to the end, normalised over the
+batch."""
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ def discounted_whitened(batch: Batch, *, kl_coefficient: float = 0.0) -> Tensor:
     rewards = batch.spread(batch.rewards)
     if kl_coefficient:
         kl = (batch.old - batch.known("reference")).masked_fill(~batch.mask, 0.0)
-        # With values of 0 and lambda 1, GAE is the sum of what is to come.
+        # With values of 0 and lambda 1, GAE is the sum of future rewards.
         rewards = (
             rewards
             + gae(

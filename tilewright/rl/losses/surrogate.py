@@ -1,4 +1,4 @@
-"""What the losses are made of: the clipped ratio, and the ways of adding tokens up."""
+"""Common parts of the losses: the clipped ratio, and the ways to average over tokens."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> T
 
 
 def token_mean(batch: Batch, loss_T: Tensor) -> Tensor:
-    """Every chosen token of the step weighs the same: long answers weigh more."""
+    """Every chosen token of the step has the same weight, so long answers have more."""
     return batch.total(loss_T) / max(1, batch.totals.tokens)
 
 
 def sequence_mean(batch: Batch, loss_T: Tensor) -> Tensor:
-    """Every answer of the step weighs the same: the mean over its chosen tokens, then over answers."""
+    """Every answer of the step has the same weight: the mean over its chosen tokens, then over answers."""
     return (batch.sums(loss_T) / batch.counts().clamp(min=1)).sum() / max(1, batch.totals.sequences)

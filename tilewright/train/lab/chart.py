@@ -1,5 +1,5 @@
-"""Pictures of the lab. Gradient flow: a row of panels for each quantity, a column for each place of the norms. Coordinates: a
-panel for each place in the network, movement over width."""
+"""Charts of the lab. Gradient flow: one row of panels per quantity, one column per place of the norms. Coordinate check: one
+panel per place in the network, movement against width."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ def _points(flows: Sequence[Flow]) -> Iterator[dict[str, Any]]:
             when = "at initialisation" if snapshot.step == 0 else f"step {snapshot.step + 1}"
             for name, title in QUANTITIES.items():
                 for i, value in enumerate(getattr(snapshot, name)):
-                    # The axis is logarithmic, and what is beyond float32 has no place on it.
+                    # The axis is logarithmic, and values beyond float32 cannot be shown.
                     if 0 < value < 1e30:
                         place = {"norm": flow.config.norm, "layers": flow.config.layers, "layer": i + 1, "when": when}
                         yield place | {"quantity": title, "value": value}
 
 
 def specification(flows: Sequence[Flow]) -> dict[str, Any]:
-    """The picture in Vega-Lite (https://vega.github.io/vega-lite/): lines over the layers, one colour for each depth."""
+    """The chart in Vega-Lite (https://vega.github.io/vega-lite/): lines over the layers, one colour per depth."""
     norms = list(dict.fromkeys(flow.config.norm for flow in flows))
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -64,7 +64,7 @@ def specification(flows: Sequence[Flow]) -> dict[str, Any]:
 
 
 def coordinates_specification(checks: Sequence[Coordinates]) -> dict[str, Any]:
-    """The picture in Vega-Lite: movement over the width, both on logarithmic axes, a line for each step."""
+    """The chart in Vega-Lite: movement against width, both axes logarithmic, one line per step."""
     values = [
         {"place": place, "width": width, "step": step + 1, "moved": moved, "rules": _rules(check)}
         for check in checks for place, by_width in check.moved.items()
@@ -105,7 +105,7 @@ def _rules(check: Coordinates) -> str:
 
 
 def svg(specification: dict[str, Any]) -> str:
-    """A picture as SVG.
+    """A chart as SVG.
 
     Raises:
         ValueError: vl-convert-python is not installed.

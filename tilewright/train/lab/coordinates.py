@@ -1,9 +1,9 @@
-"""The coordinate check: does what a step changes in activations depend on a model's width?
+"""The coordinate check: does the change of activations in a training step depend on a model's width?
 
-Models of several widths train for a few steps. Measured is how far activations on one batch have moved from where they were at
-the beginning (root mean square), at each place in the network. Under muP that does not depend on the width. Usually it grows
-with it, and the best learning rate falls (Yang et al., "Tensor Programs V", 2022, appendix D.1). The models are Llama's, built
-and trained as `tilewright train` does, on the Markov chain of the gradient-flow lab.
+Models of several widths train for a few steps. The check measures how far activations on one batch have moved from the start
+(root mean square), at each place in the network. With muP this does not depend on the width. Otherwise it usually grows with
+the width, and the best learning rate falls (Yang et al., "Tensor Programs V", 2022, appendix D.1). The models are Llama models,
+built and trained as by `tilewright train`, on the Markov chain of the gradient-flow lab.
 """
 
 import math
@@ -32,8 +32,8 @@ _HEAD_DIM = 16
 class CoordinatesConfig:
     """One check.
 
-    widths: hidden sizes, multiples of 16. base: that at which muP is the usual parametrisation. seeds: models of each width,
-    whose movements are averaged.
+    widths: hidden sizes, multiples of 16. base: the width at which muP equals the usual parametrisation. seeds: number of
+    models of each width, over which movements are averaged.
     """
 
     mup: bool
@@ -63,16 +63,16 @@ class CoordinatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """What moved.
+    """The measured movements.
 
-    moved: place -> width -> step -> root mean square of how far activations are from the beginning, mean over seeds.
+    moved: place -> width -> step -> root mean square distance of activations from the start, mean over seeds.
     """
 
     config: CoordinatesConfig
     moved: dict[str, dict[int, list[float]]]
 
     def slopes(self) -> dict[str, float]:
-        """Place -> exponent of the width that the movement behind the last step grows with."""
+        """Place -> the exponent with which the movement after the last step grows with the width."""
         found = {}
         for place, by_width in self.moved.items():
             x = np.log([float(width) for width in by_width])
@@ -80,12 +80,12 @@ class Coordinates:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, with the slopes."""
+        """As values for JSON, with the slopes."""
         return {**asdict(self), "slopes": self.slopes()}
 
 
 def coordinate_check(config: CoordinatesConfig, *, say: Callable[[str], None] = lambda words: None) -> Coordinates:
-    """Train `config.seeds` models of each width for `config.steps` steps, and see what moves."""
+    """Train `config.seeds` models of each width for `config.steps` steps, and measure the movements."""
     moved: dict[str, dict[int, list[float]]] = {}
     for width in config.widths:
         for seed in range(config.seeds):
@@ -98,7 +98,7 @@ def coordinate_check(config: CoordinatesConfig, *, say: Callable[[str], None] = 
 
 
 def final_losses(config: CoordinatesConfig, lrs: Sequence[float], *, tail: int = 10) -> dict[int, list[float]]:
-    """Width -> the loss that training at each learning rate ends with: mean over the last `tail` steps and over seeds."""
+    """Width -> final loss for each learning rate: mean over the last `tail` steps and over seeds."""
     found: dict[int, list[float]] = {}
     for width in config.widths:
         found[width] = []
@@ -113,7 +113,7 @@ def final_losses(config: CoordinatesConfig, lrs: Sequence[float], *, tail: int =
 
 
 class _Training:
-    """A model, its optimizer and its data."""
+    """A model with its optimizer and data."""
 
     def __init__(self, config: CoordinatesConfig, width: int, seed: int) -> None:
         shape = _shape(config, width)
@@ -153,7 +153,7 @@ def _shape(config: CoordinatesConfig, width: int) -> ModelConfig:
 
 def _movements(config: CoordinatesConfig, width: int, seed: int) -> dict[str, list[float]]:
     training = _Training(config, width, seed)
-    probe = training.batch(config.steps)  # of no step
+    probe = training.batch(config.steps)  # not used in any step
     first, moved = _activations(training.model, probe), {}
     for step in range(config.steps):
         training.step(step, config.lr)
@@ -164,7 +164,7 @@ def _movements(config: CoordinatesConfig, width: int, seed: int) -> dict[str, li
 
 @torch.no_grad()
 def _activations(model: Model, batch: TrainBatch) -> dict[str, Tensor]:
-    """Outputs of the embedding, of each layer's halves, and the logits, by place."""
+    """Outputs of the embedding, of attention and feed-forward in each layer, and the logits, by place."""
     found: dict[str, Tensor] = {}
     places: dict[str, Any] = {"embedding": model.embed}
     for i, block in enumerate(model.blocks):

@@ -1,7 +1,7 @@
-"""How gradients, activations and updates spread over the layers of a transformer, at initialisation and while it trains.
+"""How large gradients, activations and updates are in each layer of a transformer, at initialisation and during training.
 
-The task is a Markov chain over the vocabulary: each token has four likely successors, so there is a loss to reach (its entropy)
-and nothing to download. Every run is a function of its config: same numbers each time on one machine.
+The task is a Markov chain over the vocabulary: each token has four likely successors, so there is a known best loss (the
+entropy) and nothing to download. A run depends only on its config, and gives the same numbers each time on one machine.
 """
 
 import math
@@ -25,20 +25,20 @@ class FlowConfig:
     """One run."""
 
     norm: str
-    """Of `residual.SCHEMES`."""
+    """One of `residual.SCHEMES`."""
     layers: int
     width: int = 64
     """Features; heads have 16 each."""
     vocabulary: int = 64
     length: int = 32
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     batch: int = 16
-    """Sequences of a step."""
+    """Sequences per step."""
     steps: int = 0
-    """Of training; with 0 a run shows the initialisation alone."""
+    """Training steps; 0: look at the initialisation only."""
     lr: float = 1e-3
     warmup: int = 0
-    """Steps of linear growth of the learning rate."""
+    """Steps in which the learning rate grows linearly."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,17 +58,18 @@ class FlowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One step, by layer, the first layer first."""
+    """One step, with values by layer, first layer first."""
 
     step: int
     loss: float
     activations: list[float]
-    """Mean square of the residual stream behind each layer."""
+    """Mean square of the residual stream after each layer."""
     gradients: list[float]
-    """Norm of the gradient of all of a layer's weights."""
+    """Norm of the gradient of all weights of a layer."""
     per_token: list[float]
-    """Norm of the gradient that one token's loss gives the second matrix of a layer's feed-forward part, mean over tokens. The
-    theory of Xiong et al. speaks of it: the gradient of a batch also depends on how alike its tokens have become."""
+    """Norm of the gradient of one token's loss with respect to the second matrix of a layer's feed-forward part, mean over
+    tokens. The theory of Xiong et al. is about this quantity; the gradient of a batch also depends on how similar its tokens
+    have become."""
     updates: list[float]
     """Norm of a layer's change in this step, relative to the norm of its weights; empty without training."""
 
@@ -82,16 +83,16 @@ class Flow:
     losses: list[float]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; numbers that are not finite become None."""
+        """As values for JSON; numbers that are not finite become None."""
         return _plain(asdict(self))
 
 
 def gradient_flow(config: FlowConfig, *, snapshots: int = 4, say: Callable[[str], None] = lambda words: None) -> Flow:
-    """Make a model, look at it, and train it for `config.steps`.
+    """Create a model, examine it, and train it for `config.steps` steps.
 
     Args:
-        snapshots: how many to take, the first at initialisation, the last at the last step.
-        say: told where a long run is.
+        snapshots: how many to take; the first is at initialisation, the last at the last step.
+        say: called with messages about the progress of a long run.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -144,7 +145,7 @@ class _Pass(NamedTuple):
 
     loss: float
     stream: list[float]
-    """Mean square of the residual stream behind each layer."""
+    """Mean square of the residual stream after each layer."""
     per_token: list[float]
     grads: dict[str, Tensor]
 
@@ -163,7 +164,7 @@ def _pass(model: Transformer, tokens: Tensor) -> _Pass:
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     named = dict(model.named_parameters())
     found = torch.autograd.grad(loss, [*named.values(), *(out for _, out in products)])
-    count = tokens[:, 1:].numel()  # the loss is a mean over so many tokens
+    count = tokens[:, 1:].numel()  # the loss is a mean over this many tokens
     per_token = [
         float((read.norm(dim=-1) * grad.norm(dim=-1)).mean()) * count
         for (read, _), grad in zip(products, found[len(named) :], strict=True)

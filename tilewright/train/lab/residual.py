@@ -1,4 +1,4 @@
-"""A small causal transformer whose residual connections are a choice: where the norms stand.
+"""A small causal transformer with selectable residual connections, which differ in the places of the norms.
 
     none        x + f(x)
     pre         x + f(norm(x))                   Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020
@@ -7,8 +7,8 @@
     deepnorm    norm(alpha x + f(x))             Wang et al., "DeepNet", 2022: alpha = (2 L)^(1/4), weights of v, of the
                                                  output projection and of the feed-forward layer times (8 L)^(-1/4)
 
-f is attention or a feed-forward layer with ReLU. Matrices begin as Xavier's, normal with variance 2 / (in + out); embeddings
-with variance 1. `pre` and `peri` have one more norm before the output layer.
+f is attention or a feed-forward layer with ReLU. Matrices have Xavier initialisation, normal with variance 2 / (in + out);
+embeddings have variance 1. `pre` and `peri` have one more norm before the output layer.
 
     B sequences, S tokens of each, E features, V vocabulary, L layers
 """
@@ -86,7 +86,7 @@ class Peri(nn.Module):
 
 
 class Deep(nn.Module):
-    """norm(alpha x + f(x)), with f's weights made smaller at the start."""
+    """norm(alpha x + f(x)), with smaller initial weights of f."""
 
     def __init__(self, f: nn.Module, features: int, layers: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Deep(nn.Module):
         smaller = (8 * layers) ** -0.25
         for linear in (m for m in f.modules() if isinstance(m, Linear)):
             rows = _weight(linear)
-            # Of a merged projection the values alone: they stand last.
+            # In a merged projection only the values, which come last.
             (rows[-linear.parts[-1] :] if len(linear.parts) > 1 else rows).mul_(smaller)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Deep(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How a residual connection is made, and whether the stream wants a norm at its end."""
+    """A kind of residual connection, and whether the stream needs a norm at its end."""
 
     connect: Callable[[nn.Module, int, int], nn.Module]
     """(f, features, layers) -> a module [B, S, E] -> [B, S, E]."""
@@ -138,19 +138,19 @@ class Block(nn.Module):
 
 
 def _weight(linear: Linear) -> Tensor:
-    """Its numbers, to be changed without a gradient."""
+    """Its weight, to be changed without a gradient."""
     assert isinstance(linear.weight, Tensor), "a new layer is not quantised"
     return linear.weight.data
 
 
 def _xavier(linear: Linear) -> None:
-    """Each projection of a merged layer as if it stood alone."""
+    """Initialise each projection of a merged layer as if it were separate."""
     for part in _weight(linear).split(linear.parts):
         nn.init.normal_(part, std=math.sqrt(2 / (part.shape[0] + part.shape[1])))
 
 
 class Transformer(nn.Module):
-    """Embedding with positions, blocks, a norm where the scheme wants one, output layer."""
+    """Embedding with positions, blocks, a norm if the scheme needs one, output layer."""
 
     def __init__(self, scheme: Scheme, *, layers: int, features: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers: one launch updates all parameters, and neither the clip nor the NaN guard asks the host."""
+"""Optimizers that update all parameters in one launch; clipping and the check for NaN run on the device, without the host."""
 
 from tilewright.train.optim.adamw import AdamW
 from tilewright.train.optim.adamw_8bit import AdamW8bit

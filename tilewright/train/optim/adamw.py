@@ -12,15 +12,15 @@ __all__ = ["AdamW"]
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); the formula stands in `kernels.optimizer.adamw`.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); `kernels.optimizer.adamw` has the formula.
 
     Args:
-        parameters: name -> parameter; their memory is taken over, as `Optimizer` says.
-        betas: what the averages of gradients and of their squares keep of themselves each step.
+        parameters: name -> parameter; their memory is replaced, as `Optimizer` explains.
+        betas: decay of the running averages of gradients and of squared gradients.
         eps: added to the root of the second moment.
-        weight_decay: for parameters of two dimensions or more; `decay` instead says it for each parameter.
-        max_norm: gradients are scaled down to this global norm; inf for never.
-        lr_scale: factor of the learning rate of each parameter.
+        weight_decay: for parameters with two or more dimensions; `decay` gives it for each parameter instead.
+        max_norm: gradients are scaled down to this global norm; inf: never.
+        lr_scale: factor on the learning rate of each parameter.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: 6 bytes of state for each parameter instead of 12, master weights included."""
+"""AdamW with 8-bit moments: 6 bytes of state per parameter instead of 12, including master weights."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ __all__ = ["AdamW8bit"]
 
 
 class AdamW8bit(Optimizer):
-    """AdamW on block-wise dynamic codes (Dettmers et al., 2021), as `kernels.optimizer.adamw_8bit` has them.
+    """AdamW with block-wise dynamic quantisation (Dettmers et al., 2021), see `kernels.optimizer.adamw_8bit`.
 
-    Arguments as for `AdamW`.
+    Arguments as in `AdamW`.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""What all optimizers share: flat float32 master weights, the gradients' norm, a step that the device clips or leaves out.
+"""The common base of all optimizers: flat float32 master weights, the gradients' norm, clipping and skipping on the device.
 
-An `Optimizer` takes the parameters' memory over: a 16-bit parameter becomes a view of one flat buffer of its dtype, which each
-step writes together with the master weights; a float32 parameter becomes a view of the master weights themselves. So it is
-made after the weights are loaded, and before a model is compiled or captured. `nn.Parameter`s stay the objects that they are.
+An `Optimizer` replaces the memory of the parameters: a 16-bit parameter becomes a view of one flat buffer of its dtype, which
+each step writes together with the master weights; a float32 parameter becomes a view of the master weights themselves. So
+create it after the weights are loaded, and before a model is compiled or captured. The `nn.Parameter` objects stay the same.
 
-State is saved by parameter: `state_dict` gives views of the flat buffers by name, so a checkpoint does not know how they lie.
+State is saved by parameter: `state_dict` gives views of the flat buffers by name, so a checkpoint does not depend on their
+layout.
 Not here: learning rates over time (`train.schedules`), accumulating gradients, communication.
 """
 
@@ -20,36 +21,37 @@ from tilewright.kernels.optimizer.multi_tensor import CHUNK, Slot, control_value
 __all__ = ["Optimizer", "PerParameter", "Step", "matrices_only"]
 
 PerParameter = Callable[[str, Tensor], float]
-"""(name, parameter) -> a number for it."""
+"""A function from (name, parameter) to a number."""
 
 
 class Step(NamedTuple):
-    """What a step says of itself, on the device: reading it waits for the step."""
+    """The result of a step, on the device: reading it waits for the step."""
 
     norm: Tensor
-    """Of all gradients together before clipping, float64, 0-dim."""
+    """Norm of all gradients together, before clipping; float64, 0-dim."""
     applied: Tensor
     """1 if the step was applied, 0 if the norm was not finite and nothing was changed; float64, 0-dim."""
 
 
 def matrices_only(weight_decay: float) -> PerParameter:
-    """Weight decay for what has two dimensions or more; none for biases and norm weights."""
+    """Weight decay for parameters with two or more dimensions; none for biases and norm weights."""
     return lambda name, parameter: weight_decay if parameter.ndim >= 2 else 0.0
 
 
 class Optimizer:
-    """Parameters, their float32 master weights, and the control that kernels read. Subclasses add moments and the update.
+    """Parameters, their float32 master weights, and the control values that kernels read. Subclasses add moments and the
+    update.
 
     Args:
-        parameters: name -> parameter, all of one dtype (float32, bfloat16 or float16) on one device. Their memory is taken
-            over: they become views of flat buffers.
-        betas: what the averages of the subclass decay with; 0 where it has none.
-        max_norm: gradients are scaled down to this global norm; inf for never.
+        parameters: name -> parameter, all of one dtype (float32, bfloat16 or float16) on one device. Their memory is
+            replaced: they become views of flat buffers.
+        betas: decay of the subclass's averages; 0 if it has none.
+        max_norm: gradients are scaled down to this global norm; inf: never.
         decay: weight decay of each parameter.
-        lr_scale: factor of the learning rate of each parameter, as muP asks for.
+        lr_scale: factor on the learning rate of each parameter, as needed for muP.
 
     Raises:
-        ValueError: no parameters, several dtypes or devices, a dtype without a kernel, or memory that is given twice.
+        ValueError: no parameters, several dtypes or devices, a dtype without a kernel, or the same memory twice.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class Optimizer:
         self.shapes = {name: p.shape for name, p in parameters.items()}
         self._starts = starts_of([p.numel() for p in parameters.values()])
         self.master = torch.zeros(self._starts[-1], dtype=torch.float32, device=first.device)
-        """The weights, flat, as `kernels.optimizer.multi_tensor` lays them."""
+        """The master weights, flat, in the layout of `kernels.optimizer.multi_tensor`."""
         self.weights = None if first.dtype == torch.float32 else torch.zeros_like(self.master, dtype=first.dtype)
-        """The same rounded to the parameters' dtype; None where that is float32."""
+        """The same rounded to the parameters' dtype; None if that is float32."""
         rates = [[lr_scale(name, p), decay(name, p)] for name, p in parameters.items()]
         self.rates = torch.tensor(rates, dtype=torch.float32, device=first.device)
         self.control = torch.tensor(control_values(*betas, max_norm), dtype=torch.float64, device=first.device)
@@ -84,12 +86,12 @@ class Optimizer:
         return state
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat buffer, in its shape."""
+        """Each parameter's part of a flat buffer, in the parameter's shape."""
         parts = zip(self._starts, self.shapes.values())
         return [flat[start : start + shape.numel()].view(shape) for start, shape in parts]
 
     def _in_order(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
-        """The gradients as a list in the order of the parameters. Raises ValueError for what does not fit."""
+        """The gradients as a list in the order of the parameters. Raises ValueError if they do not fit."""
         missing = [name for name in self.names if name not in grads]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -104,9 +106,9 @@ class Optimizer:
 
     @torch.no_grad()
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """The sums of squares behind the norm: float32 [chunks], one for every 4,096 elements of each parameter, in order.
+        """The sums of squares for the norm: float32 [chunks], one for every 4,096 elements of each parameter, in order.
 
-        Overwritten by the next call. Ranks that hold parts of a model put theirs one after the other and give `step` all.
+        The next call overwrites them. Ranks that have parts of a model concatenate theirs and pass all to `step`.
         """
         grad_squares_op(self._squares, self._in_order(grads))
         return self._squares
@@ -116,9 +118,9 @@ class Optimizer:
         """Update every parameter, unless the gradients' norm is not finite. Nothing waits for the device.
 
         Args:
-            grads: name -> gradient, shaped like the parameter, all of one dtype. They stay as they are.
+            grads: name -> gradient, in the shape of the parameter, all of one dtype. They are not changed.
             lr: the learning rate of this step.
-            squares: of the whole model's gradients, where this optimizer has a part of it.
+            squares: sums of squares for the whole model, if this optimizer has only a part of it.
 
         Raises:
             ValueError: a gradient is missing or has another shape than its parameter, or they have several dtypes.
@@ -129,11 +131,11 @@ class Optimizer:
         return Step(self.control[Slot.NORM].clone(), self.control[Slot.APPLIED].clone())
 
     def _update(self, grads: list[Tensor], lr: float) -> None:
-        """Change the master weights, `weights` and the moments, where `control` says so."""
+        """Change the master weights, `weights` and the moments, if `control` allows it."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that a step depends on: "<state>.<parameter>" -> a view of it, and "control"."""
+        """Everything that a step depends on: "<state>.<parameter>" -> a view of it, and "control"."""
         found = {"control": self.control}
         for state, (flat, per) in self._states.items():
             for start, (name, shape) in zip(self._starts, self.shapes.items()):
@@ -144,16 +146,16 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy a saved state in, and give the parameters the saved weights.
+        """Copy a saved state, and set the parameters to the saved weights.
 
         Raises:
-            ValueError: it is of another optimizer or of other parameters; nothing was changed.
+            ValueError: it is for another optimizer or other parameters; nothing was changed.
         """
         own = self.state_dict()
         wrong = sorted(own.keys() ^ saved.keys())
         if wrong:
             where = "is missing from" if wrong[0] in own else "is not wanted in"
-            raise ValueError(f"{wrong[0]} {where} the saved state: it is of another optimizer or of another model")
+            raise ValueError(f"{wrong[0]} {where} the saved state: it is for another optimizer or another model")
         for name, state in own.items():
             if state.shape != saved[name].shape or state.dtype != saved[name].dtype:
                 got = f"{tuple(saved[name].shape)} {saved[name].dtype}"
@@ -165,12 +167,12 @@ class Optimizer:
 
 
 def _check(parameters: Mapping[str, Tensor], betas: tuple[float, float], max_norm: float) -> None:
-    """Raise ValueError for what an optimizer cannot hold."""
+    """Raise ValueError for parameters or options that an optimizer does not accept."""
     if not parameters:
         raise ValueError("an optimizer got no parameters: is everything frozen?")
     kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters.values()})
     if len(kinds) > 1:
-        raise ValueError(f"parameters of one optimizer have one dtype and device, got {', '.join(kinds)}: convert, or make two")
+        raise ValueError(f"an optimizer's parameters must have one dtype and device, got {', '.join(kinds)}: make several")
     dtype = next(iter(parameters.values())).dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"parameters are {dtype}, wanted float32, bfloat16 or float16")

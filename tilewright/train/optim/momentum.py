@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, Nesterov's by choice."""
+"""Stochastic gradient descent with momentum, optionally Nesterov's."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ class Momentum(Optimizer):
     """b <- momentum b + g + decay p; p <- p - lr b, or with `nesterov` p - lr (g + decay p + momentum b).
 
     Args:
-        momentum: what the buffer keeps of itself each step.
+        momentum: decay of the buffer.
         nesterov: look ahead (Sutskever et al., 2013).
-        The others as for `AdamW`.
+        The others as in `AdamW`.
     """
 
     def __init__(

@@ -3,11 +3,11 @@
     b <- beta b + (1 - beta) g;  u = (1 - beta) g + beta b;  O = orthogonalised u;  p <- p - lr (s O + d p)
 
 Orthogonalising is five Newton-Schulz steps on u / |u| in bfloat16: x <- a x + (b x x^T + c (x x^T)^2) x with (a, b, c) chosen
-to drive small singular values up fast; they end between 0.7 and 1.2. s = 0.2 sqrt(max(rows, columns)) gives updates the size of
-AdamW's, so that both share a learning rate (Liu et al., "Muon is scalable for LLM training", 2025).
+so that small singular values grow quickly; they end between 0.7 and 1.2. s = 0.2 sqrt(max(rows, columns)) gives updates of the
+size of AdamW's, so that both share a learning rate (Liu et al., "Muon is scalable for LLM training", 2025).
 
-Matrices of one shape are orthogonalised as one batch. Products are torch's; what changes weights is the launch of `SGD`.
-Not supported: a matrix of which an optimizer holds only a part: orthogonalising needs all of it.
+Matrices of one shape are orthogonalised as one batch. Products are torch's; the weights are updated by the launch of `SGD`.
+Not supported: an optimizer that holds only a part of a matrix, because orthogonalising needs all of it.
 """
 
 import math
@@ -28,12 +28,12 @@ STEPS = 5
 
 
 def hidden_matrices(name: str, parameter: Tensor) -> bool:
-    """Matrices between embedding and output layer, by shape and by the names that models give those two."""
+    """Matrices between embedding and output layer, by shape and by the usual names of those two."""
     return parameter.ndim == 2 and not any(word in name for word in ("embed", "head"))
 
 
 def orthogonalized(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Matrices [..., rows, columns] with their singular values brought near 1, in `dtype`."""
+    """Matrices [..., rows, columns] with their singular values brought close to 1, in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = u.shape[-2] > u.shape[-1]
     x = (u.mT if tall else u).to(dtype).reshape(-1, min(u.shape[-2:]), max(u.shape[-2:]))
@@ -45,12 +45,12 @@ def orthogonalized(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class _Matrices(Optimizer):
-    """Muon itself: matrices alone."""
+    """Muon itself, for matrices only."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, beta: float, nesterov: bool, max_norm: float, decay: PerParameter,
                  lr_scale: PerParameter) -> None:  # fmt: skip
         size = {name: 0.2 * math.sqrt(max(p.shape)) for name, p in parameters.items()}
-        # The launch of SGD multiplies decay with the factor of the learning rate: the size of an update is no matter of decay.
+        # SGD's launch multiplies decay by the factor on the learning rate, but decay must not depend on the size of an update.
         super().__init__(
             parameters, betas=(beta, 0.0), max_norm=max_norm,
             decay=lambda name, p: decay(name, p) / size[name], lr_scale=lambda name, p: size[name] * lr_scale(name, p),
@@ -80,17 +80,17 @@ class _Matrices(Optimizer):
 
 
 class Muon:
-    """Muon for hidden matrices, AdamW for embeddings, output layer and vectors: one learning rate, one norm over both.
+    """Muon for hidden matrices, AdamW for embeddings, output layer and vectors; with one learning rate and one norm for both.
 
     Args:
-        parameters: name -> parameter; their memory is taken over, as `Optimizer` says.
-        muon: (name, parameter) -> whether Muon takes it; by default the matrices that are neither embedding nor output layer.
-        momentum: what Muon's average of gradients keeps of itself each step.
-        nesterov: orthogonalise what the average will be rather than what it is.
-        The others as for `AdamW`, whose share they are.
+        parameters: name -> parameter; their memory is replaced, as `Optimizer` explains.
+        muon: (name, parameter) -> whether Muon updates it; by default all matrices except embedding and output layer.
+        momentum: decay of Muon's average of gradients.
+        nesterov: orthogonalise the average with a step of look-ahead.
+        The others as in `AdamW`; they apply to its part.
 
     Raises:
-        ValueError: as `Optimizer`; or `muon` takes nothing, or takes what is no matrix.
+        ValueError: as in `Optimizer`; or `muon` selects nothing, or something that is not a matrix.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Muon:
             self._parts.append(AdamW(rest, betas=betas, eps=eps, max_norm=max_norm, decay=decay, lr_scale=lr_scale))
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """As `Optimizer.squares`: Muon's matrices first, then the rest."""
+        """As `Optimizer.squares`; Muon's matrices come first."""
         return torch.cat([part.squares(grads) for part in self._parts])
 
     def step(self, grads: Mapping[str, Tensor], lr: float, *, squares: Tensor | None = None) -> Step:
@@ -124,13 +124,13 @@ class Muon:
         return steps[0]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As `Optimizer.state_dict`, the names behind "muon." and "adamw."."""
+        """As `Optimizer.state_dict`, with the prefixes "muon." and "adamw."."""
         return {f"{name}.{key}": t for name, part in zip(_PARTS, self._parts) for key, t in part.state_dict().items()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """As `Optimizer.load_state_dict`."""
         if wrong := sorted(self.state_dict().keys() ^ saved.keys()):
-            raise ValueError(f"{wrong[0]} is in one of the saved state and this optimizer: they are not of one model")
+            raise ValueError(f"{wrong[0]} is in only one of the saved state and this optimizer: they are for different models")
         for name, part in zip(_PARTS, self._parts):
             own = {key.removeprefix(f"{name}."): t for key, t in saved.items() if key.startswith(f"{name}.")}
             part.load_state_dict(own)

@@ -1,4 +1,5 @@
-"""What a backward pass keeps and what it computes again: measured by operation, planned for a budget, applied to blocks."""
+"""Activation recomputation: a profile of what a backward pass keeps, a plan for a memory budget, and its application to
+blocks."""
 
 from tilewright.train.recompute.apply import applied
 from tilewright.train.recompute.card import seconds_on

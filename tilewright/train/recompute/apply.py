@@ -1,4 +1,4 @@
-"""Blocks that keep what a plan says, by torch's selective checkpointing. Gradients are bitwise those without."""
+"""Applies a plan to blocks, with torch's selective checkpointing. Gradients are bitwise the same as without."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,15 +16,15 @@ __all__ = ["applied"]
 
 @contextmanager
 def applied(blocks: Sequence[nn.Module], choices: Sequence[Choice]) -> Iterator[None]:
-    """While on, each block holds what its choice says when it runs with gradients.
+    """Inside this scope, each block keeps what its choice says when it runs with gradients.
 
-    The backward pass may run after it has ended: what is held was decided in the forward pass.
+    The backward pass may run after the scope has ended, because the forward pass decides what is kept.
 
     Raises:
-        ValueError: there are not as many choices as blocks.
+        ValueError: the number of choices is not the number of blocks.
     """
     if len(blocks) != len(choices):
-        raise ValueError(f"a plan for {len(choices)} blocks, and a model with {len(blocks)}: profile this model")
+        raise ValueError(f"the plan is for {len(choices)} blocks, and the model has {len(blocks)}: profile this model")
     wrapped = [block for block, choice in zip(blocks, choices) if choice.kept is not None]
     for block, choice in zip(blocks, choices):
         if choice.kept is not None:
@@ -45,7 +45,7 @@ def _run(forward: Any, kept: frozenset[int], *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts(kept: frozenset[int]) -> Any:
-    calls = {False: -1, True: -1}  # in the forward pass, and where torch asks again in the recomputation
+    calls = {False: -1, True: -1}  # counters for the forward pass, and for the recomputation
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         calls[context.is_recompute] += 1

@@ -1,4 +1,4 @@
-"""The profile of a language model at a size, without its weights: everything on "meta"."""
+"""The profile of a language model of a given size without its weights: everything is on "meta"."""
 
 import torch
 
@@ -14,14 +14,14 @@ __all__ = ["decoder_profile"]
 
 
 def decoder_profile(config: ModelConfig, *, tokens: int, length: int, dtype: torch.dtype, card: Device) -> Profile:
-    """What one micro-batch leaves behind, with times by the roofline of a card.
+    """The memory that one micro-batch keeps, with times by the roofline of a card.
 
     Args:
-        config: of the model.
-        tokens: of the micro-batch, packed.
-        length: of each document in it; the last one may be shorter.
-        dtype: of weights and activations.
-        card: need not be here.
+        config: config of the model.
+        tokens: tokens of the micro-batch, packed.
+        length: tokens of each document in it; the last one may be shorter.
+        dtype: dtype of weights and activations.
+        card: need not be present.
 
     Raises:
         ValueError: `tokens` or `length` is not positive, or the card is unknown.

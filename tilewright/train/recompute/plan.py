@@ -1,14 +1,15 @@
-"""Which tensors each block keeps, so that what is held fits a budget and the least time goes into recomputing the rest.
+"""Decides which tensors each block keeps, so that memory fits a budget and recomputing the rest takes the least time.
 
-A block is either left alone (autograd keeps what it wants), or checkpointed with a set of calls whose results are kept: then
-its inputs and those results are held, and every other call runs again. Both bytes and seconds add up over calls, so the best
-sets of a block are the Pareto front of a knapsack, and those of a model the front of sums over its blocks. Both are exact for
-what is held when the backward pass begins. (Herrmann et al., "Optimal checkpointing for heterogeneous chains", 2019, plan whole
-layers that way; Zhao et al., "Rockmate", 2023, single tensors.)
+A block is either left alone (autograd keeps what it needs), or checkpointed with a set of calls whose results are kept. In the
+second case its inputs and those results are kept, and every other call runs again. Both bytes and seconds add up over calls, so
+the best sets of a block are the Pareto front of a knapsack problem, and those of a model are the front of sums over its blocks.
+Both are
+exact for the memory at the start of the backward pass. (Herrmann et al., "Optimal checkpointing for heterogeneous chains",
+2019, plan whole layers in this way; Zhao et al., "Rockmate", 2023, single tensors.)
 
-Peak: while block i runs again, what blocks up to i hold is there, and all that block i saves. A plan is the fastest point of
-the front whose peak fits. Blocks that hold more stand later, where they are gone first. Not counted: gradients, and what a
-single call needs while it runs.
+Peak: while block i runs again, memory holds what blocks up to i keep, and everything that block i saves. A plan is the fastest
+point of the front whose peak fits. Among equal blocks, those that keep more come later, because they are freed first. Not
+counted: gradients, and temporary memory within a single call.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from tilewright.train.recompute.profile import BlockProfile, Profile
 __all__ = ["Choice", "Plan", "full", "none", "pareto", "planned", "selective"]
 
 _MOST_ITEMS = 60
-"""Calls of a block between which is chosen, the slowest ones: a set is a number of 64 bits."""
+"""The most calls of a block among which to choose, the slowest ones: a set is a 64-bit number."""
 _PRODUCTS = ("linear", "attention", "matmul", "mm", "conv", "scaled_dot_product")
 
 
@@ -37,29 +38,29 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A choice for each block, and what it costs."""
+    """A choice for each block, and its costs."""
 
     choices: tuple[Choice, ...]
     held_bytes: int
-    """Held from the forward pass when the backward pass begins."""
+    """Bytes kept at the start of the backward pass."""
     peak_bytes: int
-    """The most that is held at a time, the block that is being recomputed included."""
+    """The highest number of bytes kept at any time, including the block that is being recomputed."""
     recompute_seconds: float
     step_seconds: float
 
 
 def none(profile: Profile) -> Plan:
-    """Keep all that autograd keeps."""
+    """Keep everything that autograd keeps."""
     return _plan(profile, [Choice(None)] * len(profile.blocks))
 
 
 def full(profile: Profile) -> Plan:
-    """Keep the inputs of blocks alone."""
+    """Keep only the inputs of blocks."""
     return _plan(profile, [Choice(frozenset())] * len(profile.blocks))
 
 
 def selective(profile: Profile) -> Plan:
-    """Keep the results of matrix products and of attention, recompute what lies between (Korthikanti et al., 2022)."""
+    """Keep the results of matrix products and of attention, and recompute the rest (Korthikanti et al., 2022)."""
     choices = []
     for block in profile.blocks:
         kept = {j for j, c in enumerate(block.calls) if _choosable(block, j) and any(word in c.name for word in _PRODUCTS)}
@@ -71,7 +72,7 @@ def planned(profile: Profile, budget_bytes: int) -> Plan:
     """The fastest plan whose peak is at most `budget_bytes`.
 
     Raises:
-        ValueError: no plan needs so little; the message says how much the leanest one needs.
+        ValueError: every plan needs more; the message says how much the smallest one needs.
     """
     candidates = [none(profile), full(profile), selective(profile)]
     for choices in _fastest_first(profile, budget_bytes):
@@ -88,14 +89,14 @@ def planned(profile: Profile, budget_bytes: int) -> Plan:
 
 
 def pareto(profile: Profile, count: int = 10) -> list[tuple[int, Plan]]:
-    """(budget, plan) for budgets in equal steps from the leanest plan's peak to the peak with everything kept."""
+    """(budget, plan) for budgets in equal steps, from the smallest plan's peak to the peak with everything kept."""
     low, high = full(profile).peak_bytes, none(profile).peak_bytes
     low, high = min(low, high), max(low, high)
     budgets = [low + (high - low) * i // (count - 1) for i in range(count)]
     return [(budget, planned(profile, budget)) for budget in budgets]
 
 
-# ---- one plan's figures
+# ---- costs of one plan
 
 
 def _choosable(block: BlockProfile, j: int) -> bool:
@@ -117,7 +118,7 @@ def _seconds(block: BlockProfile, choice: Choice) -> float:
 
 
 def _plan(profile: Profile, choices: Sequence[Choice]) -> Plan:
-    """The figures of these choices, each storage counted once."""
+    """The costs of these choices, each storage counted once."""
     held = dict(profile.outside)
     peak = 0
     for block, choice in zip(profile.blocks, choices, strict=True):
@@ -133,7 +134,7 @@ def _plan(profile: Profile, choices: Sequence[Choice]) -> Plan:
 
 
 def _arranged(profile: Profile, choices: Sequence[Choice]) -> list[Choice]:
-    """The same choices, among blocks that do the same those that hold more behind those that hold less."""
+    """The same choices; among equal blocks, those that keep more are placed later."""
     arranged = list(choices)
     groups: dict[object, list[int]] = {}
     for i, block in enumerate(profile.blocks):
@@ -154,19 +155,19 @@ def _arranged(profile: Profile, choices: Sequence[Choice]) -> list[Choice]:
 
 
 class _Front(NamedTuple):
-    """Bytes and seconds of choices of which none is both smaller and faster than another, bytes ascending."""
+    """Bytes and seconds of choices none of which is both smaller and faster than another, in ascending bytes."""
 
     bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     tags: NDArray[np.uint64]
-    """What a choice is: of a block its set of calls, of a model the place in `_Sums` that it was chosen from."""
+    """Which choice a point is: for a block its set of calls, for a model the index in `_Sums` from which it was built."""
 
 
 _EMPTY = _Front(np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint64))
 
 
 def _pruned(parts: Sequence[_Front]) -> _Front:
-    """All points of the fronts that no other one beats."""
+    """All points of the fronts that no other point beats."""
     size, seconds, tags = (np.concatenate(column) for column in zip(*parts))
     order = np.lexsort((seconds, size))
     size, seconds, tags = size[order], seconds[order], tags[order]
@@ -177,7 +178,7 @@ def _pruned(parts: Sequence[_Front]) -> _Front:
 
 
 def _items(block: BlockProfile) -> list[int]:
-    """The calls between which is chosen."""
+    """The calls among which to choose."""
     places = [j for j in range(len(block.calls)) if _choosable(block, j)]
     return sorted(sorted(places, key=lambda j: -block.calls[j].seconds)[:_MOST_ITEMS])
 
@@ -187,7 +188,7 @@ def _size(storages: Mapping[int, int], counted: Collection[int]) -> int:
 
 
 def _checkpointed(block: BlockProfile, counted: Collection[int], limit: int) -> _Front:
-    """All sets of calls that are worth keeping; `counted` is memory that somebody else holds anyway."""
+    """All sets of calls that are worth keeping; `counted` is memory that is kept in any case."""
     front = _Front(
         np.array([_size(block.inputs, counted)], np.int64),
         np.array([_seconds(block, Choice(frozenset()))]),
@@ -206,21 +207,21 @@ def _within(front: _Front, limit: int) -> _Front:
 
 
 class _Sums(NamedTuple):
-    """Fronts of sums over the blocks from one on: where that block is checkpointed, and where it is left alone.
+    """Fronts of sums over all blocks from one on: if that block is checkpointed, and if it is left alone.
 
-    A tag is (whether the block behind is left alone) * 2^63 + (place in that front) * 2^32 + (place in the block's own).
+    A tag is (whether the next block is left alone) * 2^63 + (index in that front) * 2^32 + (index in the block's own front).
     """
 
     checkpointed: _Front
     alone: _Front
     own: tuple[_Front, _Front]
-    """The block's sets of calls, where the block behind it is checkpointed and where not."""
+    """The block's sets of calls: if the next block is checkpointed, and if not."""
 
 
 def _sums(profile: Profile, limit: int) -> list[_Sums]:
-    """For each block, from the last to the first, the sums from it on, behind them those of no block.
+    """For each block, from the last to the first, the sums from it on; at the end those of no block.
 
-    A block's outputs are inputs of the next: where that is checkpointed it holds them, whatever this one keeps.
+    A block's outputs are inputs of the next; if that one is checkpointed it keeps them, whatever this block keeps.
     """
     given = [block.inputs for block in profile.blocks]
     everywhere = set.intersection(*map(set, given)) if len(given) > 1 else set()
@@ -251,14 +252,14 @@ def _sums(profile: Profile, limit: int) -> list[_Sums]:
 
 
 def _added(before: _Front, own: _Front, bit: int) -> _Front:
-    """Every sum of a point of one and a point of the other."""
+    """Every sum of a point of one front and a point of the other."""
     i, j = (places.ravel().astype(np.uint64) for places in np.indices((len(before.bytes), len(own.bytes))))
     tags = np.uint64(bit << 63) | i << np.uint64(32) | j
     return _Front((before.bytes[:, None] + own.bytes).ravel(), (before.seconds[:, None] + own.seconds).ravel(), tags)
 
 
 def _choices(profile: Profile, sums: Sequence[_Sums], alone: bool, place: int) -> list[Choice]:
-    """The choices behind one point of the first block's fronts."""
+    """The choices for one point of the first block's fronts."""
     found: list[Choice] = []
     for block, here in zip(profile.blocks, sums):
         tag = int((here.alone if alone else here.checkpointed).tags[place])
@@ -273,7 +274,7 @@ def _choices(profile: Profile, sums: Sequence[_Sums], alone: bool, place: int) -
 
 
 def _fastest_first(profile: Profile, limit: int) -> Iterator[list[Choice]]:
-    """Choices that hold at most `limit` bytes, of which none is both smaller and faster than another, the fastest first."""
+    """Choices that keep at most `limit` bytes, none both smaller and faster than another, fastest first."""
     sums = _sums(profile, limit)
     points = [
         (float(front.seconds[i]), alone, i)

@@ -1,12 +1,13 @@
-"""What a forward pass leaves behind for its backward pass, block by block, and what each operation costs to run again.
+"""Profiles what a forward pass keeps for its backward pass, block by block, and what each operation costs to run again.
 
-`profile` runs a model's forward and backward pass and watches two things: the tensors that autograd saves, and every call that
+`profile` runs a model's forward and backward pass and records two things: the tensors that autograd saves, and every call that
 reaches torch's dispatcher inside a block, with the memory that it allocates and the seconds that it takes. Then it runs once
-more with every block checkpointed, to see which calls a recomputation really makes: it stops at the last saved tensor.
+more with every
+block checkpointed, to see which calls a recomputation really makes: it stops at the last saved tensor.
 
-On "meta" nothing is computed: bytes are exact for any size, and times come from a function of the call (`seconds_of`).
-Memory is counted by storage: two views of one buffer are one. All storages of the pass are held until it ends, so a profile on
-real tensors needs more memory than a step; profile a small model, or on "meta".
+On "meta" nothing is computed: bytes are exact for any size, and times come from a function of the call (`seconds_of`). Memory
+is counted by storage, so two views of one buffer count once. All storages of the pass are kept alive until it ends, so a
+profile on real tensors needs more memory than a step; use a small model, or "meta".
 """
 
 import time
@@ -30,7 +31,7 @@ SecondsOf = Callable[[Any, tuple[Any, ...], Any], float]
 _Storages = dict[int, int]
 """Storage -> its bytes."""
 _HIDDEN = -1
-"""Stands for storages that are known by their number of bytes alone."""
+"""Stands for storages of which only the number of bytes is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +39,18 @@ class Call:
     """One call inside a block."""
 
     name: str
-    """Of the operator, as "tilewright.linear"."""
+    """Name of the operator, such as "tilewright.linear"."""
     seconds: float
     made: _Storages
-    """What it allocates; nothing for a view."""
+    """Storages that it allocates; none for a view."""
     again: bool
     """Whether recomputing the block runs it again."""
     may_be_kept: bool
-    """False for views, and for what is written in place later."""
+    """False for views, and for results that are written in place later."""
 
     @property
     def bytes(self) -> int:
-        """That it allocates."""
+        """Bytes that it allocates."""
         return sum(self.made.values())
 
 
@@ -59,9 +60,9 @@ class BlockProfile:
 
     calls: tuple[Call, ...]
     inputs: _Storages
-    """What a checkpoint of the block holds."""
+    """Storages that a checkpoint of the block keeps."""
     saved: _Storages
-    """What autograd holds without one."""
+    """Storages that autograd keeps without a checkpoint."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -76,9 +77,9 @@ class Profile:
 
     blocks: tuple[BlockProfile, ...]
     outside: _Storages
-    """Held by what stands around the blocks."""
+    """Bytes kept by code around the blocks."""
     step_seconds: float
-    """Of a forward and backward pass that keeps everything."""
+    """Seconds of a forward and backward pass that keeps everything."""
 
 
 def profile(
@@ -88,12 +89,12 @@ def profile(
     """Profile a model.
 
     Args:
-        blocks: the modules that may be checkpointed, in the order in which they run; each runs once.
+        blocks: the modules that may be checkpointed, in the order in which they run; each must run once.
         loss: () -> a scalar with a gradient; always the same computation.
-        parameters: what the loss is differentiated by. Their memory is not counted, nor that of
-            the blocks' buffers: they live anyway.
-        seconds_of: what a call takes; by default it is measured.
-        repeats: measured times are the least of so many.
+        parameters: the parameters of the loss. Their memory is not counted, nor that of
+            the blocks' buffers, because they exist anyway.
+        seconds_of: returns the time of a call; by default it is measured.
+        repeats: measured times are the minimum of this many runs.
 
     Raises:
         ValueError: there are no blocks, or a block did not run exactly once.
@@ -104,7 +105,7 @@ def profile(
     recomputed = _recomputed(blocks, loss, parameters)
     first = watches[0]
     held = first.outside | {key: size for saved in first.saved for key, size in saved.items()}
-    # What operations keep for themselves, past autograd's saved tensors, as a loss that has computed its gradient.
+    # Memory that operations keep besides autograd's saved tensors, such as a loss that has already computed its gradient.
     hidden = _alive_bytes(loss) - sum(size for key, size in held.items() if key in first.made)
     found = []
     for i in range(len(blocks)):
@@ -120,14 +121,14 @@ def profile(
     if seconds_of is None:
         step = min(_timed(loss, parameters) for _ in range(repeats))
     else:
-        # A backward pass does twice the work of its forward pass: one product for the input, one for the weight.
+        # A backward pass does twice the work of a forward pass: one product for the input, one for the weight.
         step = 3 * (first.outside_seconds + sum(call.seconds for block in found for call in block.calls))
     return Profile(blocks=tuple(found), outside=first.outside | {_HIDDEN: max(0, hidden)}, step_seconds=step)
 
 
 @dataclass
 class _Seen:
-    """A call as it was watched."""
+    """A call as it was recorded."""
 
     name: str
     seconds: float
@@ -135,7 +136,7 @@ class _Seen:
 
 
 class _Watch(TorchDispatchMode):
-    """What happens in each block of one forward pass."""
+    """Records what happens in each block of one forward pass."""
 
     def __init__(self, count: int, seconds_of: SecondsOf | None) -> None:
         super().__init__()
@@ -149,10 +150,10 @@ class _Watch(TorchDispatchMode):
         self.block: int | None = None
         self.ran: list[int] = []
         self._seconds_of = seconds_of
-        self._held: list[Any] = []  # a storage's address is its name while it lives
+        self._held: list[Any] = []  # keeps storages alive, because their addresses identify them
 
     def storages(self, values: Any) -> _Storages:
-        """Of all tensors among the values."""
+        """The storages of all tensors among the values."""
         found = {}
         for t in tree_leaves(values):
             if isinstance(t, Tensor):
@@ -226,7 +227,7 @@ def _watch(
 
 
 class _Alive(TorchDispatchMode):
-    """The storages that calls have made and that still live."""
+    """Records the storages that calls have allocated and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +244,7 @@ class _Alive(TorchDispatchMode):
 
 
 def _alive_bytes(loss: Callable[[], Tensor]) -> int:
-    """Of all that a forward pass has made, when it has ended."""
+    """Bytes that a forward pass has allocated and that are still alive at its end."""
     with _Alive() as alive:
         result = loss()
         found = sum(alive.sizes.values())
@@ -264,9 +265,9 @@ class _Counter(TorchDispatchMode):
 
 
 def _recomputed(blocks: Sequence[nn.Module], loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[int]:
-    """How many calls a full recomputation of each block makes: those up to the last tensor that is saved."""
+    """How many calls a full recomputation of each block makes: those up to the last saved tensor."""
     counters = [_Counter() for _ in blocks]
-    # The outer mode takes calls to the dispatcher everywhere: on "meta" that finds their shapes, where definitions read values.
+    # The outer mode sends calls to the dispatcher everywhere; on "meta" it finds shapes even if a definition would read values.
     with _Counter(), _wrapped(blocks, [lambda counter=counter: (nullcontext(), counter) for counter in counters]):
         _gradients(loss(), parameters)
     return [counter.calls for counter in counters]
@@ -274,10 +275,10 @@ def _recomputed(blocks: Sequence[nn.Module], loss: Callable[[], Tensor], paramet
 
 @contextmanager
 def _wrapped(blocks: Sequence[nn.Module], contexts: Sequence[Callable[[], Any]]) -> Iterator[None]:
-    """Blocks checkpointed with these contexts."""
+    """The blocks, checkpointed with these contexts."""
     for block, context in zip(blocks, contexts, strict=True):
         forward = block.forward
-        # Nothing is random on "meta", and it has no state of random numbers.
+        # On "meta" nothing is random, and there is no state of random numbers.
         keep = not any(p.is_meta for p in block.parameters())
         block.forward = lambda *args, forward=forward, context=context, keep=keep, **kwargs: checkpoint(
             forward, *args, use_reentrant=False, context_fn=context, preserve_rng_state=keep, **kwargs

@@ -1,4 +1,4 @@
-"""Why a plan keeps each tensor, or does not: a sentence for every call that allocates."""
+"""Explains a plan: a sentence for every call that allocates, saying why its result is kept or not."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ __all__ = ["Reason", "reasons"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One call of blocks that do the same."""
+    """One call, in all blocks that do the same."""
 
     blocks: tuple[int, ...]
-    """Those blocks."""
+    """Indices of those blocks."""
     call: int
     """Its number among the calls of such a block."""
     name: str
     bytes: int
-    """Of its result, in one block."""
+    """Bytes of its result, in one block."""
     seconds: float
-    """To run it again, in one block."""
+    """Seconds to run it again, in one block."""
     kept_in: int
-    """Blocks that keep its result, checkpointed or not."""
+    """How many blocks keep its result, checkpointed or not."""
     why: str
 
 
 def reasons(profile: Profile, plan: Plan) -> list[Reason]:
-    """For every call with a result of its own, in order, blocks that do the same taken together."""
+    """For every call that allocates, in order; blocks that do the same are combined."""
     groups: dict[object, list[int]] = {}
     for i, block in enumerate(profile.blocks):
         groups.setdefault(block.key, []).append(i)
@@ -38,7 +38,7 @@ def reasons(profile: Profile, plan: Plan) -> list[Reason]:
             if not call.bytes:
                 continue
             chosen = sum(j in kept for i in places if (kept := plan.choices[i].kept) is not None)
-            # Left alone, a block keeps what its backward pass reads.
+            # A block that is left alone keeps what its backward pass reads.
             left = sum(bool(profile.blocks[i].calls[j].made.keys() & profile.blocks[i].saved.keys()) for i in places
                        if plan.choices[i].kept is None)  # fmt: skip
             found.append(
@@ -56,11 +56,11 @@ def _why(again: bool, may_be_kept: bool, seconds_a_byte: float, chosen: int, che
     if not checkpointed:
         return "the budget has room for all that autograd keeps"
     if not again:
-        return f"no backward pass of its block waits for it: never run again{rest}"
+        return f"no backward pass of its block needs it: never run again{rest}"
     if not may_be_kept:
         return f"written in place later, so it cannot be kept{rest}"
     if chosen == checkpointed:
-        return f"kept: running it again costs {price}, more than what else could be dropped{rest}"
+        return f"kept: running it again costs {price}, more than for other tensors that could be dropped{rest}"
     if chosen:
-        return f"kept in {chosen} of {checkpointed} checkpointed blocks: at {price} it is where the budget ends{rest}"
-    return f"run again: that costs {price}, less than what else could be dropped{rest}"
+        return f"kept in {chosen} of {checkpointed} checkpointed blocks: its price, {price}, is where the budget ends{rest}"
+    return f"run again: that costs {price}, less than for other tensors that could be dropped{rest}"

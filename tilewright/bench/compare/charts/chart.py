@@ -1,8 +1,8 @@
-"""What a chart is: a Vega-Lite specification (https://vega.github.io/vega-lite/), and the same numbers as a table.
+"""The data type of a chart: a Vega-Lite specification (https://vega.github.io/vega-lite/), and the same numbers as a table.
 
-Colours are names of the page's own ("$ours", "$pass" ...), which it replaces when it knows whether it is light or dark; so no
-text of a model may stand in a specification outside of `datasets`. What a mark says when pointed at is made here, as text.
-Legends are the page's as well: Vega's are cut off where a page is narrow.
+Colours are names of the page ("$ours", "$pass" ...), which replaces them by those of the light or dark theme. Because of this
+replacement, no text of a model may be in a specification outside of `datasets`. The texts shown when a mark is pointed at are
+made here. Legends belong to the page, because Vega's are cut off on narrow pages.
 """
 
 import math

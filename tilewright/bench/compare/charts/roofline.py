@@ -1,4 +1,4 @@
-"""The roofline (Williams, Waterman, Patterson: Roofline, CACM 2009): what segments achieve against measured ceilings."""
+"""The roofline chart (Williams, Waterman, Patterson: Roofline, CACM 2009): rates of segments against measured ceilings."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

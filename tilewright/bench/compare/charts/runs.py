@@ -1,4 +1,4 @@
-"""Every timed call at the time it ran: drift, disturbances and the order of measuring show."""
+"""The chart of all timed calls over time, which shows drift, disturbances and the order of measurements."""
 
 import math
 from statistics import median

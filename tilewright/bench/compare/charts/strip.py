@@ -1,4 +1,4 @@
-"""The verdict strip: the speed-up of every segment with its interval, and the claim as a line."""
+"""The verdict chart: the speed-up of every segment with its interval, and the claim as a line."""
 
 import math
 from typing import Any

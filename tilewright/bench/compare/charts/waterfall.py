@@ -1,4 +1,4 @@
-"""The waterfall: where the time of one call goes in both engines, overhead and what the layers do not explain included."""
+"""The waterfall chart: how the time of one call is composed in both engines, including overhead and unexplained time."""
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise

@@ -1,4 +1,4 @@
-"""Any program as an engine: JSON lines over its standard input and output, tensors in .npz files. Protocol 1.
+"""Runs any program as an engine: JSON lines over its standard input and output, tensors in .npz files. Protocol 1.
 
 A request is one line, its answer is one line: {"ok": true, ...} or {"ok": false, "error": "one sentence"}. Requests come one at
 a time, in this order; `id` names a build, several are alive at once:

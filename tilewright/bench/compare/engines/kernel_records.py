@@ -1,11 +1,11 @@
-"""Which layer each kernel of an engine in this process belongs to, and how long it takes: CUPTI's records, by torch.profiler.
+"""Assigns each kernel of an engine in this process to a layer, with its time, from CUPTI's records (torch.profiler).
 
-The model is run once with a range around every module or node: a kernel belongs to the innermost range in which the host
-launched it. What is timed is the program as its user has it. Where that is a captured graph, its replay has no ranges: its
-kernels must then have the same names in the same order as those of the run with ranges, and each takes over its owner. So the
-attribution is exact, or it is refused: kernels that differ, or that run at the same time, say nothing of single layers.
+The model runs once with a range around every module or node; a kernel belongs to the innermost range in which the host launched
+it. What is timed is the program as its user runs it. If that is a captured graph, its replay has no ranges: its kernels must
+then have the same names in the same order as those of the run with ranges, and get the same layers. So the assignment is either
+exact or refused: kernels that differ, or that run concurrently, say nothing about single layers.
 
-A kernel's time goes from its start to its end on the device. Gaps between kernels belong to nobody.
+A kernel's time is from its start to its end on the device. Gaps between kernels are not assigned.
 """
 
 import json

@@ -1,11 +1,12 @@
-"""Variants as parts of one exported ONNX graph, for engines that read ONNX files: an export takes seconds, a part of one none.
+"""Builds variants as parts of one exported ONNX graph, for engines that read ONNX files, because an export takes seconds.
 
-The chain is exported once with every value that layers hand to each other as an output; a variant is put together from its
-layers' nodes, as `cutting.py` does it with torch's graphs. The exporter transposes some weights, takes batch norms into others
-and lets equal ones be one, so those of second and later copies are found by what they hold; copies differ by a factor.
+The chain is exported once, with every value that is passed between layers as an output; a variant is assembled from its layers'
+nodes, as
+`cutting.py` does with torch's graphs. The exporter transposes some weights, folds batch norms into others and merges equal
+ones. Weights of second and later copies are therefore found by their values; copies differ by a factor.
 
-Refused (NotCut says why; the variant is then exported like any module): nodes with graphs inside (If, Loop, Scan), copied
-layers whose weights are not found in the exported graph, two values of the chain that became one.
+Refused (NotCut has the reason; the variant is then exported like any module): nodes that contain graphs (If, Loop, Scan),
+copied layers whose weights are not found in the exported graph, two values of the chain that were merged.
 """
 
 import operator

@@ -1,7 +1,7 @@
-"""A module as an ONNX file, and its example inputs as arrays, as the engines that take neither Python nor torch want them.
+"""Exports a module to an ONNX file, and its example inputs to arrays, for engines that do not use Python or torch.
 
-By torch's own exporter over torch.export, which keeps layer norms and gelus whole. What it cannot say in ONNX is an error here,
-with the operator; nothing is left out. Shapes are the example's.
+Uses torch's own exporter over torch.export, which does not decompose layer norms and gelus. An operator that cannot be
+expressed in ONNX is an error that names it; nothing is left out. Shapes are those of the example.
 """
 
 import logging

@@ -1,10 +1,11 @@
-"""ONNX Runtime on the module exported to ONNX: every graph optimisation, inputs and outputs bound where the provider has them.
+"""ONNX Runtime as an engine: all graph optimisations; inputs and outputs are bound to the provider's memory.
 
-`onnxruntime` takes the exporter's opset, `onnxruntime:opset18` another one. On a GPU it is the CUDA provider, from a package of
-its own (onnxruntime-gpu); where that is missing the engine refuses rather than running on the CPU. Threads stop spinning when a
-call ends: the other engine's turn comes next.
+`onnxruntime` takes the exporter's opset, `onnxruntime:opset18` another one. On a GPU it uses the CUDA provider, which is in a
+separate package (onnxruntime-gpu); without it the engine refuses, rather than running on the CPU. Threads stop spinning when a
+call ends, because the other engine runs next.
 
-Its counters come from its profiler in a second session of the same file, on a CPU: on a GPU it times launches, not kernels.
+Its counters come from its profiler in a second session with the same file, on a CPU only: on a GPU it times launches, not
+kernels.
 """
 
 import json

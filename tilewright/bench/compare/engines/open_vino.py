@@ -1,9 +1,9 @@
-"""OpenVINO on the module exported to ONNX, on the CPU, for the shortest time of one call.
+"""OpenVINO as an engine: the module exported to ONNX, on the CPU, optimised for latency.
 
-Without a DTYPE it computes in whatever it takes for best on this processor, as a user has it (bf16 where there are matrix units
-for it); openvino:fp32 and openvino:bf16 say so.
+Without a DTYPE it computes in the type that it considers best for this processor, as for its users (bf16 if there are matrix
+units for it); openvino:fp32 and openvino:bf16 choose one.
 
-Its counters come from the same file compiled once more, with PERF_COUNT.
+Its counters come from the same file compiled again, with PERF_COUNT.
 """
 
 import statistics

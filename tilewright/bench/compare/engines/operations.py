@@ -1,4 +1,4 @@
-"""The operations of a program that an engine is given, with the modules that they come from: `engine.Operation`."""
+"""The operations of a program given to an engine, with the modules from which they come: `engine.Operation`."""
 
 import ast
 from typing import Any

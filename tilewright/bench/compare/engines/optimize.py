@@ -1,7 +1,7 @@
-"""Ours: `tilewright.fuse.optimize`, as a user calls it.
+"""Our engine: `tilewright.fuse.optimize`, as a user calls it.
 
-Without a precision: fp16 on a GPU, fp32 on a CPU. What it decided, launch by launch, is in the facts of a build. The whole
-model is traced as a user's is; its variants are parts of one more trace (cutting.py), and go the same way from there.
+Without a precision: fp16 on a GPU, fp32 on a CPU. Its decisions, launch by launch, are among the facts of a build. The whole
+model is traced as for a user; its variants are parts of another trace (cutting.py), and are built in the same way from there.
 """
 
 import time

@@ -1,9 +1,10 @@
-"""PyTorch's own profiler on a module in eager mode, on a CPU: seconds of each operator, with the module that called it.
+"""Counters from PyTorch's profiler for a module in eager mode on a CPU: seconds of each operator, and the module that called
+it.
 
-On a GPU the kernels are what counts (kernel_records.py), by the same ranges around modules.
+On a GPU kernels are counted instead (kernel_records.py), with the same ranges around modules.
 
-An operator is counted as a whole, with what it calls itself. A call of a module is seen by hooks, which are gone afterwards.
-Compiled modules are not taken: nothing tells which module their kernels are of.
+An operator's time includes operators that it calls itself. Calls of modules are observed by hooks, which are removed
+afterwards. Compiled modules are not supported, because it is unknown to which module their kernels belong.
 """
 
 import os

@@ -4,7 +4,7 @@
     graph      the same captured once and replayed; needs a GPU. Inputs and outputs stay in their buffers: nothing is copied
     compile    torch.compile(mode="max-autotune") with frozen weights, which captures a CUDA graph and copies inputs into it
 
-Nobody's settings are changed: on a GPU, float32 convolutions use tf32 as PyTorch does unless told otherwise.
+PyTorch's settings are not changed: on a GPU, float32 convolutions use tf32, which is PyTorch's default.
 """
 
 import copy
