@@ -80,7 +80,7 @@ def test_options_of_runs_reach_the_trainer_and_are_checked_before_any_run(tmp_pa
     assert given["--data"] == str(tmp_path)
     for options, reason in (
         ({"steps": 3}, "which the plan decides"),
-        ({"momentum": 1}, "no field"),
+        ({"momentum": 1}, "not a field"),
         ({"lr": -1.0}, "lr is -1"),
     ):
         rows = made.to_json()["runs"]

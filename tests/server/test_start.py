@@ -40,10 +40,8 @@ def warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         tokenizer.save(str(folder / "tokenizer.json"))
         log = Lines()
         options = {"device": "cpu", "max_seqs": 2, **engine}
-        assert (
-            verb._serve(str(folder), None, options, ServerConfig(host=host, port=0, api_key=api_key), log, [], HostConfig())
-            == 0
-        )
+        config = ServerConfig(host=host, port=0, api_key=api_key, fronts=0)
+        assert verb._serve(str(folder), None, options, config, log, [], HostConfig()) == 0
         return [line for text in log.lines for line in text.splitlines() if line.startswith("warning: ")]
 
     return start

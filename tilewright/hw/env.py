@@ -1,7 +1,7 @@
 """The only reader of the process environment.
 
 Behaviour is chosen by arguments and scopes, never by variables. The exceptions are variables that describe the machine:
-Triton's interpreter, the cache folder, and the commit of a copy of the code.
+Triton's interpreter, the cache folder, the commit of a copy of the code, and the number of PyTorch's threads.
 """
 
 import os
@@ -16,6 +16,7 @@ __all__ = [
     "launched",
     "library_path",
     "ray_address",
+    "threads_chosen",
     "variables_of_rank",
 ]
 
@@ -59,6 +60,11 @@ def library_path() -> list[str]:
 def ray_address() -> str | None:
     """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, which Ray itself reads, too."""
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def threads_chosen() -> bool:
+    """Whether the user chose the number of PyTorch's threads: by OMP_NUM_THREADS or MKL_NUM_THREADS, which PyTorch reads."""
+    return "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
 
 
 def launched() -> Launched | None:

@@ -6,10 +6,10 @@ only when its slowest thread does, which may have to wait for a core that HTTP u
 beside a small model, a core of its own. Measured: docs/experiments/server-cores.md
 """
 
-import os
 from typing import TYPE_CHECKING
 
 from tilewright.hw.cpu import cpu
+from tilewright.hw.env import threads_chosen
 from tilewright.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ __all__ = ["fronts_of", "share_cores"]
 
 SMALL_BYTES = 64 << 20
 """Weights of a small model. A larger one gains more from the last core than HTTP, which then has few requests, can lose."""
-THREADS_SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Environment variables by which a user chooses the number of threads."""
 
 
 def fronts_of(config: ServerConfig, engine: "EngineConfig | None", *, beside: bool) -> int:
@@ -40,7 +38,7 @@ def fronts_of(config: ServerConfig, engine: "EngineConfig | None", *, beside: bo
 
 def share_cores(llm: "LLM") -> None:
     """Leave one core to HTTP if the model is small and runs on the CPU; do nothing if the user chose the number of threads."""
-    if llm.plan is None or llm.engine.runner.asynchronous or any(name in os.environ for name in THREADS_SET):
+    if llm.plan is None or llm.engine.runner.asynchronous or threads_chosen():
         return
     if llm.plan.weights_bytes <= SMALL_BYTES:
         import torch
