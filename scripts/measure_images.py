@@ -67,13 +67,14 @@ READY = "ready"
 """File that ends what the model's process says of its loading."""
 CASES = [
     # rows of a request, requests in flight, client processes, shared memory; the most telling first
-    (64, 4, 1, True),
-    (1, 1, 1, True),
-    (1, 256, 4, True),
-    (16, 16, 2, True),
     (64, 8, 1, True),
-    (64, 4, 1, False),
+    (1, 1, 1, True),
+    (64, 16, 2, True),
+    (1, 256, 4, True),
+    (16, 32, 2, True),
+    (64, 8, 1, False),
     (1, 64, 2, True),
+    (64, 4, 1, True),
     (64, 1, 1, True),
 ]
 

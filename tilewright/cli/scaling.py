@@ -257,7 +257,7 @@ def _print_fit(saved: dict[str, Any]) -> None:
             f"{line['left_out']:+.2%} for the largest when that is left out"
         )
     if saved["budget_law"]:
-        _print_budget_law(saved)
+        _print_other_laws(saved)
     if left := saved["leave_largest_out"]:
         print(
             f"without the {left['held_out']} largest runs, predicted {left['decades']:.1f} decades on: loss off by "
@@ -271,20 +271,23 @@ def _print_fit(saved: dict[str, Any]) -> None:
         )
 
 
-def _print_budget_law(saved: dict[str, Any]) -> None:
-    by_budget = saved["budget_law"]
-    floor = sum(E * weight for E, weight in zip(by_budget["floors"], by_budget["weights"]))
+def _print_other_laws(saved: dict[str, Any]) -> None:
     if saved["repeats"]:
         count, scatter = saved["repeats"]
         print(f"{count} runs have repeats of the same size and tokens, which scatter by {scatter:.2%}")
-    print(f"budget law: floor {floor:.4g} on average over its likelihood, a run scatters by {by_budget['noise']:.2%}")
+    for name in ("budget", "joint"):
+        law = saved[f"{name}_law"]
+        floor = sum(E * weight for E, weight in zip(law["floors"], law["weights"]))
+        print(f"{name} law: floor {floor:.4g} on average over its likelihood, a run scatters by {law['noise']:.2%}")
     if saved["backtests"]:
-        print("the largest budget predicted from smaller ones (error of the loss):")
-        print(f"{'largest used':>14} {'times':>6} {'runs':>5} {'law':>8} {'line':>8} {'budget law':>11} {'its 95 %':>9}")
+        print("the largest budget predicted from smaller ones (error of the loss, and half of the 95 % interval):")
+        print(f"{'largest used':>14} {'times':>6} {'runs':>5} {'law':>8} {'line':>8} {'budget law':>16} {'joint law':>16}")
     for test in saved["backtests"]:
         line = f"{'':8}" if test["line"] is None else f"{test['line']:+8.2%}"
         used = f"{test['flops']:14.3g} {test['factor']:6.1f} {test['runs']:5}"
-        print(f"{used} {test['law']:+8.2%} {line} {test['budget_law']:+11.2%} {test['reach']:9.2%}")
+        budget = f"{test['budget_law']:+8.2%} ({test['reach']:.2%})"
+        joint = f"{test['joint_law']:+8.2%} ({test['joint_reach']:.2%})"
+        print(f"{used} {test['law']:+8.2%} {line} {budget:>16} {joint:>16}")
 
 
 @scaling.command()
@@ -313,12 +316,12 @@ def predict(
             value, between = getattr(said, name), getattr(said, f"{name}_interval")
             said_between = f"  95 %: {between[0]:.{digits}g} to {between[1]:.{digits}g}" if between else ""
             print(f"{name:>7} {value:10.{digits}g}{said_between}")
-        if said.budget_law_loss is not None and said.budget_law_interval is not None:
-            low, high = said.budget_law_interval
-            print(
-                f"By the budget law: {said.budget_law_loss:.4g} (95 % for a run: {low:.4g} to {high:.4g}) "
-                f"with {said.budget_law_params:.3g} parameters"
-            )
+        for name in ("budget", "joint"):
+            loss, between = getattr(said, f"{name}_law_loss"), getattr(said, f"{name}_law_interval")
+            if loss is not None and between is not None:
+                size = getattr(said, f"{name}_law_params")
+                interval = f"95 % for a run: {between[0]:.4g} to {between[1]:.4g}"
+                print(f"By the {name} law: {loss:.4g} ({interval}) with {size:.3g} parameters")
         if said.frontier_loss is not None and said.frontier_left_out is not None:
             tried = f"off by {said.frontier_left_out:+.2%} for the largest budget when that was left out"
             print(f"By the lowest loss of each budget, as a power of it: {said.frontier_loss:.4g} ({tried})")
@@ -334,15 +337,19 @@ def predict(
 def _predict_runs(saved: dict[str, Any], path: Path, as_json: bool) -> None:
     from tilewright.scaling.analysis import predict_loss
     from tilewright.scaling.budget_law import BudgetLaw
+    from tilewright.scaling.joint_law import JointLaw
     from tilewright.scaling.plan import read_plan
 
     by_budget = BudgetLaw.from_json(saved["budget_law"]) if saved.get("budget_law") else None
+    joint = JointLaw.from_json(saved["joint_law"]) if saved.get("joint_law") else None
     rows: list[dict[str, Any]] = []
     for run in read_plan(path).runs:
         loss, between = predict_loss(saved, run.params, run.tokens)
         row = {"name": run.name, "params": run.params, "tokens": run.tokens, "loss": loss, "loss_interval": between}
         if by_budget is not None:
             row["budget_law_loss"], row["budget_law_interval"] = by_budget.loss(run.flops, run.params)
+        if joint is not None:
+            row["joint_law_loss"], row["joint_law_interval"] = joint.loss(run.params, run.tokens)
         rows.append(row)
     if as_json:
         print(json.dumps(rows))
@@ -351,6 +358,7 @@ def _predict_runs(saved: dict[str, Any], path: Path, as_json: bool) -> None:
         between = row["loss_interval"]
         said = f"  95 %: {between[0]:.4g} to {between[1]:.4g}" if between else ""
         print(f"{row['name']}: {row['params']:.3g} parameters, {row['tokens']:.3g} tokens, loss {row['loss']:.4g}{said}")
-        if by_budget is not None:
-            low, high = row["budget_law_interval"]
-            print(f"  by the budget law {row['budget_law_loss']:.4g}  95 % for a run: {low:.4g} to {high:.4g}")
+        for name in ("budget", "joint"):
+            if f"{name}_law_loss" in row:
+                low, high = row[f"{name}_law_interval"]
+                print(f"  by the {name} law {row[f'{name}_law_loss']:.4g}  95 % for a run: {low:.4g} to {high:.4g}")

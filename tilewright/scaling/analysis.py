@@ -16,6 +16,7 @@ from tilewright.scaling.backtest import Backtest, backtests
 from tilewright.scaling.budget_law import BudgetLaw, fit_budget_law
 from tilewright.scaling.fit import DELTA, NAMES, Fit, fit, influence, leave_largest_out
 from tilewright.scaling.frontier import METHODS, LossTrend, Minimum, Trend, envelope, loss_trend, minima, trend
+from tilewright.scaling.joint_law import JointLaw, fit_joint_law
 from tilewright.scaling.law import Law
 from tilewright.scaling.objective import logs_and_shares
 from tilewright.scaling.runs import Array, Runs
@@ -44,6 +45,7 @@ class Analysis:
     warnings: list[str]
     losses: LossTrend | None = None
     budget_law: BudgetLaw | None = None
+    joint_law: JointLaw | None = None
     backtests: list[Backtest] = field(default_factory=list[Backtest])
 
     def to_json(self) -> dict[str, Any]:
@@ -67,6 +69,7 @@ class Analysis:
             "loss_trend": None if self.losses is None else asdict(self.losses),
             "leave_largest_out": self.largest_out,
             "budget_law": None if self.budget_law is None else self.budget_law.to_json(),
+            "joint_law": None if self.joint_law is None else self.joint_law.to_json(),
             "backtests": [asdict(test) for test in self.backtests],
             "warnings": self.warnings,
             "names": list(NAMES),
@@ -124,6 +127,7 @@ def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: in
         runs=runs,
         fit=found,
         budget_law=fit_budget_law(runs),
+        joint_law=fit_joint_law(runs),
         backtests=backtests(runs, delta=delta),
         points=points,
         trends=trends,
@@ -215,6 +219,11 @@ class Prediction:
     budget_law_loss: float | None
     budget_law_interval: tuple[float, float] | None
     """95 %, for a single run."""
+    joint_law_params: float | None
+    """The best size by the joint law; None where the analysis has none."""
+    joint_law_loss: float | None
+    joint_law_interval: tuple[float, float] | None
+    """95 %, for a single run."""
     decades: float
     """log10 of the budget over the largest run's; 0 or below: no extrapolation."""
 
@@ -230,7 +239,9 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
     others = [Law.from_logs(*map(float, row)) for row in saved["samples"]]
     line = LossTrend(**saved["loss_trend"]) if saved.get("loss_trend") else None
     by_budget = BudgetLaw.from_json(saved["budget_law"]) if saved.get("budget_law") else None
+    joint = JointLaw.from_json(saved["joint_law"]) if saved.get("joint_law") else None
     said, between = by_budget.loss(flops) if by_budget else (None, None)
+    joint_said, joint_between = joint.best_loss(flops) if joint else (None, None)
     optima = [other.optimum(flops, k) for other in others if other.alpha > 0 and other.beta > 0]
     return Prediction(
         flops=flops,
@@ -245,6 +256,9 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
         budget_law_params=by_budget.best_size(flops) if by_budget else None,
         budget_law_loss=said,
         budget_law_interval=between,
+        joint_law_params=joint.best_size(flops) if joint else None,
+        joint_law_loss=joint_said,
+        joint_law_interval=joint_between,
         decades=math.log10(flops / float(saved["largest_flops"])),
     )
 
@@ -277,6 +291,8 @@ def read_analysis(path: Path) -> dict[str, Any]:
             LossTrend(**line).loss(float(saved["largest_flops"]))
         if by_budget := saved.get("budget_law"):
             BudgetLaw.from_json(by_budget)
+        if joint := saved.get("joint_law"):
+            JointLaw.from_json(joint)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{path} is no law that `tilewright scaling fit --out` wrote: {error}") from None
     return saved

@@ -7,7 +7,8 @@ import numpy as np
 from tilewright.scaling.budget_law import fit_budget_law
 from tilewright.scaling.fit import DELTA, fit
 from tilewright.scaling.frontier import loss_trend
-from tilewright.scaling.runs import FEWEST_BUDGETS, FEWEST_RUNS, Runs, budgets
+from tilewright.scaling.joint_law import fit_joint_law
+from tilewright.scaling.runs import FEWEST_BUDGETS, FEWEST_RUNS, Array, Runs, budgets
 
 __all__ = ["Backtest", "backtests"]
 
@@ -20,8 +21,9 @@ _MOST = 6
 class Backtest:
     """Predictions from `runs` runs of at most `flops` FLOPs, for a budget `factor` times as large.
 
-    law, line, budget_law: relative error of the predicted loss, the mean of the three lowest runs (for the line, of the lowest
-    one); line is None where there are too few budgets for it. reach: half of the budget law's 95 % interval, relative.
+    law, line, budget_law, joint_law: relative error of the predicted loss, the mean of the three lowest runs (for the line, of
+    the lowest one); line is None where there are too few budgets for it. reach, joint_reach: half of the 95 % interval of the
+    budget law and of the joint law, relative.
     """
 
     flops: float
@@ -31,6 +33,8 @@ class Backtest:
     line: float | None
     budget_law: float
     reach: float
+    joint_law: float
+    joint_reach: float
 
 
 def backtests(runs: Runs, *, delta: float = DELTA) -> list[Backtest]:
@@ -47,9 +51,11 @@ def backtests(runs: Runs, *, delta: float = DELTA) -> list[Backtest]:
         kept = runs.where(runs.flops <= limit)
         if len(kept) < FEWEST_RUNS or len(budgets(kept)) < FEWEST_BUDGETS:
             break
-        law, by_budget, line = fit(kept, delta=delta, bootstrap=0).law, fit_budget_law(kept), loss_trend(kept)
+        law, line = fit(kept, delta=delta, bootstrap=0).law, loss_trend(kept)
+        by_budget, joint = fit_budget_law(kept), fit_joint_law(kept)
         asked = [(float(runs.flops[i]), float(runs.params[i]), float(runs.tokens[i]), float(runs.loss[i])) for i in low]
-        predicted = [by_budget.loss(c, n) for c, n, _, _ in asked]
+        budget_law, reach = _compared([by_budget.loss(c, n) for c, n, _, _ in asked], runs.loss[low])
+        joint_law, joint_reach = _compared([joint.loss(n, d) for _, n, d, _ in asked], runs.loss[low])
         found.append(
             Backtest(
                 flops=limit,
@@ -57,8 +63,16 @@ def backtests(runs: Runs, *, delta: float = DELTA) -> list[Backtest]:
                 runs=len(kept),
                 law=float(np.mean([law.loss(n, d) / y - 1 for _, n, d, y in asked])),
                 line=None if line is None else line.loss(largest) / float(runs.loss[last].min()) - 1,
-                budget_law=float(np.mean([said / y - 1 for (said, _), (*_, y) in zip(predicted, asked)])),
-                reach=float(np.mean([high / said - 1 for said, (_, high) in predicted])),
+                budget_law=budget_law,
+                reach=reach,
+                joint_law=joint_law,
+                joint_reach=joint_reach,
             )
         )
     return found
+
+
+def _compared(predicted: list[tuple[float, tuple[float, float]]], loss: Array) -> tuple[float, float]:
+    """(mean relative error, mean relative reach of the intervals) of predictions with 95 % intervals."""
+    errors = [said / float(y) - 1 for (said, _), y in zip(predicted, loss, strict=True)]
+    return float(np.mean(errors)), float(np.mean([high / said - 1 for said, (_, high) in predicted]))
