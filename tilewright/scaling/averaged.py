@@ -87,7 +87,7 @@ class AveragedLaw:
         """
         try:
             plain: dict[str, Any] = {name: float(saved[name]) for name in (*cls.CENTERS, "noise")}
-            arrays = {name: np.asarray(saved[name], np.float64) for name in _ARRAYS}
+            arrays: dict[str, Any] = {name: np.asarray(saved[name], np.float64) for name in _ARRAYS}
         except (KeyError, TypeError) as error:
             raise ValueError(f"the {cls.NAME} lacks a number: {error}") from None
         count, shapes = arrays["floors"].size, [arrays[name].shape for name in _ARRAYS]
@@ -99,7 +99,11 @@ class AveragedLaw:
 
 
 def fit_floors(
-    form: Form, x: Array, y: Array, starts: Callable[[float], list[Array]], limits: Sequence[tuple[float, float]]
+    form: Form,
+    x: Array,
+    y: Array,
+    starts: Callable[[float, Array | None], list[Array]],
+    limits: Sequence[tuple[float, float]],
 ) -> dict[str, Any]:
     """The fields of an `AveragedLaw`: the form fitted for each floor, and the floors' weights.
 
@@ -107,8 +111,8 @@ def fit_floors(
         form: the law.
         x: [M, 2], where the runs are.
         y: [M], log L.
-        starts: for a floor, the numbers [P] from which the fit begins; the best end counts. The fit for a floor also begins
-            where that for the floor below ended.
+        starts: the numbers [P] from which the fit for a floor begins, of which the best end counts. It is given the floor and
+            the end of the fit for the floor below, None for the first.
         limits: lowest and highest value of each number. They are wide, so that a fit to meaningless runs stays finite.
 
     Raises:
@@ -117,7 +121,7 @@ def fit_floors(
     floors = float(np.exp(y.min())) * np.arange(_FLOORS) / _FLOORS
     fits: list[tuple[Array, float]] = []
     for floor in floors:
-        begin = [*starts(float(floor)), *([fits[-1][0]] if fits else [])]
+        begin = starts(float(floor), fits[-1][0] if fits else None)
         fits.append(min((_fit(form, float(floor), x, y, p, limits) for p in begin), key=lambda end: end[1]))
     slopes = [form(p, float(floor), x)[1] for floor, (p, _) in zip(floors, fits)]
     freedom = len(y) - len(limits) + _NOISE_RUNS

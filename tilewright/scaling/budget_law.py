@@ -65,7 +65,7 @@ def fit_budget_law(runs: Runs) -> BudgetLaw:
     center = float(np.log(runs.flops).mean())
     c = np.log(runs.flops) - center
 
-    def starts(floor: float) -> list[Array]:
+    def starts(floor: float, _: Array | None) -> list[Array]:
         slope, height = np.polyfit(c, np.log(np.exp(y) - floor), 1)
         lowest = np.argsort(y - np.polyval(np.polyfit(c, y, 1), c))[: max(3, len(n) // 4)]
         return [np.array([height, -slope, n[lowest].mean(), 0.5, math.log(0.03)])]

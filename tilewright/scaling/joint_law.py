@@ -20,8 +20,8 @@ from tilewright.scaling.runs import Array, Runs
 __all__ = ["JointLaw", "fit_joint_law"]
 
 _LIMITS = ((-40.0, 20.0), (-6.0, 2.0), (-40.0, 20.0), (-6.0, 2.0), (-4.0, 1.5))
-_GAMMAS = (0.2, 0.5, 1.0)
-"""From which the fits begin."""
+_GAMMAS = (0.5, 0.2, 1.0)
+"""From which the fit without a floor begins. The fit for each further floor begins at the first, and at the last fit's end."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,15 +40,16 @@ class JointLaw(AveragedLaw):
     CENTERS: ClassVar = ("size", "tokens", "flops_per_param_token")
 
     def best_size(self, flops: float) -> float:
-        """N* of a budget: the geometric mean over floors.
+        """N* of a budget: the geometric mean over floors; at least 1, and at most such that 1 token is left.
 
         Of one fit it is where alpha A / N^alpha = beta B / D^beta with N D = flops / flops_per_param_token.
         """
-        product = math.log(flops / self.flops_per_param_token) - self.size - self.tokens
+        whole = math.log(flops / self.flops_per_param_token)
+        product = whole - self.size - self.tokens
         log_a, log_alpha, log_b, log_beta, _ = self.numbers.T
         alpha, beta = np.exp(log_alpha), np.exp(log_beta)
         best = (log_alpha + log_a - log_beta - log_b + beta * product) / (alpha + beta)
-        return math.exp(self.size + float(self.weights @ best))
+        return math.exp(min(max(self.size + float(self.weights @ best), 0.0), whole))
 
     def loss(self, params: float, tokens: float) -> tuple[float, tuple[float, float]]:
         """(predicted loss of a run, its 95 % interval) for `params` parameters after `tokens` tokens."""
@@ -84,12 +85,14 @@ def fit_joint_law(runs: Runs) -> JointLaw:
     x = np.stack([np.log(runs.params) - size, np.log(runs.tokens) - tokens], axis=1)
     y = np.log(runs.loss)
 
-    def starts(floor: float) -> list[Array]:
+    def starts(floor: float, below: Array | None) -> list[Array]:
         above = np.log(np.exp(y) - floor)
         level, fall = float(above.mean()), max(0.02, float(-np.polyfit(x[:, 1], above, 1)[0]))
-        half = [level / gamma - math.log(2) for gamma in _GAMMAS]
-        exponents = [math.log(2 * fall / gamma) for gamma in _GAMMAS]
-        return [np.array([a, e, a, e, math.log(gamma)]) for a, e, gamma in zip(half, exponents, _GAMMAS)]
+        gammas = _GAMMAS if below is None else _GAMMAS[:1]
+        half = [level / gamma - math.log(2) for gamma in gammas]
+        exponents = [math.log(2 * fall / gamma) for gamma in gammas]
+        begin = [np.array([a, e, a, e, math.log(gamma)]) for a, e, gamma in zip(half, exponents, gammas)]
+        return begin if below is None else [*begin, below]
 
     fields = fit_floors(JointLaw.form, x, y, starts, _LIMITS)
     return JointLaw(size=size, tokens=tokens, flops_per_param_token=runs.flops_per_param_token, **fields)
