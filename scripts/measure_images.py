@@ -150,6 +150,7 @@ def serving(run: Run, folder: Path, env: dict[str, str]) -> Iterator[str]:
     port, log = free_port(), run.asked.out / "server.log"
     words = [*on_cores(run.asked.server_cores), sys.executable, "-m", "tilewright.cli", "serve"]
     words += ["--repository", str(folder / "models"), "--package", "served_images", "--shared-memory", "--port", str(port)]
+    words += ["--max-body-mib", "64"]  # 64 images as bytes are 18 MiB
     with log.open("wb") as file:
         server = subprocess.Popen(words, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True)
     try:
