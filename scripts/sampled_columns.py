@@ -21,7 +21,7 @@ from tilewright.engine.outputs import Transcript
 from tilewright.engine.request import SamplingParams
 from tilewright.engine.sampler import LogprobTensors
 from tilewright.engine.step import Step, StepResult
-from tilewright.rl.told import Told
+from tilewright.rl.output_collector import OutputCollector
 
 CONTEXT, ANSWERS, WIDTH = 64, 8, 65
 
@@ -50,12 +50,12 @@ def by_columns(running: int, tokens: int) -> Callable[[], list[tuple[Any, ...]]]
 
     def sample() -> list[tuple[Any, ...]]:
         engine.reset()
-        told, params = Told(), SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, n=ANSWERS)
+        collector, params = OutputCollector(), SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, n=ANSWERS)
         for i, prompt in enumerate(prompts_of(running)):
             engine.submit(prompt, params, streams=range(i * ANSWERS, (i + 1) * ANSWERS))
         while engine.has_work:
-            told.add(engine.advance())
-        return [output[:4] for output in told.outputs(running)]
+            collector.add(engine.advance())
+        return [output[:4] for output in collector.outputs(running)]
 
     return sample
 
@@ -71,13 +71,13 @@ def by_values(running: int, tokens: int) -> Callable[[], list[tuple[Any, ...]]]:
 
     def sample() -> list[tuple[Any, ...]]:
         engine.reset()
-        told, params = dict[str, Transcript](), SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, n=ANSWERS)
+        collector, params = dict[str, Transcript](), SamplingParams(max_tokens=tokens, logprobs=0, ignore_eos=True, n=ANSWERS)
         for prompt in prompts_of(running):
-            told[engine.submit(prompt, params)] = Transcript(prompt, ANSWERS)
+            collector[engine.submit(prompt, params)] = Transcript(prompt, ANSWERS)
         while engine.has_work:
             for delta in engine.step():
-                told[delta.request_id].add(delta)
-        outputs = [output for transcript in told.values() for output in transcript.completion().outputs]
+                collector[delta.request_id].add(delta)
+        outputs = [output for transcript in collector.values() for output in transcript.completion().outputs]
         entries = [(output.token_ids, output.logprobs or []) for output in outputs]
         return [
             (ids, *([getattr(entry, name) for entry in found] for name in ("logprob", "drawn", "kept")))

@@ -61,7 +61,7 @@ def main() -> None:
         statuses = [run.wait() for run, _ in runs]
         for _, log in runs:
             log.close()
-        sys.exit(told(reports, statuses))
+        sys.exit(report_shards(reports, statuses))
 
 
 def lacking() -> str | None:
@@ -75,7 +75,7 @@ def lacking() -> str | None:
     return None if torch.cuda.is_available() else "a CUDA card, which this torch does not see"
 
 
-def told(reports: list[Path], statuses: list[int]) -> int:
+def report_shards(reports: list[Path], statuses: list[int]) -> int:
     """Print what came of the shards; the exit status."""
     ran, failed, skipped, late = 0, [], Counter(), 0
     broken = False

@@ -57,9 +57,9 @@ def run(folder: Path, shard: str, *words: str) -> tuple[Path, int]:
     return report, done.returncode
 
 
-def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_all_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [run(tmp_path, f"{i}/2") for i in range(2)]
-    assert script().told([report for report, _ in runs], [status for _, status in runs]) == 1
+    assert script().report_shards([report for report, _ in runs], [status for _, status in runs]) == 1
     said = capsys.readouterr().out
     assert "5 passed, 1 failed, 1 skipped, of which 0 for lack of time" in said
     assert "FAILED test_probe::test_one[5]" in said
@@ -68,11 +68,11 @@ def test_what_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_no_test_begins_after_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, status = run(tmp_path, "0/1", "--until", "1")
-    assert script().told([report], [status]) == 1
+    assert script().report_shards([report], [status]) == 1
     assert "0 passed, 0 failed, 7 skipped, of which 7 for lack of time" in capsys.readouterr().out
 
 
-def test_a_process_that_breaks_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_breaks_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, status = run(tmp_path, "0/1", "--no-such-option")
-    assert script().told([report], [status]) == 1
+    assert script().report_shards([report], [status]) == 1
     assert "ended with status 4" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def configs_today(name: str) -> dict[str, list[tuple[str, str]]]:
     return configs_of(op, Inputs)
 
 
-def told(found: list[str]) -> str:
+def listed(found: list[str]) -> str:
     lines = ["not as certified; to accept it, `make certify` and commit the files:", *found[:40]]
     return "\n".join([*lines, f"and {len(found) - 40} more"] if len(found) > 40 else lines)
 
@@ -58,7 +58,7 @@ TUNED = [op for op in ALL if any(impl.space.axes for impl in op.impls)]
 def test_no_case_got_worse(turn: int, op: Op) -> None:
     was = held(op)
     found = certify(op, Inputs, archs=[90, OTHERS[turn % len(OTHERS)]], labels=[op.examples[0].label], keep=_none)
-    assert not regressions(was, found), told(regressions(was, found))
+    assert not regressions(was, found), listed(regressions(was, found))
 
 
 @pytest.mark.long
@@ -67,7 +67,7 @@ def test_no_case_got_worse(turn: int, op: Op) -> None:
 def test_no_case_from_the_middle_got_worse(op: Op) -> None:
     was = held(op)
     found = certify(op, Inputs, archs=[90], labels=[op.examples[len(op.examples) // 2].label], keep=_none)
-    assert not regressions(was, found), told(regressions(was, found))
+    assert not regressions(was, found), listed(regressions(was, found))
 
 
 @pytest.mark.long
@@ -76,7 +76,7 @@ def test_no_case_from_the_middle_got_worse(op: Op) -> None:
 def test_no_case_got_worse_on_any_other_card(op: Op) -> None:
     was = held(op)
     found = regressions(was, certify(op, Inputs, archs=OTHERS, labels=[op.examples[0].label], keep=_none))
-    assert not found, told(found)
+    assert not found, listed(found)
 
 
 @needs_compiler
@@ -86,7 +86,7 @@ def test_no_config_got_worse(turn: int, op: Op) -> None:
     places, of_sample = taking_turns(was, turn), sampled(was, CONFIGS)
     found = certify(op, Inputs, labels=[], keep=lambda place, key: place in places and of_sample(place, key))
     assert found["configs"].keys() == places
-    assert not regressions(was, found), told(regressions(was, found))
+    assert not regressions(was, found), listed(regressions(was, found))
 
 
 @pytest.mark.long
@@ -95,7 +95,7 @@ def test_no_config_got_worse(turn: int, op: Op) -> None:
 def test_no_config_got_worse_on_any_card(op: Op) -> None:
     was = held(op)
     found = regressions(was, certify(op, Inputs, labels=[], keep=sampled(was, CONFIGS)))
-    assert not found, told(found)
+    assert not found, listed(found)
 
 
 def taking_turns(certificate: Any, turn: int) -> set[str]:

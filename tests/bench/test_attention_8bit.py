@@ -54,7 +54,7 @@ def test_the_quantiser_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp8", 200.0, 300.0, 1.5),
         ("int8", 150.0, 300.0, 2.0),
     ]
-    bf16, *coded = results
+    bf16, *quantized = results
     assert bf16.shape == (1, 5, 2, 32)
-    assert all(0 < float((one - bf16).abs().max()) < 0.5 for one in coded), "three ways of one attention"
+    assert all(0 < float((one - bf16).abs().max()) < 0.5 for one in quantized), "three ways of one attention"
     assert "1.5" in said[1]

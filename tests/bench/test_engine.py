@@ -70,9 +70,9 @@ def test_limits_count_every_token_as_a_loop_would(windows: tuple[int | None, ...
 
 
 def test_codes_have_their_own_unit_and_attention_that_of_its_dtype() -> None:
-    plain, coded = limit([(8, 8)], 8), limit([(8, 8)], 8, format="int8")
+    plain, quantized = limit([(8, 8)], 8), limit([(8, 8)], 8, format="int8")
     products = (15 * 10 + 8 * 7) / 1e14
-    assert plain.flops_s - coded.flops_s == pytest.approx(products / 2)
+    assert plain.flops_s - quantized.flops_s == pytest.approx(products / 2)
     assert limit([(8, 8)], 8, format="int4") == plain
     assert shares(plain, 10 * plain.bytes_s)["of_bytes_limit"] == 0.1
 

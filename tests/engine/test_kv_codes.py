@@ -46,9 +46,9 @@ def test_logits_stay_near(format: str) -> None:
             found += [entry.logprob for delta in engine.step() for entry in delta.logprobs or ()]
         return found
 
-    plain, coded = likelihoods(), likelihoods(kv_cache=format)
-    assert len(plain) == len(coded) == 16
-    assert max(abs(a - b) for a, b in zip(plain[:2], coded[:2], strict=True)) < 0.1
+    plain, quantized = likelihoods(), likelihoods(kv_cache=format)
+    assert len(plain) == len(quantized) == 16
+    assert max(abs(a - b) for a, b in zip(plain[:2], quantized[:2], strict=True)) < 0.1
 
 
 def test_pages_are_copied_with_their_scales() -> None:

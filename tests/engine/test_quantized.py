@@ -106,8 +106,8 @@ def test_formats_are_checked_before_anything_is_loaded() -> None:
 
 
 def test_a_bundle_is_for_one_format(tmp_path: Path) -> None:
-    plain, coded = (facts_of(CONFIG, torch.bfloat16, options(quantize=format)) for format in (None, "int8"))
-    assert (plain["quantize"], coded["quantize"]) == (None, "int8")
+    plain, quantized = (facts_of(CONFIG, torch.bfloat16, options(quantize=format)) for format in (None, "int8"))
+    assert (plain["quantize"], quantized["quantize"]) == (None, "int8")
     folder, _ = write_layout(tmp_path, "awq")
     assert facts_of(load_config(folder), torch.bfloat16, options())["quantize"].startswith("awq AWQ(group=64")
     with pytest.raises(ValueError, match=r"fp8 needs the float8 instructions of sm_89, and .* is sm_80"):

@@ -60,7 +60,7 @@ class Answer:
     end: Any = None
 
 
-class Told:
+class RecordedProposer:
     """Knows the answers, and says what comes next wrongly now and then; about some requests nothing."""
 
     def __init__(self, answers: Mapping[tuple[str, int], Answer], right: float, *, free: bool):
@@ -140,7 +140,7 @@ def test_nothing_changes_but_the_time(seed: int) -> None:
     plain = run(engine(None, asynchronous=False, pages=256), asked, {})
     gone = {i: rng.randrange(12) for i in range(14) if rng.random() < 0.1}
     right, free, asynchronous = rng.choice((0.5, 0.9, 1.0)), rng.random() < 0.3, rng.random() < 0.7
-    proposer = FromText(8) if seed == 0 else Told(plain, right, free=free)
+    proposer = FromText(8) if seed == 0 else RecordedProposer(plain, right, free=free)
     made = engine(proposer, asynchronous=asynchronous, pages=rng.choice((40, 256)))
     for key, answer in run(made, asked, gone).items():
         want = plain[key]
@@ -212,7 +212,7 @@ def test_drafts_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> Non
 
     graphs = SimpleNamespace(for_rows=partial(uncaptured, 1, "plain"), for_drafts=partial(uncaptured, 9, "drafted"))
     monkeypatch.setattr(RUNNER, "_graphs", graphs)
-    made = engine(Told(plain, 0.9, free=False), asynchronous=True, pages=256)
+    made = engine(RecordedProposer(plain, 0.9, free=False), asynchronous=True, pages=256)
     for key, answer in run(made, asked, {}).items():
         want = plain[key]
         assert (answer.tokens, answer.text, answer.end) == (want.tokens, want.text, want.end), asked[int(key[0])][1]
@@ -250,7 +250,7 @@ def test_the_distribution_of_sampled_tokens() -> None:
     sizes: dict[str, Any] = {"max_seqs": 64, "max_tokens_per_step": 512, "max_model_len": 256, "max_samples": 256}
     runner: Any = Lagging(ModelRunner(RUNNER.model, num_pages=512, page_size=4, **sizes), asynchronous=True)
     scheduler = Scheduler(blocks=BlockPool(512, 4), max_waiting=100, **sizes)
-    made = Engine(runner, None, (END,), scheduler, vocab_size=VOCAB, proposer=Told({}, 0.0, free=False))
+    made = Engine(runner, None, (END,), scheduler, vocab_size=VOCAB, proposer=RecordedProposer({}, 0.0, free=False))
     made._speculator.proposer.propose = lambda asked: {r: guess.choices(allowed, k=most) for r, most in asked.items()}  # type: ignore[union-attr]
     params = [SamplingParams(max_tokens=3, temperature=temperature, allowed_token_ids=allowed, seed=i) for i in range(requests)]
     counts, waiting = Counter[tuple[int, ...]](), iter(params)

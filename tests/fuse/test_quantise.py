@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import tilewright
-from tilewright.fuse import choose, coded_calls, int8
+from tilewright.fuse import choose, int8, int8_calls
 from tilewright.fuse.check import Difference
 from tilewright.fuse.optimize import _copied
 from tilewright.fuse.optimized import Optimized
@@ -70,7 +70,7 @@ class _Columns(nn.Module):
 
 def _calls(done: Optimized) -> Counter[str]:
     assert isinstance(done.fused, fx.GraphModule)
-    ours = {getattr(coded_calls, name): name for name in coded_calls.__all__}
+    ours = {getattr(int8_calls, name): name for name in int8_calls.__all__}
     return Counter(ours[n.target] for n in done.fused.graph.nodes if n.target in ours)
 
 
@@ -78,18 +78,20 @@ CASES = [
     # The stem and the last convolution speak 16 bits to what is around them, everything between is codes.
     pytest.param(
         convolutions, (2, 3, 8, 8),
-        {"quantise": 1, "conv_to_codes": 3, "linear_to_codes": 3, "dequantise": 1, "conv_from_codes": 1}, id="bottlenecks",
+        {"quantise": 1, "conv_int8_to_int8": 3, "linear_int8_to_int8": 3, "dequantise": 1, "conv_int8_to_float": 1},
+        id="bottlenecks",
     ),
     pytest.param(
         lambda: encoder(True), (2, 20, 64),
-        {"layer_norm_codes": 2, "quantise": 1, "linear_from_codes": 3, "linear_to_codes": 1}, id="pre-norm",
+        {"layer_norm_quantise": 2, "quantise": 1, "linear_int8_to_float": 3, "linear_int8_to_int8": 1}, id="pre-norm",
     ),
     pytest.param(
         lambda: encoder(False), (2, 20, 64),
-        {"layer_norm_codes": 1, "quantise": 2, "linear_from_codes": 3, "linear_to_codes": 1}, id="post-norm",
+        {"layer_norm_quantise": 1, "quantise": 2, "linear_int8_to_float": 3, "linear_int8_to_int8": 1}, id="post-norm",
     ),
     pytest.param(
-        Silu, (1, 32, 5, 5), {"quantise": 2, "conv_to_codes": 1, "dequantise": 1, "conv_from_codes": 2}, id="silu behind a sum",
+        Silu, (1, 32, 5, 5),
+        {"quantise": 2, "conv_int8_to_int8": 1, "dequantise": 1, "conv_int8_to_float": 2}, id="silu behind a sum",
     ),
 ]  # fmt: skip
 
@@ -224,7 +226,7 @@ def test_steps_that_are_small_numbers(compiled: bool) -> None:
     """Of 16 bits, whose smallest number is 6e-8, they would be off by a tenth."""
     codes = torch.arange(-127, 128, dtype=torch.int8).view(1, 5, 17, 3).contiguous(memory_format=torch.channels_last)
     step = torch.tensor(2.6e-7)
-    call: Any = coded_calls.dequantise
+    call: Any = int8_calls.dequantise
     call = torch.compile(call, fullgraph=True, backend="eager") if compiled else call
     y = call(codes, step, torch.float16)
     assert (y.dtype, y.stride()) == (torch.float16, codes.stride())
@@ -300,7 +302,7 @@ def test_layer_norms_that_are_not_read_by_rows(
     """A scale for each row is none for what reads a row here and there, or several as one."""
     model, x = Normed(reader, rows, layer()).eval(), torch.randn(20, 4, 32) * torch.logspace(-1, 1, 80).view(20, 4, 1)
     done = tilewright.optimize(model, x, "int8", report=False, compiled=False)
-    assert _calls(done)["layer_norm_codes"] == rows
+    assert _calls(done)["layer_norm_quantise"] == rows
     assert "the outputs are" not in str(done.report)
     with torch.no_grad():
         right = model(x)

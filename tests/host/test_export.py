@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tilewright.bench.compare.models import load_model
+from tilewright.fuse import int8_calls
 from tilewright.host.config import ModelConfig
 from tilewright.host.export import export
-from tilewright.host.exported import PROGRAM, function_named, load_exported
+from tilewright.host.exported import PROGRAM, function_named, load_exported, name_of
 from tilewright.host.loaded import load
 
 CPU = torch.device("cpu")
@@ -135,6 +136,22 @@ def test_it_loads_where_neither_the_code_nor_a_compiler_is(exported: Path) -> No
 def test_a_program_can_name_nothing_but_operators(name: str) -> None:
     with pytest.raises(ValueError, match=r"is no operator|reads files"):
         function_named(name)
+
+
+def test_files_keep_their_names_of_int8_calls() -> None:
+    """Folders that were written before the functions had their present names."""
+    names = {
+        "conv_from_codes": int8_calls.conv_int8_to_float,
+        "conv_to_codes": int8_calls.conv_int8_to_int8,
+        "dequantise": int8_calls.dequantise,
+        "layer_norm_codes": int8_calls.layer_norm_quantise,
+        "linear_from_codes": int8_calls.linear_int8_to_float,
+        "linear_to_codes": int8_calls.linear_int8_to_int8,
+        "quantise": int8_calls.quantise,
+    }
+    for name, function in names.items():
+        assert function_named(f"coded_calls.{name}") is function
+        assert name_of(function) == f"coded_calls.{name}"
 
 
 def damaged(said: dict[str, Any], change: str) -> None:

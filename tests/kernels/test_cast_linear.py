@@ -64,7 +64,7 @@ def test_a_layer_writes_the_codes_that_a_static_reader_takes(reader: str, format
         weight = StaticWeight(weight.codes, weight.scales, block=weight.block, dtype=dtype, **given)
     if not GPU and format is None:
         x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
-    between = ops.linear_codes(x, weight, then, bias, "gelu")
+    between = ops.linear_quantize(x, weight, then, bias, "gelu")
     want = ops.linear(ops.linear(x, weight, bias, "gelu").to(dtype), then)
     got = ops.linear(between, then)
     assert between.codes.dtype == then.operand.dtype

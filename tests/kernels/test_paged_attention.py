@@ -88,7 +88,7 @@ def test_few_queries(queries: int, window: int | None, sinks: bool, format: str)
 
 HOPPER = DEVICE.kind == "cuda" and DEVICE.arch == 90
 FLOATS = ((16, 1, 128, None), (64, 1, 128, None), (32, 1, 64, 50), (64, 5, 128, None), (128, 16, 64, 70))
-CODED = ((16, 1, 128, None), (16, 1, 64, 50), (32, 1, 64, None), (64, 5, 128, 70), (128, 16, 64, None))
+QUANTIZED = ((16, 1, 128, None), (16, 1, 64, 50), (32, 1, 64, None), (64, 5, 128, 70), (128, 16, 64, None))
 
 
 def by_config(cases: Any) -> list[Any]:
@@ -119,7 +119,7 @@ def test_hopper(
 
 @pytest.mark.skipif(not HOPPER, reason="Gluon for sm_90 runs on no other card, and not in Triton's interpreter")
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-@pytest.mark.parametrize(("page_size", "queries", "dim", "window", "configs"), by_config(CODED))
+@pytest.mark.parametrize(("page_size", "queries", "dim", "window", "configs"), by_config(QUANTIZED))
 def test_hopper_codes(
     format: str, page_size: int, queries: int, dim: int, window: int | None, configs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -223,11 +223,11 @@ def test_codes_cost_little_accuracy(format: str, least_cosine: float, most_error
     k, v = (torch.nan_to_num(cache) for cache in (k, v))
     plain = ops.paged_attention(q, k, v, *rest[:6]).float()
     (k_codes, k_scale, _), (v_codes, v_scale, _) = encode(k, format), encode(v, format)
-    coded = ops.paged_attention(
+    quantized = ops.paged_attention(
         q, k_codes, v_codes.mT.contiguous(), *rest[:6], k_scale=k_scale.squeeze(-1), v_scale=v_scale.squeeze(-1)
     ).float()
-    assert F.cosine_similarity(plain.flatten(), coded.flatten(), 0) > least_cosine
-    assert (plain - coded).abs().max() / plain.square().mean().sqrt() < most_error
+    assert F.cosine_similarity(plain.flatten(), quantized.flatten(), 0) > least_cosine
+    assert (plain - quantized).abs().max() / plain.square().mean().sqrt() < most_error
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

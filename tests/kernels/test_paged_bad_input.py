@@ -15,7 +15,7 @@ from tilewright.op import Inputs
 __all__ = ["few_programs"]
 
 GOOD = _example("", ((1, 20), (1, 3)), (4, 2), 16).make(Inputs("cpu"))
-CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("cpu"))
+QUANTIZED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
         (GOOD, {3: GOOD[3] + 3}, "the cache has pages 0 to 3"),
         (GOOD, {3: GOOD[3] - 9}, "sequence 0 of 20 tokens needs the pages block_table[0, :2]; entry 0 is"),
         (GOOD, {5: torch.tensor([0, 2, 3], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
-        (CODED, {5: torch.tensor([0, 2, 1], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
+        (QUANTIZED, {5: torch.tensor([0, 2, 1], dtype=torch.int32)}, "cu_q must rise from 0 to 2"),
         (GOOD, {3: GOOD[3].long()}, "must be int32; got torch.int64, torch.int32, torch.int32"),
         (GOOD, {4: GOOD[4].float()}, "must be int32; got torch.int32, torch.float32, torch.int32"),
         (GOOD, {4: GOOD[4].repeat_interleave(2)[::2]}, "contiguous kv_lens and cu_q; got strides (2, 1), (2,), (1,)"),
@@ -48,8 +48,8 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
         (GOOD, {i: torch.zeros(2, 2, 16, 264)[(0,) * (not i)] for i in range(3)}, "head dim is 264, wanted 1 to 256"),
         (GOOD, {i: GOOD[i][:, :0] for i in (1, 2)}, "4 query heads are no multiple of 0"),
         (
-            CODED,
-            {i: CODED[i].float().to(torch.float8_e5m2) for i in (1, 2)},
+            QUANTIZED,
+            {i: QUANTIZED[i].float().to(torch.float8_e5m2) for i in (1, 2)},
             "caches torch.float8_e5m2, torch.float8_e5m2; wanted",
         ),
         (GOOD, {11: torch.zeros(3)}, "sinks must be [4]"),
@@ -57,9 +57,9 @@ CODED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inputs("
         (GOOD, {11: torch.zeros(4).int()}, "got (4,) torch.int32 on cpu"),
         (GOOD, {11: torch.zeros(4, device="meta")}, "got (4,) torch.float32 on meta"),
         (GOOD, {9: torch.zeros(3)}, "with k_scale given and v_scale absent"),
-        (CODED, {10: None}, "int8 and float8_e4m3fn want both"),
-        (CODED, {9: CODED[9].half()}, "k_scale must be"),
-        (CODED, {2: CODED[2].mT.contiguous()}, "values in codes [P, G, D, S]"),
+        (QUANTIZED, {10: None}, "int8 and float8_e4m3fn want both"),
+        (QUANTIZED, {9: QUANTIZED[9].half()}, "k_scale must be"),
+        (QUANTIZED, {2: QUANTIZED[2].mT.contiguous()}, "values in codes [P, G, D, S]"),
     ],
 )
 def test_bad_input(args: Any, changes: dict[int, Any], words: str) -> None:

@@ -13,7 +13,7 @@ from tilewright.models import Model, random_model
 from tilewright.models.config import ModelConfig
 from tilewright.nn import Batch, KVCache, Packed, PackedKeysValues, ServedKeysValues
 from tilewright.op import invariant
-from tilewright.rl.quantised import code
+from tilewright.rl.quantised import add_quantised_weights
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -66,7 +66,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     """With float weights, of wider heads too, or with codes beside them."""
     config = replace(CONFIG, head_dim=request.param) if isinstance(request.param, int) else CONFIG
     made = random_model(config, device=torch.device(DEVICE), dtype=torch.bfloat16, seed=0).requires_grad_(True)
-    return code(made, request.param) if isinstance(request.param, str) and request.param else made
+    return add_quantised_weights(made, request.param) if isinstance(request.param, str) and request.param else made
 
 
 def test_a_packed_pass_has_the_bits_of_single_steps(model: Model) -> None:

@@ -14,7 +14,7 @@ from tilewright import formats, invariant, nn, ops
 from tilewright.kernels.device.activations import ACTIVATION_FORMS
 from tilewright.kernels.gemm.problem import ACTIVATIONS
 from tilewright.ops import weights as weights_module
-from tilewright.ops.linear import FEW_ROWS, Codes
+from tilewright.ops.linear import FEW_ROWS, QuantizedActivation
 from tilewright.ops.weights import (
     WEIGHT_FORMATS,
     MixedWeight,
@@ -212,11 +212,11 @@ def test_static_weights_stack_under_one_scale_and_only_with_one_zero_point() -> 
 
     stacked = stack_rows([static(0.25), static(0.5), static(0.125)])
     assert isinstance(stacked, StaticWeight)
-    assert stacked.input_codes == (0.5, 0.0)
+    assert stacked.input_qparams == (0.5, 0.0)
     assert torch.equal(stacked.codes, plain.codes.repeat(3, 1))
     alike = stack_rows([static(0.25, 3.0), static(0.25, 3.0)])
     assert isinstance(alike, StaticWeight)
-    assert alike.input_codes == (0.25, 3.0)
+    assert alike.input_qparams == (0.25, 3.0)
     for others in ([static(0.25, 3.0), static(0.5, 3.0)], [static(0.25), static(0.25, 3.0)]):
         with pytest.raises(ValueError, match="with one static scale and zero point; got"):
             stack_rows(others)
@@ -300,11 +300,11 @@ def test_a_norm_writes_the_codes_that_its_reader_would_make(format: str, first: 
     """The norm's last bits may differ, so a code may be a neighbour: far less than rounding costs."""
     made, norm = layer(format), nn.RMSNorm(K).requires_grad_(False)
     norm.weight.copy_(randn(K, seed=5).abs() + 0.5)
-    for rows, coded in ((FEW_ROWS, False), (MANY, format in ("int8", "fp8"))):
+    for rows, quantises in ((FEW_ROWS, False), (MANY, format in ("int8", "fp8"))):
         x, residual = randn(rows, K, seed=1), None if first else randn(rows, K, seed=2)
         normed, total = norm.add(x, residual)
         seen, again = norm.add_for(made, x, residual)
-        assert isinstance(seen, Codes) == coded
+        assert isinstance(seen, QuantizedActivation) == quantises
         assert torch.equal(total, again)
         want = made(normed, "silu_mul")
         assert (made(seen, "silu_mul") - want).norm() < 2e-3 * want.norm()
@@ -312,12 +312,12 @@ def test_a_norm_writes_the_codes_that_its_reader_would_make(format: str, first: 
 
 def test_codes_are_for_weights_of_the_same_codes() -> None:
     codes, scales = ops.quantize_rows(randn(MANY, K), "int8")
-    coded = Codes(codes, scales, torch.float32)
+    quantized_x = QuantizedActivation(codes, scales, torch.float32)
     for format, k in (("fp8", K), ("int8-weight", K), ("int8", K - 16)):
         with pytest.raises(ValueError, match=r"x is quantised to torch.int8 \[20, 256\], which only a `ScaledWeight` of these"):
-            ops.linear(coded, quantized(format, N, k)[1])
+            ops.linear(quantized_x, quantized(format, N, k)[1])
     with pytest.raises(ValueError, match=r"got a weight of type Tensor"):
-        ops.linear(coded, randn(N, K))
+        ops.linear(quantized_x, randn(N, K))
 
 
 def test_a_weight_of_another_dtype_is_refused() -> None:

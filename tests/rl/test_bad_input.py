@@ -14,7 +14,7 @@ from tilewright.rl.characters import Characters
 from tilewright.rl.rollout import Answer
 
 
-def told(tmp_path: Path, name: str, more: str = "", updates: int = 1) -> tuple[int, list[str], list[dict[str, Any]]]:
+def run_of(tmp_path: Path, name: str, more: str = "", updates: int = 1) -> tuple[int, list[str], list[dict[str, Any]]]:
     """Exit code, lines to stderr and rows of the log of a run in an environment of rewards_for_tests.py."""
     path, log = tmp_path / "a.toml", tmp_path / "a.jsonl"
     path.write_text(
@@ -33,7 +33,7 @@ def only(lines: list[str], words: str) -> str:
 
 
 def test_groups_of_one_reward_are_counted_and_said(tmp_path: Path) -> None:
-    code, lines, rows = told(tmp_path, "Same", updates=1)
+    code, lines, rows = run_of(tmp_path, "Same", updates=1)
     assert code == 0
     only(lines, "warning: step 1: all answers to each prompt have one reward: nothing to learn from")
     assert rows[0]["equal_groups"] == 1.0
@@ -41,7 +41,7 @@ def test_groups_of_one_reward_are_counted_and_said(tmp_path: Path) -> None:
 
 
 def test_rewards_of_the_wrong_shape_cost_their_samples_and_are_said(tmp_path: Path) -> None:
-    code, lines, rows = told(tmp_path, "Lists", "seed = 1\n")
+    code, lines, rows = run_of(tmp_path, "Lists", "seed = 1\n")
     assert code == 0
     assert 0 < rows[0]["lost"] < 16
     line = only(lines, f"samples without a reward: {{'raised': {rows[0]['lost']}}}")
@@ -50,7 +50,7 @@ def test_rewards_of_the_wrong_shape_cost_their_samples_and_are_said(tmp_path: Pa
 
 
 def test_prompts_over_the_context_are_one_sentence(tmp_path: Path) -> None:
-    code, lines, rows = told(tmp_path, "Long")
+    code, lines, rows = run_of(tmp_path, "Long")
     assert code != 0
     assert not rows
     only(
@@ -60,7 +60,7 @@ def test_prompts_over_the_context_are_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_longer_prompt_later_on_is_one_sentence(tmp_path: Path) -> None:
-    code, lines, rows = told(tmp_path, "Later", "minibatches = 1\n", updates=60)
+    code, lines, rows = run_of(tmp_path, "Later", "minibatches = 1\n", updates=60)
     assert code != 0
     assert len(rows) == 300 // 8
     only(lines, "the prompt has 100 tokens and max_tokens is 2, together 102")
@@ -79,7 +79,7 @@ class Empty:
 
 def test_empty_answers_are_counted_learnt_from_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilewright.rl.loop.sampler_of", lambda *given: Empty())
-    code, lines, rows = told(tmp_path, "Same")
+    code, lines, rows = run_of(tmp_path, "Same")
     assert code == 0
     only(lines, "warning: step 1: 16 answers are empty: the policy ends them at once")
     assert (rows[0]["empty"], rows[0]["length"], rows[0]["lost"]) == (16, 1.0, 0)

@@ -19,35 +19,40 @@ from tilewright.rl.critic import Critic
 from tilewright.rl.loop import Trainer
 from tilewright.rl.policies import policy_of, small_config, small_model
 from tilewright.rl.policy import logprobs_of
-from tilewright.rl.quantised import FORMATS, code, recode
+from tilewright.rl.quantised import FORMATS, add_quantised_weights, requantise
 from tilewright.rl.rollout import Sampler
 from tilewright.rl.run import rows
 
-CODED = replace(TINY, quantize="int8", hidden=64, learning_rate=0.02, updates=3)
+QUANTIZED = replace(TINY, quantize="int8", hidden=64, learning_rate=0.02, updates=3)
 
 
-def coded_layers(model: Model) -> list[Linear]:
-    return [module for module in model.modules() if isinstance(module, Linear) and module.coded is not None]
+def quantized_layers(model: Model) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear) and module.quantized_weight is not None]
 
 
 def places_of(model: Model) -> list[int]:
     """Where the codes lie."""
-    return [buffer.data_ptr() for layer in coded_layers(model) if layer.coded for buffer in layer.coded.buffers()]
+    return [
+        buffer.data_ptr()
+        for layer in quantized_layers(model)
+        if layer.quantized_weight
+        for buffer in layer.quantized_weight.buffers()
+    ]
 
 
 def assert_codes_are_of_the_weights(model: Model, format: str) -> None:
-    layers = coded_layers(model)
+    layers = quantized_layers(model)
     assert len(layers) == 4 * TINY.layers
     for layer in layers:
         assert isinstance(layer.weight, Tensor)
-        assert layer.coded is not None
+        assert layer.quantized_weight is not None
         fresh = quantize_weight(layer.weight.detach(), format)
-        assert torch.equal(layer.coded.dequantize(), fresh.dequantize())
+        assert torch.equal(layer.quantized_weight.dequantize(), fresh.dequantize())
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_both_sides_are_the_quantised_model_at_every_step(format: str) -> None:
-    with Trainer(replace(CODED, quantize=format)) as trainer:
+    with Trainer(replace(QUANTIZED, quantize=format)) as trainer:
         places = places_of(trainer.model)
         for row in trainer:
             assert row["ratio_off"] < 1e-4
@@ -57,21 +62,21 @@ def test_both_sides_are_the_quantised_model_at_every_step(format: str) -> None:
 
 def test_a_policy_of_codes_is_another_and_a_sampler_of_old_codes_is_noticed() -> None:
     batch = random_samples()
-    floats, coded = (policy_of(replace(CODED, quantize=format))[1].requires_grad_(False) for format in ("", "int8"))
-    for model in (floats, coded):
+    floats, quantized = (policy_of(replace(QUANTIZED, quantize=format))[1].requires_grad_(False) for format in ("", "int8"))
+    for model in (floats, quantized):
         model.head.weight.data.mul_(100.0)
-    apart = (logprobs_of(floats, batch) - logprobs_of(coded, batch)).abs().max()
+    apart = (logprobs_of(floats, batch) - logprobs_of(quantized, batch)).abs().max()
     assert float(apart) > 1e-3
-    with Trainer(CODED) as trainer:
+    with Trainer(QUANTIZED) as trainer:
         trainer.step()
-        other = policy_of(CODED)[1].requires_grad_(False)
+        other = policy_of(QUANTIZED)[1].requires_grad_(False)
         sampler = Sampler(other, max_len=16, seqs=64, end_ids=(20,))
         trainer.gatherer.sampler = sampler
         for fresh in (False, True):
             for (_, theirs), (_, ours) in zip(other.named_parameters(), trainer.model.named_parameters(), strict=True):
                 theirs.copy_(ours)
             if fresh:
-                recode(other)
+                requantise(other)
             sampler.version = trainer.update
             off = trainer.step()["ratio_off"]
             assert off < 1e-4 if fresh else off > 1e-3
@@ -79,7 +84,7 @@ def test_a_policy_of_codes_is_another_and_a_sampler_of_old_codes_is_noticed() ->
 
 def test_few_rows_are_multiplied_in_another_way_without_the_invariant_scope() -> None:
     """Which is why such a run promises nothing: up to 16 rows meet activations that are not quantised."""
-    with Trainer(CODED) as trainer:
+    with Trainer(QUANTIZED) as trainer:
         few = Sampler(trainer.model, max_len=16, seqs=8, end_ids=(20,))
         trainer.gatherer.sampler = few
         assert trainer.step()["ratio_off"] > 1e-4
@@ -88,22 +93,22 @@ def test_few_rows_are_multiplied_in_another_way_without_the_invariant_scope() ->
 def test_a_sampler_of_its_own_makes_the_same_codes() -> None:
     found = []
     for sampler in ("", "cpu"):
-        with Trainer(replace(CODED, sampler=sampler)) as trainer:
+        with Trainer(replace(QUANTIZED, sampler=sampler)) as trainer:
             found.append([{k: v for k, v in row.items() if k not in (*CLOCKED, *PUSHED)} for row in trainer])
     assert found[0] == found[1]
 
 
 def test_the_reference_has_codes_and_the_critic_has_none() -> None:
-    with Trainer(replace(CODED, kl=0.1, minibatches=1)) as trainer:
+    with Trainer(replace(QUANTIZED, kl=0.1, minibatches=1)) as trainer:
         row = trainer.step()
         assert trainer.learner._reference is not None
-        assert coded_layers(trainer.learner._reference)
+        assert quantized_layers(trainer.learner._reference)
         assert row["ratio_off"] < 1e-4
-    assert not coded_layers(Critic(code(small_model(CODED), "int8")).body)
+    assert not quantized_layers(Critic(add_quantised_weights(small_model(QUANTIZED), "int8")).body)
 
 
 def test_a_run_goes_on_and_is_served_as_the_model_that_it_trained(tmp_path: Path) -> None:
-    config = replace(CODED, updates=2, save_every=1, out=str(tmp_path / "run"))
+    config = replace(QUANTIZED, updates=2, save_every=1, out=str(tmp_path / "run"))
     with Trainer(config) as trainer:
         list(rows(trainer, say=lambda line: None))
         batch = random_samples()
@@ -126,9 +131,9 @@ def test_what_cannot_be_quantised_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="int4 has groups of 128 or 64 inputs, which do not divide K = 32"):
         Trainer(replace(TINY, quantize="int4"))
     shape = replace(
-        small_config(CODED), architecture="MixtralForCausalLM",
+        small_config(QUANTIZED), architecture="MixtralForCausalLM",
         experts=Experts(first_layer=0, inner=64, shared=0, routing=Routing(method="greedy", experts=4, chosen=2)),
     )  # fmt: skip
     experts = random_model(shape, device=torch.device("cpu"), dtype=torch.float32, seed=0)
     with pytest.raises(ValueError, match="has experts, for which this is not supported"):
-        code(experts, "int8")
+        add_quantised_weights(experts, "int8")

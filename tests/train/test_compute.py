@@ -75,9 +75,9 @@ def test_a_layer_has_its_activation_and_is_exact_where_nothing_is_recorded() -> 
     layer.fp8_scale = "row"
     with torch.no_grad():
         assert torch.equal(layer(x, "silu_mul"), plain)
-    coded = layer(x, "silu_mul")
-    assert coded.shape == (3, 5, 32)
-    assert 0.01 < (coded - plain).norm() / plain.norm() < 0.1
+    fp8 = layer(x, "silu_mul")
+    assert fp8.shape == (3, 5, 32)
+    assert 0.01 < (fp8 - plain).norm() / plain.norm() < 0.1
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
@@ -115,12 +115,12 @@ def test_a_layer_that_does_not_gain_says_why(
 
 @pytest.mark.parametrize("scale", ["row", "tensor"])
 def test_the_price_of_float8_grows_with_what_is_quantised(scale: str) -> None:
-    plain, coded = fp8_seconds(8192, 16384, 3072, H100, 0.0, scale)
+    plain, fp8 = fp8_seconds(8192, 16384, 3072, H100, 0.0, scale)
     products = 2 * (2 * 8192 * 16384 * 3072) / 1444e12
     moved = {"row": 3, "tensor": 5}[scale] * 8192 * 3072 + 3 * 8192 * 16384 + 6 * 16384 * 3072
     written = 2 * 8192 * (16384 + 3072)
     assert plain == pytest.approx(2 * (2 * 8192 * 16384 * 3072) / 726e12)
-    assert coded == pytest.approx(products + moved / 3.0e12 + written / 3.3e12, rel=0.01)
+    assert fp8 == pytest.approx(products + moved / 3.0e12 + written / 3.3e12, rel=0.01)
 
 
 def test_every_launch_counts() -> None:
@@ -131,15 +131,15 @@ def test_every_launch_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "coded"),
+    ("shape", "rows", "fp8"),
     [("qwen3-0.6b", 4, ()), ("llama-1b", 2, ("gate_up", "down")), ("llama-3b", 2, ("qkv", "o", "gate_up", "down"))],
 )
-def test_models_gain_as_their_layers_are_wide(shape: str, rows: int, coded: tuple[str, ...]) -> None:
+def test_models_gain_as_their_layers_are_wide(shape: str, rows: int, fp8: tuple[str, ...]) -> None:
     config = TrainConfig(model=shape, init="random", row_tokens=4096, micro_rows=rows, compute="fp8")
     model: Any = empty_model(SHAPES[shape], device="meta", dtype=torch.bfloat16)
     block = model.blocks[0]
     layers = {"qkv": block.attn.qkv, "o": block.attn.out, "gate_up": block.ffn.gate_up, "down": block.ffn.down}
-    assert tuple(name for name, layer in layers.items() if refusal(layer, config, H100) is None) == coded
+    assert tuple(name for name, layer in layers.items() if refusal(layer, config, H100) is None) == fp8
 
 
 def test_a_run_says_which_layers_multiply_codes() -> None:
@@ -176,8 +176,8 @@ def losses(config: Path) -> list[float]:
 @pytest.mark.parametrize("compute", ["fp8", "fp8-tensor"])
 def test_a_run_learns_as_with_plain_products(tmp_path: Path, compute: str) -> None:
     size: dict[str, Any] = {"steps": 60, "micro_batches": 1, "save_every": 60, "log_every": 60}
-    plain, coded = (losses(config_of(tmp_path, how, compute=how, **size)) for how in ("dtype", compute))
-    assert plain != coded
-    assert abs(plain[0] - coded[0]) < 0.02
+    plain, fp8 = (losses(config_of(tmp_path, how, compute=how, **size)) for how in ("dtype", compute))
+    assert plain != fp8
+    assert abs(plain[0] - fp8[0]) < 0.02
     assert sum(plain[-10:]) / 10 < plain[0] - 2
-    assert abs(sum(plain[-10:]) - sum(coded[-10:])) / 10 < 0.05
+    assert abs(sum(plain[-10:]) - sum(fp8[-10:])) / 10 < 0.05

@@ -227,17 +227,17 @@ def test_codes_are_the_nearest_levels(signed: bool) -> None:
         -9 * torch.rand(40 * GROUP, generator=generator, dtype=torch.float64)
     )
     values = values if signed else values.abs()
-    coded = encode(values, signed)
+    quantized = encode(values, signed)
     share = values.view(-1, GROUP).abs() / values.view(-1, GROUP).abs().amax(1, keepdim=True)
     table = levels(signed)
     nearest = table[(share[..., None] - table).abs().argmin(-1)]
     if not signed:
         nearest = nearest.clamp_min(float(table[1]))
-    got = decode(coded, signed, torch.float64).view(-1, GROUP) / coded.scales.double()[:, None]
+    got = decode(quantized, signed, torch.float64).view(-1, GROUP) / quantized.scales.double()[:, None]
     torch.testing.assert_close(got.abs(), nearest, rtol=1e-12, atol=0)
-    again = encode(got.view(-1) * coded.scales.double().repeat_interleave(GROUP), signed)
-    assert torch.equal(again.codes, coded.codes)
-    torch.testing.assert_close(again.scales, coded.scales, rtol=1e-6, atol=0)
+    again = encode(got.view(-1) * quantized.scales.double().repeat_interleave(GROUP), signed)
+    assert torch.equal(again.codes, quantized.codes)
+    torch.testing.assert_close(again.scales, quantized.scales, rtol=1e-6, atol=0)
 
 
 def test_zeros_are_codes_of_zero() -> None:
@@ -264,9 +264,9 @@ def regression_loss(make: Callable[[Named], Optimizer]) -> float:
 def test_eight_bits_learn_what_thirty_two_do() -> None:
     """A fit with noise left: the loss ends a fifth higher, which is a 3,000th of what it began with."""
     wide = regression_loss(lambda p: AdamW(p, weight_decay=0.0))
-    coded = regression_loss(lambda p: AdamW8bit(p, weight_decay=0.0))
+    quantized = regression_loss(lambda p: AdamW8bit(p, weight_decay=0.0))
     still = regression_loss(lambda p: SGD(p))
-    assert coded < 1.25 * wide < 0.01 * still, (wide, coded, still)
+    assert quantized < 1.25 * wide < 0.01 * still, (wide, quantized, still)
 
 
 def test_state_of_eight_bits_is_six_bytes_a_parameter() -> None:

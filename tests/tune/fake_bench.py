@@ -112,7 +112,7 @@ class Narrowed:
         return getattr(self._op, name)
 
 
-class Told:
+class ScriptedTimer:
     """A `Timer` that launches as often as it must, and answers what the launch says that it takes."""
 
     def __init__(self, pause_s: float):
@@ -139,7 +139,7 @@ def ground(pause_s: float = 0.0) -> Ground:
     return Ground(
         op={OP.name: OP}.__getitem__,
         arguments=arguments,
-        timer=Told(pause_s),
+        timer=ScriptedTimer(pause_s),
         environment=Environment(card=CARD, sms=132, clocks="none", policy="told", **versions()),
         l2_bytes=CARD_HERE.l2_bytes,
         synchronise=lambda: None,

@@ -54,8 +54,8 @@ def rows(
     """
     for text, dims in shapes:
         say(text)
-        ((bf16, _), *coded), ran = _measure(formats, dims, settle)
-        for name, (us, spread), kernels in zip(formats, coded, ran, strict=True):
+        ((bf16, _), *quantized), ran = _measure(formats, dims, settle)
+        for name, (us, spread), kernels in zip(formats, quantized, ran, strict=True):
             row = {"format": name, "dims": text, "us": round(us, 1), "spread_us": round(spread, 1)}
             row |= {"bf16_us": round(bf16, 1), "ratio": round(bf16 / us, 3), "kernels": kernels}
             say(f"  {name} {row['us']} us; bf16 {row['bf16_us']} us, ratio {row['ratio']}")

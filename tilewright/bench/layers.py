@@ -69,8 +69,8 @@ def _measure(
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: dict[str, Callable[[int], Any]] = {"bf16": _float_layer(x, weights, activation)}
     libraries: dict[str, str] = {}
-    for name, coded in held.items():
-        calls[name] = lambda i, coded=coded: ops.linear(x, coded[i], None, activation)
+    for name, quantized in held.items():
+        calls[name] = lambda i, quantized=quantized: ops.linear(x, quantized[i], None, activation)
         library = _library(name, m, n, k, len(weights)) if activation == "none" else None
         if library is not None:
             libraries[name], calls[f"library {name}"] = library
@@ -114,7 +114,7 @@ def _library(name: str, m: int, n: int, k: int, sets: int) -> tuple[str, Callabl
         integers = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
         return "torch._int_mm", lambda i: integers(x, weights[i].mT)
     codes = torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)
-    coded = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(sets)]
+    w_codes = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn) for _ in range(sets)]
     row, col = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
     floats = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return "torch._scaled_mm", lambda i: floats(codes, coded[i].mT, row, col, out_dtype=torch.bfloat16)
+    return "torch._scaled_mm", lambda i: floats(codes, w_codes[i].mT, row, col, out_dtype=torch.bfloat16)

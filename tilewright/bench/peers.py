@@ -323,8 +323,8 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         *(f"M={n} N={n} K={n}" for n in (1024, 2048, 2049, 4095, 4096)),
     ),
     "mixed_linear": tuple(
-        f"{shape} {coded}"
-        for coded in ("format=int8", "format=int4 group=128 zeros=true")
+        f"{shape} {format}"
+        for format in ("format=int8", "format=int4 group=128 zeros=true")
         for shape in (*(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 512, 4096)), "M=1 N=28672 K=4096", "M=1 N=4096 K=14336")
     ),
     # Limited by the tensor cores, by the cache's bytes, by latency; then what a prompt asks of the absorbed form.

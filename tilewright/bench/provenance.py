@@ -48,7 +48,7 @@ def shared_by(name: str) -> tuple[str, ...]:
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_TOLD = re.compile(r"([0-9a-f]{7,40})(-dirty)?")
+_COMMIT = re.compile(r"([0-9a-f]{7,40})(-dirty)?")
 
 Hashes = dict[str, str]
 """Kernels as "op/implementation" -> 16 hex digits over the text of that implementation's modules."""
@@ -72,7 +72,7 @@ def commit() -> Commit:
     here, told = _checked_out(), env.commit()
     if told is None:
         return here
-    match = _TOLD.fullmatch(told)
+    match = _COMMIT.fullmatch(told)
     if match is None:
         raise ValueError(f"TILEWRIGHT_COMMIT is {told!r}, wanted 7 to 40 hex digits, and -dirty where files were changed")
     if here.name is not None and not here.name.startswith(match[1]):

@@ -296,7 +296,7 @@ def _widths(counts: Mapping[int, int]) -> str:
 
 def _details(group: Sequence[Built]) -> Iterator[tuple[str, dict[str, list[str]]]]:
     """Title -> lines, each with the architectures to which it applies."""
-    for title, tell in _TOLD:
+    for title, tell in _SECTIONS:
         lines: dict[str, list[str]] = {}
         for b in group:
             for judgement in b.judgements:
@@ -337,7 +337,7 @@ def _warned(j: "Judgement") -> Iterator[str]:
     yield from (f"{j.kernel} {warning}" for warning in j.warnings)
 
 
-_TOLD = (
+_SECTIONS = (
     ("global memory, by threads", _accesses),
     ("global memory, by TMA", _copies),
     ("shared memory", _conflicts),

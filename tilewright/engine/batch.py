@@ -85,7 +85,7 @@ class Packer:
             RowFault: those of one request cannot be written.
         """
         same = step.leases is self._seen  # nobody has come or gone
-        if same and (step.pages is self._seen_pages or self._grow_as_told(step)):
+        if same and (step.pages is self._seen_pages or self._grow_as_listed(step)):
             self._seen_pages = step.pages
             return
         held = self._held.take(step.slots)
@@ -107,7 +107,7 @@ class Packer:
                 self._refresh(step, rows, held[rows], new)
         self._seen, self._seen_pages = step.leases, step.pages
 
-    def _grow_as_told(self, step: Step) -> bool:
+    def _grow_as_listed(self, step: Step) -> bool:
         """Whether a step itself says which pages are new, and these could be written."""
         grown = step.grown
         if grown is None or grown.before is not self._seen_pages or grown.pages.shape[0] != self.kinds:

@@ -112,10 +112,10 @@ class Decoders:
             request.computed, request.pending = computed, pending
             self._stale = True
 
-    def tell(self, request: Request) -> None:
+    def flush(self, request: Request) -> None:
         """Give a request its newest tokens."""
         assert request.slot is not None
-        self.tails.tell(request.slot, request)
+        self.tails.flush(request.slot, request)
 
     def grown(self, request: Request) -> None:
         """A request has more pages than before."""
@@ -160,7 +160,7 @@ class Decoders:
     def _unknown(self) -> None:
         """The arrays have changed otherwise than by steps in which all of them have a row."""
         self._starts: np.ndarray | None = None  # by row, of the next step; and so on
-        self._told: np.ndarray | None = None  # `starts` of the step before
+        self._last_starts: np.ndarray | None = None  # `starts` of the step before
         self._places: np.ndarray | None = None  # of the next tokens, in `tails`
         self._cells: np.ndarray | None = None
         self._pages: np.ndarray | None = None
@@ -285,7 +285,7 @@ class Decoders:
         if slots is self._slots and not turn.drafts:
             if self._pages is None:
                 self._pages, self._grown = self.cells.take(slots) // self._size, None
-            after, self._told = self._told, turn.starts
+            after, self._last_starts = self._last_starts, turn.starts
             return Step(
                 turn.requests, slots, turn.starts, self._ones, self._ones, turn.fed, self._leases, self._pages,
                 after=after, grown=self._grown,

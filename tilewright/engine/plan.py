@@ -112,12 +112,12 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
     tokens = max_tokens_per_step * (4 * config.hidden_size + widest) * dtype.itemsize
-    weights = (w for m in model.modules() if isinstance(m, Linear) for w in (m.weight, m.coded))
+    weights = (w for m in model.modules() if isinstance(m, Linear) for w in (m.weight, m.quantized_weight))
     quantised = [w for w in weights if isinstance(w, QuantizedWeight)]
-    coded = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
-    coded = max(coded, _expert_codes(model))
+    input_bytes = max((weight.shape[1] for weight in quantised if not isinstance(weight, MixedWeight)), default=0)
+    input_bytes = max(input_bytes, _expert_input_bytes(model))
     widened = max((weight.shape.numel() for weight in quantised if isinstance(weight, MixedWeight)), default=0)
-    extra = max(max_tokens_per_step * coded * 33 // 32, widened * dtype.itemsize)
+    extra = max(max_tokens_per_step * input_bytes * 33 // 32, widened * dtype.itemsize)
     stacks = [module for module in model.modules() if isinstance(module, LoraStack)]
     shrunk = max((-(-stack.a.shape[2] // 512) * stack.a.shape[1] for stack in stacks), default=0)
     extra += max_tokens_per_step * (4 * shrunk + dtype.itemsize * (config.intermediate_size if stacks else 0))
@@ -141,12 +141,12 @@ def _expert_numbers(config: ModelConfig) -> int:
     return config.experts.routing.chosen * each + 3 * config.experts.shared
 
 
-def _expert_codes(model: Model) -> int:
-    """Codes a token that experts of 8 bits have as input at once; their weights are never widened."""
+def _expert_input_bytes(model: Model) -> int:
+    """Bytes per token of the quantised inputs that experts of 8 bits have at once; their weights are never widened."""
     experts = model.config.experts
     weights = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]
-    coded = [w.shape[1] for w in weights if isinstance(w, QuantizedWeight) and not isinstance(w, MixedWeight)]
-    return 0 if experts is None else experts.routing.chosen * max(coded, default=0)
+    widths = [w.shape[1] for w in weights if isinstance(w, QuantizedWeight) and not isinstance(w, MixedWeight)]
+    return 0 if experts is None else experts.routing.chosen * max(widths, default=0)
 
 
 def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:

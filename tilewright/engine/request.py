@@ -164,7 +164,7 @@ class Decoders(Protocol):
     pending: Any
     known: Any
 
-    def tell(self, request: "Request") -> None:
+    def flush(self, request: "Request") -> None:
         """Pass a request its newest tokens."""
         ...
 
@@ -207,7 +207,7 @@ class Request:
         "_computed",
         "_output_ids",
         "_pending",
-        "_untold",
+        "_unread",
         "accepted",
         "adapter",
         "arrival_s",
@@ -270,7 +270,7 @@ class Request:
         )  # fmt: skip
         self.order: tuple[int, int] = (params.priority, 0)
         self.max_wait_s = max_wait_s
-        self._output_ids, self._untold = list[int](), array("q")
+        self._output_ids, self._unread = list[int](), array("q")
         self.pages: list[int] = []
         self.window_pages, self.behind = list[int](), 0
         self.decoders: Decoders | None = None
@@ -294,7 +294,7 @@ class Request:
     def __len__(self) -> int:
         if self.decoders is not None:
             return int(self.decoders.known[self.slot])
-        return len(self.prompt_ids) + len(self._output_ids) + len(self._untold)
+        return len(self.prompt_ids) + len(self._output_ids) + len(self._unread)
 
     def __repr__(self) -> str:
         return f"<Request {self.id}/{self.index} {self.state.value} {len(self.prompt_ids)}+{self.generated} tokens>"
@@ -308,19 +308,19 @@ class Request:
     def output_ids(self) -> list[int]:
         """The tokens generated so far, always the same list. Numbers are converted to Python's only when it is read."""
         if self.decoders is not None:
-            self.decoders.tell(self)
-        if self._untold:
-            self._output_ids.extend(self._untold)
-            del self._untold[:]
+            self.decoders.flush(self)
+        if self._unread:
+            self._output_ids.extend(self._unread)
+            del self._unread[:]
         return self._output_ids
 
     @output_ids.setter
     def output_ids(self, token_ids: list[int]) -> None:
         self._output_ids = token_ids
 
-    def told(self, tokens: bytes) -> None:
-        """Append tokens, int64; called by `Decoders.tell`."""
-        self._untold.frombytes(tokens)
+    def append_tokens(self, tokens: bytes) -> None:
+        """Append tokens, int64; called by `Tails.flush`."""
+        self._unread.frombytes(tokens)
 
     @property
     def computed(self) -> int:

@@ -26,7 +26,7 @@ class Tails:
         self._flat, self._pages = self._tokens.reshape(-1), self._tokens.reshape(-1, page_size)
         self._begins = np.arange(known.size) * self._width
         self.first = np.zeros(known.size, np.int64)  # multiples of the page size
-        self._told = np.zeros(known.size, np.int64)  # tokens, the prompt's too, that the request has itself
+        self._flushed = np.zeros(known.size, np.int64)  # tokens, the prompt's too, that the request has itself
         self._requests: list[Request | None] = [None] * known.size
         self._left = 0  # tokens that every line takes before any has to be emptied, at least
 
@@ -34,7 +34,7 @@ class Tails:
         """A request with this many tokens known comes to its slot; of its last page those that are known come along."""
         known = int(self._known[slot])
         first = request.computed // self._page * self._page
-        self._requests[slot], self._told[slot], self.first[slot] = request, known, first
+        self._requests[slot], self._flushed[slot], self.first[slot] = request, known, first
         self._tokens[slot, : known - first] = request.tokens(first, known)
         self._left = min(self._left, self._width - _SPREAD - (known - first))
 
@@ -42,15 +42,15 @@ class Tails:
         """The request leaves its slot, with all its tokens."""
         request = self._requests[slot]
         if request is not None:
-            self.tell(slot, request)
+            self.flush(slot, request)
             self._requests[slot], self.first[slot] = None, self._known[slot]
 
-    def tell(self, slot: int, request: Request) -> None:
+    def flush(self, slot: int, request: Request) -> None:
         """Give a request the tokens that it does not have yet."""
-        told, known, first = int(self._told[slot]), int(self._known[slot]), int(self.first[slot])
-        if told < known:
-            request.told(self._tokens[slot, told - first : known - first].tobytes())
-            self._told[slot] = known
+        flushed, known, first = int(self._flushed[slot]), int(self._known[slot]), int(self.first[slot])
+        if flushed < known:
+            request.append_tokens(self._tokens[slot, flushed - first : known - first].tobytes())
+            self._flushed[slot] = known
 
     def places(self, slots: np.ndarray) -> np.ndarray:
         """Where the next token of each of these slots goes, for `put`."""
@@ -80,13 +80,13 @@ class Tails:
     def _empty(self, slots: np.ndarray, used: np.ndarray) -> None:
         """Give the requests of these lines their tokens, and keep those of the last page."""
         begins = (used - 1) // self._page * self._page
-        lines = zip(slots.tolist(), (self._told[slots] - self.first[slots]).tolist(), used.tolist(), begins.tolist())
-        for slot, told, end, begin in lines:
+        lines = zip(slots.tolist(), (self._flushed[slots] - self.first[slots]).tolist(), used.tolist(), begins.tolist())
+        for slot, flushed, end, begin in lines:
             request, line = self._requests[slot], self._tokens[slot]
             assert request is not None, "the lines of nobody are empty"
-            request.told(line[told:end].tobytes())
+            request.append_tokens(line[flushed:end].tobytes())
             line[: end - begin] = line[begin:end]
-        self._told[slots] = self._known[slots]
+        self._flushed[slots] = self._known[slots]
         self.first[slots] += begins
 
     def pages(self, slots: np.ndarray, firsts: np.ndarray) -> bytes | None:

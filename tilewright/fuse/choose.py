@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from tilewright.asm.compile import CompileFailed, compile_only, stand_in
-from tilewright.fuse import calls, coded_calls, op_calls
+from tilewright.fuse import calls, int8_calls, op_calls
 from tilewright.fuse.op_race import race
 from tilewright.fuse.sums import Sum, in_place, note_sum, rewrite, streams, ways
 from tilewright.hw.device import Device, device_of
@@ -63,16 +63,16 @@ def _linear_operands(x: Tensor, weight: Any, bias: Any, residual: Any, activatio
 _OPERANDS: dict[Any, tuple[Op, Callable[..., tuple[Any, ...]]]] = {
     calls.conv: (conv_op, calls.conv_operands),
     calls.linear: (linear_op, _linear_operands),
-    coded_calls.conv_from_codes: (conv_op, coded_calls.conv_from_codes_operands),
-    coded_calls.conv_to_codes: (conv_codes_op, coded_calls.conv_to_codes_operands),
-    coded_calls.linear_from_codes: (scaled_linear_op, coded_calls.linear_from_codes_operands),
-    coded_calls.linear_to_codes: (cast_linear_op, coded_calls.linear_to_codes_operands),
+    int8_calls.conv_int8_to_float: (conv_op, int8_calls.conv_int8_to_float_operands),
+    int8_calls.conv_int8_to_int8: (conv_codes_op, int8_calls.conv_int8_to_int8_operands),
+    int8_calls.linear_int8_to_float: (scaled_linear_op, int8_calls.linear_int8_to_float_operands),
+    int8_calls.linear_int8_to_int8: (cast_linear_op, int8_calls.linear_int8_to_int8_operands),
     op_calls.biased_attention: (biased_attention_op, lambda *args: args),
 }
 """Calls that take a choice -> their op, and a function from their arguments to the op's."""
 _FIXED = {
-    calls.conv: 9, calls.linear: 6, coded_calls.conv_from_codes: 11, coded_calls.conv_to_codes: 10,
-    coded_calls.linear_from_codes: 10, coded_calls.linear_to_codes: 8, op_calls.biased_attention: 7,
+    calls.conv: 9, calls.linear: 6, int8_calls.conv_int8_to_float: 11, int8_calls.conv_int8_to_int8: 10,
+    int8_calls.linear_int8_to_float: 10, int8_calls.linear_int8_to_int8: 8, op_calls.biased_attention: 7,
 }  # fmt: skip
 """The position of the choice among the arguments."""
 

@@ -1,6 +1,6 @@
 """Makes an int8 version of an optimised graph, if it is accurate and faster, and records the decisions.
 
-Candidates and plan come from quantise.py, the graph from coded_graph.py. Whether int8 pays is decided by times: of each product
+Candidates and plan come from quantise.py, the graph from int8_graph.py. Whether int8 pays is decided by times: of each product
 in
 16 bits and in int8, and of the conversions that a set of products needs. Products are removed from the set, alone or with those
 that share an input, as long as this saves time. Then the whole graphs are timed in turns.
@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from tilewright.fuse.check import TOLERANCES, Tolerance, compare_outputs
 from tilewright.fuse.choose import choose, times_of
-from tilewright.fuse.coded_graph import coded_graph
+from tilewright.fuse.int8_graph import int8_graph
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.quantise import LARGEST_ERROR, Found, Plan, candidates_of, planned
 from tilewright.fuse.report import Report
@@ -149,7 +149,7 @@ def _built(
     """(the graph in int8, its plan, reasons of candidates that are not in it)."""
     plan, why_not = planned(found, frozenset(found.candidates)), dict[Node, str]()
     dtype, ranked = settings.dtype, settings.search
-    graph, made = coded_graph(fused, found, plan, dtype)
+    graph, made = int8_graph(fused, found, plan, dtype)
     if settings.tune and plan.products:
         notes.tuned = tune(lambda: graph(*inputs), progress=settings.progress)
     if ranked is None or not plan.products:
@@ -165,6 +165,6 @@ def _built(
             if n in sixteen
         }
         plan = planned(found, products)
-        graph, _ = coded_graph(fused, found, plan, dtype)
+        graph, _ = int8_graph(fused, found, plan, dtype)
     notes.choices = choose(graph, inputs, ranked)
     return graph, plan, why_not

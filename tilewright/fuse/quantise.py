@@ -126,7 +126,7 @@ def _relative(got: Tensor, right: Tensor) -> float:
     return float((got.double() - right).square().mean().sqrt() / right.square().mean().sqrt().clamp_min(1e-30))
 
 
-def _coded_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.float()
     scales = wide.abs().amax(tuple(range(1, weight.dim()))).clamp_min(1e-12) / 127.0
     codes = (wide / scales.view(-1, *(1,) * (weight.dim() - 1))).round().to(torch.int8)
@@ -140,7 +140,7 @@ class _Observer(fx.Interpreter):
         super().__init__(module)
         self.report, self.limit, self.found = report, limit, Found()
         products = [n for n in module.graph.nodes if n.target in (calls.linear, calls.conv)]
-        self.coded = {*products, *(source_of(n.args[0]) for n in products)}
+        self.scaled = {*products, *(source_of(n.args[0]) for n in products)}
         norms = [(n, source) for n in products if (source := source_of(n.args[0])).target is calls.layer_norm]
         self.by_rows = {n for n, norm in norms if _by_rows(n, norm)}
         self.row_norms = {norm for n, norm in norms if n in self.by_rows}
@@ -152,7 +152,7 @@ class _Observer(fx.Interpreter):
         result = super().run_node(n)
         if isinstance(result, Tensor) and result.is_floating_point():
             self.found.bytes[n] = result.nbytes
-            if n in self.coded:
+            if n in self.scaled:
                 self.found.scales[n] = step_of(result)
         return result
 
@@ -171,7 +171,7 @@ class _Observer(fx.Interpreter):
             return "its layer norm is quantised by rows for other products, and this product does not read whole rows"
         if not bool(step.isfinite()):
             return "its input is not finite on the example inputs"
-        codes, scales = _coded_weight(weight)
+        codes, scales = _quantised_weight(weight)
         near = (codes.float() * scales.view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype)
         if rows:
             step = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127.0

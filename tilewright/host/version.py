@@ -35,7 +35,7 @@ from tilewright.host.forking import LoadFailed
 from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, zeros
-from tilewright.host.waiting import Ask, Plans, Run, Told, Waiting, fail
+from tilewright.host.waiting import Ask, CallbackAnswer, Plans, Run, Waiting, fail
 
 __all__ = ["Ask", "Version"]
 
@@ -135,7 +135,7 @@ class Version:
     ) -> Callable[[], object]:
         """`infer` without a task: `done` is told once, later. Returns what gives the request up. Raises HostError."""
         started_s = time.monotonic()
-        answer = Told(done, self.stats.times, started_s)
+        answer = CallbackAnswer(done, self.stats.times, started_s)
         try:
             item = self._queued(inputs, ask, started_s, answer)
         except HostError:
@@ -165,7 +165,7 @@ class Version:
             self._recall()
 
     def _queued(
-        self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | Told"
+        self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | CallbackAnswer"
     ) -> Item:
         """A request in the queue. Raises HostError: it is not taken."""
         rows, size, key = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)

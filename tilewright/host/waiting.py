@@ -14,7 +14,7 @@ from tilewright.host.instance import Reply
 from tilewright.host.stats import Duration
 from tilewright.host.tensors import Signature, Wire, byte_size, checked
 
-__all__ = ["Ask", "Cut", "Plan", "Plans", "Run", "Told", "Waiting", "fail"]
+__all__ = ["Ask", "CallbackAnswer", "Cut", "Plan", "Plans", "Run", "Waiting", "fail"]
 
 MAX_PLANS = 1024
 """Kinds of requests that are remembered."""
@@ -30,7 +30,7 @@ class Ask:
     """How long it may wait for its start."""
     sequence: int | str | None = None
     note: Callable[..., None] | None = None
-    """Told what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
+    """Called with what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
     starts: bool = False
     ends: bool = False
     kind: int | None = None
@@ -42,7 +42,7 @@ class Waiting:
     """An item's request."""
 
     inputs: list[Wire]
-    answer: "asyncio.Future[tuple[Wire, ...]] | Told"
+    answer: "asyncio.Future[tuple[Wire, ...]] | CallbackAnswer"
     tried: bool = False
     times: tuple[float, float, int, float] | None = None
     """(begin, end, rows, the model's seconds) of its batch."""
@@ -93,13 +93,13 @@ def fail(item: Item, error: HostError) -> None:
         item.payload.answer.set_exception(error)
 
 
-class Told:
+class CallbackAnswer:
     """Where an answer goes that nobody awaits: to a function, at once. It is as much of a future as is used here."""
 
-    __slots__ = ("_started_s", "_tell", "_times", "over")
+    __slots__ = ("_callback", "_started_s", "_times", "over")
 
-    def __init__(self, tell: Callable[[tuple[Wire, ...] | HostError], object], times: Mapping[str, Duration], now_s: float):
-        self._tell, self._times, self._started_s = tell, times, now_s
+    def __init__(self, callback: Callable[[tuple[Wire, ...] | HostError], object], times: Mapping[str, Duration], now_s: float):
+        self._callback, self._times, self._started_s = callback, times, now_s
         self.over = False
 
     def done(self) -> bool:
@@ -110,13 +110,13 @@ class Told:
         """The outputs."""
         self.over = True
         self._times["success"].add(time.monotonic() - self._started_s)
-        self._tell(outputs)
+        self._callback(outputs)
 
     def set_exception(self, error: HostError) -> None:
         """Why there are none."""
         self.over = True
         self._times["fail"].add(time.monotonic() - self._started_s)
-        self._tell(error)
+        self._callback(error)
 
 
 class Plan(NamedTuple):

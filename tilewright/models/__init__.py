@@ -29,7 +29,7 @@ from tilewright.models.dense import (
 )
 from tilewright.models.errors import unknown
 from tilewright.models.files import read_json
-from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_codes
+from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_quantized
 from tilewright.models.initial import initialise
 from tilewright.models.prompt import prompt_inputs
 from tilewright.models.saving import save_model, save_quantized
@@ -140,7 +140,7 @@ def empty_model(config: ModelConfig, *, device: torch.device | str, dtype: torch
     """A model with uninitialised weights, quantised as in its checkpoint; on "meta" it takes no memory."""
     model = _build(config, device, dtype)
     if config.quantization is not None:
-        replace_by_empty_codes(model, config.quantization, torch.device(device))
+        replace_by_empty_quantized(model, config.quantization, torch.device(device))
     return model
 
 

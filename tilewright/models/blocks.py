@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tilewright.models.decoder import Block, FeedForward
 from tilewright.nn import MLA, Attention, Batch, Embedding, Linear, Packed, RMSNorm
-from tilewright.ops.linear import Codes
+from tilewright.ops.linear import QuantizedActivation
 
 __all__ = ["CappedHead", "PostNormBlock", "SandwichBlock", "ScaledBlock", "ScaledEmbedding", "ScaledNorm"]
 
@@ -104,6 +104,6 @@ class CappedHead(Linear):
         super().__init__(features, rows, bias=False, **place)
         self.cap = cap
 
-    def forward(self, x: Tensor | Codes, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | QuantizedActivation, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
         """[..., features] -> [..., rows]."""
         return torch.tanh(super().forward(x, activation, adapters) / self.cap) * self.cap

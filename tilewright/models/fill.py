@@ -24,7 +24,7 @@ from tilewright.nn import ExpertLinear, Linear, Rope
 from tilewright.nn.filling import empty_parameter
 from tilewright.ops.weights import QuantizedWeight, stack_rows
 
-__all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", "parts_of", "replace_by_empty_codes"]
+__all__ = ["Convert", "Progress", "check", "fill", "fill_random", "part_names", "parts_of", "replace_by_empty_quantized"]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all) after every tensor."""
@@ -211,7 +211,7 @@ def fill(
         nonlocal done
         source = sources[id(parameter)]
         if source.layouts:
-            made = _read_codes(source, checkpoint, device)
+            made = _read_quantized(source, checkpoint, device)
         else:
             made = empty_parameter(*parameter.shape, device=device, dtype=parameter.dtype)
             for name, view in source.pieces(made):
@@ -235,7 +235,7 @@ def _bytes(source: _Source, checkpoint: Checkpoint) -> int:
     return sum(torch.Size(checkpoint.shapes[n]).numel() * _ITEM_BYTES.get(checkpoint.dtypes[n], 1) for n in found)
 
 
-def _read_codes(source: _Source, checkpoint: Checkpoint, device: torch.device) -> QuantizedWeight:
+def _read_quantized(source: _Source, checkpoint: Checkpoint, device: torch.device) -> QuantizedWeight:
     parts = []
     for name, rows, layout in zip(source.names, source.rows, source.layouts, strict=True):
         layer, cols = name.removesuffix(".weight"), source.parameter.shape[1]
@@ -295,7 +295,7 @@ def _allocate(
             convert(path, module)
 
 
-def replace_by_empty_codes(model: Decoder, quantization: Quantization, device: torch.device) -> None:
+def replace_by_empty_quantized(model: Decoder, quantization: Quantization, device: torch.device) -> None:
     """Give a model the quantised weights that its checkpoint would fill, uninitialised."""
     for source in list(_sources(model, quantization)):
         if not source.layouts:

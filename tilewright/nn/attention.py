@@ -15,7 +15,7 @@ from tilewright.nn.filling import parameter
 from tilewright.nn.keys_values import Heads, KeysValues
 from tilewright.nn.linear import Linear
 from tilewright.nn.rope import Rope
-from tilewright.ops.linear import Codes
+from tilewright.ops.linear import QuantizedActivation
 
 __all__ = ["Attention"]
 
@@ -97,8 +97,8 @@ class Attention(nn.Module):
         """The one layer that reads the input (a norm before it may quantise for it)."""
         return self.qkv
 
-    def forward(self, x_TE: Tensor | Codes, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
-        """[T, E], or the same quantised (`Codes`) -> [T, E]. `keys_values` is this layer's; a cache is written to."""
+    def forward(self, x_TE: Tensor | QuantizedActivation, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
+        """[T, E], or the same quantised -> [T, E]. `keys_values` is this layer's; a cache is written to."""
         q, k, v = self.qkv(x_TE, adapters=batch.adapters).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         norms = (self.q_norm, self.k_norm)
         if self.wide_norm_eps is not None and self.q_norm is not None and self.k_norm is not None:

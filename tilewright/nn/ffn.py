@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.nn.linear import Linear
-from tilewright.ops.linear import Codes
+from tilewright.ops.linear import QuantizedActivation
 
 __all__ = ["GatedMLP"]
 
@@ -41,8 +41,8 @@ class GatedMLP(nn.Module):
         """The one layer that reads the input."""
         return self.gate_up
 
-    def forward(self, x: Tensor | Codes, adapters: Tensor | None = None) -> Tensor:
-        """[..., features], or the same quantised (`Codes`) -> [..., features]; adapters as in `Batch`."""
+    def forward(self, x: Tensor | QuantizedActivation, adapters: Tensor | None = None) -> Tensor:
+        """[..., features], or the same quantised -> [..., features]; adapters as in `Batch`."""
         if self.activation == "gelu_tanh_mul":
             gate, up = self.gate_up(x, adapters=adapters).chunk(2, -1)
             return self.down(ops.gelu_mul(gate, up, approximate=True), adapters=adapters)

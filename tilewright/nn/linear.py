@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tilewright import ops
 from tilewright.nn.filling import parameter, uniform
 from tilewright.nn.lora import Lora, LoraStack
-from tilewright.ops.linear import Codes
+from tilewright.ops.linear import QuantizedActivation
 from tilewright.ops.linear_gradient import activated
 from tilewright.ops.weights import QuantizedWeight
 
@@ -51,8 +51,8 @@ class Linear(nn.Module):
         self.fp8_scale: str | None = None
         """For training with float8 products: which values share a scale, as in `ops.linear_fp8`. Without gradients the products
         use the float weight."""
-        self.coded: QuantizedWeight | None = None
-        """The quantised weight that the layer multiplies by while the float weight is trained, as in `ops.linear_coded`."""
+        self.quantized_weight: QuantizedWeight | None = None
+        """The quantised weight to multiply by while the float weight is trained, as in `ops.linear_straight_through`."""
 
     def reset_parameters(self) -> None:
         """As torch.nn.Linear: uniform, with a bound of 1 / sqrt(in_features)."""
@@ -65,10 +65,10 @@ class Linear(nn.Module):
         self.weight = weight
 
     def adapted(self, adapters: Tensor | None) -> bool:
-        """Whether an adapter contributes to a batch with these ids; then x must not be `Codes`."""
+        """Whether an adapter contributes to a batch with these ids; then x must not be `QuantizedActivation`."""
         return self.adapter is not None and self.adapter.applies(adapters)
 
-    def forward(self, x: Tensor | Codes, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | QuantizedActivation, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out]; or [..., out / 2] if the activation is gated ("silu_mul", "gelu_mul").
 
         adapters: the adapter of each token in a `LoraStack`, as in `Batch`.
@@ -77,9 +77,9 @@ class Linear(nn.Module):
             if self.fp8_scale is not None and torch.is_grad_enabled() and isinstance(x, Tensor):
                 assert isinstance(self.weight, Tensor)
                 return ops.linear_fp8(x, self.weight, self.bias, activation, self.fp8_scale)
-            if self.coded is not None and isinstance(x, Tensor):
+            if self.quantized_weight is not None and isinstance(x, Tensor):
                 assert isinstance(self.weight, Tensor)
-                return ops.linear_coded(x, self.weight, self.coded, self.bias, activation)
+                return ops.linear_straight_through(x, self.weight, self.quantized_weight, self.bias, activation)
             return ops.linear(x, self.weight, self.bias, activation)
         assert isinstance(x, Tensor)
         return activated(self.adapter.add(ops.linear(x, self.weight, self.bias), x, adapters), activation)

@@ -26,7 +26,7 @@ from tilewright.nn.linear import Linear
 from tilewright.nn.norm import RMSNorm
 from tilewright.nn.rope import Rope
 from tilewright.op import scope
-from tilewright.ops.linear import Codes
+from tilewright.ops.linear import QuantizedActivation
 
 __all__ = ["MLA"]
 
@@ -100,8 +100,8 @@ class MLA(nn.Module):
         assert reader is not None
         return reader
 
-    def forward(self, x_TE: Tensor | Codes, batch: Batch, cache: Tensor) -> Tensor:
-        """[T, E], or the same quantised (`Codes`) -> [T, E]. cache [P, S, R + D] is this layer's, and is written to."""
+    def forward(self, x_TE: Tensor | QuantizedActivation, batch: Batch, cache: Tensor) -> Tensor:
+        """[T, E], or the same quantised -> [T, E]. cache [P, S, R + D] is this layer's, and is written to."""
         q, kv = self.reader(x_TE).split_with_sizes(self.down_sizes, 1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))

@@ -9,7 +9,7 @@ from tilewright import ops
 from tilewright.nn.filling import begins_empty, parameter
 from tilewright.nn.linear import Linear
 from tilewright.ops import add_rms_norm_quantize, rms_norm_quantize
-from tilewright.ops.linear import Codes, codes_for
+from tilewright.ops.linear import QuantizedActivation, activation_format
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -66,19 +66,19 @@ class RMSNorm(nn.Module):
 
     def add_for(
         self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
-    ) -> tuple[Tensor | Codes, Tensor]:
-        """`add` for the one layer that reads the norm. If that would quantise its input, the norm writes `Codes` instead.
+    ) -> tuple[Tensor | QuantizedActivation, Tensor]:
+        """`add` for the one layer that reads the norm. If that would quantise its input, the norm does so.
 
         adapters: those of the reader's call; if it has an adapter, which needs x itself, nothing is quantised.
         """
-        format = None if reader.adapted(adapters) else codes_for(reader.weight, x)
+        format = None if reader.adapted(adapters) else activation_format(reader.weight, x)
         if format is None:
             return self.add(x, residual)
         if residual is None:
             codes, scales = rms_norm_quantize(x, self.weight, self.eps_of(x), format)
-            return Codes(codes, scales, x.dtype), x
+            return QuantizedActivation(codes, scales, x.dtype), x
         codes, scales, total = add_rms_norm_quantize(x, residual, self.weight, self.eps_of(x), format)
-        return Codes(codes, scales, x.dtype), total
+        return QuantizedActivation(codes, scales, x.dtype), total
 
     def extra_repr(self) -> str:
         return f"{', '.join(map(str, self.normalized_shape))}, eps={self.eps}"

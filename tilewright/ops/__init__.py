@@ -112,10 +112,10 @@ from tilewright.ops.experts import (
     route_experts,
     sort_by_expert,
 )
-from tilewright.ops.linear import linear, linear_codes
-from tilewright.ops.linear_coded import linear_coded
+from tilewright.ops.linear import linear, linear_quantize
 from tilewright.ops.linear_cross_entropy import linear_cross_entropy
 from tilewright.ops.linear_fp8 import linear_fp8
+from tilewright.ops.linear_straight_through import linear_straight_through
 from tilewright.ops.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tilewright.ops.paged import (
     check_paged,
@@ -178,10 +178,10 @@ __all__ = [
     "layer_norm",
     "layer_norm_quantize",
     "linear",
-    "linear_coded",
-    "linear_codes",
     "linear_cross_entropy",
     "linear_fp8",
+    "linear_quantize",
+    "linear_straight_through",
     "log_softmax",
     "lora_expand_add",
     "lora_shrink",

@@ -79,7 +79,7 @@ def _scaled(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
     assert isinstance(codes, ScaledWeight)
     if few_rows(x, rows.each(x, weight.experts)):
         return _mixed(x, weight, rows)
-    values, scales = quantize_rows_op(x.flatten(0, -2), codes.codes_format)
+    values, scales = quantize_rows_op(x.flatten(0, -2), codes.value_format)
     values, scales = (t.unflatten(0, x.shape[:-1]) for t in (values, scales))
     operands = values, weight.by_expert(codes.operand), scales, weight.by_expert(codes.scales)
     return grouped_scaled_linear_op(*operands, *rows[:5], x.dtype, rows.clear)

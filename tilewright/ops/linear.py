@@ -39,7 +39,7 @@ from tilewright.ops.linear_gradient import activated, linear_again, linear_with_
 from tilewright.ops.values import invariant_scope
 from tilewright.ops.weights import BlockScaledWeight, MixedWeight, MXWeight, QuantizedWeight, ScaledWeight, StaticWeight
 
-__all__ = ["FEW_ROWS", "LINEAR_OPS", "Codes", "codes_for", "few_rows", "linear", "linear_codes"]
+__all__ = ["FEW_ROWS", "LINEAR_OPS", "QuantizedActivation", "activation_format", "few_rows", "linear", "linear_quantize"]
 
 FEW_ROWS = 16
 """Up to this number of rows an 8-bit weight is multiplied by a 16-bit activation.
@@ -50,7 +50,7 @@ docs/experiments/few-rows-weight-only.md.
 """
 
 
-class Codes(NamedTuple):
+class QuantizedActivation(NamedTuple):
     """An activation that is quantised already, by a norm or by the layer before; `linear` accepts it as x."""
 
     codes: Tensor
@@ -73,7 +73,7 @@ def _mixed(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activation: 
 def _scaled(x: Tensor, weight: ScaledWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     if _few(x):
         return _mixed(x, weight, bias, activation, residual)
-    codes, scales = _coded(x, weight)
+    codes, scales = _quantized_input(x, weight)
     return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
@@ -82,11 +82,11 @@ def _static(x: Tensor, weight: StaticWeight, bias: Tensor | None, activation: st
         return _mixed(x, weight, bias, activation, residual)
     if weight.offset is not None:
         bias = weight.offset if bias is None else weight.offset + bias
-    codes, scales = _coded(x, weight)
+    codes, scales = _quantized_input(x, weight)
     return scaled_linear_op(codes, weight.operand, scales, weight.scales, bias, activation, residual, x.dtype, True)
 
 
-def codes_for(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
+def activation_format(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
     """The format to which `linear` would quantise the rows of x [M, K] for this weight; None: it would not quantise them.
 
     A norm before the layer can then write the quantised values itself, which saves a launch and a 16-bit tensor.
@@ -96,7 +96,9 @@ def codes_for(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
     return weight.format
 
 
-def _from_codes(x: Codes, weight: Weight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+def _from_quantized(
+    x: QuantizedActivation, weight: Weight, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:
     zero = isinstance(weight, StaticWeight) and weight.x_zero is not None
     k, codes = x.codes.shape[1], x.codes.dtype
     if not isinstance(weight, ScaledWeight) or zero or weight.operand.dtype != codes or weight.shape[1] != k:
@@ -156,12 +158,16 @@ _FLOAT = (Tensor, Parameter)
 
 
 def linear(
-    x: Tensor | Codes, weight: Weight, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+    x: Tensor | QuantizedActivation,
+    weight: Weight,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
 ) -> Tensor:
     """activation(x @ weight^T + bias) + residual.
 
     Args:
-        x: [..., K], bf16, fp16 or fp32; or `Codes` of [M, K], for a weight for which `codes_for` names a format.
+        x: [..., K], bf16, fp16 or fp32; or a `QuantizedActivation` of [M, K] in the format that `activation_format` returns.
         weight: [N, K], of a type in `LINEAR_OPS`.
         bias: [N].
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, for which the weight is [2F, K], gate half first,
@@ -175,8 +181,8 @@ def linear(
         TypeError: there is no product for a weight of this type.
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
-    if isinstance(x, Codes):
-        return _from_codes(x, weight, bias, activation, residual)
+    if isinstance(x, QuantizedActivation):
+        return _from_quantized(x, weight, bias, activation, residual)
     if residual is None and isinstance(weight, Tensor) and type(weight) in _FLOAT and wants_gradient(x, weight, bias):
         y = linear_again(x, weight, bias, activation)
         if y is not None:
@@ -205,16 +211,16 @@ def linear(
     return op(operand_ready(x.flatten(0, -2)), weight, bias, activation, residual).view(shape)
 
 
-def linear_codes(
-    x: Tensor | Codes, weight: Weight, reader: StaticWeight, bias: Tensor | None = None, activation: str = "none"
-) -> Codes:
+def linear_quantize(
+    x: Tensor | QuantizedActivation, weight: Weight, reader: StaticWeight, bias: Tensor | None = None, activation: str = "none"
+) -> QuantizedActivation:
     """`linear` whose result is quantised for the static layer that reads it: one launch, without a 16-bit tensor in between.
 
     Call this yourself if two layers follow each other directly. `nn` layers never do, because what usually comes between two
     layers (a residual, a norm) needs 16 bits.
 
     Args:
-        x: [M, K], bf16 or fp16; or quantised, as `Codes`.
+        x: [M, K], bf16 or fp16; or a `QuantizedActivation`.
         weight: [N, K], a float weight of x's dtype, or an 8-bit weight with one scale per row.
         reader: the weight of the next layer; its calibrated activation scale is used.
         bias: [N].
@@ -228,29 +234,29 @@ def linear_codes(
         ValueError: shapes or dtypes do not fit, or the reader's activation has a zero point.
     """
     if reader.x_zero is not None:
-        raise ValueError("linear_codes: the reader's codes have a zero point, which no product adds; calibrate without one")
+        raise ValueError("linear_quantize: the reader's codes have a zero point, which no product adds; calibrate without one")
     if isinstance(weight, QuantizedWeight) and not isinstance(weight, ScaledWeight):
-        raise TypeError(f"linear_codes: wanted a float weight or a ScaledWeight, got {type(weight).__name__}")
+        raise TypeError(f"linear_quantize: wanted a float weight or a ScaledWeight, got {type(weight).__name__}")
     out, codes, scales, w_scales = reader.operand.dtype, x, None, None
     if isinstance(weight, ScaledWeight):
         if isinstance(weight, StaticWeight) and weight.offset is not None:
             bias = weight.offset if bias is None else weight.offset + bias
-        codes, scales = x[:2] if isinstance(x, Codes) else _coded(x, weight)
+        codes, scales = x[:2] if isinstance(x, QuantizedActivation) else _quantized_input(x, weight)
         w_scales, weight = weight.scales, weight.operand
-    elif isinstance(x, Codes):
-        raise ValueError("linear_codes: x is quantised, and the weight is not; give x in the weight's dtype")
+    elif isinstance(x, QuantizedActivation):
+        raise ValueError("linear_quantize: x is quantised, and the weight is not; give x in the weight's dtype")
     y = cast_linear(
         cast(Tensor, codes), cast(Tensor, weight), out, reader.x_scale, x_scales=scales, w_scales=w_scales, bias=bias,
         activation=activation,
     )  # fmt: skip
-    return Codes(y, reader.x_scale.expand(y.shape[0]).contiguous(), reader.dtype)
+    return QuantizedActivation(y, reader.x_scale.expand(y.shape[0]).contiguous(), reader.dtype)
 
 
-def _coded(x: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
+def _quantized_input(x: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
     """x quantised in the format of the weight, and its scales."""
     if isinstance(weight, StaticWeight):
-        return quantize_static_op(rows_ready(x), weight.x_scale, weight.codes_format, weight.x_zero)
-    return quantize_rows_op(rows_ready(x), weight.codes_format)
+        return quantize_static_op(rows_ready(x), weight.x_scale, weight.value_format, weight.x_zero)
+    return quantize_rows_op(rows_ready(x), weight.value_format)
 
 
 def _inherited(kind: type) -> LinearOp:

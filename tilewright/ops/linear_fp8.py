@@ -111,14 +111,14 @@ def fp8_seconds(
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    plain = coded = 0.0
+    plain = fp8 = 0.0
     for m, n, k in ((tokens, rows, cols), (tokens, cols, rows)):
         a, b = empty(m, k), empty(n, k)
         plain += launch_s + roof(linear_op.cost(a, b, None, "none", None), found, "bf16").seconds
         scales = empty(m, dtype=torch.float32), empty(n, dtype=torch.float32)
         codes = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
         cost = scaled_linear_op.cost(*codes, *scales, None, "none", None, torch.bfloat16, False)
-        coded += launch_s + roof(cost, found, "fp8").seconds + 2 * m * n / found.write
+        fp8 += launch_s + roof(cost, found, "fp8").seconds + 2 * m * n / found.write
     x, dy, weight = empty(tokens, cols), empty(tokens, rows), empty(rows, cols)
     quantised = (
         ONE_WAY[scale].cost(x, _FORMAT),
@@ -126,4 +126,4 @@ def fp8_seconds(
         quantize_both_ways_op.cost(weight, scale, _FORMAT),
     )
     launches = {"row": 5, "tensor": 6}[scale]  # for x 1 or 2, for dy 1, for the weight 3
-    return plain, coded + launches * launch_s + sum(roof(cost, found, "bf16").seconds for cost in quantised)
+    return plain, fp8 + launches * launch_s + sum(roof(cost, found, "bf16").seconds for cost in quantised)

@@ -172,14 +172,14 @@ class ScaledWeight(QuantizedWeight):
     """int8 or float8 with one scale for each row; the activation is quantised to the same format, row by row."""
 
     @property
-    def codes_format(self) -> str:
+    def value_format(self) -> str:
         """int8, fp8 or fp8-e5m2: the format of the weight and of the activation."""
         return _STORED[self.stored.dtype]
 
     @property
     def format(self) -> str:
         """int8, fp8 or fp8-e5m2."""
-        return self.codes_format
+        return self.value_format
 
 
 class StaticWeight(ScaledWeight):
@@ -211,10 +211,10 @@ class StaticWeight(ScaledWeight):
     @property
     def format(self) -> str:
         """int8-static or fp8-static; not in `WEIGHT_FORMATS`, whose weights need no calibration."""
-        return f"{self.codes_format}-static"
+        return f"{self.value_format}-static"
 
     @property
-    def input_codes(self) -> tuple[float, float]:
+    def input_qparams(self) -> tuple[float, float]:
         """(scale, zero point) of the activation; zeros on "meta", where they are unknown."""
         known = [0.0 if t is None or t.is_meta else t.item() for t in (self.x_scale, self.x_zero)]
         return known[0], known[1]
@@ -359,7 +359,7 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 def _with_one_input(first: StaticWeight, weights: Sequence[StaticWeight]) -> StaticWeight:
     """`first` with the largest activation scale of the weights, so that none of them saturates earlier than before."""
-    if any(w.x_zero is not None for w in weights) and len(inputs := {w.input_codes for w in weights}) > 1:
+    if any(w.x_zero is not None for w in weights) and len(inputs := {w.input_qparams for w in weights}) > 1:
         raise ValueError(
             f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"
         )

@@ -285,7 +285,7 @@ def _with_static_scale(weight: QuantizedWeight, seen: Seen, *, zero: bool) -> St
     assert seen.high is not None
     # 0 must be within the range: padding of the matrix counts as 0.
     low, high = seen.low.min().clamp_max(0.0), seen.high.max().clamp_min(0.0)
-    largest = FORMATS[weight.codes_format].largest
+    largest = FORMATS[weight.value_format].largest
     scale = ((high - low) / 255 if zero else torch.maximum(-low, high) / largest).clamp_min(SMALLEST_AMAX / largest)
     point = (-128 - low / scale).round().clamp(-128, 127).to(weight.device) if zero else None
     scales = {"x_scale": scale.to(weight.device), "x_zero": point}

@@ -14,7 +14,7 @@ from tilewright.models import Model
 from tilewright.rl.advantages import gae, whitened
 from tilewright.rl.batch import Batch
 from tilewright.rl.policy import hidden_of
-from tilewright.rl.quantised import uncode
+from tilewright.rl.quantised import remove_quantised_weights
 
 __all__ = ["Critic", "with_advantages"]
 
@@ -28,7 +28,7 @@ class Critic(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.body = deepcopy(model).requires_grad_(True)
-        uncode(self.body)
+        remove_quantised_weights(self.body)
         if self.body.head.weight is not self.body.embed.weight:
             self.body.head.requires_grad_(False)  # the head for tokens, which a critic does not use
         width, like = model.config.hidden_size, model.embed.weight

@@ -21,7 +21,7 @@ from tilewright.rl.losses.correction import masked, truncated
 from tilewright.rl.losses.kl import penalty
 from tilewright.rl.losses.ppo import entropy_bonus, value_loss
 from tilewright.rl.policy import logprobs_and_entropies_of, logprobs_of, support_of
-from tilewright.rl.quantised import recode
+from tilewright.rl.quantised import requantise
 from tilewright.rl.stats import measure
 from tilewright.train.optim import AdamW
 from tilewright.train.step import running_sum, trainable
@@ -58,7 +58,7 @@ class Learner:
         """Continue from a saved state. Raises ValueError if it is for another model or algorithm."""
         own = {name: tensor for name, tensor in tensors.items() if not name.startswith("critic.")}
         self._optimizer.load_state_dict(own)
-        recode(self.model)
+        requantise(self.model)
         if self.critic is not None:
             critic = {name.removeprefix("critic."): x for name, x in tensors.items() if name.startswith("critic.")}
             self._critic_optimizer.load_state_dict(critic)
@@ -109,7 +109,7 @@ class Learner:
         left = max(0.0, min(1.0, (config.updates - update) / max(1.0, config.decay * config.updates)))
         rate = left * min(1.0, (update + 1) / max(1, config.warmup))
         generator = torch.Generator().manual_seed(config.seed + update)
-        told: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
+        results: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
         sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
         before: list[Tensor] | None = [] if self._once(update) else None
         loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
@@ -123,16 +123,16 @@ class Learner:
                     result = running_sum(self._critic_parts(self.critic, chosen))
                     grads = dict(zip(trainable(self.critic), result[1:]))
                     norm, _ = self._critic_optimizer.step(grads, config.critic_learning_rate * rate)
-                    told |= {"value_loss": result[0], "value_norm": norm}
+                    results |= {"value_loss": result[0], "value_norm": norm}
                 if self.critic is None or update >= config.critic_warmup:
                     result = running_sum(policy(chosen))
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
-                    recode(self.model)
-                    told |= {"loss": result[0], "norm": norm, "applied": applied}
+                    requantise(self.model)
+                    results |= {"loss": result[0], "norm": norm, "applied": applied}
                     if before is not None:
                         batch = replace(chosen, old=torch.cat(before))
-        stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in told.items()}}
+        stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in results.items()}}
         # On policy the trainer's probabilities are set to the sampler's, and every ratio is 1; this measures the real ratios.
         stats |= measure(batch.old, replace(batch, old=batch.sampled))
         if self.critic is not None:

@@ -25,7 +25,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from tilewright.models import Model
 from tilewright.rl.config import RLConfig
 from tilewright.rl.policies import policy_of
-from tilewright.rl.quantised import recode
+from tilewright.rl.quantised import requantise
 from tilewright.rl.rollout import Answer
 from tilewright.rl.sampler_process import sampler_of
 from tilewright.rl.samplers import dealt
@@ -53,10 +53,10 @@ class Actor:
 
     def load(self, version: int, weights: Weights) -> None:
         """Load these weights."""
-        for parameter, told in zip(parameters_of(self._model), weights, strict=True):
-            whole = torch.from_numpy(told.copy()).view(parameter.dtype).view(parameter.shape)  # the store is read-only
+        for parameter, received in zip(parameters_of(self._model), weights, strict=True):
+            whole = torch.from_numpy(received.copy()).view(parameter.dtype).view(parameter.shape)  # the store is read-only
             parameter.copy_(whole)
-        recode(self._model)
+        requantise(self._model)
         self._sampler.version = version
 
     def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -82,9 +82,9 @@ class RaySamplers:
         try:
             cluster = ray.cluster_resources()
             on_card, cores = cluster.get("GPU", 0) >= count, max(1, int(cluster.get("CPU", 1)) // count)
-            told = replace(config, device="cuda" if on_card else "cpu", sampler="", staleness=0).to_json()
+            sampler_config = replace(config, device="cuda" if on_card else "cpu", sampler="", staleness=0).to_json()
             kind = ray.remote(num_cpus=0 if on_card else min(1, cores), num_gpus=1 if on_card else 0)(Actor)
-            self._make = lambda: kind.remote(told, longest, torch.get_num_threads())
+            self._make = lambda: kind.remote(sampler_config, longest, torch.get_num_threads())
             self.actors = [self._make() for _ in range(count)]
             self._ends = [0] * count
             self._given: tuple[int, Any] = (0, None)

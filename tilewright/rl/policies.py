@@ -8,7 +8,7 @@ from tilewright.models import Model, ModelError, load_config, load_model, random
 from tilewright.models.config import ModelConfig
 from tilewright.rl.characters import Characters
 from tilewright.rl.config import RLConfig
-from tilewright.rl.quantised import code
+from tilewright.rl.quantised import add_quantised_weights
 from tilewright.rl.text import Text, Tokens
 from tilewright.train.setup import chosen_device
 
@@ -28,7 +28,7 @@ def policy_of(config: RLConfig, model: Model | None = None) -> tuple[Text, Model
         ValueError: the device does not exist, the tokenizer is another model's, or the model cannot be quantised.
     """
     text, found = _policy_of(config, model)
-    return text, code(found, config.quantize) if config.quantize else found
+    return text, add_quantised_weights(found, config.quantize) if config.quantize else found
 
 
 def _policy_of(config: RLConfig, model: Model | None) -> tuple[Text, Model]:

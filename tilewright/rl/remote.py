@@ -37,8 +37,8 @@ class RemoteSampler:
         self.process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        told = replace(config, device=device, sampler="", staleness=0, handover="memory").to_json()
-        first = {"config": told, "longest": longest, "threads": torch.get_num_threads(), "handover": config.handover}
+        sampler_config = replace(config, device=device, sampler="", staleness=0, handover="memory").to_json()
+        first = {"config": sampler_config, "longest": longest, "threads": torch.get_num_threads(), "handover": config.handover}
         try:
             self._say({**first, "rank": rank, "size": size})
         except BaseException:

@@ -21,7 +21,7 @@ from tilewright.engine.windows import page_pools
 from tilewright.hw.revocable import Revocable
 from tilewright.models import Model
 from tilewright.nn import KVCache
-from tilewright.rl.told import Output, Told
+from tilewright.rl.output_collector import Output, OutputCollector
 
 __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
 
@@ -138,7 +138,7 @@ class Sampler:
             ValueError: a prompt and `max_tokens` do not fit.
             RuntimeError: the engine failed on a request.
         """
-        drawing, told = self.drawing, Told()
+        drawing, collector = self.drawing, OutputCollector()
         if self._memory is not None:
             self.taking_s = self._memory.take()
         self._engine.reset()  # remove cached keys and values of other weights
@@ -151,8 +151,8 @@ class Sampler:
                 )  # fmt: skip
                 self._engine.submit(list(prompt), params, f"{seed}-{index}", streams=range(first, first + answers))
             while self._engine.has_work:
-                told.add(self._engine.advance())
-        found = [_answer(output, drawing, self.version) for output in told.outputs(len(prompts) * answers)]
+                collector.add(self._engine.advance())
+        found = [_answer(output, drawing, self.version) for output in collector.outputs(len(prompts) * answers)]
         return [found[first : first + answers] for first in range(0, len(found), answers)]
 
     def give_back(self) -> tuple[int, float]:

@@ -19,7 +19,7 @@ from tilewright.models import Model
 from tilewright.rl.broadcast_weights import BroadcastWeights
 from tilewright.rl.config import RLConfig
 from tilewright.rl.policies import policy_of
-from tilewright.rl.quantised import recode
+from tilewright.rl.quantised import requantise
 from tilewright.rl.rollout import Sampler
 from tilewright.rl.shared_weights import SharedWeights
 
@@ -54,14 +54,14 @@ class _Taker:
         """Receive weights that are being broadcast."""
         assert isinstance(self._weights, BroadcastWeights)
         self._weights.pull()
-        recode(self._model)
+        requantise(self._model)
         self._sampler.version = version
 
     def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
         """Sample with the newest weights."""
         if isinstance(self._weights, SharedWeights) and self._weights.version != self._sampler.version:
             self._sampler.version = self._weights.pull()
-            recode(self._model)
+            requantise(self._model)
         return [[asdict(answer) for answer in group] for group in self._sampler(**call)]
 
 

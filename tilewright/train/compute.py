@@ -60,11 +60,11 @@ def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | 
         return f"a weight of {rows} x {cols}{parts} has sides that are not multiples of 16"
     if card is None:
         return None
-    plain, coded = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, _SCALES[config.compute])
-    if plain < _GAIN * coded:
+    plain, fp8 = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, _SCALES[config.compute])
+    if plain < _GAIN * fp8:
         return (
             f"{rows} x {cols} with {tokens} tokens takes {plain * 1e6:.0f} us for y and dx in bfloat16, and in float8 with "
-            f"quantising {coded * 1e6:.0f} us, by the rooflines of the card; wanted {_GAIN} times as fast"
+            f"quantising {fp8 * 1e6:.0f} us, by the rooflines of the card; wanted {_GAIN} times as fast"
         )
     return None
 

@@ -315,7 +315,7 @@ def test_a_profile_that_is_none(events: list[Any], words: str) -> None:
 # ---- the table
 
 
-def told(comparison: Comparison, *counters: tuple[float, list[str]]) -> Comparison:
+def counting(comparison: Comparison, *counters: tuple[float, list[str]]) -> Comparison:
     """With counters of the baseline, by layers."""
     found = [Counter(name=f"op {i}", seconds=s, layers=layers) for i, (s, layers) in enumerate(counters)]
     return replace(comparison, baseline=replace(comparison.baseline, counters=found))
@@ -331,7 +331,9 @@ def test_the_table_lays_claims_beside_estimates() -> None:
     baseline = replace(measured.baseline, whole=Interval(8e-3, 8e-3, 8e-3))
     small = replace(measured, segments=segments, baseline=baseline)
     assert table(small) is None
-    found = table(told(small, (1e-3, ["a"]), (5e-4, ["a"]), (1e-3, ["b"]), (1e-3, ["b", "c"]), (3e-3, ["a", "b"]), (5e-4, [])))
+    found = table(
+        counting(small, (1e-3, ["a"]), (5e-4, ["a"]), (1e-3, ["b"]), (1e-3, ["b", "c"]), (3e-3, ["a", "b"]), (5e-4, []))
+    )
     assert found is not None
     assert found.columns == ["segment", "baseline", "baseline says", "ratio"]
     assert found.rows == [

@@ -130,7 +130,7 @@ def sides() -> tuple[Side, Side]:
     return comparison.ours, comparison.baseline
 
 
-def told(side: Side, **facts: Any) -> Side:
+def given(side: Side, **facts: Any) -> Side:
     return replace(side, facts={**side.facts, **facts})
 
 
@@ -152,7 +152,7 @@ def test_a_fair_comparison_has_no_open_point() -> None:
 
 def on_cpu(ours: Side, baseline: Side) -> tuple[Side, Side]:
     alike = {"device": "cpu", "threads": 2, "precision": "fp32", "graph": False, "copies": "none", "clock": "wall clock"}
-    return tuple(replace(told(side, **alike), output_error=2e-7) for side in (ours, baseline))  # type: ignore[return-value]
+    return tuple(replace(given(side, **alike), output_error=2e-7) for side in (ours, baseline))  # type: ignore[return-value]
 
 
 def shifted(side: Side, seconds: float) -> Side:
@@ -168,11 +168,11 @@ Change = Callable[[Side, Side], tuple[Side, Side]]
 OPEN: dict[str, tuple[str, str, Change]] = {
     "bf16 behind the word fp32": (
         "precision", "eager says fp32, but computes in bf16",
-        lambda a, b: (a, replace(told(b, precision="fp32"), output_error=1.2e-2)),
+        lambda a, b: (a, replace(given(b, precision="fp32"), output_error=1.2e-2)),
     ),
     "tf32 behind the word fp32": (
         "precision", "says fp32, but computes in fp16/tf32",
-        lambda a, b: (a, told(b, precision="fp32")),
+        lambda a, b: (a, given(b, precision="fp32")),
     ),
     "fp32 behind the word fp16": (
         "precision", "as exact as fp32: it does not compute in what it says",
@@ -180,31 +180,31 @@ OPEN: dict[str, tuple[str, str, Change]] = {
     ),
     "fp32 behind the word int8": (
         "precision", "does not compute in what it says",
-        lambda a, b: (replace(told(a, precision="int8"), output_error=3e-7), b),
+        lambda a, b: (replace(given(a, precision="int8"), output_error=3e-7), b),
     ),
     "another answer": ("outputs", "eager: not the model's answer", lambda a, b: (a, replace(b, output_error=1.4))),
     "no answer": ("outputs", "not the model's answer", lambda a, b: (replace(a, output_error=math.inf), b)),
-    "two devices": ("device", "different devices", lambda a, b: (a, told(b, device="cpu"))),
-    "another batch": ("batch and shapes", "different shapes", lambda a, b: (a, told(b, inputs=["float32[1,3,224,224]"]))),
-    "threads": ("threads", "different numbers", lambda a, b: (on_cpu(a, b)[0], told(on_cpu(a, b)[1], threads=1))),
-    "a graph on one side, it seems": ("graph capture", "eager does not tell its graph", lambda a, b: (a, told(b, graph=None))),
+    "two devices": ("device", "different devices", lambda a, b: (a, given(b, device="cpu"))),
+    "another batch": ("batch and shapes", "different shapes", lambda a, b: (a, given(b, inputs=["float32[1,3,224,224]"]))),
+    "threads": ("threads", "different numbers", lambda a, b: (on_cpu(a, b)[0], given(on_cpu(a, b)[1], threads=1))),
+    "a graph on one side, it seems": ("graph capture", "eager does not tell its graph", lambda a, b: (a, given(b, graph=None))),
     "copies in the baseline's time": (
         "copies in a call", "(in and out)",
-        lambda a, b: (told(a, copies="none: static"), told(b, copies="in and out")),
+        lambda a, b: (given(a, copies="none: static"), given(b, copies="in and out")),
     ),
-    "copies nobody knows of": ("copies in a call", "does not tell its copies", lambda a, b: (a, told(b, copies=None))),
+    "copies nobody knows of": ("copies in a call", "does not tell its copies", lambda a, b: (a, given(b, copies=None))),
     "another stop-watch for layers": (
         "stop-watch",
         "on the device alone",
-        lambda a, b: (told(a, **{"clock of layers": "device"}), told(b, **{"clock of layers": "host"})),
+        lambda a, b: (given(a, **{"clock of layers": "device"}), given(b, **{"clock of layers": "host"})),
     ),
     "16 bits instead of int8": (
         "precision",
         "was asked for int8 and answered in fp16",
-        lambda a, b: (told(a, **{"precision": "int8", "computes in": "fp16"}), b),
+        lambda a, b: (given(a, **{"precision": "int8", "computes in": "fp16"}), b),
     ),
-    "another stop-watch": ("stop-watch", "on the device alone", lambda a, b: (a, told(b, clock="wall clock, synchronised"))),
-    "no version": ("versions", "eager does not tell its versions", lambda a, b: (a, told(b, versions={}))),
+    "another stop-watch": ("stop-watch", "on the device alone", lambda a, b: (a, given(b, clock="wall clock, synchronised"))),
+    "no version": ("versions", "eager does not tell its versions", lambda a, b: (a, given(b, versions={}))),
     "few runs": (
         "runs", "Only 3 of a variant",
         lambda a, b: (replace(a, runs=[*a.runs, *[Run(at=1.0, variant="x", seconds=1.0)] * 3]), b),
@@ -224,16 +224,16 @@ def test_what_opens_a_point(name: str) -> None:
 
 
 CLOSED: dict[str, tuple[str, Change]] = {
-    "int8 with layers in 16 bits": ("precision", lambda a, b: (replace(told(a, precision="int8"), output_error=2e-3), b)),
-    "bf16 diluted by skips": ("precision", lambda a, b: (replace(told(a, precision="bf16"), output_error=2e-3), b)),
-    "an engine that says nothing of its precision": ("precision", lambda a, b: (a, told(b, precision=None))),
+    "int8 with layers in 16 bits": ("precision", lambda a, b: (replace(given(a, precision="int8"), output_error=2e-3), b)),
+    "bf16 diluted by skips": ("precision", lambda a, b: (replace(given(a, precision="bf16"), output_error=2e-3), b)),
+    "an engine that says nothing of its precision": ("precision", lambda a, b: (a, given(b, precision=None))),
     "tf32 allowed and not used": ("precision", lambda a, b: (a, replace(b, output_error=3e-7))),
-    "inputs of another type": ("batch and shapes", lambda a, b: (told(a, inputs=["float16[32,3,224,224]"]), b)),
-    "threads on a GPU": ("threads", lambda a, b: (a, told(b, threads=1))),
-    "a graph on our side, told": ("graph capture", lambda a, b: (a, told(b, graph=False))),
+    "inputs of another type": ("batch and shapes", lambda a, b: (given(a, inputs=["float16[32,3,224,224]"]), b)),
+    "threads on a GPU": ("threads", lambda a, b: (a, given(b, threads=1))),
+    "a graph on our side, told": ("graph capture", lambda a, b: (a, given(b, graph=False))),
     "both drift": ("drift", lambda a, b: (slower_at_the_end(a), slower_at_the_end(b))),
     "all of it on a processor": ("graph capture", on_cpu),
-    "copies on our side only": ("copies in a call", lambda a, b: (told(a, copies="in and out"), told(b, copies="none"))),
+    "copies on our side only": ("copies in a call", lambda a, b: (given(a, copies="in and out"), given(b, copies="none"))),
 }  # fmt: skip
 
 
@@ -256,7 +256,7 @@ def test_a_drift_that_changes_no_verdict_is_stated() -> None:
 def test_yardsticks_tell_apart_what_theory_cannot() -> None:
     ours, baseline = sides()
     # By theory 54 layers may lose as much in float16; this model loses an eighth of it.
-    suspect = replace(told(baseline, precision="fp16"), output_error=1.6e-3)
+    suspect = replace(given(baseline, precision="fp16"), output_error=1.6e-3)
     assert not points(ours, suspect)["precision"].open
     known = {"fp32": 1e-7, "fp16/tf32": 2e-4, "bf16": 1.6e-3}
     found = points(replace(ours, output_error=2.2e-4), suspect, measured=known)["precision"]

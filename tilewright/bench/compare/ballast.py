@@ -121,7 +121,7 @@ class Looked:
 
     plans: list[Plan]
     ballast: list[Ballast | None]
-    told: bool
+    known: bool
     """False: the time was up before it was known."""
     paces: Sequence[float] = (0.0, 0.0)
     """The host's share of a call of the whole model, on an engine that starts operators one by one."""
@@ -140,16 +140,16 @@ class Looked:
             found.append(f"On ours, whose host replays a graph, it is what that takes the device: {self.share:.0%} of a call.")
         if "device" in self.clocks and _outgrows_caches(self.plans[0].chain):
             found.append("Weights are more than caches hold: each program begins with empty ones.")
-        if not self.told:
+        if not self.known:
             found.append("The time was up before it was known whether calls hide layers: give it more.")
         if not found:
             return None
-        plain = "hides nothing" if self.told else "not known"
+        plain = "hides nothing" if self.known else "not known"
         shown = [
             "hides layers" if b is not None else plain if clock == "call" else f"the {clock}'s"
             for b, clock in zip(self.ballast, self.clocks, strict=True)
         ]
-        return Point(name="a call", ours=shown[0], baseline=shown[1], open=not self.told, why=" ".join(found))
+        return Point(name="a call", ours=shown[0], baseline=shown[1], open=not self.known, why=" ".join(found))
 
 
 def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Callable[[str], None]) -> Looked:

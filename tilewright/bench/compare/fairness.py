@@ -155,10 +155,10 @@ def _precision(ours: Side, baseline: Side, depth: int, measured: Mapping[str, fl
     shown, faults = [], []
     for side in (ours, baseline):
         if (instead := side.facts.get("computes in")) is not None:
-            faults.append(f"{side.engine} was asked for {_told(side.facts.get('precision'))} and answered in {instead}")
+            faults.append(f"{side.engine} was asked for {_text(side.facts.get('precision'))} and answered in {instead}")
         said = side.facts.get("precision")
         found = precision_of(side.output_error, depth, measured)
-        shown.append(f"{_told(said)}; error {side.output_error:.1e}: {found}")
+        shown.append(f"{_text(said)}; error {side.output_error:.1e}: {found}")
         if (fault := _fault(str(said) if said else "", found)) is not None:
             faults.append(f"{side.engine} {fault}")
     how = "this model's own errors in each type" if measured else f"what {depth} layers in each type can lose"
@@ -364,7 +364,7 @@ def by_variant(runs: Sequence[Run]) -> dict[str, list[float]]:
     return found
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     return (
         "not told"
         if value is None
@@ -381,4 +381,4 @@ def _silent(ours: Side, baseline: Side, key: str) -> str | None:
 
 
 def _point(name: str, ours: Any, baseline: Any, open_because: str | None, why: str = "") -> Point:
-    return Point(name=name, ours=_told(ours), baseline=_told(baseline), open=open_because is not None, why=open_because or why)
+    return Point(name=name, ours=_text(ours), baseline=_text(baseline), open=open_because is not None, why=open_because or why)

@@ -123,7 +123,7 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) 
         try:
             wanted, again = (flat(model(*copies(inputs))) for _ in range(2))
         except TRACE_ERRORS as error:
-            raise Untraceable(f"the model fails on its own inputs: {_told(error)}") from error
+            raise Untraceable(f"the model fails on its own inputs: {_described(error)}") from error
     if different := difference(again, wanted):
         raise Untraceable(f"the model answers otherwise at every call (it draws random numbers, or counts): {different}")
     if not wanted:
@@ -137,7 +137,7 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) 
             with torch.no_grad(), recorder.counter:
                 got = flat(recorder.run(*copies(inputs)))
         except TRACE_ERRORS as error:
-            reasons.append(f"{way.__name__}: {_told(error)}")
+            reasons.append(f"{way.__name__}: {_described(error)}")
             continue
         if different := difference(got, wanted):
             reasons.append(f"{way.__name__}: the trace computes something else: {different}")
@@ -148,7 +148,7 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) 
     raise Untraceable("the model cannot be cut into layers (with --whole it is one segment). " + ". ".join(reasons))
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """In one line, with the user's."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first[:500]} (at {line_of(error, _HERE)})"

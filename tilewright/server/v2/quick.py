@@ -127,12 +127,12 @@ class Quick:
         try:
             asked = one.asked = parse_infer(body, head.json_bytes, self._regions)
             if one.span is None and sum(map(len, asked.places.values())) <= INLINE_BYTES:
-                begun = self._host.begin(head.model, head.version, asked.inputs, asked.ask, one.told)
+                begun = self._host.begin(head.model, head.version, asked.inputs, asked.ask, one.deliver)
                 if begun is not None:
                     one.version, give_up = begun
                     return give_up
         except HostError as error:
-            one.told(error)
+            one.deliver(error)
             return _nothing
         answer = answered(self._host, head.model, head.version, asked, one.span)
         task = asyncio.get_running_loop().create_task(answer)
@@ -153,7 +153,7 @@ class _Request:
         tracer = counts.tracer
         self.span = tracer and tracer.begin("POST", counts.route(head.path), head.trace or {}, self._id)
 
-    def told(self, found: tuple[Wire, ...] | HostError) -> None:
+    def deliver(self, found: tuple[Wire, ...] | HostError) -> None:
         """The outputs are there, or the reason why there are none."""
         self._found = found
         self._done(self._short, alone=isinstance(found, tuple) and self.version is not None and self.version.answers_one)

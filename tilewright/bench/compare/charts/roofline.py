@@ -9,7 +9,7 @@ from tilewright.bench.compare.results import Comparison, Segment, Side
 
 __all__ = ["roofline"]
 
-_TOLD = {
+_TOOLTIP = {
     "name": "segment",
     "engine": "engine",
     "achieved": "achieved",
@@ -51,8 +51,8 @@ def roofline(c: Comparison) -> Chart:
             *([("ink", "line", "measured ceiling")] if roofs else []),
         ],
         spec=spec(data=data, height=430, layer=_layers(span, heights)),
-        columns=list(_TOLD.values()),
-        rows=[[p[key] for key in _TOLD] for p in points],
+        columns=list(_TOOLTIP.values()),
+        rows=[[p[key] for key in _TOOLTIP] for p in points],
         notes=notes,
     )
 
@@ -90,7 +90,7 @@ def _layers(span: list[float], heights: list[float]) -> list[dict[str, Any]]:
                 },
                 "color": {"field": "engine", "scale": ENGINES, "legend": None},
                 "shape": shape,
-                "tooltip": tips(**_TOLD),
+                "tooltip": tips(**_TOOLTIP),
             },
         },
     ]

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from tilewright.fuse import calls, coded_calls
+from tilewright.fuse import calls, int8_calls
 from tilewright.fuse.check import ANCHOR_NODE, FLOAT_NODE
 from tilewright.fuse.quantise import Candidate, Found, Plan, source_of
 from tilewright.kernels.conv.int8 import folded_scales
 
-__all__ = ["coded_graph"]
+__all__ = ["int8_graph"]
 
 _ACTIVATION, _RESIDUAL, _SHAPE = 4, 3, 5
 """Positions of arguments of `calls.linear`; those of `calls.conv` are the same up to the activation."""
@@ -44,7 +44,7 @@ class _Builder:
                 self.plain[node] = self.graph.node_copy(node, self._sixteen)
             if node in self.plan.quantised:
                 step = self._constant(self.found.scales[node])
-                self.codes[node] = self._call(coded_calls.quantise, (self.plain[node], step), node)
+                self.codes[node] = self._call(int8_calls.quantise, (self.plain[node], step), node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         return fx.GraphModule(self.fused, self.graph), made
@@ -74,19 +74,19 @@ class _Builder:
             self.plain[node] = self.graph.call_function(calls.strided, (self._sixteen(node.args[0]), *node.args[1:]))  # pyright: ignore[reportArgumentType]
             return self.plain[node]
         step = self._constant(self.found.scales[node])
-        self.plain[node] = self._call(coded_calls.dequantise, (self.codes[node], step, self.dtype), node, True)
+        self.plain[node] = self._call(int8_calls.dequantise, (self.codes[node], step, self.dtype), node, True)
         return self.plain[node]
 
-    def _coded(self, node: Node) -> Node:
+    def _quantised(self, node: Node) -> Node:
         """The node's quantised values, seen through its views."""
         if node not in self.codes:
-            inner = self._coded(node.args[0])  # pyright: ignore[reportArgumentType]
+            inner = self._quantised(node.args[0])  # pyright: ignore[reportArgumentType]
             self.codes[node] = self.graph.call_function(calls.strided, (inner, *node.args[1:]))
         return self.codes[node]
 
     def _norm(self, node: Node, keep: bool) -> None:
         args = [self._sixteen(a) if isinstance(a, Node) else a for a in node.args]
-        whole = self._call(coded_calls.layer_norm_codes, (*args, keep), node)
+        whole = self._call(int8_calls.layer_norm_quantise, (*args, keep), node)
         items = [self.graph.call_function(operator.getitem, (whole, i)) for i in range(3 if keep else 2)]
         self.codes[node], self.row_scales[node] = items[:2]
         if keep:
@@ -106,7 +106,7 @@ class _Builder:
         return None if bias is None else self.fused.get_buffer(str(bias.target))  # pyright: ignore
 
     def _linear(self, node: Node, c: Candidate) -> Node:
-        codes, weight = self._coded(node.args[0]), self._constant(c.codes)  # pyright: ignore[reportArgumentType]
+        codes, weight = self._quantised(node.args[0]), self._constant(c.codes)  # pyright: ignore[reportArgumentType]
         w_scales, activation, shape = self._constant(c.w_scales), node.args[_ACTIVATION], node.args[_SHAPE]
         if c.rows:
             scales = self.row_scales[c.source]
@@ -116,14 +116,14 @@ class _Builder:
         if node in self.plan.outputs:
             step = self._constant(self.found.scales[node])
             args = (codes, weight, scales, w_scales, bias, activation, step, shape)
-            return self._call(coded_calls.linear_to_codes, args, node)
+            return self._call(int8_calls.linear_int8_to_int8, args, node)
         residual = None if node.args[_RESIDUAL] is None else self._sixteen(node.args[_RESIDUAL])  # pyright: ignore
         chained = c.source in self.plan.norms or c.source in self.plan.quantised
         args = (codes, weight, scales, w_scales, bias, activation, residual, self.dtype, chained, shape)
-        return self._call(coded_calls.linear_from_codes, args, node, True)
+        return self._call(int8_calls.linear_int8_to_float, args, node, True)
 
     def _conv(self, node: Node, c: Candidate) -> Node:
-        codes, weight = self._coded(node.args[0]), self._constant(c.codes)  # pyright: ignore[reportArgumentType]
+        codes, weight = self._quantised(node.args[0]), self._constant(c.codes)  # pyright: ignore[reportArgumentType]
         activation, options, x_scale = node.args[_ACTIVATION], node.args[5:8], self.found.scales[c.source]
         other: Any = node.args[_RESIDUAL]
         if node in self.plan.outputs:
@@ -132,17 +132,17 @@ class _Builder:
                 x_scale, c.w_scales, self._shift(node), given, self.found.scales[node], c.images
             )
             bias = None if shift is None else self._constant(shift)
-            residual = None if other is None else self._coded(other)
+            residual = None if other is None else self._quantised(other)
             args = (codes, weight, bias, residual, activation, *options, self._constant(w_scales), self._constant(factors))
-            return self._call(coded_calls.conv_to_codes, args, node)
+            return self._call(int8_calls.conv_int8_to_int8, args, node)
         bias = None if node.args[2] is None else self._sixteen(node.args[2])  # pyright: ignore[reportArgumentType]
         residual = None if other is None else self._sixteen(other)
         scales = self._constant(x_scale.reshape(1).expand(c.images).contiguous()), self._constant(c.w_scales)
         args = (codes, weight, bias, residual, activation, *options, *scales, self.dtype)
-        return self._call(coded_calls.conv_from_codes, args, node, True)
+        return self._call(int8_calls.conv_int8_to_float, args, node, True)
 
 
-def coded_graph(
+def int8_graph(
     fused: fx.GraphModule, found: Found, plan: Plan, dtype: torch.dtype
 ) -> tuple[fx.GraphModule, dict[Node, Node]]:  # fmt: skip
     """The graph with quantisation as planned, with the same parameters, and each product's new call.

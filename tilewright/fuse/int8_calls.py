@@ -21,8 +21,9 @@ from tilewright.kernels.quantize.layer_norm_fused import layer_norm_quantize_op
 from tilewright.kernels.quantize.per_tensor import quantize_static_op
 
 __all__ = [
-    "conv_from_codes", "conv_from_codes_operands", "conv_to_codes", "conv_to_codes_operands", "dequantise", "layer_norm_codes",
-    "linear_from_codes", "linear_from_codes_operands", "linear_to_codes", "linear_to_codes_operands", "quantise",
+    "conv_int8_to_float", "conv_int8_to_float_operands", "conv_int8_to_int8", "conv_int8_to_int8_operands", "dequantise",
+    "layer_norm_quantise", "linear_int8_to_float", "linear_int8_to_float_operands", "linear_int8_to_int8",
+    "linear_int8_to_int8_operands", "quantise",
 ]  # fmt: skip
 
 _WIDEST = 4096
@@ -52,7 +53,7 @@ def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
 
 
-def linear_from_codes_operands(
+def linear_int8_to_float_operands(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool, shape: Sequence[int],
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -60,18 +61,18 @@ def linear_from_codes_operands(
     return x, weight, x_scales.reshape(-1), w_scales, bias, activation, residual, dtype, chained
 
 
-def linear_from_codes(
+def linear_int8_to_float(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool, shape: Sequence[int], choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """A product of quantised rows [R, K]; result in `dtype` with dims `shape`. chained: the launch before quantised them."""
-    args = linear_from_codes_operands(
+    args = linear_int8_to_float_operands(
         x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained, shape
     )  # fmt: skip
     return run(scaled_linear_op, args, choice).view(shape)
 
 
-def linear_to_codes_operands(
+def linear_int8_to_int8_operands(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str, y_scale: Tensor,
     shape: Sequence[int],
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -79,12 +80,12 @@ def linear_to_codes_operands(
     return x, weight, x_scales.reshape(-1), w_scales, bias, activation, None, torch.int8, y_scale
 
 
-def linear_to_codes(
+def linear_int8_to_int8(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str, y_scale: Tensor,
     shape: Sequence[int], choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The same with a quantised result, in rows whose width is a multiple of 16."""
-    args = linear_to_codes_operands(x, weight, x_scales, w_scales, bias, activation, y_scale, shape)
+    args = linear_int8_to_int8_operands(x, weight, x_scales, w_scales, bias, activation, y_scale, shape)
     return run(cast_linear_op, args, choice).view(shape)
 
 
@@ -97,7 +98,7 @@ def _last(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.movedim(1, -1)
 
 
-def conv_from_codes_operands(
+def conv_int8_to_float_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -106,19 +107,19 @@ def conv_from_codes_operands(
     return _last(x), _last(weight), bias, _last(residual), activation, *window, x_scales, w_scales, dtype
 
 
-def conv_from_codes(
+def conv_int8_to_float(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype,
     choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """A convolution of quantised values; residual and result in `dtype`, all channels-last."""
-    args = conv_from_codes_operands(
+    args = conv_int8_to_float_operands(
         x, weight, bias, residual, activation, stride, padding, dilation, x_scales, w_scales, dtype
     )  # fmt: skip
     return run(conv_op, args, choice).movedim(-1, 1)
 
 
-def conv_to_codes_operands(
+def conv_int8_to_int8_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], w_scales: Tensor, factors: Tensor,
 ) -> tuple[Any, ...]:  # fmt: skip
@@ -127,16 +128,16 @@ def conv_to_codes_operands(
     return _last(x), _last(weight), bias, _last(residual), activation, *window, w_scales, factors
 
 
-def conv_to_codes(
+def conv_int8_to_int8(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], w_scales: Tensor, factors: Tensor, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The same with quantised residual and result; scales are folded (kernels/conv/int8.py)."""
-    args = conv_to_codes_operands(x, weight, bias, residual, activation, stride, padding, dilation, w_scales, factors)
+    args = conv_int8_to_int8_operands(x, weight, bias, residual, activation, stride, padding, dilation, w_scales, factors)
     return run(conv_codes_op, args, choice).movedim(-1, 1)
 
 
-def layer_norm_codes(
+def layer_norm_quantise(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(quantised norm with dims `shape`, scales of rows [R], the norm with dims `shape`, or without rows if not `keep`)."""

@@ -8,7 +8,7 @@ import numpy as np
 from tilewright.engine.columns import LogprobColumns
 from tilewright.engine.deltas import StepDeltas
 
-__all__ = ["Output", "Told"]
+__all__ = ["Output", "OutputCollector"]
 
 
 class Output(NamedTuple):
@@ -25,7 +25,7 @@ class Output(NamedTuple):
     error: str | None
 
 
-class Told:
+class OutputCollector:
     """Steps of an engine whose runner returns log-probabilities as columns."""
 
     def __init__(self) -> None:

@@ -15,18 +15,19 @@ from tilewright.ops.linear_gradient import linear_again, linear_with_gradient
 from tilewright.ops.values import valued
 from tilewright.ops.weights import QuantizedWeight
 
-__all__ = ["linear_coded"]
+__all__ = ["linear_straight_through"]
 
 
-def linear_coded(
-    x: Tensor, weight: Tensor, coded: QuantizedWeight, bias: Tensor | None = None, activation: str = "none"
+def linear_straight_through(
+    x: Tensor, weight: Tensor, quantized_weight: QuantizedWeight, bias: Tensor | None = None, activation: str = "none"
 ) -> Tensor:
-    """activation(x @ coded^T + bias), with the gradients of x, weight and bias that the product with `weight` would have.
+    """activation(x @ quantized_weight^T + bias), with the gradients that the product with `weight` would have.
 
     Args:
         x: [..., K], as in `linear` with a quantised weight.
         weight: [N, K], a float weight of x's dtype.
-        coded: the quantised `weight`, on the same device. After a change of `weight` the caller must quantise it again.
+        quantized_weight: the quantised `weight`, on the same device. After a change of `weight` the caller must quantise it
+            again.
         bias: [N].
         activation: as in `linear`.
 
@@ -36,12 +37,12 @@ def linear_coded(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
     """
-    if weight.shape != coded.shape or weight.device != coded.device:
+    if weight.shape != quantized_weight.shape or weight.device != quantized_weight.device:
         raise ValueError(
-            f"linear_coded: the codes are {list(coded.shape)} on {coded.device}, the weight {list(weight.shape)} on "
-            f"{weight.device}; wanted codes of that weight"
+            f"linear_straight_through: the quantised weight is {list(quantized_weight.shape)} on {quantized_weight.device}, "
+            f"the weight {list(weight.shape)} on {weight.device}; wanted that weight, quantised"
         )
-    served = linear(x.detach(), coded, None if bias is None else bias.detach(), activation)
+    served = linear(x.detach(), quantized_weight, None if bias is None else bias.detach(), activation)
     if not wants_gradient(x, weight, bias):
         return served
     y = linear_again(x, weight, bias, activation)
