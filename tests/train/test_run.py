@@ -135,6 +135,19 @@ def test_the_loss_falls_to_what_the_text_is_worth(config: Callable[..., TrainCon
     assert summary.tokens == 150 * 48 * 4
 
 
+def test_held_out_text_that_is_mostly_one_document_is_named(
+    config: Callable[..., TrainConfig], books: Path, tmp_path: Path
+) -> None:
+    said = list[str]()
+    one = tmp_path / "one.jsonl"
+    one.write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 1, 6)))
+    for held in (books, one):
+        train(config(steps=3, eval_data=str(held), eval_rows=0, out=str(tmp_path / held.stem)), say=said.append)
+    assert [line for line in said if "of the text" in line] == [
+        f"{one}: one of 3 documents has 75% of the text, so the loss depends on it most\n"
+    ]
+
+
 def test_measuring_between_lines_of_the_log_does_not_change_the_speed(
     config: Callable[..., TrainConfig], books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

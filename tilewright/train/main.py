@@ -40,6 +40,9 @@ from tilewright.train.step import loss_and_grads
 
 __all__ = ["Encoder", "tokenizer_folder", "train"]
 
+_LARGE_SHARE = 0.3
+"""Of held-out text: a document above it is worth a word."""
+
 Render = Callable[[list[dict[str, Any]]], Marked]
 
 
@@ -224,7 +227,7 @@ def _data(
         return Conversations(tokens, answers, seed, str(path))
 
     mixture = Mixture([source(Path(name)) for name in config.data], config.weights)
-    return mixture, None if config.eval_data is None else _held(Path(config.eval_data), shards, config)
+    return mixture, None if config.eval_data is None else _held(Path(config.eval_data), shards, config, say)
 
 
 def _template_identity(folder: Path) -> str:
@@ -233,8 +236,13 @@ def _template_identity(folder: Path) -> str:
     return " ".join(hash_of(path) for path in files if path.is_file())
 
 
-def _held(path: Path, shards: Callable[[Path], TokenShards], config: TrainConfig) -> Held:
+def _held(
+    path: Path, shards: Callable[[Path], TokenShards], config: TrainConfig, say: Callable[[str], None]
+) -> Held:  # fmt: skip
     made = shards(path)
     found = documents(path, format_of(path), Limits(), Counter(), text_field=config.text_field)
-    size = sum(len(document.text.encode()) for document in found)
+    sizes = [len(document.text.encode()) for document in found]
+    size = sum(sizes)
+    if len(sizes) > 1 and not config.eval_rows and max(sizes) > _LARGE_SHARE * size:
+        say(f"{path}: one of {len(sizes)} documents has {max(sizes) / size:.0%} of the text, so the loss depends on it most\n")
     return Held(texts=Texts(made, None, str(path)), tokens=len(made), bytes_per_token=size / len(made))
