@@ -19,9 +19,9 @@ NAME = "studies/optimize-models.json"
 HEAD = """# `optimize` on other people's models
 
 This page is written by scripts/optimize_models_table.py from benchmarks/results/*/studies/optimize-models.json. The models are
-those of tests/fuse/zoo_models.py: the code of timm and transformers, torch.nn's encoder, and three models that are written in that
-file. They have their full architectures, weights from their own initialisers, images of 224 pixels and texts of 128 tokens.
-Nothing in tilewright was made for them.
+those of tests/fuse/zoo_models.py: the code of timm and transformers, torch.nn's encoder, and three models that are written in
+that file. They have their full architectures, weights from their own initialisers, images of 224 pixels and texts of 128
+tokens. Nothing in tilewright was made for them.
 
 - **error**: the RMS error divided by the RMS of the right output, on inputs that `optimize` has not seen. The right output is
   that of the user's own call in float64 (on a GPU: in float32 without TF32). **other batch**: a call with one more row.
