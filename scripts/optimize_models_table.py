@@ -18,18 +18,25 @@ PAGE = ROOT / "docs/optimize_models.md"
 NAME = "studies/optimize-models.json"
 HEAD = """# `optimize` on other people's models
 
-Written by scripts/optimize_models_table.py from benchmarks/results/*/studies/optimize-models.json. The models are those of
-tests/fuse/zoo_models.py: timm's and transformers' own code, torch.nn's encoder, and three that are written there; full
-architectures, weights of their own initialisers, images of 224 pixels, texts of 128 tokens. Nothing in tilewright was made for
-them.
+This page is written by scripts/optimize_models_table.py from benchmarks/results/*/studies/optimize-models.json. The models are
+those of tests/fuse/zoo_models.py: the code of timm and transformers, torch.nn's encoder, and three models that are written in
+that file. They have their full architectures, weights from their own initialisers, images of 224 pixels and texts of 128
+tokens. Nothing in tilewright was made for them.
 
-- **error**: RMS error over the RMS of the right output, which is the user's own call in float64 (on a GPU: in float32 without
-  TF32), on inputs that `optimize` has not seen. **other batch**: a call with one row more.
-- **FLOPs, launches**: the share that our operators take. What is left runs as torch's own kernels.
-- Times are medians in milliseconds, measured in turns; *x* is how many times faster `optimize` is.
+- **error**: the RMS error divided by the RMS of the right output, on inputs that `optimize` has not seen. The right output is
+  that of the user's own call in float64 (on a GPU: in float32 without TF32). **other batch**: a call with one more row.
+- **FLOPs, launches**: the share that our operators take. The rest runs as torch's own kernels.
+- Times are medians in milliseconds, measured in turns. In brackets: how many times as fast `optimize` is.
 
 """
 GPU_BASES = {"eager": "eager", "graph": "CUDA graph", "compile": "torch.compile"}
+REWORDED = {
+    "no product or convolution is before it that could take it":
+        "there is no product or convolution before it that could fuse it",
+    "an activation beside other pointwise calls, which torch's compiler computes in one pass where that is faster":
+        "an activation next to other pointwise calls, which torch's compiler can compute in one pass",
+}  # fmt: skip
+"""Reasons as the stored results have them, and as tilewright.fuse words them since."""
 
 
 def page(results: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
@@ -58,13 +65,10 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         if gains:
             mean, least = geometric_mean(gains.values()), min(gains, key=lambda name: gains[name])
             lines.append(
-                f"Batch {batch}, over the fastest of torch's in each row: {mean:.2f} times as fast in the geometric mean of "
-                f"{len(gains)} models, {gains[least]:.2f} at least ({least})."
+                f"Batch {batch}, compared with the fastest of torch's in each row: {mean:.2f} times as fast on geometric mean "
+                f"over {len(gains)} models, at least {gains[least]:.2f} ({least})."
             )
-    for row in rows:
-        if "note" in row:
-            lines += ["", f"{row['model']}@{row['batch']}: {row['note']}"]
-    return lines
+    return lines + [f"{row['model']}@{row['batch']}: {row['note']}" for row in rows if "note" in row]
 
 
 def missing(rows: list[dict[str, Any]]) -> str:
@@ -73,7 +77,9 @@ def missing(rows: list[dict[str, Any]]) -> str:
     models = [name for name in MODELS if name not in names]
     rest = [f"{row['model']}@{row['batch']}" for row in rows if row["device"] == "cuda" and "compile" not in row.get("us", {})]
     words = f"Not measured here yet: {', '.join(models)}." if models else "Every model has a row."
-    return words + (f" Without torch.compile, which took longer than the run had: {', '.join(rest)}." if rest else "")
+    if rest:
+        words += f" These rows have no time of torch.compile, which took longer than the run allowed: {', '.join(rest)}."
+    return words
 
 
 def setting(rows: list[dict[str, Any]]) -> str:
@@ -97,7 +103,7 @@ def setting(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a model and batch."""
+    """One line per model and batch."""
     bases = [base for base in GPU_BASES if any(base in row.get("us", {}) for row in rows)]
     head = [
         "model",
@@ -121,19 +127,26 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def left(rows: list[dict[str, Any]]) -> str:
-    """What stays torch's, over all models, and the reasons that reports give."""
+    """The calls that stay torch's, over all models, and the reasons that reports give."""
     calls, reasons = Counter[str](), Counter[str]()
     for row in {row["model"]: row for row in rows}.values():
         calls.update(row.get("left", {}))
         reasons.update(row.get("refused", {}))
     kernels = ", ".join(f"{name.removeprefix('aten.')} {n}" for name, n in calls.most_common(12)) or "nothing"
     lines = [
-        f"Calls of torch's own kernels that are most frequent, one row of each model: {kernels}.",
+        f"The most frequent calls of torch's own kernels, counting one row of each model: {kernels}.",
         "",
-        "Reasons given most often:",
+        "The reasons that are given most often:",
         "",
     ]
-    return "\n".join([*lines, *[f"- {n} x {reason}" for reason, n in reasons.most_common(8)]])
+    return "\n".join([*lines, *[f"- {n} x {_reworded(reason)}" for reason, n in reasons.most_common(8)]])
+
+
+def _reworded(reason: str) -> str:
+    for old, new in REWORDED.items():
+        if reason.endswith(old):
+            return reason.removesuffix(old) + new
+    return reason
 
 
 def _share(value: float | None) -> str:

@@ -34,20 +34,23 @@ def _intro(environment: Mapping[str, Any], counts: Mapping[str, int], study: Stu
     failed = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     return f"""# What a choice without a search costs
 
-Every valid config of {len(study.keys)} problems, as far as the time went: {len(study.us)} candidates measured ({facts}).
-Not measured: {failed}. *Regret* of a choice is its time over the least of all measured candidates of that problem, less 1.
-What was measured of implementations that are no more (`split_kv`, decoding before `stream`) is left out.
+The study measured every valid config of {len(study.keys)} problems, as far as the time allowed: {len(study.us)} candidates
+({facts}). Not measured, by reason: {failed}. The *regret* of a choice is its time divided by the least time of all measured
+candidates of that problem, minus 1. Measurements of implementations that have been removed since (`split_kv`, which decoded
+before `stream`) are left out.
 
-- *default*: what an untuned program runs, as the spaces are today.
-- *model, top 1*: the first in the analytical model's order (`tilewright/tune/model.py`), nothing measured.
-- *model, top {_TOP}*: the best of its first {_TOP}, which is what `tilewright tune` measures; the vendor's library, one
-  candidate, is always among them.
-- *held out*: the same with constants that were fitted without the problem at hand, in {folds} parts. The others have constants
-  fitted to all problems: their regret flatters the model. The formula itself was chosen with all problems in view.
-- *linear, ours*: `linear` without the vendor's library, which is the best candidate of half of its problems.
+- *default*: the config that an untuned program runs with today's config spaces.
+- *model, top 1*: the first config in the order of the analytical model (`tilewright/tune/model.py`); nothing is measured.
+- *model, top {_TOP}*: the best of the model's first {_TOP}, which are those that `tilewright tune` measures. The vendor's
+  library counts as one candidate and is always among them.
+- *held out*: the same, with constants that were fitted without the problem at hand, in {folds} parts. The other rows have
+  constants fitted to all problems, so their regret flatters the model. The formula itself was chosen with all problems in
+  view.
+- *linear, ours*: `linear` without the vendor's library, which is the best candidate for half of the problems.
 
-Made by `python scripts/regret.py --from benchmarks/results/h100/regret.json --folds {folds}`; the constants by
-`scripts/fit_model.py`. The facts of a config (registers, shared memory) are those of its own compilation for the problem.
+The page is written by `python scripts/regret.py --from benchmarks/results/h100/regret.json --folds {folds}`, and the
+constants by `scripts/fit_model.py`. The resources of a config (registers, shared memory) are those of its own compilation for
+the problem.
 """
 
 
@@ -62,7 +65,7 @@ def show(path: Path, folds: int) -> None:
     print(_intro(environment, counts, study, folds))
     print("## By op\n")
     by_op(study, predicted, defaults)
-    print("\n## The model's step of an untuned program\n")
+    print("\n## Should an untuned program ask the model?\n")
     print(_STEP)
     print("\n## By problem\n")
     torch_us = {(row["op"], row["label"]): row["us"] for row in rows if row["impl"] == "torch"}
@@ -120,11 +123,12 @@ def by_op(study: Study, predicted: Mapping[str, np.ndarray], defaults: list[int 
                 print(f"| {group} | {words} | {_cells(regret[members])} |")
 
 
-_STEP = """A program took the model's first instead of its default where nothing near was measured and the predicted time was
-less by a factor of 1.6 and by 3 us. Of the 32 products of this study that it asked about it was taken 0 times, and 1
-time held out, where the mean regret rose from 1.39% to 1.98%. With smaller factors it was taken more often and lost
-more: at a factor of 1 it was taken 15 times held out, with a mean regret of 4.42%. So it is no longer asked: a
-program runs its default, and the order of the model is for `tilewright tune`."""
+_STEP = """Until this study, an untuned program took the model's first config instead of its default if no similar problem had
+been measured and the predicted time was less by a factor of 1.6 and by 3 us. Among the 32 products of this study to which
+that applied, the model's config was taken 0 times, and 1 time with held-out constants, where the mean regret rose from 1.39%
+to 1.98%. With smaller factors it was taken more often and lost more: with a factor of 1 it was taken 15 times (held out),
+with a mean regret of 4.42%. So the model is no longer asked: a program runs its default, and `tilewright tune` uses the order
+of the model."""
 """From the study as it was when programs asked the model."""
 
 

@@ -18,7 +18,7 @@ __all__ = ["CHANGED", "LEGEND", "UNKNOWN", "ResultSet", "changed_mark", "day", "
 
 UNKNOWN, CHANGED = "†", "‡"
 LEGEND = {
-    UNKNOWN: f"{UNKNOWN} The file names neither its commit nor its kernels: they are of that date, and may have changed since.",
+    UNKNOWN: f"{UNKNOWN} The file names neither its commit nor its kernels: they are of that date and may have changed since.",
     CHANGED: f"{CHANGED} Kernels of this row have changed since it was measured.",
 }
 

@@ -21,19 +21,20 @@ from results_sets import ResultSet, changed_mark, day, mark, mark_of, sets, show
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
-RESULTS_HEAD = """# What was measured
+RESULTS_HEAD = """# All results
 
-Written by scripts/results_table.py from benchmarks/results/{name}; the commands stand at the end, `tilewright bench all` runs
-those of the tables. docs/experiments tells what was tried.{others}
+This page is written by scripts/results_table.py from benchmarks/results/{name}. The commands are at the end;
+`tilewright bench all` runs those of the tables. The [experiments](experiments/index.md) describe what was tried.{others}
 
 """
 SUPPORT_HEAD = """# What compiles where
 
-`make certify` compiles every kernel of every operator for these architectures without a GPU, and all configs that
-tuning may choose from; CI compiles a sample of them again and fails, in words, where one got worse (`tilewright asm
-OP` shows one of them in full). `make certify-all` shows where Triton's versions differ. A cell counts the configs, or
-the examples where there is nothing to choose, says how many of them spill registers, and what most often limits how
-many blocks an SM holds. Written by scripts/results_table.py.
+`make certify` compiles every kernel of every operator for these architectures without a GPU, with all configs that tuning may
+choose from. CI compiles a sample of them again and fails with an explanation if one got worse; `tilewright asm OP` shows one of
+them in full. `make certify-all` shows where the versions of Triton differ.
+
+A cell gives the number of configs, or of examples where there is only one config, the number of them that spill registers,
+and the resource that most often limits how many blocks fit on an SM. This page is written by scripts/results_table.py.
 
 """
 
@@ -189,27 +190,36 @@ def geomean(rows: list[Row]) -> float:
 
 
 WORKLOADS = (
-    "W1: 256 requests of 100 to 1024 tokens in and 100 to 1024 out, submitted at once, with the lengths of nano-vllm's\n"
-    "benchmark (142,827 tokens in, 133,966 out; rows measured before 2026-11-23 had others, as long). W2: 256 requests of\n"
-    "1024 in, 1024 out. B1: one request, 128 in, 256 out, decode only. Output tokens over wall time, prefill inside; greedy,\n"
-    "token ids in and out."
+    "The figures are output tokens divided by wall time. This includes prefill, except where a workload is decoding only:\n"
+    "there the time is that from the first token to the last. Sampling is greedy except in R2000, and requests and answers\n"
+    "are token ids.\n"
+    "\n"
+    "- **W1**: 256 requests of 100 to 1024 tokens in and 100 to 1024 out, submitted at once, with the lengths of\n"
+    "  nano-vllm's benchmark (142,827 tokens in, 133,966 out; rows measured before 2026-11-23 had other lengths of the same\n"
+    "  size).\n"
+    "- **W2**: 256 requests of 1024 tokens in and 1024 out.\n"
+    "- **B1**, **B64**: one request, or 64 at once, of 128 tokens in and 256 out, decoding only.\n"
+    "- **P4096**: 16 prompts of 4095 tokens with one token out of each; the figure that counts is input tokens/s.\n"
+    "- **R2000**: 2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling parameters chosen at random."
 )
 LAYERS = (
-    "Quantised linear layers, quantising of the activation included, against `F.linear` in bf16 (above 1 is faster);\n"
-    "geometric mean over the projections that were measured, in brackets the lowest and how many they are."
+    "The speed of quantised linear layers relative to `F.linear` in bf16 (above 1 is faster), with quantising the\n"
+    "activation included. Each cell gives the geometric mean over the projections that were measured and, in brackets, the\n"
+    "lowest ratio and the number of projections."
 )
 SETTLED = (
-    "The same, each call alone for half a second before it is timed (`--settle 0.5`): long products run at the card's power\n"
-    "limit, and in the turns of milliseconds above all calls have one clock."
+    "The same, where each call runs alone for half a second before it is timed (`--settle 0.5`). Long products run at the\n"
+    "card's power limit, and calls that alternate within milliseconds, as above, all share one clock."
 )
 ATTENTION = (
-    "Attention in 8 bits, quantising included, and how many times as fast as ours in bf16 it is: in turns of milliseconds,\n"
-    "and each call alone for half a second before it is timed."
+    "Attention in 8 bits, with quantising included, and how many times as fast it is as ours in bf16: in turns of\n"
+    "milliseconds, and with each call alone for half a second before it is timed."
 )
 PROGRAMS = (
-    "Whole models, `tilewright compare`: one call on both engines, and how many of the model's segments were shown, each on\n"
-    "its own, to be faster, the least of them by how much (95 % for all at once). A comparison with a point open on its\n"
-    "fairness card is not here. eager is PyTorch as it is, in float32 (tf32 convolutions) and paced by its host."
+    "Whole models under `tilewright compare`: the time of one call on both engines, the number of the model's segments that\n"
+    "were each shown to be faster, and the lower bound of the smallest of their gains (95 % for all at once). Comparisons\n"
+    "with an open point on their fairness card are not listed here. eager is PyTorch as it is, in float32 (tf32\n"
+    "convolutions); its speed is set by the host."
 )
 
 
@@ -244,15 +254,16 @@ def page_of(of: ResultSet, others: list[str]) -> str:
     parts = [of.machine(), *filled("## The engine", WORKLOADS, engine_table(of))]
     parts += filled("## Operators limited by bytes", said(of, "", "ops").strip(), ops_table(of))
     parts += ["## Quantised layers and attention in 8 bits", *tables(of)]
-    parts += filled("## Operators against what they replace", comparison_table(of))
+    parts += filled("## Operators compared with what they replace", comparison_table(of))
     for name, rows in against(of).items():
         settled = of.results[name].get("settle_s")
         words = f"Each alone for {settled} s first." if settled else ""
         parts += [f"### {name}", said(of, words, name).strip(), rows_table(rows)]
-    parts += filled("## Operators that PyTorch has no one call for", alone_table(of))
+    parts += filled("## Operators for which PyTorch has no single call", alone_table(of))
     parts += filled("## Whole models", PROGRAMS, programs_table(of, fair=True))
     parts += filled(
-        "Open on their fairness card, which proves nothing until they are measured again:", programs_table(of, fair=False)
+        "Open on their fairness card. These comparisons prove nothing until they are measured again:",
+        programs_table(of, fair=False),
     )
     parts += of.legend("\n".join(parts))
     parts += ["## Commands", "\n".join(f"    {command}" for command in commands(of))]
