@@ -88,6 +88,7 @@ def test_the_chart_gives_manifests(changed: dict[str, Any]) -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     # A server that loads answers 200 there: no limit for how long that may take.
     assert {container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness")} == {"/health"}
+    assert found["Deployment"]["spec"]["progressDeadlineSeconds"] == values["loadSeconds"] > 600  # Kubernetes' own
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     names = {volume["name"] for volume in pod["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == names
@@ -109,7 +110,7 @@ def test_the_values_have_a_schema() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(VALUES, schema)
-    for wrong in ({"replicas": 0}, {"config": {"max_seqs": {}}}, {"model": ""}, {"preStopSeconds": "10"}):
+    for wrong in ({"replicas": 0}, {"config": {"max_seqs": {}}}, {"model": ""}, {"preStopSeconds": "10"}, {"loadSeconds": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**VALUES, **wrong}, schema)
 
