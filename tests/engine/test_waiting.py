@@ -15,11 +15,11 @@ from tilewright.engine.step import StepResult
 class Queue:
     """One slot, a clock of seconds, and requests that each hold the slot for two of them."""
 
-    def __init__(self):
+    def __init__(self, slots: int = 1):
         self.now_s = 100.0
         blocks = scheduler().blocks
         self.sched = Scheduler(
-            blocks=blocks, max_seqs=1, max_tokens_per_step=8, max_model_len=50, max_waiting=50, clock=lambda: self.now_s
+            blocks=blocks, max_seqs=slots, max_tokens_per_step=8, max_model_len=50, max_waiting=50, clock=lambda: self.now_s
         )
         self.asked = 0
 
@@ -73,6 +73,34 @@ def test_where_nobody_starts_for_long_only_the_impatient_are_refused():
     with pytest.raises(QueueFull, match=r"2 requests wait, and this one would wait some 18\.0 s, wanted at most 17 s"):
         queue.ask(17.0)
     assert queue.ask(19.0).state is State.WAITING
+
+
+def test_where_nobody_has_started_yet_as_many_are_expected_to_start_together_as_run():
+    """A burst: four run, and none of them has ended. After 1.5 s it is not known that the next four take 1.5 s each."""
+    queue = Queue(slots=4)
+    for _ in range(4 + 40):
+        queue.ask(None)
+    queue.sched.schedule()
+    queue.now_s += 1.5
+    assert len(queue.sched.running) == 4
+    with pytest.raises(QueueFull, match=r"40 requests wait, and this one would wait some 15\.0 s, wanted at most 14 s"):
+        queue.ask(14.0)
+    assert queue.ask(16.0).state is State.WAITING
+
+
+def test_one_start_among_many_that_run_is_no_rate():
+    """A burst: four run for 3 s each. When the first of them has ended, 20 others will not wait for 20 times as long."""
+    queue = Queue(slots=4)
+    for _ in range(4 + 20):
+        queue.ask(None)
+    queue.sched.schedule()
+    queue.now_s += 3
+    queue.sched.finish(next(iter(queue.sched.running)), "abort")
+    queue.sched.schedule()
+    assert (len(queue.sched.running), len(queue.sched.waiting)) == (4, 19)
+    with pytest.raises(QueueFull, match=r"19 requests wait, and this one would wait some 14\.2 s, wanted at most 14 s"):
+        queue.ask(14.0)
+    assert queue.ask(14.3).state is State.WAITING
 
 
 @pytest.mark.parametrize("seed", range(40))

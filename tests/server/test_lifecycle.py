@@ -168,9 +168,11 @@ def process(delay_s: float = 0.0, *options: str) -> Iterator[tuple[subprocess.Po
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
-            line = server.stderr.readline()
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert found, f"no address in {line!r}"
+            said = ""
+            while (found := re.search(r"http://127\.0\.0\.1:\d+", said)) is None:  # behind what it says of its loading
+                line = server.stderr.readline()
+                said += line
+                assert line, f"no address in {said!r}"
             yield server, found[0]
         finally:
             if server.poll() is None:

@@ -236,6 +236,7 @@ class Request:
         "seed",
         "settings",
         "slot",
+        "started_s",
         "state",
         "stop_ids",
         "stop_reason",
@@ -288,6 +289,7 @@ class Request:
         self.error: str | None = None
         self.preemptions = 0
         self.arrival_s = time.monotonic()
+        self.started_s = 0.0
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
 

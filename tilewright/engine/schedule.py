@@ -56,7 +56,7 @@ class Scheduler(Tenants):
         if self.preemptions == preemptions:
             self._start_waiting(plan)
         self._share_rest(plan)
-        self.waiting.left_over()
+        self.waiting.left_over(len(self.running))
         self.blocks.release(page for page in plan.sources if page >= 0)
         if self.windows is not None:
             self.windows.pool.release(~page for page in plan.sources if page < 0)

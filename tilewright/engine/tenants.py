@@ -142,6 +142,7 @@ class Tenants:
         """End a request: "stop", "length", "abort", "error" or "expired". Its pages and slot are free at once."""
         if request.state is State.RUNNING:
             self._leave(request)
+            self.waiting.ended(self._clock() - request.started_s)
         elif request.state is State.WAITING:
             self.waiting.remove(request)
         else:

@@ -2,7 +2,11 @@
 
 A queue that is bounded in number alone answers nobody in time under a lasting overload: everybody waits for its whole length.
 So a request may also say how long it is willing to wait. It is refused at once where the queue before it will take longer, as
-far as the rate of the last seconds tells, and given up when that time has passed without a start.
+far as the last seconds tell, and given up when that time has passed without a start.
+
+How fast the queue moves is the rate of starts in the last seconds, if at least as many have started as run. With fewer starts,
+not every slot has turned over, and starts come in bursts. Then the rate is the number of running requests over the time that
+requests have run until they ended (Little, A Proof for the Queuing Formula L = lambda W, 1961).
 
 Pure Python, and a function of its calls and its clock.
 """
@@ -21,6 +25,8 @@ RATE_WINDOW_S = 5.0
 """Starts of the last seconds tell how fast the queue moves."""
 RATE_LEAST_S = 1.0
 """A queue that has stood for less tells nothing yet."""
+_SMOOTHING = 1 / 16
+"""The weight of the newest request in the average time that requests run."""
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
 
 
@@ -45,6 +51,8 @@ class WaitingQueue:
         self._starts: deque[float] = deque()
         self._standing_since_s: float | None = None  # when requests were first left over by a step
         self._last_start_s = -math.inf
+        self._running = 1
+        self._run_s: float | None = None  # how long requests run, on average
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -93,17 +101,24 @@ class WaitingQueue:
 
     def pop(self) -> Request:
         """The first request, which is being started."""
+        request = self._requests.pop(0)
+        request.started_s = self._clock()
         if self._standing_since_s is not None:
-            self._last_start_s = self._clock()
+            self._last_start_s = request.started_s
             self._starts.append(self._last_start_s)
-        return self._requests.pop(0)
+        return request
+
+    def ended(self, run_s: float) -> None:
+        """Called for each request that ends after it was started, with how long it ran since then."""
+        self._run_s = run_s if self._run_s is None else self._run_s + _SMOOTHING * (run_s - self._run_s)
 
     def remove(self, request: Request) -> None:
         """Take a request out that will not be started."""
         del self._requests[bisect_left(self._requests, request.order, key=_order)]
 
-    def left_over(self) -> None:
-        """Called after every step that was scheduled: what is still here had to wait."""
+    def left_over(self, running: int) -> None:
+        """Called after every step that was scheduled, with how many requests run: what is still here had to wait."""
+        self._running = max(1, running)
         if not self._requests:
             self._standing_since_s = None
             self._starts.clear()
@@ -126,10 +141,7 @@ class WaitingQueue:
         return [(request, retry_s) for request in late]
 
     def _wait_s(self, ahead: int) -> float | None:
-        """How long `ahead` requests will take to start, or None while too little is known.
-
-        Where none has started in the window, each is taken to need the time since the last start: no less is known of it.
-        """
+        """How long `ahead` requests will take to start, or None while too little is known."""
         if ahead == 0 or self._standing_since_s is None:
             return None
         now_s = self._clock()
@@ -138,9 +150,11 @@ class WaitingQueue:
             self._starts.popleft()
         if known_s < RATE_LEAST_S:
             return None
-        if self._starts:
+        if len(self._starts) >= self._running:
             return ahead * known_s / len(self._starts)
-        return ahead * (now_s - max(self._standing_since_s, self._last_start_s))
+        # Those that run have run for as long as nobody has started, at least.
+        run_s = max(self._run_s or 0.0, now_s - max(self._standing_since_s, self._last_start_s))
+        return ahead * run_s / self._running
 
     def _retry_after_s(self, expected_s: float | None, allowed_s: float) -> float:
         """When the queue will be short enough, if nobody else comes."""
