@@ -119,7 +119,7 @@ def warnings(binary: Binary, found: Facts, seen: Memory) -> Iterator[str]:
             )
     for conflict in seen.conflicts:
         if conflict.extra_trips and conflict.looped:
-            trips = f"{conflict.extra_trips} further trips an access"
+            trips = f"{conflict.extra_trips} extra trips per access"
             yield f"{conflict.op} of shared memory, {conflict.tile}: {trips} (bank conflicts)"
     if binary.stages > 1 and not seen.pipeline_depth and (found.mma or found.wgmma or found.tcgen05):
         yield f"num_stages is {binary.stages}, and no loop is pipelined: loads that the compiler cannot move ahead, or no loop"

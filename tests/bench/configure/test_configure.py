@@ -78,8 +78,8 @@ def test_what_cannot_be_is_one_line(model: Path, words: tuple[str, ...], said: s
     ("text", "said"),
     [
         ("max_seq = 4\n", "did you mean max_seqs"),
-        ("[serve]\nport = 1\n", "which is none of this command's options"),
-        ("port = \n", "is no TOML"),
+        ("[serve]\nport = 1\n", "which is not an option of this command"),
+        ("port = \n", "is not valid TOML"),
         ("[model]\nname = 1\n", "has a table [model]"),
         ('port = "many"\n', "a valid integer"),
     ],
