@@ -5,8 +5,8 @@
 
 `write` compiles into a folder and describes it. `use` checks the description and the checksums, and makes Triton look for
 kernels there before it looks into its own cache; nothing is copied, and the folder may be read-only. A kernel that is missing
-in the bundle is compiled
-as usual: Triton's key covers source, constants, options and toolchain, so a bundle can be incomplete but not wrong.
+in the bundle is compiled as usual: Triton's key covers source, constants, options and toolchain, so a bundle can be incomplete
+but not wrong.
 
 A bundle contains code for the GPU. Use only bundles that you made, or trust as you would trust a program. It contains no host
 code: Triton before 3.7 builds a small C launcher for every kernel signature at its first launch on a machine, and keeps it in
@@ -14,7 +14,6 @@ its own cache.
 
 Refused, with the reason: another format, tilewright, kernel source, triton, torch or ptxas; another card; other facts about the
 use; files that are missing, changed or too large.
-use, files that are missing, changed or too large.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """Capability flags: what the installed Triton and Gluon support, for kernels that need features of newer versions.
 
 A flag is determined from the installed package (whether a name exists), never from a version number, because builds differ.
-Kernels test
-a flag where they are defined, so that a version without the feature can still import them.
+Kernels test a flag where they are defined, so that a version without the feature can still import them.
 """
 
 import importlib

@@ -11,10 +11,9 @@ layout and a shared-memory layout, for ldmatrix by the rows that it reads at onc
 conversions between register layouts, whose scratch layout Triton chooses later.
 
 **Pipeline.** A loop's buffers are an allocation with an additional first dimension; its size is the depth that the compiler
-made of
-`num_stages` (one less if the tensor cores read registers, which are a stage, too). If TMA fills them, the barriers show the
-number of stages, because a stage may have several boxes. 0 means that no loop has such buffers, so loads are waited for where
-they are used.
+made of `num_stages` (one less if the tensor cores read registers, which are a stage, too). If TMA fills them, the barriers show
+the number of stages, because a stage may have several boxes. 0 means that no loop has such buffers, so loads are waited for
+where they are used.
 """
 
 import re

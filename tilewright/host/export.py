@@ -1,8 +1,7 @@
 """Writes a model as a folder that can be served without its code; `exported.py` describes the format.
 
 The model is optimised once for each number of rows to which batches will be padded, and each graph is written call by call. If
-a card is
-named, its kernels are compiled into the folder, without a GPU: the graphs are run on tensors without memory.
+a card is named, its kernels are compiled into the folder, without a GPU: the graphs are run on tensors without memory.
 
 Refuses, with the reason: a model that cannot be traced as a whole, calls for which the format has no name, and variable
 dimensions other than the rows.

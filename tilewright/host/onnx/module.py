@@ -2,8 +2,7 @@
 
 There are two kinds of values. Values that depend on the inputs are tensors. Small values that do not (shapes, axes, indices)
 are NumPy arrays. Nodes with only arrays as inputs are computed by onnx's own reference implementation, whenever the module is
-called or traced; so
-`Shape -> Gather -> Concat -> Reshape` is a plain reshape in every trace, for any number of rows.
+called or traced; so `Shape -> Gather -> Concat -> Reshape` is a plain reshape in every trace, for any number of rows.
 
 Refused, each with a sentence: operators without a row in elements.py, shapes.py and layers.py (including other vendors'
 operators and loops), shapes that depend on values, and strings.
