@@ -1,11 +1,10 @@
 """Programs for engines whose calls hide work: so short that one layer more or less changes nothing measurable.
 
-In a call of a captured model the host copies inputs in, launches, and copies results out, while the device works:
-seconds = max(host, device). With little work the device finishes first, and an additional layer costs nothing (H100, four
-products of
-256 x 256: 45 us per call, of which 10 are work; with one product it takes the same). Such a program says nothing about its
-layers, and would bias their estimates towards 0. So each engine is tested first. Its calls have a floor if a call of one layer
-takes longer than extrapolated from 8 and 32 copies of it, or if 32 copies take hardly more than 8. For such an engine
+In a call of a captured model the host copies inputs in, launches, and copies results out, while the device works: seconds =
+max(host, device). With little work the device finishes first, and an additional layer costs nothing (H100, four products of 256
+x 256: 45 us per call, of which 10 are work; with one product it takes the same). Such a program says nothing about its layers,
+and would bias their estimates towards 0. So each engine is tested first. Its calls have a floor if a call of one layer takes
+longer than extrapolated from 8 and 32 copies of it, or if 32 copies take hardly more than 8. For such an engine
 
 - a program counts only if it takes twice as long as that layer alone; then the host's part is certainly less than the device's;
 - there are also programs with *ballast*: one layer repeated K times, each copy with its own weights, with K so large that these

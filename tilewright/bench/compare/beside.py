@@ -2,10 +2,9 @@
 
 A ratio means most if both sides compute in the same precision and start their work in the same way: a captured CUDA graph
 against a captured CUDA graph, or calls from Python against calls from Python. If the baseline is a different kind of engine
-(eager PyTorch in
-float32, say), an equivalent one is added: PyTorch's own calls in our precision, in a CUDA graph if ours uses one. Claims are
-listed in
-this order: against equivalent engines, then against those with another launch mode, then with another precision.
+(eager PyTorch in float32, say), an equivalent one is added: PyTorch's own calls in our precision, in a CUDA graph if ours uses
+one. Claims are listed in this order: against equivalent engines, then against those with another launch mode, then with another
+precision.
 
 These engines are built and checked like the others and take part in every round, but only the whole model is timed.
 """

@@ -6,11 +6,10 @@ nothing on the fairness card, and an engine that cannot provide them has failed 
 How a counter is assigned to a layer: an engine is given a program whose operations have names, and which records the module
 that each operation was exported from (`Operation`). An operation belongs to the layer that has nodes of that module; if several
 do (a ReLU that is called three times), to the first one that does not run before the operation's inputs exist. A counter
-belongs to the layers of the
-operations that occur as words in its name: "conv_7 + relu_3", "node_MatMul_9/MatMulAddFusion". If these are in several layers,
-only
-layers that it begins count: a convolution that also adds a shortcut's sum does not become part of the next layer. A counter
-whose name contains no operation (a copy that the engine has added) has no layer. Nothing is guessed from kinds, sizes or order.
+belongs to the layers of the operations that occur as words in its name: "conv_7 + relu_3", "node_MatMul_9/MatMulAddFusion". If
+these are in several layers, only layers that it begins count: a convolution that also adds a shortcut's sum does not become
+part of the next layer. A counter whose name contains no operation (a copy that the engine has added) has no layer. Nothing is
+guessed from kinds, sizes or order.
 """
 
 import math

@@ -1,10 +1,9 @@
 """Builds variants as parts of one exported graph, for engines that take graphs, without tracing each variant.
 
 `Cutter` exports a chain's graph once per precision; every value that is passed between layers is among its outputs. A variant's
-program
-is then assembled layer by layer: from each of a layer's outputs back to its inputs, node by node. The result has the same nodes
-as a trace of the variant itself (a test compares them), and takes milliseconds instead of seconds. Weights are those of the
-export; second and later copies of a layer have the variant's.
+program is then assembled layer by layer: from each of a layer's outputs back to its inputs, node by node. The result has the
+same nodes as a trace of the variant itself (a test compares them), and takes milliseconds instead of seconds. Weights are those
+of the export; second and later copies of a layer have the variant's.
 
 Refused (NotCut has the reason; the variant is then traced like any module): layers that pass on other objects than tensors, and
 graphs in which two values of the chain are the same.

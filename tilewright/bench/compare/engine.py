@@ -15,12 +15,10 @@ DTYPE is fp32, fp16 or bf16: weights and floating-point inputs are cast once, be
 
 `Built.time(calls)` gives the seconds of that many forward passes, one after the other, each waited for: the latency of one
 answer. On a GPU this is measured from a CUDA event on an idle device to another after the last kernel. If the next call were
-issued meanwhile, a
-call would take the longer of its host time and its device time, and layers would not add up: 19 layers of a small captured
-model take
-as long as one (H100: 41 and 38 us, the host's). If one of the two engines has no such events, and on a CPU, both sides are
-timed by the wall clock. Inputs are where the engine wants them (on its device) and outputs stay there; copies within a call are
-part of its time.
+issued meanwhile, a call would take the longer of its host time and its device time, and layers would not add up: 19 layers of a
+small captured model take as long as one (H100: 41 and 38 us, the host's). If one of the two engines has no such events, and on
+a CPU, both sides are timed by the wall clock. Inputs are where the engine wants them (on its device) and outputs stay there;
+copies within a call are part of its time.
 
 Every step has a time limit. Engines in this process are stopped when they return to Python; one that never does ends the
 process after a grace period. A foreign engine that may crash should run as `cmd:`.
