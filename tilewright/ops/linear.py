@@ -238,7 +238,7 @@ def linear_codes(
         codes, scales = x[:2] if isinstance(x, Codes) else _coded(x, weight)
         w_scales, weight = weight.scales, weight.operand
     elif isinstance(x, Codes):
-        raise ValueError("linear_codes: x is quantised, and the weight is not; give x in the weight's dtype")
+        raise ValueError("linear_codes: x is quantised, but the weight is not; give x in the weight's dtype")
     y = cast_linear(
         cast(Tensor, codes), cast(Tensor, weight), out, reader.x_scale, x_scales=scales, w_scales=w_scales, bias=bias,
         activation=activation,
