@@ -344,7 +344,7 @@ MET = Conflict(op="read", tile="32x32 f32", extra_trips=31, registers="", shared
         ({}, {"accesses": (replace(FAR, exact=False),)}, None),
         ({}, {"conflicts": (MET,)}, "read of shared memory, 32x32 f32: 31 extra trips per access"),
         ({}, {"conflicts": (replace(MET, extra_trips=None),)}, None),
-        ({}, {"pipeline_depth": 0}, "num_stages is 3, and no loop is pipelined"),
+        ({}, {"pipeline_depth": 0}, "num_stages is 3, but no loop is pipelined"),
         ({"wgmma": 0}, {"pipeline_depth": 0}, None),
     ],
 )

@@ -230,7 +230,7 @@ def test_requests_that_name_what_is_not_there(client: tuple[Any, Any]) -> None:
             (ask(x=X[:, :3], size=12), r"has shape \[1, 3\], wanted"),
             (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "z", 16)]), "no shared memory region 'z'"),
             (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "r", 16, 17)]), "but the request names"),
-            (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "r", 15)]), "has 16 bytes, and its place"),
+            (lambda: c.infer("kept", [good], outputs=[wanted(module, "output", "r", 15)]), "has 16 bytes, but its place"),
             (lambda: c.infer("kept", [good], outputs=[wanted(module, "other", "r", 16)]), "no output 'other'; it has output"),
         ]
         for call, words in cases:
