@@ -93,7 +93,7 @@ def test_with_gpus() -> None:
     code, out, _ = run()
     assert code == 0
     for words in (
-        "driver 580.159.04, which runs CUDA up to 13.0",
+        "driver 580.159.04, supports CUDA up to 13.0",
         "NVIDIA H100 80GB HBM3",
         "NV18",
         "NVLink 0 to 17: active, version 4.0, 26.6 GB/s each way, to switch",

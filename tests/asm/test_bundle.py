@@ -90,7 +90,7 @@ def spoil(folder: Path, **changes: object) -> None:
         (lambda f: spoil(f, files=3), "does not describe a bundle"),
         (lambda f: (f / "bundle.json").write_text("{"), "does not describe a bundle"),
         (lambda f: (f / "bundle.json").write_text(" " * (17 << 20)), "wanted at most"),
-        (lambda f: (f / "bundle.json").unlink(), "is no bundle"),
+        (lambda f: (f / "bundle.json").unlink(), "is not a bundle"),
         (lambda f: next((f / "kernels").rglob("*.cubin")).write_bytes(b"x"), "missing or changed"),
         (lambda f: next((f / "kernels").rglob("*.cubin")).unlink(), "missing or changed"),
     ],

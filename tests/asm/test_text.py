@@ -342,9 +342,9 @@ MET = Conflict(op="read", tile="32x32 f32", extra_trips=31, registers="", shared
         ({}, {"accesses": (FAR,)}, r"load of x \(64 f32\): a warp asks for 32 sectors where 4 would do"),
         ({}, {"accesses": (replace(FAR, looped=False),)}, None),
         ({}, {"accesses": (replace(FAR, exact=False),)}, None),
-        ({}, {"conflicts": (MET,)}, "read of shared memory, 32x32 f32: 31 further trips an access"),
+        ({}, {"conflicts": (MET,)}, "read of shared memory, 32x32 f32: 31 extra trips per access"),
         ({}, {"conflicts": (replace(MET, extra_trips=None),)}, None),
-        ({}, {"pipeline_depth": 0}, "num_stages is 3, and no loop is pipelined"),
+        ({}, {"pipeline_depth": 0}, "num_stages is 3, but no loop is pipelined"),
         ({"wgmma": 0}, {"pipeline_depth": 0}, None),
     ],
 )

@@ -149,7 +149,7 @@ def test_the_budget_ends_between_rows(tmp_path: Path) -> None:
     failed, waiting = measure(groups, tmp_path, said.append, budget_s=7, command=fake)
     assert awake_s() - began < 7
     assert (failed, waiting) == ([], ["slow", "late"])
-    assert any(line.startswith("late: not begun") for line in said)
+    assert any(line.startswith("late: not started") for line in said)
     found = len(rows_in(tmp_path / "slow.json")[0])
     assert 0 < found < 400
     assert left_of(groups[0], tmp_path).rows == 400 - found
@@ -193,4 +193,4 @@ def test_a_folder_of_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "a.json").write_text(json.dumps(content))
     monkeypatch.setattr(bench_all, "need_gpu", lambda what: None)
     found = CliRunner().invoke(app, ["bench", "all", "--out", str(tmp_path)])
-    assert (found.exit_code, f"is of commit {'f' * 40}" in found.output) == (1, True)
+    assert (found.exit_code, f"has commit {'f' * 40}" in found.output) == (1, True)

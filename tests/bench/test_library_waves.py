@@ -57,9 +57,9 @@ def test_alignment() -> None:
 def test_explain_tells_it_and_says_that_it_is_an_estimate() -> None:
     words = ["explain", "linear", "M=1793", "N=1793", "K=1793", "--card", "a100"]
     text = CliRunner().invoke(app, words).output
-    assert "if it takes tiles of 256 x 128, one an SM: 120 tiles, 2 waves, 12 of 108 blocks in the last" in text
+    assert "with tiles of 256 x 128, one per SM: 120 tiles, 2 waves, 12 of 108 blocks in the last" in text
     assert "M=N=1792: 98 tiles of 256 x 128, 1 wave instead of 2 waves" in text
     assert "(estimate)" in text
     assert "K=1792 and K=1800" in text
     other = CliRunner().invoke(app, [*words, "--prefer", "triton"]).output
-    assert "if it takes tiles" not in other, "what can be looked into is not estimated"
+    assert "with tiles of" not in other, "what can be looked into is not estimated"

@@ -150,7 +150,7 @@ def test_nothing_goes_on_with_other_code_or_another_card(name: str, tmp_path: Pa
         Results(path, "a set", resume=True)
     assert path.read_text() == before
     if name != "command":  # nor does another file of the same folder
-        with pytest.raises(ValueError, match="one code on one card"):
+        with pytest.raises(ValueError, match="one version of the code on one card"):
             Results(tmp_path / "other.json", "a set", resume=True)
 
 
@@ -165,7 +165,7 @@ def test_parts_of_two_codes_are_not_joined(tmp_path: Path, here: dict[str, Any])
     with pytest.raises(ValueError, match=r"it\.2\.json has driver 600\.1, it\.json None: they are not one result"):
         joined(tmp_path)
     path.unlink()
-    with pytest.raises(ValueError, match="goes on with a file that is not there"):
+    with pytest.raises(ValueError, match="continues a file that does not exist"):
         joined(tmp_path)
 
 

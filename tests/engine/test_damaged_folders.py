@@ -101,7 +101,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "rope_theta 0": (config(rope_theta=0), "rope_theta is 0, wanted greater than 0"),
     "rope_theta NaN": (config(rope_theta=float("nan")), "rope_theta is nan, wanted a finite number"),
     "rope_theta infinite": (config(rope_theta=float("inf")), "rope_theta is inf, wanted a finite number"),
-    "rope_theta tiny": (config(rope_theta=1e-300), "angles are no finite numbers"),
+    "rope_theta tiny": (config(rope_theta=1e-300), "angles are not finite"),
     "yarn with theta 1": (
         config(rope_theta=1.0, rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
         "rotation that is not supported",
@@ -120,24 +120,24 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     ),
     "a pattern without end": (
         config(quantization_config={**AWQ, "modules_to_not_convert": ["re:(a+)+$"]}),
-        "repeats repeats",
+        "nested repetitions",
     ),
     "a pattern that is none": (
         config(quantization_config={**AWQ, "modules_to_not_convert": ["re:("]}),
         "wrong type or form",
     ),
-    "a pipe for config.json": (pipe("config.json"), "config.json is no ordinary file but a pipe"),
-    "a device for config.json": (link("config.json", "/dev/zero"), "config.json is no ordinary file but a device"),
+    "a pipe for config.json": (pipe("config.json"), "config.json is not an ordinary file but a pipe"),
+    "a device for config.json": (link("config.json", "/dev/zero"), "config.json is not an ordinary file but a device"),
     "bytes for config.json": (text("config.json", b"\xff\xfe\x00"), "config.json is not UTF-8"),
-    "a pipe for generation_config.json": (pipe("generation_config.json"), "generation_config.json is no ordinary file"),
+    "a pipe for generation_config.json": (pipe("generation_config.json"), "generation_config.json is not an ordinary file"),
     "generation_config.json of words": (text("generation_config.json", '{"eos_token_id": "</s>"}'), "eos_token_id is '</s>'"),
     # weights
-    "a pipe for weights": (pipe("model.safetensors"), "model.safetensors is no ordinary file but a pipe"),
-    "a device for weights": (link("model.safetensors", "/dev/zero"), "model.safetensors is no ordinary file but a device"),
+    "a pipe for weights": (pipe("model.safetensors"), "model.safetensors is not an ordinary file but a pipe"),
+    "a device for weights": (link("model.safetensors", "/dev/zero"), "model.safetensors is not an ordinary file but a device"),
     "weights elsewhere": (index("../../../../etc/passwd"), "names '../../../../etc/passwd' as a file of weights"),
     "weights at an absolute path": (index("/etc/passwd"), "names '/etc/passwd' as a file of weights"),
     "weights in a folder": (index("a/b.safetensors"), "names 'a/b.safetensors' as a file of weights"),
-    "a shard that is a pipe": (lambda f: (index("s.safetensors")(f), pipe("s.safetensors")(f)), "s.safetensors is no ordinary"),
+    "a shard that is a pipe": (lambda f: (index("s.safetensors")(f), pipe("s.safetensors")(f)), "is not an ordinary"),
     "an index of nothing": (index(), "lists 0 files of weights"),
     "an index of 100,000 files": (index(*(f"{i}.safetensors" for i in range(100_000))), "lists 100000 files of weights"),
     "a tensor in two files": (twice, "has the tensor .*, and so has another file"),
@@ -151,9 +151,9 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     ),
     "an unknown dtype": (header('{"a": {"dtype": "F3", "shape": [4], "data_offsets": [0, 16]}}'), NOT_WHOLE),
     # the tokenizer
-    "a pipe for tokenizer.json": (pipe("tokenizer.json"), "tokenizer.json is no ordinary file but a pipe"),
+    "a pipe for tokenizer.json": (pipe("tokenizer.json"), "tokenizer.json is not an ordinary file but a pipe"),
     "a folder for tokenizer.json": (
-        lambda f: ((f / "tokenizer.json").unlink(), (f / "tokenizer.json").mkdir()), "tokenizer.json is no ordinary file",
+        lambda f: ((f / "tokenizer.json").unlink(), (f / "tokenizer.json").mkdir()), "tokenizer.json is not an ordinary file",
     ),
     "a nested tokenizer.json": (text("tokenizer.json", DEEP), "tokenizer.json is not a tokenizer"),
     "a nested tokenizer_config.json": (text("tokenizer_config.json", DEEP), "tokenizer_config.json is nested too deeply"),
@@ -165,7 +165,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "a template nested too deeply": (template("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "chat template"),
     "a template of 2 MB": (template("x" * 2_000_000), "wanted at most 1048576"),
     "a template that is none": (template("{% if %}"), "chat template is not valid"),
-    "a pipe for a template": (pipe("chat_template.jinja"), "chat_template.jinja is no ordinary file but a pipe"),
+    "a pipe for a template": (pipe("chat_template.jinja"), "chat_template.jinja is not an ordinary file but a pipe"),
 }  # fmt: skip
 
 

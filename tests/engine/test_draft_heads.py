@@ -151,25 +151,25 @@ def changed(folder: Path, to: Path, config: dict[str, Any] | None = None, **tens
 def refusals(head: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
     fc = load_file(head / "model.safetensors")["fc.weight"]
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"vocab_size": VOCAB + 1}, {}, "is a draft head for 259 tokens, and the model has 258"),
+        ({"vocab_size": VOCAB + 1}, {}, "is a draft head for 259 tokens, but the model has 258"),
         ({"architectures": ["Qwen9Eagle"]}, {}, "is a draft head of a 'Qwen9Eagle', wanted Llama"),
         ({}, {"fc.weight": fc.to(torch.int32)}, "fc.weight is .* of I32, wanted"),
     ]
     if kind == "eagle":
         cases += [
-            ({"hidden_size": 64, "head_dim": 8}, {}, "reads 64 numbers a token, and the model gives it 32"),
+            ({"hidden_size": 64, "head_dim": 8}, {}, "reads 64 numbers per token, but the model provides 32"),
             ({}, {"layers.0.mlp.up_proj.weight": None}, "mlp.up_proj.weight: missing"),
         ]
     else:
         short = torch.zeros(100, dtype=torch.int64) + VOCAB
         cases += [
-            ({}, {"fc.weight": fc[:, :-1].contiguous()}, r"reads 95 numbers a token, and the model gives it 96"),
+            ({}, {"fc.weight": fc[:, :-1].contiguous()}, r"reads 95 numbers per token, but the model provides 96"),
             ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, {}, "reads the layers .*, wanted some of the model's, 0 to 2"),
-            ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, {}, "numbers a token"),
+            ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, {}, "numbers per token"),
             ({"draft_vocab_size": 0}, {}, "has the draft_vocab_size 0, wanted 1 to 258"),
             ({"num_hidden_layers": 2}, {}, "has 2 layers, wanted a draft head with one"),
-            ({}, {"d2t": None}, "has 100 tokens and no d2t"),
-            ({}, {"d2t": short}, "names no 100 different tokens of 258"),
+            ({}, {"d2t": None}, "has 100 tokens but no d2t"),
+            ({}, {"d2t": short}, "does not name 100 different tokens of 258"),
             ({}, {"lm_head.weight": torch.zeros(99, HIDDEN)}, r"lm_head.weight: got \[99, 32\]"),
         ]
     return cases

@@ -134,7 +134,7 @@ def test_it_loads_where_neither_the_code_nor_a_compiler_is(exported: Path) -> No
     ],
 )
 def test_a_program_can_name_nothing_but_operators(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is no operator|reads files"):
+    with pytest.raises(ValueError, match=r"is not an operator|reads files"):
         function_named(name)
 
 

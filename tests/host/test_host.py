@@ -126,7 +126,7 @@ def test_a_model_that_always_fails_is_replaced_and_its_circuit_opens() -> None:
                 await ask(host)
         version = host.models["m"].versions[1]
         await until(lambda: version.circuit.opened == 1)
-        with pytest.raises(Unavailable, match="broke and is being replaced") as caught:
+        with pytest.raises(Unavailable, match="failed and is being replaced") as caught:
             await ask(host)
         assert caught.value.retry_after_s is not None
         assert not host.models["m"].ready

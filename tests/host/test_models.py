@@ -45,7 +45,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one(tmp_path: Path) -> N
 
     async def test(host: Host, makes: Makes) -> None:
         write_model(tmp_path / "m", "3", "broken")
-        with pytest.raises(Refused, match="its weights are damaged; the version that was there goes on"):
+        with pytest.raises(Refused, match="its weights are damaged; the version that was loaded before stays"):
             await host.load("m")
         assert (await ask(host))[0, 0] == 6
         (tmp_path / "m" / "model.toml").write_text("[model]\nmax_batsh = 3")
@@ -98,8 +98,8 @@ def test_versions_share_requests_by_weight_and_a_shadow_is_compared(tmp_path: Pa
     ("toml", "words"),
     [
         ('source = "os:abort"', "names the function 'os:abort'; allow its package with --package os"),
-        ("versions = [{version = 9, weight = 1}]", "versions names 9, and there are 1"),
-        ("versions = [{version = 1, weight = 1, shadow = true}]", "versions has nobody that answers"),
+        ("versions = [{version = 9, weight = 1}]", "versions names 9, wanted some of 1"),
+        ("versions = [{version = 1, weight = 1, shadow = true}]", "versions has none that answers"),
         ('max_batch = "8"', "max_batch is '8', wanted int"),
         ("max_batch = true", "max_batch is True, wanted int"),
         ("max_batch = 0", "max_batch is 0, wanted 1 to"),
@@ -174,7 +174,7 @@ def test_a_pipeline_runs_its_steps_and_fails_with_the_first(tmp_path: Path) -> N
         ('{model = "a", inputs = {}, outputs = {y = "v"}}', "differ in 'x'"),
         (
             '{model = "a", inputs = {x = "u"}, outputs = {y = "v"}}, {model = "a", inputs = {x = "u"}, outputs = {y = "v"}}',
-            "two steps of the pipeline give 'v'",
+            "two steps of the pipeline produce 'v'",
         ),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_a_model_takes_and_gives_is_read_off_its_example(running: Running) 
 def test_a_model_that_cannot_be_loaded_is_one_sentence_and_the_rest_is_served(running: Running) -> None:
     assert "no weights here" in running.host.failed["raises"]
     assert "models.py:" in running.host.failed["raises"]
-    assert running.host.failed["ends"].endswith("its process ended while the model was loaded")
+    assert running.host.failed["ends"].endswith("its process ended while it loaded the model")
     assert set(running.host.models) == set(CONFIGS) - {"raises", "ends"}
 
 

@@ -59,8 +59,8 @@ def test_files_that_are_no_memory_of_the_servers_user(tmp_path: Path, monkeypatc
         ("nothing", "No such file"),
         ("link", "cannot be opened"),
         ("folder", "cannot be opened"),
-        ("pipe", "no regular file"),
-        ("short", "has 63 bytes, and the region ends at 64"),
+        ("pipe", "not a regular file"),
+        ("short", "has 63 bytes, but the region ends at 64"),
     ):
         with pytest.raises(regions.Refused, match=words):
             mine.register("r", key, 0, 64)

@@ -201,7 +201,7 @@ def test_a_name_that_no_hub_could_have() -> None:
 def test_embedded_name_never_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("went to the hub"))
     monkeypatch.setattr("tilewright.models.weights._EMBEDDED", tmp_path)
-    with pytest.raises(ModelError, match="the model 'bookworm' is in tilewright's repository and not in its wheel"):
+    with pytest.raises(ModelError, match="the model 'bookworm' is in tilewright's repository but not in its wheel"):
         resolve("bookworm")
     (tmp_path / "bookworm").mkdir()
     assert resolve("bookworm") == tmp_path / "bookworm"

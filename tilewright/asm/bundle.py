@@ -1,12 +1,12 @@
 """Bundles: the compiled kernels for one use (a model in an engine), made without a GPU and used when the engine starts.
 
-    DIR/bundle.json             what it is for, and a checksum of every file
+    DIR/bundle.json             the use for which it was made, and a checksum of every file
     DIR/kernels/<key>/...       `<kernel>.cubin` and `<kernel>.json`, as in Triton's cache; <key> is Triton's
 
 `write` compiles into a folder and describes it. `use` checks the description and the checksums, and makes Triton look for
 kernels there before it looks into its own cache; nothing is copied, and the folder may be read-only. A kernel that is missing
-in the bundle is compiled
-as usual: Triton's key covers source, constants, options and toolchain, so a bundle can be incomplete but not wrong.
+in the bundle is compiled as usual: Triton's key covers source, constants, options and toolchain, so a bundle can be incomplete
+but not wrong.
 
 A bundle contains code for the GPU. Use only bundles that you made, or trust as you would trust a program. It contains no host
 code: Triton before 3.7 builds a small C launcher for every kernel signature at its first launch on a machine, and keeps it in
@@ -14,7 +14,6 @@ its own cache.
 
 Refused, with the reason: another format, tilewright, kernel source, triton, torch or ptxas; another card; other facts about the
 use; files that are missing, changed or too large.
-use, files that are missing, changed or too large.
 """
 
 import hashlib
@@ -51,11 +50,11 @@ class BundleRefused(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What stands in bundle.json."""
+    """The contents of bundle.json."""
 
     toolchain: Mapping[str, str]
     use: Mapping[str, Any]
-    """What it was made for: facts that whoever uses it must share."""
+    """The facts for which it was made, which must be the same when it is used."""
     files: Mapping[str, str]
     """"<key>/<file>" -> SHA-256."""
 
@@ -66,7 +65,7 @@ class Bundle:
 
 
 def toolchain(arch: int) -> dict[str, str]:
-    """Everything outside the use that decides what a kernel compiles to."""
+    """All facts, besides those of the use, that affect compiled kernels."""
     return {
         "arch": f"sm_{arch}",
         "kernel source": _source_hash(),
@@ -78,7 +77,7 @@ def toolchain(arch: int) -> dict[str, str]:
 
 
 def _source_hash() -> str:
-    """Of all kernel files: a comment counts too, for Triton's keys cover line numbers."""
+    """A hash of all kernel files. Comments count, too, because Triton's keys cover line numbers."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1] / "kernels"
     for path in sorted(folder.rglob("*.py")):
@@ -87,7 +86,7 @@ def _source_hash() -> str:
 
 
 def write(folder: Path, *, arch: int, use: Mapping[str, Any], compile: Callable[[], None]) -> Bundle:
-    """Run `compile` with Triton's cache inside `folder`, then describe what is there.
+    """Run `compile` with Triton's cache inside `folder`, then write a description of the folder.
 
     Raises:
         FileExistsError: the folder exists and is not empty.
@@ -123,10 +122,10 @@ def _cache_in(folder: Path) -> Iterator[None]:
 
 
 def read(folder: Path) -> Bundle:
-    """The description of a bundle. Raises BundleRefused when it is none."""
+    """Read the description of a bundle. Raises BundleRefused if the folder is not a bundle."""
     path = folder / _NAME
     if not path.is_file():
-        raise BundleRefused(f"{folder} is no bundle: it has no {_NAME}; make one with `tilewright warmup`")
+        raise BundleRefused(f"{folder} is not a bundle: it has no {_NAME}; make one with `tilewright warmup`")
     if path.stat().st_size > _LARGEST_DESCRIPTION:
         raise BundleRefused(f"{path} has {path.stat().st_size} bytes, wanted at most {_LARGEST_DESCRIPTION}")
     try:
@@ -153,8 +152,8 @@ def use(folder: Path, *, arch: int, facts: Mapping[str, Any]) -> Bundle:
     """Check a bundle, and let Triton take its kernels from it in this process.
 
     Args:
-        arch: of the card that will run them.
-        facts: what the use is now; must equal what `write` was given.
+        arch: architecture of the card that will run them.
+        facts: the facts of the present use; they must equal those given to `write`.
 
     Raises:
         BundleRefused: see the top of this file.
@@ -180,7 +179,7 @@ def _compare(folder: Path, made: Mapping[str, Any], now: Mapping[str, Any]) -> N
 
 
 def _manager(groups: Mapping[str, Mapping[str, str]]) -> type[FileCacheManager]:
-    """A cache whose kernels come from the bundle where it has them, else from Triton's own folder."""
+    """A cache that takes kernels from the bundle if it has them, else from Triton's own folder."""
 
     class BundleCache(FileCacheManager):
         def get_group(self, filename: str) -> dict[str, str] | None:

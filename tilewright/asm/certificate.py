@@ -34,22 +34,22 @@ class ConfigFacts:
     """One config of one implementation on one architecture: the worst of the kernels that it launched when it was certified."""
 
     warps: int
-    """Of a block of the first kernel."""
+    """Warps of a block of the first kernel."""
     registers: int
-    """A thread's, the most of any kernel."""
+    """Registers of a thread, the maximum over the kernels."""
     spill_bytes: int
     shared_bytes: int
-    """A block's dynamic shared memory, the most of any kernel."""
+    """Dynamic shared memory of a block in bytes, the maximum over the kernels."""
     blocks_per_sm: int
-    """Blocks that an SM holds at once, of the kernel that fits least often."""
+    """Blocks that fit on an SM at once, the minimum over the kernels."""
     limiter: str
-    """What keeps a further block of that kernel out: "registers", "shared memory", "warps", "blocks"; "too big" for any."""
+    """The resource that limits the blocks of that kernel: "registers", "shared memory", "warps" or "blocks"; or "too big"."""
     error: str | None
-    """Why it does not compile or cannot be launched; the numbers are 0 then."""
+    """The reason why it does not compile or cannot be launched; all numbers are 0 then."""
 
 
 def config_key(config: Mapping[str, Any]) -> str:
-    """A config as one string, whatever the order of its choices: sorted JSON."""
+    """A config as one string that does not depend on the order of its choices: sorted JSON."""
     return json.dumps(dict(config), sort_keys=True)
 
 
@@ -91,7 +91,7 @@ def _config_facts(row: Mapping[str, Any]) -> ConfigFacts:
 
 
 def save(certificate: Certificate, folder: Path = FOLDER) -> Path:
-    """Write `<folder>/<op>.json`, one case and one config a line so that git shows what moved."""
+    """Write `<folder>/<op>.json` with one case or config on each line, so that git shows what has changed."""
     head = "".join(f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in certificate.items() if k not in ("cases", "configs"))
     cases = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in certificate["cases"].items())
     spaces = ",\n".join(
@@ -103,8 +103,8 @@ def save(certificate: Certificate, folder: Path = FOLDER) -> Path:
 
 
 def load(name: str, folder: Path = FOLDER) -> Certificate:
-    """The certificate of an op. Raises FileNotFoundError with what to do when it has none."""
+    """Read the certificate of an op. Raises FileNotFoundError if there is none; the message says how to make it."""
     path = folder / f"{name}.json"
     if not path.exists():
-        raise FileNotFoundError(f"{name} has no certificate: got no {path}; write it with `make certify` and commit it")
+        raise FileNotFoundError(f"{name} has no certificate: there is no {path}; write it with `make certify` and commit it")
     return json.loads(path.read_text())

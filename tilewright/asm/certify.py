@@ -31,7 +31,7 @@ Keep = Callable[[str, str], bool]
 
 
 class _Task(NamedTuple):
-    """One case or one config to compile, and where it stands in the certificate."""
+    """One case or one config to compile, and its place in the certificate."""
 
     impl: Any
     args: tuple[Any, ...]
@@ -57,12 +57,12 @@ def certify(
 
     Args:
         op: a `tilewright.op.Op`.
-        inputs: () -> a fresh `tilewright.op.Inputs`, what the examples draw their arguments from.
-        archs: of `tilewright.hw.device.CARD_OF_ARCH`.
-        labels: only the examples with these labels; all by default.
-        keep: which configs; all by default.
-        workers: processes; 0 compiles in this one, where no time limit holds.
-        limit_s: seconds that a task may take.
+        inputs: () -> a new `tilewright.op.Inputs`, from which the examples make their arguments.
+        archs: architectures in `tilewright.hw.device.CARD_OF_ARCH`.
+        labels: only the examples with these labels; default: all.
+        keep: decides which configs to compile; default: all.
+        workers: number of processes; 0 compiles in this process, without a time limit.
+        limit_s: most seconds for a task.
 
     Raises:
         RuntimeError: Triton interprets kernels in this process.
@@ -97,9 +97,9 @@ def configs_of(op: Any, inputs: Any, archs: Iterable[int] = tuple(CARD_OF_ARCH))
 
 
 def sampled(certificate: Certificate, count: int) -> Keep:
-    """Keep so many configs a place, always the same ones: of those that are certified without spills, the lowest hashes.
+    """Keep `count` configs in each place: of those that are certified without spills, the ones with the lowest hashes.
 
-    What spills, or does not compile, takes the compiler longest and has little to lose.
+    So the choice is always the same. Configs that spill or do not compile take longest and can hardly become worse.
     """
     kept = {}
     for place, rows in certificate["configs"].items():
@@ -111,7 +111,7 @@ def sampled(certificate: Certificate, count: int) -> Keep:
 def _cases(
     op: Any, inputs: Any, archs: tuple[int, ...], labels: Iterable[str] | None, cases: dict[str, Any]
 ) -> Iterator[_Task]:
-    """The tasks of the examples; refusals are written down at once, and every case gets its place in the order."""
+    """The tasks of the examples. Refusals are recorded immediately, so that the order of the cases is kept."""
     for example in op.examples:
         if labels is not None and example.label not in labels:
             continue
@@ -153,7 +153,7 @@ def _outcomes(tasks: list[_Task], workers: int, limit_s: float) -> Iterator[tupl
 
 
 def _compile(task: _Task) -> dict[str, Any] | None:
-    """{"kernels": ...} or {"error": ...}; None when the launch needs no kernel."""
+    """{"kernels": ...} or {"error": ...}; None if the launch needs no kernel."""
     try:
         binaries = record(task.impl, task.config, task.args, task.arch)
     except CompileFailed as error:
@@ -170,7 +170,7 @@ _FACTS: dict[str, dict[str, Any]] = {}
 
 
 def _facts(binary: Binary) -> dict[str, Any]:
-    """The facts as JSON has them, without the zeros; tasks that share a kernel share them too."""
+    """The facts as JSON values, without zeros; they are computed once for tasks with the same kernel."""
     if binary.key not in _FACTS:
         found = _plain(asdict(facts(binary)))
         _FACTS[binary.key] = {k: v for k, v in found.items() if v or k == "blocks_per_sm"}
@@ -178,7 +178,7 @@ def _facts(binary: Binary) -> dict[str, Any]:
 
 
 def _brief(value: dict[str, Any]) -> dict[str, Any]:
-    """What a config's line says: vectors are the examples' matter, they do not depend on a config."""
+    """The facts in a config's line. Vector widths are left out: they are in the cases and do not depend on a config."""
     if "kernels" not in value:
         return value
     return {"kernels": [{k: v for k, v in kernel.items() if k not in ("loads", "stores")} for kernel in value["kernels"]]}
@@ -189,5 +189,5 @@ def _place(impl: Any, arch: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON gives it back: tuples are lists, keys are strings."""
+    """The value as it is read back from JSON: tuples become lists, keys become strings."""
     return json.loads(json.dumps(value))

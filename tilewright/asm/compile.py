@@ -42,7 +42,7 @@ _SESSIONS = count(1)
 
 
 class CompileFailed(RuntimeError):
-    """A kernel does not compile for an architecture; the message, one line, has the compiler's words."""
+    """A kernel does not compile for an architecture; the message is one line with the compiler's error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +57,19 @@ class Binary:
     """Compile-time arguments by name, with those that Triton specialised itself (an integer 1, a None)."""
     warps: int
     stages: int
-    """`num_stages` as it was asked for, 1 for Gluon; what the compiler made of it is `tilewright.asm.memory`'s matter."""
+    """The requested `num_stages`, 1 for Gluon; `tilewright.asm.memory` finds the number that the compiler used."""
     shared_bytes: int
     """Dynamic shared memory of a block."""
     tmem_columns: int
     """Tensor memory of a block (sm_100): columns of 512 bytes."""
     blocks: int
-    """Thread blocks of the launch that was recorded; 0 where the grid was a function."""
+    """Thread blocks of the recorded launch; 0 if the grid was a function."""
     ttgir: str = field(repr=False)
-    """The program as Triton's GPU dialect has it, layouts and pipeline decided."""
+    """The program in Triton's GPU dialect, with its final layouts and pipeline."""
     ptx: str = field(repr=False)
     cubin: bytes = field(repr=False)
     log: str | None = field(default=None, repr=False, compare=False)
-    """What ptxas said as it made `cubin`; None where that was found in Triton's cache, which keeps no log."""
+    """The log of ptxas for `cubin`; None if `cubin` came from Triton's cache, which keeps no log."""
 
 
 def record(impl: Any, config: Mapping[str, Any], args: Sequence[Any], arch: int) -> list[Binary]:
@@ -137,7 +137,7 @@ class _Offline:
         return GPUTarget("cuda", self._arch, 32)
 
     def get_current_device(self) -> str:
-        # Triton keys its table of loaded kernels by this: a name that no real device has keeps the two apart.
+        # Triton uses this as a key in its table of loaded kernels, so it must differ from the name of every real device.
         return f"offline sm_{self._arch}, session {self._session}"
 
     def get_current_stream(self, device: str) -> int:
@@ -145,7 +145,7 @@ class _Offline:
 
 
 class _Printed(StringIO):
-    """What a compilation prints, ptxas's log apart."""
+    """The output of a compilation, with the log of ptxas kept separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,11 +172,11 @@ def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKerne
             with redirect_stdout(printed):
                 kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         except (TritonError, RuntimeError, ValueError, AssertionError) as error:
-            # Triton prints the whole program when ptxas refuses it; what is wrong with it is in the error.
+            # If ptxas refuses a program, Triton prints all of it; the error says what is wrong.
             raise CompileFailed(f"{self.fn.__qualname__} does not compile for sm_{arch}: {_reason(error)}") from error
         print(printed.getvalue(), end="")
         blocks = 0 if callable(grid) else prod(grid)
-        # A future kernel, while `compile_only` has threads compile.
+        # This is a future of a kernel if `compile_only` compiles in threads.
         launched.append((kernel, blocks, printed.log or None))  # pyright: ignore[reportArgumentType]
         return kernel  # pyright: ignore[reportReturnType]
 
@@ -191,7 +191,7 @@ def _recording(arch: int, session: int = 0) -> Iterator[list[tuple[CompiledKerne
 
 def _reason(error: BaseException) -> str:
     """The one line of a compiler's message that says what is wrong."""
-    # An error inside a function that a kernel calls is the cause of one at the call, which says only where that is.
+    # An error in a function that a kernel calls is the cause of an error at the call, which names only the place of the call.
     while isinstance(error, CompilationError) and error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -29,26 +29,26 @@ __all__ = ["Facts", "counts", "facts", "instruction_mix", "ptxas_version", "sass
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One kernel for one architecture. Counts are of instructions in the text, not of executions."""
+    """Facts about one kernel for one architecture. Counts are those of instructions in the code, not of executions."""
 
     kernel: str
     warps: int
-    """Of a block, those of every partition of a warp-specialised kernel included."""
+    """Warps of a block, including those of every partition of a warp-specialised kernel."""
     registers: int
-    """A thread's; 255 is the most there is."""
+    """Registers of a thread, at most 255."""
     spill_bytes: int
-    """Local memory that a thread's spilled registers take; each may be stored and loaded several times."""
+    """Bytes of local memory for a thread's spilled registers; each may be stored and loaded several times."""
     local_bytes: int
-    """A thread's arrays that the kernel itself put in local memory (dynamically indexed; libdevice's sin and cos have one)."""
+    """Bytes of a thread's arrays in local memory, which are indexed dynamically (libdevice's sin and cos have one)."""
     shared_bytes: int
-    """A block's dynamic shared memory."""
+    """Dynamic shared memory of a block in bytes."""
     tmem_columns: int
     mma: int
     """Tensor-core instructions of a warp (sm_80 and up)."""
     wgmma: int
     """Tensor-core instructions of a warpgroup (sm_90)."""
     wgmma_serialised: bool
-    """ptxas put a wait after each wgmma (its warning C7510 to C7515): the tensor cores then idle between them."""
+    """Whether ptxas put a wait after each wgmma (its warnings C7510 to C7515), so that tensor cores idle between them."""
     tcgen05: int
     """Tensor-core instructions on tensor memory (sm_100)."""
     tma_loads: int
@@ -59,13 +59,13 @@ class Facts:
     stores: Mapping[int, int]
     """Stores to global memory, likewise."""
     blocks_per_sm: int
-    """Blocks that fit on a multiprocessor at once; 0 when not even one does."""
+    """Blocks that fit on a multiprocessor at once; 0 if not even one fits."""
     limiter: str
-    """What keeps a further block out: "registers", "shared memory", "warps" or "blocks"; "too big" for any."""
+    """The resource that limits the number of blocks: "registers", "shared memory", "warps" or "blocks"; or "too big"."""
 
 
 def facts(binary: Binary) -> Facts:
-    """The facts of one binary. Raises subprocess.CalledProcessError when a tool of the wheel rejects the code."""
+    """The facts of one binary. Raises subprocess.CalledProcessError if a tool of the Triton wheel rejects the code."""
     registers, stack_bytes = _resources(binary)
     threads = _threads(binary)
     held = occupancy(binary.arch, threads=threads, registers=registers, shared_bytes=binary.shared_bytes)
@@ -87,7 +87,7 @@ def facts(binary: Binary) -> Facts:
 
 
 def counts(ptx: str) -> dict[str, Any]:
-    """Those of the facts that count instructions in PTX."""
+    """The facts that are counts of instructions in PTX."""
     return {
         "mma": len(_MMA.findall(ptx)),
         "wgmma": len(_WGMMA.findall(ptx)),
@@ -114,7 +114,7 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 def _widths(access: re.Pattern[str], ptx: str, copy: re.Pattern[str] | None = None) -> dict[int, int]:
-    """Bytes of an access -> how many there are, widest first."""
+    """Bytes of an access -> number of such accesses, widest first."""
     found = Counter(int(lanes or 1) * int(bits) // 8 for lanes, bits in access.findall(ptx))
     if copy is not None:
         found.update(int(size, 0) for size in copy.findall(ptx))
@@ -138,7 +138,7 @@ def _threads(binary: Binary) -> int:
 
 
 def _ptxas_log(binary: Binary) -> str:
-    """What ptxas says about the kernel. Its warning is nowhere in the machine code: with the log lost, this assembles again."""
+    """The log of ptxas for the kernel. If it was not kept, the code is assembled again: warnings are not in machine code."""
     if binary.log is not None:
         return binary.log
     with _file(binary.ptx.encode(), ".ptx") as path, tempfile.TemporaryDirectory() as folder:
@@ -146,7 +146,7 @@ def _ptxas_log(binary: Binary) -> str:
 
 
 def sass(binary: Binary) -> str:
-    """The disassembled machine code, one instruction a line."""
+    """The disassembled machine code, one instruction per line."""
     with _file(binary.cubin, ".cubin") as path:
         return _run(knobs.nvidia.nvdisasm.path, "-c", path)
 
@@ -158,7 +158,7 @@ def instruction_mix(code: str) -> dict[str, int]:
 
 
 def ptxas_version(arch: int) -> str:
-    """The version of the assembler that Triton uses for an architecture: wrong code has come from one version alone."""
+    """The version of the assembler that Triton uses for an architecture. Wrong code has come from a single version."""
     text = _run(get_ptxas(arch).path, "--version")
     found = re.search(r"V(\d+\.\d+\.\d+)", text)
     if found is None:

@@ -1,8 +1,7 @@
 """Capability flags: what the installed Triton and Gluon support, for kernels that need features of newer versions.
 
 A flag is determined from the installed package (whether a name exists), never from a version number, because builds differ.
-Kernels test
-a flag where they are defined, so that a version without the feature can still import them.
+Kernels test a flag where they are defined, so that a version without the feature can still import them.
 """
 
 import importlib
@@ -17,7 +16,7 @@ __all__ = ["Features", "features"]
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """Of Gluon on sm_90 and up, unless said otherwise."""
+    """Features of Gluon on sm_90 and newer, unless stated otherwise."""
 
     gluon: bool
     """`triton.experimental.gluon` imports."""
@@ -30,7 +29,7 @@ class Features:
     tma_im2col: bool
     """A TMA load can gather convolution patches."""
     tma_reduce: bool
-    """A TMA store can add to what is there."""
+    """A TMA store can add to the values in memory."""
     async_load_names: bool
     """TMA copies are called `async_load` and `async_store`; before, `async_copy_global_to_shared` and the reverse."""
     cache_policies: bool
@@ -39,7 +38,7 @@ class Features:
 
 @cache
 def features() -> Features:
-    """What is there. Imports Gluon."""
+    """The features of the installed version. Imports Gluon."""
     language = _module("triton.experimental.gluon.language")
     tma = _module("triton.experimental.gluon.language.nvidia.hopper.tma")
     hopper = _module("triton.experimental.gluon.language.nvidia.hopper")
@@ -65,5 +64,5 @@ def _module(name: str) -> ModuleType | None:
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
-    """Names of a builtin's parameters; Gluon wraps them, so the wrapped function is asked."""
+    """Names of a builtin's parameters, read from the function that Gluon wraps."""
     return tuple(inspect.signature(inspect.unwrap(function)).parameters) if function is not None else ()

@@ -23,43 +23,43 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One kernel variant that this process had to get."""
+    """One kernel variant that this process compiled or read."""
 
     kernel: str
     arch: int
     from_disk: bool
-    """Read from Triton's disk cache or a bundle: milliseconds, where compiling takes a good part of a second."""
+    """Whether it was read from Triton's disk cache or a bundle: milliseconds, while compiling takes a good part of a second."""
     seconds: float
     reason: str
-    """What sets it apart from the nearest variant that was there already: "EVEN_K: True -> False"."""
+    """Its difference from the nearest variant that was there already: "EVEN_K: True -> False"."""
 
 
 class LateCompile(RuntimeError):
-    """A kernel was compiled after the process was ready, and that was forbidden."""
+    """A kernel was compiled after the process was ready, although that was forbidden."""
 
 
 def log_late(event: Compiled) -> None:
-    """Say in the log that a kernel came late, and why."""
+    """Log that a kernel was compiled or read late, and why."""
     verb = "read from disk" if event.from_disk else "compiled"
     _LOG.warning("%s was %s after the start (%.2f s): %s", event.kernel, verb, event.seconds, event.reason)
 
 
 def raise_late(event: Compiled) -> None:
-    """Raise LateCompile for a kernel that was compiled, log one that was only read."""
+    """Raise LateCompile for a kernel that was compiled; log one that was only read."""
     log_late(event)
     if not event.from_disk:
         raise LateCompile(f"{event.kernel} was compiled after the start: {event.reason}")
 
 
 class CompileCounter:
-    """Counts the kernels that this process compiles, from `start()` on, before and after it was ready.
+    """Counts the kernels that this process compiles after `start()`, before and after it is ready.
 
-    A server starts one before it loads a model and calls `mark_ready()` when it begins to listen. Several may run at once,
-    and a listener that another library has set goes on hearing. Compiles may be reported from any thread.
+    A server starts a counter before it loads a model, and calls `mark_ready()` when it begins to listen. Several counters may
+    run at once, and a listener that another library has set is still called. Compiles may be reported from any thread.
 
     Args:
-        on_late: called with every kernel that comes after `mark_ready()`, in the thread that launches it; what it raises
-            reaches the launch.
+        on_late: called with every kernel that comes after `mark_ready()`, in the thread that launches it; its exceptions reach
+            the launch.
     """
 
     def __init__(self, on_late: Callable[[Compiled], None] | None = None) -> None:
@@ -68,31 +68,31 @@ class CompileCounter:
         self._on_late = on_late
 
     def start(self) -> "CompileCounter":
-        """Begin to listen; returns itself. Raises RuntimeError when it already listens."""
+        """Start counting; return the counter itself. Raises RuntimeError if it was started already."""
         _SWITCHBOARD.add(self)
         return self
 
     def stop(self) -> None:
-        """Stop listening. Raises RuntimeError when it does not listen."""
+        """Stop counting. Raises RuntimeError if it was not started."""
         _SWITCHBOARD.remove(self)
 
     def mark_ready(self) -> None:
-        """From here on nothing should be compiled."""
+        """Note that nothing should be compiled from now on."""
         self._ready_at = len(self._events)
 
     @property
     def compiled(self) -> tuple[Compiled, ...]:
-        """All since `start()`, in order."""
+        """All kernels since `start()`, in order."""
         return tuple(self._events)
 
     @property
     def late(self) -> tuple[Compiled, ...]:
-        """What came after `mark_ready()`, read from disk or compiled; empty before."""
+        """Kernels that were compiled or read from disk after `mark_ready()`; empty before that."""
         return tuple(self._events[self._ready_at :]) if self._ready_at is not None else ()
 
     @property
     def after_ready(self) -> int:
-        """How many kernels were compiled after `mark_ready()`: the number that has to stay 0."""
+        """The number of kernels compiled after `mark_ready()`, which should stay 0."""
         return sum(not event.from_disk for event in self.late)
 
     def _hear(self, event: Compiled) -> None:
@@ -123,7 +123,7 @@ class _Switchboard:
             if counter not in self._counters:
                 raise RuntimeError("CompileCounter.stop: it does not listen; start it first")
             self._counters.remove(counter)
-            # A listener that somebody has put over ours still calls us: then we stay, and hear for nobody.
+            # A listener that was set later still calls ours: then ours stays, without any counter.
             if not self._counters and knobs.compilation.listener == self._heard:
                 knobs.compilation.listener = self._before
 
@@ -147,7 +147,7 @@ class _Switchboard:
 
 
 def _variant(src: Any, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """What Triton specialised a kernel for: argument types, constants, alignments, options."""
+    """The values for which Triton specialised a kernel: argument types, constants, alignments, options."""
     names = src.fn.arg_names if hasattr(src, "fn") else ()
 
     def name(path: Any) -> str:
@@ -165,7 +165,7 @@ def _variant(src: Any, metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _difference(variant: Mapping[str, str], known: list[Mapping[str, str]]) -> str:
-    """In words: how a variant differs from the nearest of those known."""
+    """The difference of a variant from the nearest known one, as text."""
     if not known:
         return "the first variant of this kernel"
 

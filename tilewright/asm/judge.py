@@ -14,11 +14,11 @@ __all__ = ["Judgement", "Partition", "judge", "kinds", "partitions", "warnings"]
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Warps of a warp-specialised kernel that run code of their own, besides the first ones."""
+    """Warps of a warp-specialised kernel that run separate code, besides the first warps."""
 
     warps: int
     registers: int | None
-    """A thread's, as the kernel asked (setmaxnreg); None where it did not."""
+    """Registers of a thread that the kernel requests (setmaxnreg); None if it does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def kinds(code: str) -> dict[str, int]:
 
 
 def warnings(binary: Binary, found: Facts, seen: Memory) -> Iterator[str]:
-    """What of these facts deserves attention, a sentence each, with what to do about it."""
+    """Sentences about the facts that deserve attention, with advice."""
     if found.spill_bytes:
         yield f"spills {found.spill_bytes} bytes of registers a thread to local memory: a smaller tile, or more warps"
     if not found.blocks_per_sm:
@@ -119,14 +119,14 @@ def warnings(binary: Binary, found: Facts, seen: Memory) -> Iterator[str]:
             )
     for conflict in seen.conflicts:
         if conflict.extra_trips and conflict.looped:
-            trips = f"{conflict.extra_trips} further trips an access"
+            trips = f"{conflict.extra_trips} extra trips per access"
             yield f"{conflict.op} of shared memory, {conflict.tile}: {trips} (bank conflicts)"
     if binary.stages > 1 and not seen.pipeline_depth and (found.mma or found.wgmma or found.tcgen05):
-        yield f"num_stages is {binary.stages}, and no loop is pipelined: loads that the compiler cannot move ahead, or no loop"
+        yield f"num_stages is {binary.stages}, but no loop is pipelined: the loads cannot be moved ahead, or there is no loop"
 
 
 def partitions(ttgir: str) -> tuple[Partition, ...]:
-    """Those that a kernel's TTGIR declares, in order; none for a kernel that is not warp-specialised."""
+    """The partitions that a kernel's TTGIR declares, in order; none if the kernel is not warp-specialised."""
     warps = [int(n) for n in re.findall(r"^ *partition\d+\(.*\) num_warps\((\d+)\) ", ttgir, re.MULTILINE)]
     lists = re.findall(r"requestedRegisters = array<i32: ([\d, ]+)>", ttgir)
     asked = [int(n) for one in lists for n in one.split(",")]

@@ -21,25 +21,25 @@ __all__ = ["Bases", "Layouts", "TensorType", "words"]
 
 
 class TensorType(NamedTuple):
-    """A tensor or buffer as TTGIR spells it."""
+    """The type of a tensor or buffer in TTGIR."""
 
     text: str
-    """Without the outermost "tensor<" or "!ttg.memdesc<" and ">": `128x64xbf16, #blocked`."""
+    """The text without the outermost "tensor<" or "!ttg.memdesc<" and ">": `128x64xbf16, #blocked`."""
     shape: tuple[int, ...]
     element: str
     """"bf16", "i64", "!tt.ptr<bf16>" ..."""
     shared: bool
-    """A buffer (in shared or tensor memory), not a tensor in registers."""
+    """Whether it is a buffer (in shared or tensor memory), not a tensor in registers."""
 
     @property
     def allocated(self) -> tuple[int, ...]:
-        """Shape of the buffer that this one is a part of; its own if it is whole."""
+        """Shape of the buffer of which this one is a part; its own shape if it is whole."""
         found = re.search(r"mutable, ([\dx]+)$", self.text)
         return tuple(int(n) for n in found[1].split("x"))[-len(self.shape) :] if found else self.shape
 
     @property
     def element_bits(self) -> int:
-        """Bits of an element, or of what a pointer points to."""
+        """Bits of an element, or of the element to which a pointer points."""
         found = re.search(r"(\d+)(?:E\dM\d\w*)?>*$", self.element)
         return int(found[1]) if found else 0
 
@@ -70,7 +70,7 @@ def types_in(text: str) -> list[TensorType]:
 
 
 def _balanced(text: str, start: int) -> str:
-    """From `start` to the ">" that closes what was open there. An arrow's ">" closes nothing."""
+    """The text from `start` to the ">" that closes the bracket open there. The ">" of an arrow closes nothing."""
     depth = 1
     for i in range(start, len(text)):
         if text[i] == "<":
@@ -94,12 +94,12 @@ class Layouts:
         make_backend(GPUTarget("cuda", arch, 32)).load_dialects(self._context)
         self._builder = gluon_ir.GluonOpBuilder(self._context)
         self._known: dict[str, Any] = {}
-        # Triton 3.8 and later ask the module round a builder what machine it is for.
+        # Triton 3.8 and later ask the module around a builder for its target machine.
         self._stage = self._module_of("i32")
         self._stage.walk(self._stand_in)
 
     def of(self, kind: TensorType) -> Any:
-        """The layout in Gluon's terms; None for one that Gluon has no name for, a tensor without one, and what is no type."""
+        """The layout as Gluon represents it; None if Gluon has no name for it, or if there is no layout or no such type."""
         if kind.text not in self._known:
             self._known[kind.text] = self._parse(kind) if "#" in kind.text else None
         return self._known[kind.text]
@@ -128,7 +128,7 @@ class Layouts:
             return None
 
     def bases(self, kind: TensorType) -> Bases | None:
-        """The linear form of a tensor's layout; None where `of` is."""
+        """The linear form of a tensor's layout; None if `of` is None."""
         layout = self.of(kind)
         if layout is None or kind.shared:
             return None
@@ -136,23 +136,23 @@ class Layouts:
         return Bases(linear.reg_bases, linear.lane_bases, linear.warp_bases)
 
     def bank_conflicts(self, tensor: TensorType, buffer: TensorType) -> int | None:
-        """Further trips to shared memory that an access of a warp needs beyond the least, by ld.shared or st.shared.
+        """Extra trips to shared memory of a warp's access by ld.shared or st.shared, beyond the minimum.
 
-        None where a layout is not known, and for a part of a buffer.
+        None if a layout is unknown, and for a part of a buffer.
         """
         registers, shared = self.of(tensor), self.of(buffer)
         whole = tensor.shape == buffer.shape == buffer.allocated
         if registers is None or shared is None or not whole or "#ttng.tensor_memory" in buffer.text:
             return None
         if math.prod(buffer.shape) * buffer.element_bits <= 32 * 32:
-            return 0  # no bank has two of its words; and Triton's own count ends the process on some that are smaller
+            return 0  # no bank has two of its words; Triton's own count ends the process for some smaller layouts
         handles = (registers._to_ir(self._builder), shared._to_ir(self._builder))
         return self._builder.get_shared_bank_conflicts(*handles, list(tensor.shape), tensor.element_bits)
 
     def matrix_conflicts(self, buffer: TensorType) -> int | None:
-        """Further trips of an ldmatrix beyond the least: it reads 16 bytes of each of eight neighbouring rows at once.
+        """Extra trips of an ldmatrix beyond the minimum: it reads 16 bytes of each of eight neighbouring rows at once.
 
-        None where the layout is none that ldmatrix reads, or is not known.
+        None if ldmatrix does not read this layout, or if it is unknown.
         """
         layout = self.of(buffer)
         match type(layout).__name__:
@@ -171,10 +171,10 @@ class Layouts:
 
 
 def words(layout: Any) -> str:
-    """One plain sentence about a layout in Gluon's terms."""
+    """One sentence that describes a layout of Gluon."""
     name = type(layout).__name__
     tell = _WORDS.get(name)
-    return tell(layout) if tell else f"{name}: a layout that this version has no words for"
+    return tell(layout) if tell else f"{name}: a layout that this version cannot describe"
 
 
 def _by(numbers: Sequence[int]) -> str:

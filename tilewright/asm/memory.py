@@ -11,10 +11,9 @@ layout and a shared-memory layout, for ldmatrix by the rows that it reads at onc
 conversions between register layouts, whose scratch layout Triton chooses later.
 
 **Pipeline.** A loop's buffers are an allocation with an additional first dimension; its size is the depth that the compiler
-made of
-`num_stages` (one less if the tensor cores read registers, which are a stage, too). If TMA fills them, the barriers show the
-number of stages, because a stage may have several boxes. 0 means that no loop has such buffers, so loads are waited for where
-they are used.
+made of `num_stages` (one less if the tensor cores read registers, which are a stage, too). If TMA fills them, the barriers show
+the number of stages, because a stage may have several boxes. 0 means that no loop has such buffers, so loads are waited for
+where they are used.
 """
 
 import re
@@ -40,23 +39,23 @@ class Access:
     op: str
     """"load", "store", "copy to shared memory" or "atomic"."""
     value: str
-    """What the program calls the result, or what is stored."""
+    """The program's name of the result, or of the stored value."""
     tile: str
     """"128x64 bf16"."""
     thread_bytes: int
-    """What a thread asks for in one instruction, by the layout; masks and unknown alignment may narrow it."""
+    """Bytes that a thread accesses in one instruction, by the layout; masks and unknown alignment may reduce them."""
     sectors: int
-    """Sectors that a warp asks for in one instruction."""
+    """Sectors that a warp requests in one instruction."""
     least_sectors: int
     """Sectors that its bytes fill."""
     exact: bool
-    """Whether every address was known; else `sectors` counts rows of unknown distance as far apart."""
+    """Whether all addresses are known; otherwise `sectors` assumes that rows of unknown distance are far apart."""
     layout: str
     looped: bool
 
     @property
     def efficiency(self) -> float:
-        """Of the bytes that the warp's sectors carry, the share that it asked for."""
+        """The share of the bytes in the warp's sectors that it requested."""
         return self.least_sectors / self.sectors
 
 
@@ -68,7 +67,7 @@ class Conflict:
     """"read", "ldmatrix", "write" or "copy"."""
     tile: str
     extra_trips: int | None
-    """Trips beyond the least of one instruction of a warp; None where it is not known."""
+    """Extra trips of one instruction of a warp, beyond the minimum; None if unknown."""
     registers: str
     shared: str
     looped: bool
@@ -88,23 +87,23 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What the TTGIR of a kernel says about memory."""
+    """Facts about memory from the TTGIR of a kernel."""
 
     accesses: tuple[Access, ...]
     copies: tuple[Copy, ...]
     conflicts: tuple[Conflict, ...]
     pipeline_depth: int
-    """Stages that the deepest pipelined loop fills in turn; 0 when no loop is pipelined."""
+    """Stages that the deepest pipelined loop fills in turn; 0 if no loop is pipelined."""
     buffers: tuple[str, ...]
-    """Those of all loops: "4 x 128x64 bf16"."""
+    """The buffers of all loops: "4 x 128x64 bf16"."""
     copies_in_flight: int | None
     """Groups of cp.async that the loop leaves unfinished when it waits; None without cp.async (TMA waits on barriers)."""
     layouts: dict[str, str]
-    """Every layout that a tensor in memory or a product has, as TTGIR names it -> in words."""
+    """TTGIR's name of each layout of a tensor in memory or in a product -> its description."""
 
 
 def memory(binary: Binary) -> Memory:
-    """The analysis of one binary; some 50 ms. An empty one for a kernel whose TTGIR is not known."""
+    """Analyse one binary, in about 50 ms. The result is empty for a kernel whose TTGIR is unknown."""
     program, layouts = Program(binary.ttgir), Layouts(binary.ttgir, binary.arch)
     depth, buffers = _pipeline(program)
     waits = [int(n) for line in program.named("ttg.async_wait") if line.looped for n in re.findall(r"num = (\d+)", line.text)]
@@ -121,7 +120,7 @@ def memory(binary: Binary) -> Memory:
 
 
 def _unique(found: Iterator[Any]) -> Iterator[Any]:
-    """Without repetitions: a pipelined loop's first rounds stand before it, word by word."""
+    """The items without repetitions: the first iterations of a pipelined loop are repeated literally before it."""
     return iter(dict.fromkeys(found))
 
 
@@ -147,7 +146,7 @@ def _accesses(program: Program, layouts: Layouts, widest: int) -> Iterator[Acces
         bytes_each = max(1, pointers.element_bits // 8)
         vector = _vector(bases, steps, max(1, widest // bytes_each))
         if told := re.search(r"contiguity = (\d+)", line.text):
-            vector = min(vector, int(told[1]))  # what the compiler could prove of alignment and mask
+            vector = min(vector, int(told[1]))  # the contiguity that the compiler could prove, by alignment and mask
         sectors, least = _sectors(bases, steps, vector, bytes_each)
         yield Access(
             op=_GLOBAL[line.name],
@@ -163,7 +162,7 @@ def _accesses(program: Program, layouts: Layouts, widest: int) -> Iterator[Acces
 
 
 def _vector(bases: Bases, steps: Steps, most: int) -> int:
-    """Elements that lie side by side in memory and in one thread's registers."""
+    """The number of elements that are adjacent both in memory and in one thread's registers."""
     count = 1
     for basis in bases.register:
         if count >= most or _distance(basis, steps) != count:
@@ -173,7 +172,7 @@ def _vector(bases: Bases, steps: Steps, most: int) -> int:
 
 
 def _distance(coordinates: Sequence[int], steps: Steps) -> int | None:
-    """Elements between this element and the first; None if a step that it takes is unknown."""
+    """The distance of this element from the first, in elements; None if it depends on an unknown step."""
     total = 0
     for at, step in zip(coordinates, steps, strict=True):
         if at and step is None:
@@ -190,7 +189,7 @@ def _sectors(bases: Bases, steps: Steps, vector: int, bytes_each: int) -> tuple[
         for bit, basis in enumerate(bases.lane):
             if lane >> bit & 1:
                 at = [a ^ b for a, b in zip(at, basis, strict=True)]
-        # Coordinates of unknown step name a row; two rows share nothing.
+        # Coordinates with an unknown step identify a row; two rows share no sector.
         row = tuple(a for a, step in zip(at, steps, strict=True) if step is None)
         start = sum(a * step for a, step in zip(at, steps, strict=True) if step is not None) * bytes_each
         for byte in range(start, start + vector * bytes_each):
@@ -252,7 +251,7 @@ def _conflicts(program: Program, layouts: Layouts, ldmatrix: bool) -> Iterator[C
 
 
 def _pipeline(program: Program) -> tuple[int, tuple[str, ...]]:
-    """(depth, the buffers that a loop fills in turn). Of TMA's buffers there are as many as barriers, or a multiple of that."""
+    """(depth, the buffers that a loop fills in turn). The number of TMA's buffers is that of the barriers, or a multiple."""
     indexed = {line.operands[0] for line in program.named("ttg.memdesc_index")}
     rings = [line.types[-1] for line in program.named("ttg.local_alloc") if line.result in indexed]
     barriers = [kind.shape[0] for kind in rings if kind.element == "i64"]
@@ -268,7 +267,7 @@ def _pipeline(program: Program) -> tuple[int, tuple[str, ...]]:
 
 
 def _described(program: Program, layouts: Layouts) -> dict[str, str]:
-    """The layouts of what is loaded, stored, buffered and multiplied; those of address arithmetic are the same again."""
+    """The layouts of loaded, stored, buffered and multiplied tensors; those in address arithmetic are the same."""
     products = r"tt\.dot\w*|ttng\.(warp_group_dot|tc_gen5_mma\w*|tmem_\w+)"
     matters = re.compile(rf"tt\.(load|store|atomic\w*)|ttg\.(local_\w+|async_copy\w+)|{products}")
     found = {}
@@ -282,7 +281,7 @@ def _described(program: Program, layouts: Layouts) -> dict[str, str]:
 
 
 def _name(line: Line) -> str:
-    """The variable in the kernel's source, as far as Triton kept its name."""
+    """The name of the variable in the kernel's source, if Triton kept it."""
     if line.result:
         return re.sub(r"_\d+$", "", line.result.lstrip("%"))
     return re.sub(r"_\d+$", "", line.operands[1].lstrip("%")) if len(line.operands) > 1 else ""

@@ -29,13 +29,13 @@ class Outcome(NamedTuple):
 
     task: int
     value: Any
-    """What the task returned, as JSON has it; None if it did not."""
+    """The task's result as JSON values; None if it did not return."""
     error: str | None
-    """Why there is no value: out of time, or how its process died."""
+    """The reason why there is no value: the time limit, or how its process ended."""
 
 
 class _Worker:
-    """One process and the task that it is at."""
+    """One process and its present task."""
 
     def __init__(self, work: Callable[[int], Any]):
         self.pipe, other = _FORK.Pipe()
@@ -52,9 +52,9 @@ class _Worker:
         self.pipe.send_bytes(json.dumps(task).encode())
 
     def end(self) -> None:
-        """Kill the process and what it started; harmless when it is gone already."""
+        """Kill the process and all processes that it started. Does nothing if it is gone already."""
         if self.process.pid is not None and self.process.is_alive():
-            # Its own group from its first line on; before that line there is nothing that it could have started.
+            # The process makes its own group in its first line, before it can start other processes.
             own = os.getpgid(self.process.pid) == self.process.pid
             (os.killpg if own else os.kill)(self.process.pid, signal.SIGKILL)
         self.process.join()
@@ -65,10 +65,10 @@ def run_limited(work: Callable[[int], Any], tasks: int, *, workers: int, limit_s
     """`work(0)` to `work(tasks - 1)` on forked processes; outcomes in the order in which tasks end.
 
     Args:
-        work: returns what JSON can hold. An exception that it raises is a bug: its traceback goes to stderr, and the task's
-            outcome says that the process died.
-        workers: processes at a time.
-        limit_s: wall-clock seconds that one task may take.
+        work: returns JSON values. An exception in it is a bug: its traceback goes to stderr, and the task's outcome says that
+            the process ended.
+        workers: number of processes at a time.
+        limit_s: most wall-clock seconds for one task.
     """
     waiting = iter(range(tasks))
     team = [_Worker(work) for _ in range(min(workers, tasks))]
@@ -116,9 +116,9 @@ def _answer(worker: _Worker) -> tuple[Outcome, bool]:
 
 
 def _serve(work: Callable[[int], Any], pipe: Connection, parents: Connection) -> None:
-    """The life of a worker: until its parent hangs up, which also a parent's death does."""
+    """Run tasks in a worker process until the parent closes the pipe, which also happens if the parent dies."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parents.close()
     while True:
         try:

@@ -14,7 +14,7 @@ from tilewright.asm.layouts import TensorType, types_in
 __all__ = ["Line", "Program", "Steps"]
 
 Steps = tuple[int | None, ...]
-"""For each dimension of a tensor: by how much the value grows from an element to the next, None if that is not known."""
+"""For each dimension of a tensor, the difference of the value between neighbouring elements; None if unknown."""
 
 
 class Line(NamedTuple):
@@ -25,12 +25,12 @@ class Line(NamedTuple):
     """"tt.load", "ttg.local_alloc" ..."""
     operands: tuple[str, ...]
     steps: tuple[Steps | None, ...]
-    """Of each operand; () for what is the same everywhere, None where nothing is known."""
+    """Steps of each operand; () if its value is the same everywhere, None if nothing is known."""
     text: str
     """The line, without its location."""
     types: list[TensorType]
     looped: bool
-    """Inside a loop."""
+    """Whether it is inside a loop."""
 
 
 _LINE = re.compile(r'^(?:(%[\w$.-]+)(?::\d+)? = )?"?([a-z_]\w*\.[\w.]+)"?(.*)$')
@@ -43,7 +43,7 @@ _LOOPS = ("scf.for", "scf.while")
 class Program:
     """The operations of a kernel in order.
 
-    Values are followed in the order of the text, because MLIR uses a name again in a region beside the one that it was made in.
+    Values are followed in the order of the text, because MLIR may use a name again in a neighbouring region.
     """
 
     def __init__(self, ttgir: str):
@@ -51,7 +51,7 @@ class Program:
         self._steps: dict[str, Steps | None] = {}
         self._constants: dict[str, int] = {}
         regions: list[bool] = []
-        """Of each region that is open, whether it is a loop's."""
+        """For each open region, whether it belongs to a loop."""
         for raw in ttgir.splitlines():
             text = raw.split(" loc(")[0].strip()
             if text.startswith("}") and regions:
@@ -73,12 +73,12 @@ class Program:
         if result is None:
             return
         if name in _LOOPS:
-            # What a loop carries moves, from element to element, as it did before the loop.
+            # A value that a loop carries has the same steps as before the loop.
             for number, (inside, before) in enumerate(_CARRIED.findall(rest.partition("iter_args(")[2])):
                 self._steps[inside] = self._steps[f"{result}#{number}"] = self._known(before)
         steps = _steps(line, [self._constants.get(operand) for operand in operands])
         shape = line.types[-1].shape if line.types else ()
-        # Unknown, but as a tensor of this rank: a broadcast of it is known to stand still along the new dimension.
+        # Unknown, but with this rank: a broadcast of it is known to be constant along the new dimension.
         self._steps[result] = tuple(None if n > 1 else 0 for n in shape) if steps is None and shape else steps
         self._constants.pop(result, None)
         number = re.search(r"= arith\.constant (?:dense<)?(-?\d+)>? :", text)
@@ -88,7 +88,7 @@ class Program:
             self._constants[result] = self._constants[operands[0]]
 
     def _known(self, value: str) -> Steps | None:
-        """The steps of a value; arguments of the kernel and numbers that loops count have none."""
+        """The steps of a value; arguments of the kernel and loop counters have none."""
         return self._steps.get(value, self._steps.get(value.partition("#")[0], ()))
 
 
@@ -113,7 +113,7 @@ def _steps(line: Line, constants: list[int | None]) -> Steps | None:
             return _product(of[0], of[1], constants[1]) if _uniform(of[1]) else _product(of[1], of[0], constants[0])
         case name if name in _PASSED:
             return of[0]
-    # Whatever it computes, it is the same everywhere if its operands are. Control flow may choose between two of them.
+    # Its result is the same everywhere if its operands are, whatever it computes. Control flow may choose between two of them.
     return () if not line.name.startswith("scf.") and all(map(_uniform, of)) else None
 
 
@@ -122,7 +122,7 @@ def _uniform(steps: Steps | None) -> bool:
 
 
 def _product(moving: Steps | None, other: Steps | None, factor: int | None) -> Steps | None:
-    """A product moves evenly when the other factor is the same everywhere, and by a known step if that is a constant."""
+    """A product changes evenly if the other factor is the same everywhere, and by a known step if that is a constant."""
     if moving is None or not _uniform(other):
         return None
     return tuple(0 if step == 0 else None if factor is None or step is None else step * factor for step in moving)

@@ -14,9 +14,9 @@ __all__ = ["regressions"]
 
 
 def regressions(old: Certificate, new: Certificate) -> list[str]:
-    """What is worse in `new`, or no longer what was certified: one sentence a finding, none when all is well.
+    """Sentences about everything that is worse in `new`, or no longer as certified; empty if all is well.
 
-    Cases and configs that only `old` has are not looked at, so that `new` may be a sample.
+    Cases and configs that only `old` has are ignored, so that `new` may be a sample.
     """
     found = []
     for name, case in new["cases"].items():
@@ -43,7 +43,7 @@ def _findings(was: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str
 
 def _worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     if "kernels" not in now:
-        # What it could not do before it need not do now.
+        # If it did not run before, it need not run now.
         if "kernels" in was:
             yield f"ran, now {now.get('refused') or now.get('error')}"
         return
@@ -62,7 +62,7 @@ def _worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{after['kernel']} {finding}" for finding in _worse_kernel(before, after))
 
 
-# Instructions by which a kernel stands or falls: fewer is a matter of unrolling, none is another kernel.
+# Instructions that are essential for a kernel: their number depends on unrolling, but none at all means another kernel.
 _VITAL = {"mma": "mma", "wgmma": "wgmma", "tcgen05": "tcgen05 mma", "tma_loads": "TMA load", "tma_stores": "TMA store"}
 
 

@@ -190,11 +190,11 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 
 def representatives(op: Any, inputs: Any) -> list[tuple[str, tuple[Any, ...]]]:
-    """(label, arguments of the op), in the order in which they are tried.
+    """(label, arguments of the op) of each representative, in the order in which they are tried.
 
     Args:
         op: a `tilewright.op.Op`.
-        inputs: () -> a fresh `tilewright.op.Inputs`.
+        inputs: () -> a new `tilewright.op.Inputs`.
     """
     if op.make is None or op.name not in _TABLE:
         examples = [(example.label, example.make(inputs())) for example in op.examples]
@@ -207,5 +207,5 @@ def _itemsize(args: tuple[Any, ...]) -> int:
 
 
 def _label(dims: Mapping[str, Any]) -> str:
-    """As a command line spells them: "M=4 N=64 dtype=float32"."""
+    """The dimensions as written on a command line: "M=4 N=64 dtype=float32"."""
     return " ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in dims.items())

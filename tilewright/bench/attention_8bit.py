@@ -28,10 +28,14 @@ _USUAL = tuple(
 
 
 def shapes_of(formats: Sequence[str], shapes: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """(words, dimensions) of `scaled_attention` but its format: from "B=2 KV=8192;B=1 KV=16384 causal=true", or the usual ones.
+    """(words, dimensions) of each shape for `scaled_attention`, without the format.
+
+    Args:
+        formats: 8-bit formats; only checked here.
+        shapes: such as "B=2 KV=8192;B=1 KV=16384 causal=true"; None: the usual shapes.
 
     Raises:
-        ValueError: there is no such format, or no such dimensions; a format or a dtype is among them, or there are none.
+        ValueError: a format or a dimension is unknown, a format or a dtype is among the dimensions, or `shapes` is empty.
     """
     for name in formats:
         if name not in FORMATS_OF_ATTENTION:
@@ -39,7 +43,7 @@ def shapes_of(formats: Sequence[str], shapes: str | None) -> list[tuple[str, dic
     texts = [" ".join(text.replace(",", " ").split()) for text in shapes.split(";")] if shapes else _USUAL
     found = [(text, checked(scaled_attention_op, text.split())) for text in texts if text]
     if any("format" in dims or "dtype" in dims for _, dims in found):
-        raise ValueError("format and dtype are no dimensions here: formats stand before the options, and 16 bits are bfloat16")
+        raise ValueError("format and dtype cannot be given here: formats stand before the options, and 16 bits are bfloat16")
     if not found:
         raise ValueError(f'--shapes has no shape: {shapes!r}, wanted such as "B=2 KV=8192 H=16 G=16 causal=true"')
     return found
@@ -48,9 +52,9 @@ def shapes_of(formats: Sequence[str], shapes: str | None) -> list[tuple[str, dic
 def rows(
     formats: Sequence[str], shapes: Sequence[tuple[str, dict[str, Any]]], say: Callable[[str], None], settle: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shape and format. us: 8 bits, bf16_us: `ops.attention` in bfloat16, microseconds.
+    """A row for each shape and format. us: time in 8 bits; bf16_us: time of `ops.attention` in bfloat16 (microseconds).
 
-    Ratios above 1: 8 bits are faster. `settle`: as in `harness.interleaved_us`.
+    A ratio above 1 means that 8 bits are faster. `settle`: as in `harness.interleaved_us`.
     """
     for text, dims in shapes:
         say(text)
@@ -64,7 +68,7 @@ def rows(
 
 
 def _measure(formats: Sequence[str], dims: dict[str, Any], settle: float) -> tuple[list[tuple[float, float]], list[Hashes]]:
-    """(microseconds, spread) of bfloat16 and of each format; and the kernels of each format beside those of bfloat16."""
+    """(microseconds, spread) of bfloat16 and of each format; and for each format its kernels and those of bfloat16."""
     assert scaled_attention_op.make is not None
     made = scaled_attention_op.make(Inputs("meta"), **dims)
     q, k, _, _, _, keys, _, causal = made

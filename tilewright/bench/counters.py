@@ -1,8 +1,7 @@
-"""Hardware counters of one call, by NVIDIA Nsight Compute (`ncu`), where it is installed and the driver lets it read them.
+"""Reads hardware counters of one call with NVIDIA Nsight Compute (`ncu`), if it is installed and the driver permits it.
 
 `ncu` runs a Python process that calls the op once between two markers of the profiler; kernels outside of them are not counted.
-Nothing
-is estimated: if a counter cannot be read, the result is the reason.
+Nothing is estimated: if a counter cannot be read, the result is the reason.
 """
 
 import csv
@@ -25,7 +24,7 @@ METRICS = {
     "shared bank conflicts": "l1tex__data_bank_conflicts_pipe_lsu.sum",
     "threads an instruction": "smsp__thread_inst_executed_per_inst_executed.ratio",
 }
-"""What is asked for: our name -> the counter's. The last one, 32 at best, falls with divergence."""
+"""Our name of a metric -> the counter's name. The last metric is at most 32 and falls with divergence."""
 _PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 _TIMEOUT_S = 180
 _CHILD = """
@@ -50,7 +49,7 @@ torch.cuda.cudart().cudaProfilerStop()
 
 
 def counters_of(op_name: str, words: Sequence[str], preferred: str | None) -> dict[str, Any] | str:
-    """Kernel name -> {metric of METRICS: value}, or the sentence why there are none."""
+    """Kernel name -> {metric of METRICS: value}; if the counters cannot be read, a sentence that says why."""
     tool = shutil.which("ncu") or next((place for place in _PLACES if Path(place).is_file()), None)
     if tool is None:
         return "ncu is not installed: it is part of the CUDA toolkit and of Nsight Compute"
@@ -74,7 +73,10 @@ def counters_of(op_name: str, words: Sequence[str], preferred: str | None) -> di
 
 
 def parse(text: str) -> dict[str, dict[str, float]]:
-    """The CSV of `ncu --csv`, one line a kernel and metric, lines of other programs around it. Repeated kernels get "#2"."""
+    """Parse the output of `ncu --csv`: one line for each kernel and metric, among lines of other programs.
+
+    The second launch of a kernel gets the name "KERNEL #2", and so on.
+    """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:

@@ -1,4 +1,4 @@
-"""Names and dimensions as a command line spells them: `matmul M=4096 N=4096 K=4096 dtype=bf16`.
+"""Parses names and dimensions as written on a command line: `matmul M=4096 N=4096 K=4096 dtype=bf16`.
 
 `find_op` finds an Op by its name, `parse_dims` turns `KEY=VALUE` words into keywords of its `make`. For misspelled names the
 error lists the nearest ones.
@@ -17,7 +17,7 @@ from tilewright.ops import ALL
 __all__ = ["DTYPES", "find_op", "nearest", "parse_dims", "parse_value"]
 
 ALIASES: Mapping[str, str] = {"matmul": "linear"}
-"""Public functions that have another op behind them."""
+"""Public function -> the op of another name that it calls."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """How a message about an unknown word ends: "did you mean ...?", then all that there is."""
+    """The end of a message about an unknown word: "did you mean ...?", then all known words."""
     spelled = {name.lower(): name for name in known}
     close = [spelled[found] for found in get_close_matches(word.lower(), spelled, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
@@ -42,7 +42,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def find_op(name: str) -> Op:
-    """The op with this name, or behind the public function of this name. Raises ValueError with the nearest names."""
+    """The op with this name, or behind the public function with this name. Raises ValueError with the nearest names."""
     ops = {op.name: op for op in ALL}
     op = ops.get(ALIASES.get(name, name))
     if op is None:
@@ -54,8 +54,8 @@ def parse_dims(op: Op, words: Sequence[str]) -> dict[str, Any]:
     """Keywords for `op.make` from words like "M=4096" and "dtype=bf16".
 
     Raises:
-        ValueError: the op takes no dimensions; a word is not KEY=VALUE, has an unknown key or a value of another kind, or
-            comes twice; a dimension without a default is missing.
+        ValueError: the op takes no dimensions; a word is not KEY=VALUE, has an unknown key, has a value of the wrong kind or
+            is given twice; a dimension without a default is missing.
     """
     if op.make is None:
         raise ValueError(f"{op.name} has no dimensions to give: leave out {' '.join(words)}")
@@ -85,9 +85,9 @@ def parse_dims(op: Op, words: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_value(what: str, text: str, kind: Any) -> Any:
-    """A value of this kind (int, float, bool, str, torch.dtype, or one of these or None) from text; `what` it is, for errors.
+    """Parse text as a value of this kind: int, float, bool, str, torch.dtype, or one of these or None.
 
-    Raises ValueError.
+    `what` names the value in errors. Raises ValueError.
     """
     kinds = [k for k in getattr(kind, "__args__", (kind,)) if k is not type(None)]
     if text.lower() == "none" and len(kinds) < len(getattr(kind, "__args__", (kind,))):
@@ -113,7 +113,7 @@ def parse_value(what: str, text: str, kind: Any) -> Any:
 
 
 def _spelled(wanted: Mapping[str, inspect.Parameter]) -> str:
-    """Every dimension, with its default where it has one: "M=... N=... dtype=bfloat16"."""
+    """All dimensions, with their defaults if they have one: "M=... N=... dtype=bfloat16"."""
     words = []
     for name, parameter in wanted.items():
         default = "..." if parameter.default is inspect.Parameter.empty else str(parameter.default).removeprefix("torch.")

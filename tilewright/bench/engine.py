@@ -1,24 +1,24 @@
-"""The engine on fixed workloads with random weights: output tokens over wall time, prefill inside.
+"""Benchmark of the engine on fixed workloads with random weights: output tokens per second of wall time, prefill included.
 
     W1  256 requests, each 100 to 1024 tokens in and 100 to 1024 out (uniform), all submitted at once: the lengths of
         nano-vllm's benchmark, 142,827 tokens in and 133,966 out
     W2  256 requests of exactly 1024 in and 1024 out
     B1  one request, 128 in, 256 out, decode only: the time from the first token to the last
-    B8, B64 the same for 8 and 64 requests at once; random weights soon repeat themselves, so with `speculate` most of
-        what is guessed is right
-    S64 64 requests that are sampled: they repeat nothing, and nothing that is guessed is right
+    B8, B64 the same for 8 and 64 requests at once; models with random weights soon repeat themselves, so with `speculate`
+        most guesses are right
+    S64 64 requests that are sampled: they do not repeat themselves, so no guess is right
 
-    E0  128 requests, 128 in, 256 out, decode only, sampled: what a plain step takes (median_step_ms)
-    E50 the same, half of the requests with penalties, a bias, log-probabilities and min_tokens: at most 5 % more is the aim
+    E0  128 requests, 128 in, 256 out, decode only, sampled: the time of a plain step (median_step_ms)
+    E50 the same, half of the requests with penalties, a bias, log-probabilities and min_tokens: the aim is at most 5 % more
     E50L, E50P the same with half of the requests asking for log-probabilities alone, or for penalties alone
 
-    P4096  16 prompts of 4095 tokens, one token out of each: what counts is input_tok_per_s
+    P4096  16 prompts of 4095 tokens, one token out of each: the relevant figure is input_tok_per_s
     R2000  2000 requests of 1 to 2048 tokens in and 1 to 32 out, with sampling, penalties, biases and log-probabilities at
            random: do any kernels compile after the engine is ready?
 
 Every request generates its full length (`ignore_eos`), except in R2000 greedily. A warm run repeats the workload in the
-same process with other prompts, so that the prefix cache does not answer. Beside each time stands what the card's memory and
-its arithmetic need at least (`engine_limits`).
+same process with other prompts, so that the prefix cache does not help. Each row also has lower bounds of its time by the
+card's memory bandwidth and arithmetic (`engine_limits`).
 """
 
 import itertools
@@ -70,7 +70,7 @@ def public_lengths() -> list[tuple[int, int]]:
 
 
 def any_params(rng: random.Random, out: int) -> SamplingParams:
-    """One of the ways in which a request can ask for its samples."""
+    """Random sampling parameters for a request with `out` output tokens."""
     extras: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.8},
@@ -91,7 +91,10 @@ _LOGPROBS = {"logprobs": 5}
 
 
 def half_edited(*asked: dict[str, Any]) -> Callable[[random.Random, int], SamplingParams]:
-    """Every other request, at random, asks for these; with biases go bans for as long as it runs."""
+    """Sampling parameters of which every other request, at random, has the options `asked`.
+
+    If a bias is among them, `min_tokens` is the full length, which bans the end of text for the whole answer.
+    """
     extras: dict[str, Any] = {name: value for one in asked for name, value in one.items()}
 
     def params(rng: random.Random, out: int) -> SamplingParams:
@@ -139,7 +142,7 @@ WORKLOADS = {
 def run_engine(
     shape: str, workloads: list[str], *, runs: int, config: EngineConfig, progress: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """One row a workload and run, as they end: output tokens a second, wall time, steps, preemptions."""
+    """Yield one row for each workload and run when it ends: output tokens per second, wall time, steps, preemptions."""
     began = time.perf_counter()
     forget()
     compiles = CompileCounter().start()
@@ -174,7 +177,7 @@ def run_engine(
 
 
 class _Card:
-    """What the limits of a run are computed from."""
+    """The facts from which the limits of a run are computed."""
 
     def __init__(self, engine: Any, shape: ModelConfig, config: EngineConfig) -> None:
         self.shape, self.config, self.weights = shape, config, weights_of(engine.runner.model)
@@ -182,8 +185,8 @@ class _Card:
         self.found = ceilings(device_of(engine.runner.model.embed.weight.get_device()))
 
     def shares(self, workload: Workload, lengths: list[tuple[int, int]], steps: int, seconds: float) -> dict[str, float]:
-        """Columns of a run's row."""
-        # The last step hands out what the one before it launched.
+        """Columns of a run's row: the run's lower bounds as shares of its time."""
+        # The last step only returns the results of the step launched before it.
         passes = max(out for _, out in lengths) - 1 if workload.decode_only else steps - 1
         found = limits(
             self.shape, self.weights, lengths, passes, self.found, dtype=self.dtype,

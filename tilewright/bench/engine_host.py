@@ -42,7 +42,7 @@ class _Hostly:
         self._buffer, self._slots = np.zeros(room, np.uint8), np.zeros(0, np.int64)
 
     def launch(self, step: Step) -> Step:
-        """Writes what a device would have to be told."""
+        """Write the inputs that would be sent to a device."""
         self._packer.refresh(step)
         if step.counts is step.samples and not step.drafts:
             rows = np.zeros(0, np.int64) if self._slots is step.slots else step.slots
@@ -69,8 +69,8 @@ class HostSteps:
         running: requests that decode.
         context: tokens of each prompt; they differ by up to a page.
         steps: the most that will be asked of `measure`.
-        speculate: look in each text for what may come next, as `--speculate ngram` does.
-        joining: before each step the request that has run longest ends and another one comes, whose prompt the step computes.
+        speculate: look up likely next tokens in each request's own text, as `--speculate ngram` does.
+        joining: before each step the request that has run longest ends, and a new one joins, whose prompt the step computes.
     """
 
     def __init__(self, *, running: int, context: int, steps: int, speculate: bool = False, joining: bool = False):
@@ -118,7 +118,7 @@ class HostSteps:
         setattr(owner, name, timed)
 
     def measure(self, steps: int) -> list[dict[str, float]]:
-        """Seconds of each part of so many steps, an entry a step."""
+        """Run so many steps and return the seconds of each part: one dict for each step."""
         rows: list[dict[str, float]] = []
         for _ in range(steps):
             if self._joining:
@@ -138,8 +138,10 @@ class HostSteps:
 
 
 def host_times(*, running: int, context: int, steps: int, speculate: bool) -> dict[str, float]:
-    """Median microseconds of each part of a step, "all" of it, and of reading it; and "all p99", of which one step in a hundred
-    takes more. Arguments: see `HostSteps`."""
+    """Median microseconds of each part of a step, of the whole step ("all") and of reading its result ("read").
+
+    "all p99" is the 99th percentile of "all". Arguments: see `HostSteps`.
+    """
     rows = HostSteps(running=running, context=context, steps=steps, speculate=speculate).measure(steps)
     found = {part: round(1e6 * statistics.median(row[part] for row in rows), 1) for part in rows[0]}
     return found | {"all p99": round(1e6 * float(np.quantile([row["all"] for row in rows], 0.99)), 1)}

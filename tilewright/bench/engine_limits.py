@@ -31,13 +31,13 @@ Requests = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a model's weights ask for."""
+    """The sizes of a model's weights."""
 
     bytes_a_pass: int
     flops_a_token: int
-    """Of all linear layers but the head."""
+    """Weights of all linear layers except the head."""
     flops_a_sample: int
-    """Of the head."""
+    """Weights of the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Limits:
 
 
 def weights_of(model: Model) -> Weights:
-    """Of a model on any device, quantised or not."""
+    """The sizes of the weights of a model, on any device, quantised or not."""
     products = {id(m): 2 * m.weight.shape[0] * m.weight.shape[1] for m in model.modules() if isinstance(m, Linear)}
     head = products.pop(id(model.head))
     embedding = 0 if model.config.tie_word_embeddings else model.embed.weight.nbytes
@@ -88,7 +88,7 @@ def limits(
 
 
 def _seen(window: int | None, first: int, last: int) -> int:
-    """Positions that the tokens after `first` and up to `last` see, together."""
+    """The number of positions that the tokens after `first` and up to `last` see, summed over these tokens."""
     most = last if window is None else min(last, window)
     low = max(first, 0)
     growing = range(low + 1, max(low, most) + 1)

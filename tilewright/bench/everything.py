@@ -24,7 +24,7 @@ from tilewright.bench.results import rows_in, strangers
 __all__ = ["Stopped", "command_of", "left_of", "measure", "table"]
 
 _MARGIN_S = 5.0
-"""Before the end of the budget, for a process to end in and for this one to say what is left."""
+"""Time kept free at the end of the budget, for the running process to end and for this one to report what is left."""
 _PATIENCE_S = 20.0
 
 
@@ -37,15 +37,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of a group."""
+    """The part of a group that is not measured yet."""
 
     rows: int
-    """Rows that are not there yet; at least 1 while the file is not whole."""
+    """Missing rows; at least 1 as long as the file is incomplete."""
     seconds: float
 
 
 def left_of(group: Group, folder: Path) -> Left:
-    """What is left to measure. Raises ValueError for a file that is no result, OSError."""
+    """The part of a group that is left to measure. Raises OSError, or ValueError if the file is not a result."""
     path = folder / f"{group.name}.json"
     if group.words[0] == "compare":
         rows = 0 if path.is_file() else 1
@@ -56,7 +56,7 @@ def left_of(group: Group, folder: Path) -> Left:
 
 
 def command_of(group: Group, folder: Path) -> list[str]:
-    """The words of the process that measures a group, or the rest of it."""
+    """The command of the process that measures a group, or the rest of it."""
     python, path = [sys.executable, "-m", "tilewright.cli"], str(folder / f"{group.name}.json")
     verb, *words = group.words
     if verb == "compare":
@@ -65,7 +65,7 @@ def command_of(group: Group, folder: Path) -> list[str]:
 
 
 def table(groups: Sequence[Group], folder: Path) -> list[str]:
-    """The plan in lines: what is there, what is left, how long it should take, by which command."""
+    """The plan as lines of text: for each group its rows so far, the expected seconds for the rest, and its command."""
     lines = []
     for group in groups:
         left = left_of(group, folder)
@@ -79,21 +79,25 @@ def measure(
     groups: Sequence[Group], folder: Path, say: Say, *, budget_s: float | None = None,
     command: Callable[[Group, Path], list[str]] = command_of,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Measure what is left of the groups; (names of those that failed, names of those that are not whole for want of time).
+    """Measure what is left of the groups.
 
     Args:
-        budget_s: start nothing that cannot write a row within it, and end what runs when it is over; None: no end.
-        command: of a group.
+        budget_s: start no group that cannot write a row within this time, and end the running one when it is over; None: no
+            limit.
+        command: gives the command for a group.
+
+    Returns:
+        (names of the groups that failed, names of the groups for which there was not enough time).
 
     Raises:
-        ValueError: the folder holds results of other code or other versions, or a file that is none.
+        ValueError: the folder has results of other code or other versions, or a file that is not a result.
         OSError: the folder cannot be made.
-        Stopped: SIGTERM came; what runs was ended first. KeyboardInterrupt likewise.
+        Stopped: SIGTERM was received; the running process was ended first. KeyboardInterrupt: the same for Ctrl-C.
     """
     folder.mkdir(parents=True, exist_ok=True)
     strange = strangers(folder, environment(card=False))
     if strange:
-        raise ValueError(f"{strange[0]}; a set is of one code: give --out another folder")
+        raise ValueError(f"{strange[0]}; a folder holds results of one version of the code: give --out another folder")
     began, failed, waiting = time.monotonic(), [], []
     pending = [group for group in groups if left_of(group, folder).rows]
     clock = _Clock(sum(left_of(group, folder).seconds for group in pending))
@@ -101,7 +105,7 @@ def measure(
         left = left_of(group, folder)
         rest_s = None if budget_s is None else budget_s - _MARGIN_S - (time.monotonic() - began)
         if rest_s is not None and rest_s < group.first_s:
-            say(f"{group.name}: not begun, {max(0.0, rest_s):.0f} s of the budget are left and it needs {group.first_s:.0f}")
+            say(f"{group.name}: not started, because it needs {group.first_s:.0f} s and {max(0.0, rest_s):.0f} s are left")
             waiting.append(group.name)
             continue
         say(f"[{number}/{len(pending)}] {group.name}: {left.rows} rows, about {left.seconds:.0f} s; {clock.eta()}")
@@ -111,7 +115,7 @@ def measure(
         if not left_of(group, folder).rows:
             continue
         if code is None:
-            say(f"{group.name}: ended for want of time; {left_of(group, folder).rows} rows are left")
+            say(f"{group.name}: stopped at the end of the budget; {left_of(group, folder).rows} rows are left")
             waiting.append(group.name)
         else:
             say(f"{group.name}: exit code {code}; {left_of(group, folder).rows} rows are left")
@@ -120,7 +124,7 @@ def measure(
 
 
 class _Clock:
-    """How long the rest should take, by how long the first groups took."""
+    """Estimates how long the remaining groups take, from how long the first ones took."""
 
     def __init__(self, expected_s: float) -> None:
         self._left_s, self._expected_s, self._took_s = expected_s, 0.0, 0.0
@@ -132,11 +136,11 @@ class _Clock:
 
     def eta(self) -> str:
         pace = self._took_s / self._expected_s if self._expected_s else 1.0
-        return f"about {self._left_s * pace / 60:.1f} minutes to go in all"
+        return f"about {self._left_s * pace / 60:.1f} minutes left in all"
 
 
 def _run(words: list[str], limit_s: float | None) -> int | None:
-    """The exit code of a process, None when it had to be ended. It does not outlive this call."""
+    """Run a process and return its exit code, or None if it had to be ended. It does not outlive this call."""
     process = None
     with _sigterm_raises():
         try:

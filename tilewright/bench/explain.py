@@ -35,10 +35,10 @@ _SOURCES = {
 
 
 def explain(op: Op, dims: Mapping[str, Any], device: Device) -> dict[str, Any]:
-    """All that can be said of a call without running it, as plain JSON values. `prefer` and `invariant` scopes count.
+    """An explanation of a call, made without running it, as plain JSON values. `prefer` and `invariant` scopes apply.
 
     Raises:
-        Refused: no implementation takes the problem on the card; the message has each one's reason.
+        Refused: no implementation accepts the problem on the card; the message has the reason of each.
     """
     assert op.make is not None
     args = op.make(Inputs("meta"), **dims)
@@ -94,13 +94,13 @@ def _cost(op: Op, dims: Mapping[str, Any], args: tuple[Any, ...]) -> Any:
     try:
         return op.cost(*args)
     except RuntimeError:
-        # It depends on values, such as the lengths of sequences: small real arguments of the same kind tell it.
+        # The cost depends on values, such as the lengths of sequences: use small real arguments of the same kind.
         assert op.make is not None
         return op.cost(*op.make(Inputs("cpu"), **dims))
 
 
 def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any, args: tuple[Any, ...]) -> str:
-    """Why an implementation was not taken."""
+    """Why an implementation was not chosen."""
     reason = impl.refusal(device, problem, scope())
     if reason is not None:
         return f"refuses: {reason}"
@@ -111,11 +111,11 @@ def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any, ar
     if mine is not None and taken is not None:
         return f"slower by {mine.us / taken.us - 1:.0%}: {mine.us:.1f} us, {choice.impl.name} {taken.us:.1f} us"
     if choice.entry is not None:
-        return "not measured, where another was"
+        return "not measured, while another implementation was"
     order = [i.name for i in op.impls]
     place = f"listed {'after' if order.index(impl.name) > order.index(choice.impl.name) else 'before'} {choice.impl.name}"
     if op.first(device, problem) == choice.impl.name:
-        place = f"for such a problem {choice.impl.name} comes first"
+        place = f"{choice.impl.name} comes first for this problem"
     config = impl.space.default(device, problem)
     facts = config_facts(op.name, impl.name, device.arch).get(config_key(config))
     guess = _predicted(impl, config, args, device, [] if facts is None else [vars(facts)])
@@ -125,7 +125,7 @@ def _why_not(impl: Any, op: Op, choice: Choice, device: Device, problem: Any, ar
 def _predicted(
     impl: Impl, config: Mapping[str, Any], args: tuple[Any, ...], device: Device, kernels: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """What the analytical model says, of a library or of one kernel whose facts are known; None where it says nothing."""
+    """The time that the analytical model predicts, for a library or for one kernel with known facts; None if it cannot."""
     if impl.work is None or device.kind != "cuda":
         return None
     work = impl.work(device, config, *args)
@@ -142,7 +142,7 @@ def _predicted(
     try:
         said = predict(device, work, facts)
     except ValueError:
-        return None  # no block fits an SM, or the card has no such unit: the kernel's own lines say so
+        return None  # no block fits an SM, or the card has no such unit: the kernel's lines in the output say so
     return {
         "us": 1e6 * said.seconds,
         "limiter": said.limiter,
@@ -152,7 +152,7 @@ def _predicted(
 
 
 def _kernels(choice: Choice, args: tuple[Any, ...], device: Device) -> tuple[list[dict[str, Any]], str | None]:
-    """What the launch consists of, compiled for the card; and why it could not be, where it could not."""
+    """The kernels of the launch, compiled for the card; if they cannot be compiled, an empty list and the reason."""
     try:
         binaries = record(choice.impl, choice.config, args, device.arch)
     except (CompileFailed, RuntimeError) as error:
@@ -184,7 +184,7 @@ def _kernel(binary: Binary, device: Device) -> dict[str, Any]:
 
 
 def _library_product(op: Op, choice: Choice, args: tuple[Any, ...]) -> Product | None:
-    """The product of 16-bit numbers, both operands dense along K, that a library's kernel computes; None for anything else."""
+    """The product that a library's kernel computes, if it is one of 16-bit numbers, both dense along K; else None."""
     if op.name != "linear" or not choice.impl.library:
         return None
     x, weight = args[:2]
@@ -201,7 +201,7 @@ def _tiles(product: Product, tile: tuple[int, int], device: Device) -> dict[str,
 
 
 def _cliffs(op: Op, dims: Mapping[str, Any], choice: Choice, device: Device) -> Iterator[str]:
-    """Sizes next to this one at which another implementation or config is taken."""
+    """Sizes next to this one for which another implementation or config is chosen."""
     assert op.make is not None
     sizes = [name for name, value in dims.items() if isinstance(value, int) and not isinstance(value, bool) and value > 1]
     for name in sizes:
@@ -235,4 +235,4 @@ def _advice(op: Op, answer: Mapping[str, Any]) -> Iterator[str]:
             if cliff.startswith(tuple(f"{n} register" for n in range(1, 9))) and "fewer: " in cliff:
                 yield f"{name}: {cliff}"
     if not str(answer["roofline"]["ceilings"]).startswith("measured"):
-        yield "the ceilings are a data sheet's: tilewright hw --measure on the card gives real ones"
+        yield "the ceilings are from the data sheet: tilewright hw --measure on the card measures them"

@@ -32,10 +32,10 @@ START_S = 120.0
 
 
 def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float, idle: int = 0) -> dict[str, Any]:
-    """One row: `streams` streams of `tokens` tokens each, through so many fronts, beside `idle` connections that say nothing.
+    """One row: `streams` streams of `tokens` tokens each through `fronts` processes, with `idle` further idle connections.
 
     Raises:
-        OSError: the server does not start, or a stream does not come to its end.
+        OSError: the server does not start, or a stream ends early.
     """
     body = json.dumps({"prompt": "a b", "max_tokens": tokens, "stream": True, "ignore_eos": True}).encode()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def run_fronts(fronts: int, *, streams: int, tokens: int, tokens_per_s: float, i
 
 
 class _Nowhere:
-    """A connection whose bytes go nowhere, and a channel that waits for more."""
+    """A connection that discards its bytes, and a channel that waits for more."""
 
     blocked = False
     waiting = True
@@ -86,10 +86,10 @@ class _Nowhere:
 
 
 def parts(streams: int = 128, seconds: float = 0.5) -> dict[str, float]:
-    """Processor microseconds a token of each part of the way, alone, on steps of one token for each of `streams` streams.
+    """Processor microseconds per token of each part of the way by itself, for steps of one token for each of `streams` streams.
 
-    encode and decode are the wire's; "text" makes deltas, "text and events" the events of the short way (server/direct.py),
-    "long way" the events of deltas that take the other one. Connections are not in it.
+    "encode" and "decode" are those of the socket between engine and front; "text" makes deltas, "text and events" makes the
+    events of the short way (server/direct.py), "long way" makes the events of the other deltas. Connections are not included.
     """
     tokenizer = words()
     served = Served(
@@ -125,7 +125,7 @@ def parts(streams: int = 128, seconds: float = 0.5) -> dict[str, float]:
 
 
 def _per_call(work: Callable[[], object], seconds: float) -> float:
-    """Processor seconds of one call: the least of five rounds, as others only ever add to it."""
+    """Processor seconds of one call: the minimum of five rounds, because disturbances only make it longer."""
     best = float("inf")
     for _ in range(5):
         calls, start_s = 0, time.process_time()

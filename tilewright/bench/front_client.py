@@ -1,7 +1,8 @@
 """Opens streams and reads them to their end, counting events: `python -m tilewright.bench.front_client PORT BODIES GAPS`.
 
-BODIES has one request body per line; GAPS is written: float64 [events, 2], when an event came and how long after the previous
-one of its stream. Prints one line of JSON. It parses nothing, so that it uses as little processor time as possible.
+BODIES has one request body per line. The program writes GAPS, float64 [events, 2]: the time of each event, and the seconds
+since the previous event of its stream. It prints one line of JSON. It parses nothing, to use as little processor time as
+possible.
 
 `python -m tilewright.bench.front_client PORT idle COUNT` opens connections and reports that. When something is written to its
 standard input, it sends a request on each of them, and prints how many were answered.
@@ -26,15 +27,16 @@ _HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def more_files() -> None:
-    """Let this process, and those that it starts, have as many open files as they may."""
+    """Raise the limit of open files of this process, and of processes that it starts, to the highest permitted one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def read_streams(port: int, bodies: list[bytes]) -> tuple[dict[str, float], np.ndarray]:
-    """({events, whole, sent_s, first_s, begun_s, ending_s, last_s, cpu_s}, the gaps); times by the monotonic clock.
+    """({events, whole, sent_s, first_s, begun_s, ending_s, last_s, cpu_s}, the gaps); times are those of the monotonic clock.
 
-    first_s and last_s: the first and the last event; begun_s: when all streams had one; ending_s: when the first stream ended.
+    whole: the number of complete streams; first_s and last_s: the first and the last event; begun_s: when all streams had an
+    event; ending_s: when the first stream ended.
     """
     poller, by_number = select.epoll(), dict[int, socket.socket]()
     sent_s = time.monotonic()
@@ -73,7 +75,7 @@ def read_streams(port: int, bodies: list[bytes]) -> tuple[dict[str, float], np.n
 
 
 def hold_connections(port: int, count: int) -> int:
-    """How many of so many connections, which say nothing until standard input is written to, are there at the end."""
+    """Open `count` connections that stay idle until standard input is written to; return how many still work then."""
     held = [socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) for _ in range(count)]
     print("open", flush=True)
     sys.stdin.readline()
@@ -83,7 +85,7 @@ def hold_connections(port: int, count: int) -> int:
             try:
                 one.sendall(_HEALTH)
                 answered += one.recv(1 << 12).startswith(b"HTTP/1.1 200")
-            except OSError:  # it is lost
+            except OSError:  # this connection is lost
                 continue
     return answered
 

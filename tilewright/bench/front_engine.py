@@ -1,8 +1,7 @@
 """A mock engine behind the real socket: every stream gets one token per step, at a given rate.
 
 `python -m tilewright.bench.front_engine TOKENS_PER_S NOTES FOLDER CONTROL` is the engine process of `tilewright bench front`.
-At its end
-it writes into NOTES the time between its steps while most streams were open.
+At its end it writes into NOTES the time between its steps while most streams were open.
 """
 
 import itertools
@@ -31,11 +30,11 @@ __all__ = ["MockEngine", "words"]
 VOCAB = 8192
 MAX_MODEL_LEN = 1 << 20
 LEAST_STEP_S = 0.002
-"""Of a step that has few streams."""
+"""Shortest time of a step, which counts if there are few streams."""
 
 
 def words(vocab_size: int = VOCAB) -> Tokenizer:
-    """A tokenizer of words with four letters and a space before them, or more, as those of language models write English."""
+    """A tokenizer whose tokens are a space and four or more letters, similar to those of language models for English."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     wanted = vocab_size - 257
     chosen = itertools.islice(itertools.product("etaoinsrhl", repeat=max(4, len(str(wanted)))), wanted)
@@ -49,7 +48,7 @@ def words(vocab_size: int = VOCAB) -> Tokenizer:
 
 
 class _Scheduler:
-    """What a server asks of one."""
+    """The parts of a scheduler that a server uses."""
 
     max_model_len = MAX_MODEL_LEN
     max_waiting = 1 << 16
@@ -65,7 +64,7 @@ class _Scheduler:
 
 
 class MockEngine:
-    """As `Engine`, as far as an engine process needs one. Tokens are drawn at random, letters and words."""
+    """The part of `Engine` that an engine process needs. Its tokens, letters and words, are random."""
 
     lost = None
     adapters = None
@@ -86,10 +85,10 @@ class MockEngine:
         self._next_s = 0.0
         self._made = 0
         self._stamps: list[tuple[float, int]] = []
-        """When a step was given, and to how many streams."""
+        """(time, number of streams) of each step."""
 
     def gaps_s(self) -> np.ndarray:
-        """Between two steps for as many streams as there were at most."""
+        """Seconds between consecutive steps that both had the highest number of streams."""
         times, counts = np.array(self._stamps or [(0.0, 0)]).T
         full = counts == counts.max()
         return np.diff(times)[full[1:] & full[:-1]]
@@ -102,7 +101,7 @@ class MockEngine:
     def submit(
         self, prompt: list[int], params: SamplingParams, request_id: str, *, max_wait_s: float | None, streams: Sequence[int]
     ) -> str:
-        """Take streams on."""
+        """Start the streams of a request."""
         self.by_id[request_id] = list(streams)
         self._names |= dict.fromkeys(streams, request_id)
         self._streams = np.append(self._streams, np.array(streams, np.int64))
@@ -111,7 +110,7 @@ class MockEngine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End its streams, without a word."""
+        """End the streams of a request without a message."""
         for stream in self.by_id.pop(request_id, []):
             self.stop(stream)
 
@@ -122,7 +121,7 @@ class MockEngine:
         self._streams, self._left = self._streams[keep], self._left[keep]
 
     def advance(self) -> StepDeltas:
-        """A token for each stream, once it is time."""
+        """Wait until the next step is due, and give each stream a token."""
         now_s = time.perf_counter()
         count = len(self._streams)
         time.sleep(max(0.0, self._next_s - now_s))
@@ -146,7 +145,7 @@ class MockEngine:
         return StepDeltas(streams, np.ones(count, np.int32), tokens, tuple(notes[row] for row in sorted(notes)))
 
     def stats(self) -> EngineStats:
-        """Numbers, mostly 0."""
+        """The engine's statistics; most of them are 0 here."""
         names = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
         return EngineStats(**{**names, "running": len(self._streams), "generated_tokens": self._made})
 

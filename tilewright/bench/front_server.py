@@ -25,13 +25,13 @@ from tilewright.server.supervisor import Supervisor, private_folder
 __all__ = ["Found", "Processes", "clients", "finite", "quantiles_ms", "server"]
 
 LOOK_S = 0.25
-"""How often memory is looked at."""
+"""Seconds between two measurements of memory."""
 _PAGE_KIB = os.sysconf("SC_PAGE_SIZE") >> 10
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Those of one server."""
+    """The processes of one server, by their process numbers."""
 
     port: int
     fronts: tuple[int, ...]
@@ -39,61 +39,61 @@ class Processes:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Their numbers."""
+        """All process numbers."""
         return (*self.fronts, self.engine)
 
     def cpu_s(self) -> dict[int, float]:
-        """Processor seconds so far."""
+        """Process number -> processor seconds so far."""
         return {pid: _cpu_s(pid) for pid in self.all}
 
     def memory_mib(self) -> float:
-        """Resident, of all together."""
+        """Resident memory of all processes together, in MiB."""
         pages = (int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.all)
         return sum(pages) * _PAGE_KIB / 1024
 
 
 @dataclass
 class Found:
-    """What clients have seen."""
+    """The results of all clients."""
 
     said: list[dict[str, float]]
     gaps_s: np.ndarray
-    """Between two events of a stream, in the time in which all streams were open."""
+    """Seconds between two events of a stream, in the time in which all streams were open."""
     memory_mib: list[float] = field(default_factory=list)
-    """Of the server, `LOOK_S` apart."""
+    """Memory of the server, measured every `LOOK_S` seconds."""
     lost: int = 0
-    """Idle connections that were not there at the end."""
+    """Idle connections that were lost before the end."""
 
     def total(self, name: str) -> float:
-        """Summed over the clients."""
+        """A result, summed over the clients."""
         return sum(one[name] for one in self.said)
 
     @property
     def seconds(self) -> float:
-        """From the sending of the first request to the last event."""
+        """Seconds from the sending of the first request to the last event."""
         return max(one["last_s"] for one in self.said) - min(one["sent_s"] for one in self.said)
 
     @property
     def streaming_s(self) -> float:
-        """From the first event to the last."""
+        """Seconds from the first event to the last."""
         return max(one["last_s"] for one in self.said) - min(one["first_s"] for one in self.said)
 
     @property
     def growth_mib(self) -> float:
-        """Of the server's memory, from a quarter of the time on."""
+        """Growth of the server's memory after the first quarter of the run, in MiB."""
         at = len(self.memory_mib) // 4
         return max(self.memory_mib[at:]) - self.memory_mib[at]
 
 
 def quantiles_ms(gaps_s: np.ndarray) -> tuple[float, float]:
-    """(p50, p99) in milliseconds; nan of nothing."""
+    """(p50, p99) in milliseconds; nan if there are no gaps."""
     if not len(gaps_s):
         return float("nan"), float("nan")
     return tuple(float(round(1e3 * one, 3)) for one in np.quantile(gaps_s, (0.5, 0.99)))  # pyright: ignore[reportReturnType]
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with None for what is no number, for which JSON has no word."""
+    """The row with None instead of nan, which JSON does not have."""
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
@@ -104,10 +104,10 @@ def _cpu_s(pid: int) -> float:
 
 @contextmanager
 def server(fronts: int, engine: Sequence[str], start_s: float) -> Iterator[Processes]:
-    """A server with so many fronts, whose engine process is `engine`.
+    """Start a server with so many fronts, and with `engine` as the command of its engine process; end it on exit.
 
     Raises:
-        OSError: it does not start within `start_s`.
+        OSError: it does not start within `start_s` seconds.
     """
     spec = json.dumps({"fronts": fronts, "engine": [sys.executable, *engine]})
     command = [sys.executable, "-m", "tilewright.bench.front_server", spec]
@@ -129,10 +129,10 @@ def server(fronts: int, engine: Sequence[str], start_s: float) -> Iterator[Proce
 
 
 def clients(processes: Processes, shares: Sequence[Sequence[bytes]], idle: int = 0) -> Found:
-    """What clients see, one for each share of requests' bodies, beside `idle` connections that say nothing.
+    """Run one client for each share of request bodies, with `idle` further idle connections, and return their results.
 
     Raises:
-        OSError: a stream does not come to its end.
+        OSError: a stream ends early.
     """
     module = [sys.executable, "-m", "tilewright.bench.front_client", str(processes.port)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -154,7 +154,7 @@ def clients(processes: Processes, shares: Sequence[Sequence[bytes]], idle: int =
         wanted = sum(map(len, shares))
         if sum(one.get("whole", 0) for one in said) != wanted:
             whole = int(sum(one.get("whole", 0) for one in said))
-            raise OSError(f"{wanted} streams were opened, and {whole} came to their end")
+            raise OSError(f"{wanted} streams were opened, but only {whole} ended normally")
         pairs = np.concatenate([np.load(Path(folder, f"{i}.npy")) for i in range(len(shares))])
     open_all = (pairs[:, 0] > max(one["begun_s"] for one in said)) & (pairs[:, 0] < min(one["ending_s"] for one in said))
     return Found(said, pairs[open_all, 1], memory, idle - answered)

@@ -27,7 +27,7 @@ def _graph(call: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CU
         call(0)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Results are held for one rotation, or every call would write to the memory of the one before, which L2 absorbs.
+    # Keep the results of one rotation. Otherwise each call would write to the memory of the previous one, which is in L2.
     held: list[Any] = [None] * sets
     with torch.cuda.graph(graph, stream=stream):
         for i in range(sets * repeats):
@@ -36,7 +36,7 @@ def _graph(call: Callable[[int], Any], sets: int, repeats: int) -> torch.cuda.CU
 
 
 def sets_for(call_bytes: int) -> int:
-    """How many sets of arguments make a rotation larger than the L2."""
+    """The number of argument sets that together are larger than the L2."""
     return max(2, min(64, -(-_ROTATE_BYTES // max(1, call_bytes))))
 
 
@@ -45,15 +45,16 @@ def interleaved_us(
 ) -> list[tuple[float, float]]:
     """(median, spread) in microseconds of each call, measured in turns. `call(i)` runs on argument set i of `sets`.
 
-    Each round has an order of its own, the same in every run: at the power limit a call's clock depends on what ran before it.
-    Spread is half the distance between the 10th and the 90th percentile.
+    Each round has a different order, which is the same in every run: at the power limit the clock during a call depends on what
+    ran before it. Spread is half the distance between the 10th and the 90th percentile.
 
     Args:
         rounds: turns of each call, after two that are not counted. With `settle` there are three, all counted.
-        settle: seconds that a call runs alone before it is timed, for a third as long (one replay at least), whenever its turn
-            comes. At its power limit a card's clock follows a call over tenths of a second: in turns of milliseconds all calls
-            have one clock, that of their mixture.
-        call_us: what a call takes at least. A turn is 16 calls, of long ones as many as last 5 ms, and each set once.
+        settle: seconds for which a call runs alone in each of its turns before it is timed; timing takes a third of that (at
+            least one replay). At the power limit, a card's clock takes tenths of a second to adapt to a call: in turns of
+            milliseconds all calls run at the same clock, that of their mixture.
+        call_us: lower bound of a call's time. A turn has 16 calls, or as many long calls as take 5 ms, and each set at least
+            once.
     """
     calls_a_turn = min(16, math.ceil(_TURN_US / call_us)) if call_us else 16
     repeats = max(1, calls_a_turn // sets)
@@ -71,7 +72,7 @@ def interleaved_us(
 
 
 def _replays_us(graph: torch.cuda.CUDAGraph, lead: int, timed: int) -> float:
-    """Microseconds of a replay: the mean of `timed`, after `lead` that nobody times, one behind the other."""
+    """Microseconds of a replay: the mean of `timed` consecutive replays, after `lead` replays that are not timed."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(lead):
         graph.replay()

@@ -43,9 +43,10 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each (M, N, K) and each format; weights are made once for each (N, K).
 
-    us: the layer, in microseconds. bf16_us: `F.linear`, with torch's activation. library_us: torch's own product of the
-    format, its operands quantised already, where there is one. Ratios above 1: the layer is faster.
-    `invariant`: our layers as in that scope; the others do not know it. `settle`: as in `harness.interleaved_us`.
+    us: time of the layer, in microseconds. bf16_us: time of `F.linear` and torch's activation. library_us: time of torch's own
+    product of the format, if there is one, with operands that are already quantised. A ratio above 1 means that our layer is
+    faster. `invariant`: run our layers as in that scope; it does not affect the others. `settle`: as in
+    `harness.interleaved_us`.
     """
     for n, k in dict.fromkeys((n, k) for _, n, k in shapes):
         sets = max(2, min(8, sets_for(n * k)))
@@ -105,7 +106,7 @@ def _float_layer(x: Tensor, weights: list[Tensor], activation: str) -> Callable[
 
 
 def _library(name: str, m: int, n: int, k: int, sets: int) -> tuple[str, Callable[[int], Tensor]] | None:
-    """(name, call) of torch's own product of this format without quantising, where it has one for the shape."""
+    """(name, call) of torch's own product of this format, without quantising; None if torch has none for the shape."""
     if name not in ("int8", "fp8") or k % 16 or n % 16 or (name == "int8" and m <= 16):
         return None
     if name == "int8":

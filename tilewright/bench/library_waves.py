@@ -1,8 +1,7 @@
 """Estimates how a library's matrix product fills a card, for the tiles that such libraries are known to use.
 
 The kernel that a vendor's library chooses is not visible from outside. Its large products have tiles of 128 x 256, 256 x 128
-and
-128 x 128 (NVIDIA, "Matrix Multiplication Background User's Guide"), one block per tile and one block per SM. Under this
+and 128 x 128 (NVIDIA, "Matrix Multiplication Background User's Guide"), one block per tile and one block per SM. Under this
 assumption the waves follow from the sizes alone, and so do the nearby sizes at which they change. Splitting the summed
 dimension, which a library may do if there are few tiles, is not modelled.
 """
@@ -18,7 +17,7 @@ TILES = ((256, 128), (128, 256), (128, 128))
 """Rows and columns of the result that one block computes."""
 
 _STEP = 128
-"""Divides the sides of all tiles."""
+"""A common divisor of the sides of all tiles."""
 _FAR = 0.25
 """Cliffs further away than this share of a size are not near."""
 _VECTOR_BYTES = 16
@@ -35,21 +34,21 @@ class Product:
     element_bytes: int = 2
 
     def sizes(self) -> dict[str, int]:
-        """By the names of the dimensions."""
+        """Name of each dimension -> its size."""
         return {"M": self.m, "N": self.n, "K": self.k}
 
 
 def tile_waves(product: Product, tile: tuple[int, int], sms: int) -> Waves:
-    """The waves of a product in tiles of so many rows and columns, one block an SM."""
+    """The waves of a product in tiles of so many rows and columns, with one block per SM."""
     rows, columns = tile
     return waves(product.batch * -(-product.m // rows) * -(-product.n // columns), sms=sms)
 
 
 def wave_cliffs(product: Product, sms: int) -> Iterator[str]:
-    """For each tile, the nearest smaller and larger sizes at which there is another number of waves.
+    """For each tile, the nearest smaller and larger sizes with a different number of waves.
 
-    M and N are changed together where they are equal, else one by one. At many waves one more is no cliff: only sizes at which
-    the number changes by a tenth are told.
+    M and N are changed together if they are equal, else one by one. If there are many waves, one more makes little difference:
+    only sizes at which the number changes by at least a tenth are listed.
     """
     for tile in TILES:
         now = tile_waves(product, tile, sms)
@@ -68,10 +67,10 @@ def wave_cliffs(product: Product, sms: int) -> Iterator[str]:
 
 
 def _next(product: Product, tile: tuple[int, int], sms: int, name: str, up: bool) -> Product | None:
-    """The nearest product with clearly more or fewer waves; None where none is near."""
+    """The nearest product with clearly more or fewer waves; None if none is near."""
     now = tile_waves(product, tile, sms).waves
     size = product.m if "M" in name else product.n
-    # The number of tiles changes at multiples of their sides alone, and one beyond.
+    # The number of tiles changes only at multiples of their sides, and one beyond.
     first = -(-size // _STEP) * _STEP + 1 if up else (size - 1) // _STEP * _STEP
     end = round(size * (1 + _FAR)) + 1 if up else max(round(size * (1 - _FAR)), 1) - 1
     for other in range(first, end, _STEP if up else -_STEP):
@@ -90,9 +89,9 @@ def _count(found: Waves) -> str:
 
 
 def alignment_cliffs(product: Product) -> Iterator[str]:
-    """Sizes beside this one at which rows begin to start, or cease to start, at multiples of 16 bytes.
+    """Sizes next to this one for which rows start at multiples of 16 bytes and here do not, or the reverse.
 
-    K is how far the operands' rows are apart, N how far those of the result are.
+    K is the distance between the operands' rows, N the distance between the rows of the result.
     """
     elements = _VECTOR_BYTES // product.element_bytes
     for name, whose in (("K", "rows of x and of the weight"), ("N", "rows of the result")):

@@ -19,7 +19,7 @@ def _arguments(op: Any, words: Sequence[str], seed: int) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    """Measure what comes on stdin until it ends."""
+    """Measure the tasks that are read from stdin, until stdin ends."""
     serve(lambda: gpu_ground(find_op, _arguments))
 
 

@@ -30,10 +30,10 @@ def shapes_of(op: Op, dims: Sequence[str], shapes: str | None, named: str | None
     """The dimensions to measure with: words, "M=1,N=2;M=3,N=4", a set of `bench.sets` with words for each, or the usual ones.
 
     Raises:
-        ValueError: two of them are given, there is no such set, or a word is not one of the op's dimensions.
+        ValueError: more than one of them is given, the set is unknown, or a word is not one of the op's dimensions.
     """
     if (shapes and dims) or (shapes and named):
-        raise ValueError("give one of dimensions, --shapes and --set; dimensions beside --set are added to each of its shapes")
+        raise ValueError("give one of dimensions, --shapes, --set; dimensions given with --set are added to each of its shapes")
     if named is not None:
         if named not in SETS:
             raise ValueError(f"no set {named!r}: {nearest(named, SETS)}")
@@ -47,13 +47,13 @@ def shapes_of(op: Op, dims: Sequence[str], shapes: str | None, named: str | None
 
 
 def checked(op: Op, words: Sequence[str]) -> dict[str, Any]:
-    """Keywords for `op.make`, its arguments not larger than a card. Raises ValueError."""
+    """Keywords for `op.make`. Raises ValueError if they are invalid, or if the arguments do not fit on a card."""
     dims = parse_dims(op, words)
     assert op.make is not None, "parse_dims refuses an op without dimensions"
     try:
         args = op.make(Inputs("meta"), **dims)
     except (RuntimeError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{op.name} {' '.join(words)}: no such arguments ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{op.name} {' '.join(words)}: invalid arguments ({str(error).splitlines()[0]})") from error
     size = sum(a.numel() * a.element_size() for a in args if isinstance(a, Tensor))
     if size > _LARGEST_BYTES:
         raise ValueError(f"{op.name} {' '.join(words)}: {size >> 30} GiB of arguments, wanted at most {_LARGEST_BYTES >> 30}")
@@ -67,10 +67,10 @@ def measure(
     """One row: the op at these dimensions on the first GPU.
 
     Args:
-        against: "torch" (what a user would call in PyTorch), "inductor" (the library's product, then one kernel of Inductor's),
-            "vendor" (the op's own implementation of that name) or "none".
-        preferred: measure this implementation rather than the one that is chosen.
-        beside: other dimensions, whose time the row gets too (`beside_us`), and the ratio to it.
+        against: "torch" (the call that a user would make in PyTorch), "inductor" (the library's product, then one kernel
+            of Inductor), "vendor" (the op's implementation of that name) or "none".
+        preferred: measure this implementation instead of the one that is chosen by default.
+        beside: other dimensions; the row also gets their time (`beside_us`) and the ratio to it.
         settle: seconds, as in `harness.interleaved_us`.
     """
     dims = checked(op, words)
@@ -155,10 +155,10 @@ def _figures(row: dict[str, Any]) -> str:
 
 
 def unit_of(args: Sequence[Any], units: Container[str] = UNITS_OF_ALL) -> str:
-    """The arithmetic unit that counts for these arguments, bf16's where the card has no such unit or nothing is multiplied.
+    """The arithmetic unit whose peak applies to these arguments.
 
-    That of the first floating-point numbers; int8's where the first two tensors are int8, as the operands of a product are:
-    the scales behind them say nothing.
+    It is the unit of the first floating-point tensor, or int8's if the first two tensors are int8 (operands of a product, whose
+    scales follow). It is bf16's if the card has no such unit, or if nothing is multiplied.
     """
     dtypes = [a.dtype for a in args if isinstance(a, Tensor)]
     products = dtypes[:2] == [torch.int8, torch.int8]
@@ -167,7 +167,7 @@ def unit_of(args: Sequence[Any], units: Container[str] = UNITS_OF_ALL) -> str:
 
 
 def geomean(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Geometric mean of the ratios; above 1 ours is faster. None without any."""
+    """Geometric mean of the ratios; above 1, ours is faster. None if there are no ratios."""
     ratios = [row["ratio"] for row in rows if "ratio" in row]
     return round(statistics.geometric_mean(ratios), 3) if ratios else None
 
@@ -181,7 +181,7 @@ def rows(
     beside_aligned: bool = False,
     settle: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each set of dimensions; `beside_aligned`: and the time of the next one whose rows start at 16 bytes."""
+    """A row for each set of dimensions. `beside_aligned`: also time the next larger product with rows aligned to 16 bytes."""
     for words in shapes:
         say(f"{op.name} {' '.join(words)}")
         beside = aligned(words) if beside_aligned else words

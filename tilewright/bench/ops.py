@@ -83,7 +83,7 @@ def _update(op: Op, tensors: int) -> Callable[[Inputs], Args]:
 
 CASES = (
     *_cases(),
-    # 13 matrices of this size are a layer of an 8B model.
+    # A layer of an 8B model has 13 matrices of this size.
     *(
         (op.name, f"{tensors}x4096x4096", _update(op, tensors))
         for op in (adamw_op, adamw_8bit_op, momentum_op, sgd_op, grad_squares_op)
@@ -95,9 +95,9 @@ CASES = (
 def measure(
     names: set[str] | None, progress: Callable[[str], None], done: Container[tuple[str, str]] = ()
 ) -> Iterator[dict[str, Any]]:
-    """One row a case: microseconds of the op and of a copy of the same bytes, and their ratio (1 = copy speed).
+    """One row for each case: microseconds of the op and of a copy of the same bytes, and their ratio (1 = copy speed).
 
-    `copy_us` is the faster of `copy_node_us` and `copy_kernel_us`. `done`: (op, shape) of cases to leave out.
+    `copy_us` is the smaller of `copy_node_us` and `copy_kernel_us`. `done`: (op, shape) of cases to leave out.
     """
     by_name = {op.name: op for op in ops.ALL}
     for name, label, make in CASES:
@@ -115,7 +115,8 @@ def _row(op: Op, label: str, make: Callable[[Inputs], Args]) -> dict[str, Any]:
     moved = op.cost(*first).bytes
     sets = sets_for(moved)
     args = [first, *(make(Inputs("cuda", seed=i)) for i in range(1, sets))]
-    # Whole vectors of 16 bytes, however odd the op's own size: a ragged copy is a slow one. In and out rotate as the op's do.
+    # The copy has whole vectors of 16 bytes even if the op's size is odd, because a ragged copy is slow. Its input and output
+    # rotate like those of the op.
     elements = -(-moved // 4 // _COPY_STEP) * _COPY_STEP
     sources = [torch.randn(elements, dtype=_BF16, device="cuda") for _ in range(sets)]
     targets = [torch.empty_like(source) for source in sources]

@@ -1,8 +1,7 @@
 """The peers of ops in benchmarks: the PyTorch call (and the vendor library behind it) that a user would otherwise make.
 
 A peer takes the op's arguments and computes the same, or says why it cannot, so nothing is compared with a different task.
-Preparations
-that a peer needs outside of the timed call (a contiguous cache for SDPA) are made in `make`.
+Preparations that a peer needs outside of the timed call (a contiguous cache for SDPA) are made in `make`.
 """
 
 import math
@@ -27,16 +26,16 @@ class NoPeer(ValueError):
 
 
 def peer(op_name: str, args: tuple[Any, ...]) -> Call:
-    """The call that computes the same with PyTorch. Raises NoPeer."""
+    """A PyTorch call that computes the same as the op. Raises NoPeer if there is none."""
     if op_name not in _PEERS:
         raise NoPeer(f"{op_name}: PyTorch has no one call for it")
     return _PEERS[op_name](*args)
 
 
 def inductor(op_name: str, args: tuple[Any, ...]) -> Call:
-    """The library's product, then all that follows it as one kernel by Inductor. Raises NoPeer for what is no `linear`."""
+    """The library's product, then everything that follows it as one kernel of Inductor. Raises NoPeer for other ops."""
     if op_name != "linear":
-        raise NoPeer(f"{op_name}: Inductor's kernel after cuBLAS is the peer of linear alone")
+        raise NoPeer(f"{op_name}: Inductor's kernel after cuBLAS is a peer only of linear")
     x, weight, bias, activation, residual = args
     if activation == "none" and residual is None:
         raise NoPeer("linear: nothing follows the product")
@@ -50,7 +49,7 @@ def _after(y: Tensor, activation: str, residual: Tensor | None) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiler(shape: torch.Size) -> Callable[..., Tensor]:
-    torch.compiler.reset()  # it compiles one function for eight shapes, and then no more
+    torch.compiler.reset()  # torch.compile compiles a function for at most eight shapes
     return torch.compile(_after, dynamic=False)
 
 
@@ -132,7 +131,7 @@ def _biased_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool
 ) -> Call:  # fmt: skip
     if fill != -math.inf or empty_nan:
-        raise NoPeer("biased_attention: SDPA hides keys with -inf, and gives zeros where a query sees none")
+        raise NoPeer("biased_attention: SDPA masks keys with -inf, and gives zeros where a query sees none")
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return lambda: F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)
@@ -142,7 +141,7 @@ def _attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None,
     max_q: int, max_k: int, scale: float, causal: bool, deterministic: bool, *bends: Any,
 ) -> Call:  # fmt: skip
-    """What autograd launches behind SDPA: cuDNN's backward, faster than FlashAttention-2's wherever both were timed."""
+    """The backward pass that autograd launches for SDPA: cuDNN's, faster than FlashAttention-2's wherever both were timed."""
     _check_attention("attention_backward", cu_q, max_q, max_k, causal, *bends)
     causal = causal and max_q > 1
     do, q, k, v, out = (t.transpose(1, 2) for t in (do, q, k, v, out))
@@ -160,7 +159,7 @@ def _attention_backward(
             return tuple(t.transpose(1, 2) for t in (dq, *(t.unflatten(1, (-1, shared)).sum(2) for t in others)))
 
         return on_cpu
-    # Of this forward pass only what does not depend on values is taken.
+    # Only outputs that do not depend on values are taken from this forward pass.
     _, shaped, ends_q, ends_k, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -172,7 +171,7 @@ def _paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, cu_q: Tensor,
     max_q: int, scale: float, window: int | None, k_scale: Tensor | None, v_scale: Tensor | None, sinks: Tensor | None,
 ) -> Call:  # fmt: skip
-    """SDPA over keys and values without pages; where lengths differ, over as many sequences of their mean length."""
+    """SDPA over keys and values without pages; if lengths differ, over the same number of sequences of their mean length."""
     if window is not None:
         raise NoPeer("paged_attention: SDPA has no sliding window without a mask tensor")
     if sinks is not None:
@@ -181,7 +180,8 @@ def _paged_attention(
         raise NoPeer("paged_attention: SDPA takes no codes of 8 bits")
     batch, length = lens.shape[0], int(lens[0])
     if bool((lens != length).any()):
-        # SDPA has sequences of one length only: it is given as many of the mean length, which no call of a server could.
+        # SDPA takes sequences of one length only. It gets the same number of sequences of the mean length, which a server
+        # could not do.
         if max_q > 1:
             raise NoPeer("paged_attention: SDPA takes sequences of one length only")
         length = round(int(lens.sum()) / batch)
@@ -197,7 +197,7 @@ def _paged_attention(
 
 def _cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float) -> Call:
     if z_loss:
-        raise NoPeer("cross_entropy: PyTorch's has no z-loss")
+        raise NoPeer("cross_entropy: PyTorch's function has no z-loss")
     options: Any = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": "none"}
     return lambda: F.cross_entropy(logits, targets, **options)
 
@@ -206,7 +206,7 @@ def _cross_entropy_gradient(
     logits: Tensor, targets: Tensor, scale: Tensor, ignore_index: int, smoothing: float, z_loss: float
 ) -> Call:
     if z_loss or smoothing:
-        raise NoPeer("cross_entropy_gradient: what autograd launches is listed here without z-loss and label smoothing")
+        raise NoPeer("cross_entropy_gradient: the calls of autograd are listed here only without z-loss and label smoothing")
     aten = torch.ops.aten
 
     def call() -> tuple[Tensor, Tensor]:
@@ -230,9 +230,9 @@ def _layer_norm_stats(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 def _rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float) -> Call:
     if dmore is not None:
-        raise NoPeer("rms_norm_backward: PyTorch's has no second gradient of x to add")
+        raise NoPeer("rms_norm_backward: PyTorch's function adds no second gradient of x")
     shape, wanted = [x.shape[-1]], [True, True]
-    if not x.is_cuda:  # torch has the fused gradient on a GPU alone
+    if not x.is_cuda:  # torch has the fused gradient on a GPU only
         x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         y = F.rms_norm(x, shape, weight, eps)
         return lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
@@ -327,7 +327,7 @@ _SHAPES: dict[str, tuple[str, ...]] = {
         for format in ("format=int8", "format=int4 group=128 zeros=true")
         for shape in (*(f"M={m} N=4096 K=4096" for m in (1, 16, 64, 512, 4096)), "M=1 N=28672 K=4096", "M=1 N=4096 K=14336")
     ),
-    # Limited by the tensor cores, by the cache's bytes, by latency; then what a prompt asks of the absorbed form.
+    # Limited by the tensor cores, by the cache's bytes, by latency; then the absorbed form for a prompt.
     "mla_attention": (
         *("B=64 KV=4096", "B=128 KV=4096", "B=128 KV=8192", "B=64 KV=4096 Q=2"),
         *("B=16 KV=8192", "B=32 KV=2048", "B=1 KV=65536"),
@@ -386,5 +386,5 @@ _SHAPES: dict[str, tuple[str, ...]] = {
 
 
 def default_shapes(op_name: str) -> tuple[str, ...]:
-    """Dimensions, as a command line spells them, that an op is measured with when none are given."""
+    """The dimensions for which an op is measured if none are given, as written on a command line."""
     return _SHAPES.get(op_name, _ROWS)

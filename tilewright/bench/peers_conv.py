@@ -24,7 +24,10 @@ def conv(
     padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], x_scales: Tensor | None,
     w_scales: Tensor | None, dtype: torch.dtype, after: Callable[[Tensor, Tensor | None, str], Tensor] = _after,
 ) -> Call:  # fmt: skip
-    """cuDNN, then what follows. The peer of int8 is the same convolution in `dtype`, operands cast outside of the call."""
+    """cuDNN's convolution, then the residual and the activation.
+
+    The peer of int8 is the same convolution in `dtype`, with operands cast outside of the call.
+    """
     weight = weight.contiguous()
     scale = None
     if x_scales is not None and w_scales is not None:
@@ -63,7 +66,7 @@ def conv_weight_gradient(
     dy: Tensor, x: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int,
     kernel: Sequence[int],
 ) -> Call:  # fmt: skip
-    """What torch's autograd calls for the weight."""
+    """The call that torch's autograd makes for the weight's gradient."""
     weight = x.new_empty((dy.shape[-1], *kernel, x.shape[-1] // groups)).movedim(-1, 1)
     options = (list(stride), list(padding), list(dilation), False, [0] * len(kernel), groups, [False, True, False])
 
@@ -79,7 +82,7 @@ def normalize_channels(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float,
     activation: str,
 ) -> Call:  # fmt: skip
-    """torch's batch norm in evaluation, then what follows."""
+    """torch's batch norm in evaluation mode, then the residual and the activation."""
 
     def call() -> Tensor:
         y = F.batch_norm(x.mT, mean, variance, weight, bias, False, 0.0, eps).mT
@@ -91,7 +94,7 @@ def normalize_channels(
 def group_norm(
     x: Tensor, added: Tensor | None, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, activation: str
 ) -> Call:
-    """torch's group norm behind a sum, then the activation."""
+    """torch's group norm of a sum, then the activation."""
 
     w, b = (None if vector is None else vector.to(x.dtype) for vector in (weight, bias))
 

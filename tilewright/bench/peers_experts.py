@@ -18,7 +18,7 @@ def _grouped_linear(
     x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
     clear: bool,
 ) -> Call:  # fmt: skip
-    """torch's `grouped_mm`, with a kernel for the rows' order and one for the activation; of the masked layout `bmm`."""
+    """torch's `grouped_mm`, with a kernel for the order of the rows and one for the activation; `bmm` for the masked layout."""
     w, ends = weight.mT, bounds[1:]
     if x.dim() == 3:
         after = (torch.arange(x.shape[1], device=x.device)[None] < bounds[:, None])[..., None]

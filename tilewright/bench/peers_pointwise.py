@@ -24,7 +24,8 @@ def _forward(x: Tensor, kind: str, alpha: float) -> Call:
 
 
 _aten = torch.ops.aten
-# What autograd launches, without its graph: that would run on the stream of the forward pass, and be in no captured graph.
+# The kernels that autograd launches, called without its graph: autograd would run them on the stream of the forward pass, where
+# a CUDA graph would not capture them.
 _SLOPES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "elu": lambda dy, x, alpha: _aten.elu_backward(dy, alpha, 1.0, 1.0, False, x),
     "gelu": lambda dy, x, alpha: _aten.gelu_backward(dy, x),
@@ -34,7 +35,7 @@ _SLOPES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "mish": lambda dy, x, alpha: _aten.mish_backward(dy, x),
     "relu": lambda dy, x, alpha: _aten.threshold_backward(dy, x, 0.0),
     "silu": lambda dy, x, alpha: _aten.silu_backward(dy, x),
-    # These two are made from the result, which autograd keeps.
+    # The gradients of these two are computed from the result, which autograd keeps.
     "sigmoid": lambda dy, y, alpha: _aten.sigmoid_backward(dy, y),
     "tanh": lambda dy, y, alpha: _aten.tanh_backward(dy, y),
 }

@@ -28,20 +28,20 @@ LINK_BYTES = 32 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """What was found. `errors`: of each device's prediction at the sizes that were measured, the median, relative."""
+    """The result. `errors`: for each device, the median relative error of its prediction at the measured sizes."""
 
     devices: tuple[DeviceCost, ...]
     errors: tuple[float, ...]
     spans: tuple[tuple[int, str], ...]
-    """(first batch, device): from there on it is the first."""
+    """(batch size, device): from this size on, the device is the fastest."""
     lines: tuple[str, ...]
-    """Why, for each size that was measured."""
+    """One sentence for each measured size, which says which device is chosen and why."""
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Some 20 sizes, small ones closer together. Raises ValueError: too few are left to fit anything."""
+    """About 20 batch sizes up to `most`, small ones closer together. Raises ValueError if `most` is too small for a fit."""
     if most < 8:
-        raise ValueError(f"--max-batch is {most}, wanted at least 8: fewer sizes say nothing")
+        raise ValueError(f"--max-batch is {most}, wanted at least 8: fewer sizes are not enough for a fit")
     return sorted({*range(1, 5), *(round(most ** (i / 15)) for i in range(16)), most})
 
 
@@ -60,8 +60,8 @@ def place(
     """Measure and predict.
 
     Args:
-        module: on the CPU, in evaluation; its first dimension counts rows.
-        examples: its inputs, of any number of rows.
+        module: on the CPU, in evaluation mode; the first dimension of its inputs is the batch.
+        examples: its inputs, with any number of rows.
         most: rows of the largest batch.
 
     Raises:
@@ -86,7 +86,7 @@ def place(
     slope = {rows: works[rows] for rows in sizes}
 
     def of(rows: int) -> tuple[Work, float, float]:
-        """Work grows evenly between two sizes that were counted."""
+        """The work of a call with so many rows, interpolated linearly between two sizes."""
         below = max(size for size in sizes if size <= rows)
         above = min(size for size in sizes if size >= rows)
         (low, taken, given), (high, *_) = slope[below], slope[above]
@@ -108,7 +108,7 @@ def _bytes(tensors: Sequence[Tensor]) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """The best of some calls: others may work here too."""
+    """Seconds of the fastest of several calls, because other programs may run on this machine."""
     best = float("inf")
     with torch.no_grad():
         call()
@@ -124,7 +124,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _link(device: torch.device) -> tuple[float, float]:
-    """(bytes a second, seconds of the smallest copy) from the host's memory to a card."""
+    """(bytes per second, seconds of the smallest copy) from the host's memory to a card."""
     small, large = (torch.empty(count, dtype=torch.uint8) for count in (1, LINK_BYTES))
     least_s = _seconds(lambda: small.to(device), device)
     return LINK_BYTES / max(_seconds(lambda: large.to(device), device) - least_s, 1e-9), least_s

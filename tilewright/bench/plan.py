@@ -18,24 +18,24 @@ class Group:
     """One result file, and the command that writes it."""
 
     name: str
-    """Of the file, without its end."""
+    """Name of the file, without its suffix."""
     words: tuple[str, ...]
-    """Of the command behind `tilewright`, without its options for the file."""
+    """The words of the command after `tilewright`, without its options for the file."""
     rows: int
-    """How many the file has in the end."""
+    """The number of rows of the complete file."""
     start_s: float
-    """Until the first row can be measured: imports, kernels, weights."""
+    """Seconds until the first row can be measured: imports, kernels, weights."""
     row_s: float
     extra: bool = False
-    """Measured only where it is named."""
+    """Whether the group is measured only if it is named."""
 
     def seconds(self, rows: int) -> float:
-        """What so many of its rows should take."""
+        """The expected seconds for so many of its rows."""
         return self.start_s + rows * self.row_s if rows else 0.0
 
     @property
     def first_s(self) -> float:
-        """What is needed to have one row."""
+        """The expected seconds until one row is written."""
         return self.seconds(1)
 
 
@@ -48,7 +48,7 @@ def _op(name: str, words: str, rows: int, row_s: float, start_s: float = 8) -> G
 
 
 def _compare(model: str, ours: str, baseline: str, claim: float, seconds: float, budget: int, *more: str) -> Group:
-    """Whole programs, in one process that leaves a file when it has a verdict; `seconds` as they took on an H100."""
+    """A comparison of whole programs in one process, which writes its file at the end; `seconds`: its time on an H100."""
     of = baseline.partition(":")[0] if ours.endswith("fp16") else ours.partition(":")[2]
     words = ("--model", model, "--ours", ours, "--baseline", baseline, "--claim", str(claim), *more, "--budget", str(budget))
     name = f"compare-{model.replace('_', '-').replace('@', '-')}-{of}"
@@ -104,9 +104,9 @@ GROUPS: tuple[Group, ...] = (
 
 
 def chosen(only: list[str] | None) -> list[Group]:
-    """The groups of these names; a name that no group has stands for all that begin with it and a hyphen ("engine").
+    """The groups with these names. A name that no group has stands for all groups whose name begins with it and a hyphen.
 
-    None: all that are not extra. Raises ValueError for a name that stands for no group.
+    None: all groups that are not extra. Raises ValueError for a name that stands for no group.
     """
     if not only:
         return [group for group in GROUPS if not group.extra]

@@ -1,4 +1,4 @@
-"""The provenance of a figure, with which it can be trusted and repeated: code, machine, versions, command, kernels.
+"""The provenance of a measured figure, so that it can be checked and repeated: code, machine, versions, command, kernels.
 
 `environment` describes a result file as a whole, `ran_by` one row of it. `changed` compares a row with the present code.
 """
@@ -39,11 +39,14 @@ __all__ = [
 ]
 
 SAME = ("commit", "dirty", "source", "device", "driver", "torch", "triton", "ptxas")
-"""What result files must have in common to be of one set: the code, the card, the versions."""
+"""Facts that result files must have in common to belong to one set: the code, the card, the versions."""
 
 
 def shared_by(name: str) -> tuple[str, ...]:
-    """The same for one result file. Whole models run beside Inductor, which brings a ptxas of its own into its process."""
+    """The facts that the parts of one result file must have in common.
+
+    The ptxas is not compared for whole models, because Inductor loads its own one into their process.
+    """
     return tuple(fact for fact in SAME if fact != "ptxas") if name.startswith("compare-") else SAME
 
 
@@ -58,16 +61,16 @@ class Commit(NamedTuple):
     """Which version of the code this is."""
 
     name: str | None
-    """The commit's hash; None where there is no git repository and nobody told it."""
+    """The commit's hash; None if there is no git repository and TILEWRIGHT_COMMIT is not set."""
     dirty: bool | None
-    """Whether tracked files differ from it; None where that is not known."""
+    """Whether tracked files differ from the commit; None if that is unknown."""
 
 
 def commit() -> Commit:
-    """The commit that this package's folder has checked out; of a copy without its history what `hw.env.commit` tells.
+    """The commit that is checked out in this package's folder; in a copy without .git, the one named by `hw.env.commit`.
 
     Raises:
-        ValueError: what is told is no commit, or not the one that is checked out here.
+        ValueError: `hw.env.commit` is not a commit, or not the one that is checked out.
     """
     here, told = _checked_out(), env.commit()
     if told is None:
@@ -91,7 +94,7 @@ def _checked_out() -> Commit:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # An installed package may lie in somebody else's repository: only one whose files these are counts.
+    # An installed package may lie inside another repository: only a repository that tracks these files counts.
     if git("ls-files", "--error-unmatch", "tilewright/__init__.py") is None:
         return Commit(None, None)
     changes = git("status", "--porcelain", "--untracked-files=no")
@@ -100,7 +103,7 @@ def _checked_out() -> Commit:
 
 @cache
 def package_hash() -> str:
-    """16 hex digits over the names and texts of all Python files of the package: the code itself, whatever git says of it."""
+    """16 hex digits over the names and texts of all Python files of the package, which identify the code without git."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -111,7 +114,7 @@ def environment(*, card: bool = True) -> dict[str, Any]:
     """Code, card, versions, date and command, as a result file must name them.
 
     Args:
-        card: name the first GPU and its driver. That opens the GPU, which takes some of its memory.
+        card: include the first GPU and its driver. This opens the GPU, which takes some of its memory.
 
     Raises:
         ValueError: as `commit` does.
@@ -135,7 +138,7 @@ def environment(*, card: bool = True) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """What was typed, as a shell takes it again: the command line tool, or a script of the repository."""
+    """The command that was typed, quoted for a shell: the command line tool, or a script of the repository."""
     program = Path(sys.argv[0])
     typed = ["python", f"scripts/{program.name}"] if program.parent.name == "scripts" else ["tilewright"]
     return shlex.join([*typed, *sys.argv[1:]])
@@ -145,7 +148,7 @@ def _command() -> str:
 
 
 def forget() -> None:
-    """Let every op choose anew, so that `chosen_kernels` tells of what comes alone."""
+    """Forget the choices of all ops, so that `chosen_kernels` lists only later calls."""
     for op in ALL:
         op.forget()
 
@@ -157,14 +160,14 @@ def chosen_kernels() -> Hashes:
 
 
 def ran_by(call: Callable[[], Any]) -> Hashes:
-    """The kernels that a call launches, which is made once."""
+    """Make a call once, and return the kernels that it launches."""
     forget()
     call()
     return chosen_kernels()
 
 
 def changed(ran: Mapping[str, str]) -> list[str]:
-    """Those of a row's kernels whose sources are others now, or that are gone."""
+    """The kernels of a row whose sources have changed, or that no longer exist."""
     return [name for name, was in ran.items() if _now().get(name) != was]
 
 

@@ -1,4 +1,4 @@
-"""Result files: written after every row, each by one process, and combined to sets if they have the same code and card.
+"""Result files: each is written by one process after every row; files with the same code and card form a set.
 
 A set is a folder. An interrupted run leaves NAME.json, marked "incomplete"; the run that continues it writes NAME.2.json, and
 so on: no file is ever continued by another process. `joined` combines the parts.
@@ -21,27 +21,28 @@ _PART = re.compile(r".+\.\d+")
 
 
 class Results:
-    """A result file that is on the disk after every row: a run that is cut short leaves what it measured, marked "incomplete".
+    """A result file that is written after every row: an interrupted run leaves its rows, marked "incomplete".
 
-    Each writing replaces the file, so that a reader finds the one before it or the new one, whole; an older file stands until
-    the first row is there. `finish` takes the mark away.
+    Each write replaces the whole file, so that a reader finds either the previous version or the new one. A file of an earlier
+    run is kept until the first row is measured. `finish` removes the mark.
 
     Attributes:
-        rows: what this process measured.
-        before: rows of earlier processes that this one goes on with; [] unless `resume`.
-        whole: there is nothing left to measure.
+        rows: the rows measured by this process.
+        before: rows of earlier processes that this one continues; [] unless `resume`.
+        whole: whether nothing is left to measure.
     """
 
     def __init__(self, path: Path | None, what: str, *, resume: bool = False) -> None:
-        """`path`: the file, whose folder is made; None keeps the rows in memory alone.
+        """Prepare the file.
 
         Args:
-            resume: go on with what `path` and its parts hold. Their rows are in `before`, and the rows of this process go to
-                a part of their own.
+            path: the file, whose folder is made; None keeps the rows in memory only.
+            what: a description of the measurement, written into the file.
+            resume: continue `path` and its parts. Their rows are in `before`, and the rows of this process go to a new part.
 
         Raises:
             OSError: the folder cannot be made.
-            ValueError: `resume` without a path, or its folder holds results of other code, another card or other versions.
+            ValueError: `resume` without a path, or its folder has results of other code, another card or other versions.
         """
         self.rows: list[dict[str, Any]] = []
         self.before: list[dict[str, Any]] = []
@@ -49,7 +50,7 @@ class Results:
         self._what, self._path, self._older = what, path, []
         if path is None:
             if resume:
-                raise ValueError("--resume goes on with the file of --out: give one")
+                raise ValueError("--resume continues the file of --out: give one")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         self._environment = environment()
@@ -63,29 +64,29 @@ class Results:
 
     @property
     def all_rows(self) -> list[dict[str, Any]]:
-        """Those of earlier processes and those of this one."""
+        """The rows of earlier processes and of this one."""
         return [*self.before, *self.rows]
 
     def keep(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Take the rows as they come, the file written after each; returns all there are. Raises OSError."""
+        """Add rows and write the file after each; return all rows. Raises OSError."""
         for row in rows:
             self.rows.append(row)
             self.write()
         return self.rows
 
     def finish(self, **more: Any) -> None:
-        """Write what goes beside the rows, and no mark; nothing where the set was whole before. Raises OSError."""
+        """Write further facts next to the rows, and remove the mark. Does nothing if the file was complete. Raises OSError."""
         if not self.whole:
             self.write(incomplete=False, **more)
 
     def write(self, *, incomplete: bool = True, **more: Any) -> None:
-        """Write the rows as they are now. Raises OSError."""
+        """Write the present rows. Raises OSError."""
         if self._path is None:
             return
         mark = {"incomplete": True} if incomplete else {}
         content = {"what": self._what, **mark, "environment": self._environment, **more, "rows": self.rows}
         path, text = self._path.resolve(), json.dumps(content, indent=1) + "\n"
-        if path.exists() and not path.is_file():  # a pipe, a terminal: what is written there stays, so it gets the whole alone
+        if path.exists() and not path.is_file():  # a pipe or a terminal cannot be rewritten: it gets only the complete result
             if not incomplete:
                 path.write_text(text)
             return
@@ -97,24 +98,24 @@ class Results:
 
 
 def _check_same(path: Path, here: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this process may go on with a result."""
+    """Raise ValueError unless this process may continue a result."""
     strange = strangers(path.parent, here)
     if strange:
-        raise ValueError(f"{strange[0]}; one folder is of one code on one card: give another one")
+        raise ValueError(f"{strange[0]}; a folder holds results of one version of the code on one card: give another folder")
     if not path.is_file():
         return
     was, now = (_command(facts) for facts in (read(path)["environment"], here))
     if was != now:
-        raise ValueError(f"{path} is of `{was}`, and `{now}` cannot go on with it: give another file")
+        raise ValueError(f"{path} was written by `{was}`, and `{now}` cannot continue it: give another file")
 
 
 def _command(facts: Mapping[str, Any]) -> str:
-    """Without the word that tells the first process from the others."""
+    """The command of a result, without --resume, which only later processes have."""
     return shlex.join(word for word in shlex.split(facts["command"]) if word != "--resume")
 
 
 def part(path: Path, number: int) -> Path:
-    """The file of the process that came as `number`-th, from 1."""
+    """The file of the `number`-th process, counted from 1."""
     return path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
@@ -127,13 +128,13 @@ def parts(path: Path) -> list[Path]:
 
 
 def rows_in(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The rows of a result, of all its parts, and whether they are all that were wanted.
+    """The rows of all parts of a result, and whether the result is complete.
 
-    Of a row that is there twice the later one counts: a run may end between the rows of one measurement.
+    If a row occurs twice, the later one counts, because a run may end between the rows of one measurement.
 
     Raises:
-        ValueError: a part is no result file.
-        OSError: one cannot be read.
+        ValueError: a part is not a result file.
+        OSError: a part cannot be read.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     whole = False
@@ -145,7 +146,7 @@ def rows_in(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file. Raises ValueError for one that is none, OSError."""
+    """Read a result file. Raises OSError, or ValueError if it is not a result file."""
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -156,16 +157,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def strangers(folder: Path, here: Mapping[str, Any]) -> list[str]:
-    """A sentence for each result file of a folder that is of other code, another card or other versions than `here`.
+    """A sentence for each result file of a folder that has other code, another card or other versions than `here`.
 
-    What `here` does not know (the card, in a process that does not touch it) is not compared.
+    Facts that `here` does not have are not compared, such as the card in a process that does not use it.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
         was = json.loads(path.read_text()).get("environment", {})
         other = next((name for name in shared_by(path.name) if name in here and was.get(name) != here[name]), None)
         if other is not None:
-            found.append(f"{path} is of {other} {was.get(other)}, this is {other} {here[other]}")
+            found.append(f"{path} has {other} {was.get(other)}, this run has {other} {here[other]}")
     return found
 
 
@@ -173,24 +174,24 @@ def joined(folder: Path) -> dict[str, dict[str, Any]]:
     """The results of a set: name -> content, with the rows of all parts, and "parts", how many processes measured them.
 
     Raises:
-        ValueError: a result is incomplete, or its parts are of two codes, cards or versions.
+        ValueError: a result is incomplete, or its parts differ in code, card or versions.
         OSError: a file cannot be read.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         if _PART.fullmatch(path.stem):
             if path not in parts(path.with_name(f"{path.stem.rpartition('.')[0]}.json")):
-                raise ValueError(f"{path.name} goes on with a file that is not there")
+                raise ValueError(f"{path.name} continues a file that does not exist")
             continue
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-            continue  # studies of another form: of the analytical model, of whole models
+            continue  # studies with another format: of the analytical model, of whole models
         files = parts(path)
         if len(files) > 1:
             content["rows"] = _of_one_set(path, files)
         if read(files[-1]).get("incomplete"):
             raise ValueError(
-                f"{path.name} is incomplete: its run was cut short; go on with it (--resume), or move it to studies/"
+                f"{path.name} is incomplete because its run was interrupted; continue it (--resume), or move it to studies/"
             )
         content.pop("incomplete", None)
         found[path.stem] = content | {"parts": len(files)}
@@ -201,7 +202,7 @@ def _of_one_set(path: Path, files: list[Path]) -> list[dict[str, Any]]:
     first, *others = (read(file)["environment"] for file in files)
     for file, other in zip(files[1:], others, strict=True):
         if first.get("commit") is None and first.get("source") is None:
-            raise ValueError(f"{path.name} has parts and does not name its code: measure it again in one run")
+            raise ValueError(f"{path.name} has parts but does not name its code: measure it again in one run")
         name = next((name for name in SAME if first.get(name) != other.get(name)), None)
         if name is not None:
             raise ValueError(

@@ -23,14 +23,14 @@ START_S = 600.0
 def run_served(
     model: str, options: dict[str, Any], *, fronts: int, streams: int, tokens_in: int, tokens_out: int, runs: int = 2
 ) -> Iterator[dict[str, Any]]:
-    """A row a run, as they end; the first one is cold on both sides.
+    """Yield one row for each run when it ends; in the first one neither side is warmed up.
 
     Args:
-        model: one of `SHAPES`, with random weights, or what `serve` takes.
-        options: of `EngineConfig`.
+        model: one of `SHAPES`, with random weights, or any model that `serve` accepts.
+        options: options of `EngineConfig`.
 
     Raises:
-        OSError: the server does not start, or a stream does not come to its end.
+        OSError: the server does not start, or a stream ends early.
     """
     sizes = {"streams": streams, "tokens_in": tokens_in, "tokens_out": tokens_out}
     spec = {"model": model, "options": {"max_seqs": streams, **options}, **sizes, "runs": runs}
@@ -61,7 +61,7 @@ def _body(prompt: list[int], tokens: int) -> bytes:
 def _compared(found: Found, alone: dict[str, float], streams: int, tokens: int) -> dict[str, Any]:
     p50, p99 = quantiles_ms(found.gaps_s)
     events = found.total("events")
-    # Tokens for each event: with more than one the gaps are those of several tokens.
+    # Tokens per event: if there is more than one, a gap is that of several tokens.
     mean_s = float(found.gaps_s.mean()) if len(found.gaps_s) else math.nan
     decoding = streams * (streams * tokens / events) / mean_s
     whole = streams * tokens / found.seconds

@@ -1,8 +1,8 @@
 """The engine process of `tilewright bench served`: an engine that is first measured alone and then serves.
 
 `python -m tilewright.bench.served_engine SPEC NOTES FOLDER CONTROL`: SPEC is JSON (model, options of the engine, streams,
-tokens in and out, runs). NOTES is written with the results of the engine alone, run as by `tilewright bench engine`: all
-requests at once, step after step, and nothing else in the process.
+tokens in and out, runs). The results of the engine alone are written into NOTES; for them it runs as in `tilewright bench
+engine`: all requests at once, step after step, and nothing else in the process.
 """
 
 import json
@@ -30,7 +30,7 @@ __all__ = ["alone", "loaded", "prompts"]
 
 
 def loaded(model: str, options: dict[str, Any]) -> Loaded:
-    """The engine of a model, or of random weights of one of `SHAPES`, whose tokens are words then."""
+    """The engine of a model, or of one of `SHAPES` with random weights, whose tokens are random words."""
     if model not in SHAPES:
         llm = LLM(model, **options)
         return llm.engine, Served.of(llm.engine, model), None
@@ -44,12 +44,15 @@ def loaded(model: str, options: dict[str, Any]) -> Loaded:
 
 
 def prompts(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]]:
-    """Random ones, which share no page."""
+    """`count` random prompts of `tokens` tokens, which share no page."""
     return np.random.default_rng(seed).integers(0, vocab, (count, tokens)).tolist()
 
 
 def alone(engine: Engine, streams: int, tokens_in: int, tokens_out: int, seed: int) -> dict[str, float]:
-    """{tok_per_s, decode_tok_per_s, p50, p99}: over all, and of the steps in which all streams decoded; milliseconds."""
+    """{tok_per_s, decode_tok_per_s, p50, p99} of the engine alone.
+
+    tok_per_s is over the whole run; the others are over the steps in which all streams decoded. p50 and p99 are milliseconds.
+    """
     params = SamplingParams(max_tokens=tokens_out, temperature=0.0, ignore_eos=True)
     asked = prompts(streams, tokens_in, engine.vocab_size, seed)
     start_s = time.perf_counter()

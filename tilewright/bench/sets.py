@@ -16,7 +16,7 @@ PROJECTIONS = (
     *((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
     *((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)),
 )
-"""(N, K) of qkv, output, gate and up, and down projections."""
+"""(N, K) of the projections qkv, output, gate and up, and down."""
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 _NEAR = (1791, 1793, 2047, 2049, 4095, 4097, 8191, 8193)
@@ -48,11 +48,14 @@ SETS: Mapping[str, tuple[str, ...]] = {
         *(f"{_words(m, n, k)} offset={operand}" for m, n, k, operand in _OFFSETS),
     ),
 }
-"""Name -> dimensions as a command line spells them."""
+"""Name of a set -> its dimensions, as written on a command line."""
 
 
 def aligned(words: Sequence[str]) -> list[str]:
-    """The next larger product whose rows start at multiples of 16 bytes, in 16-bit numbers; the same words if it is one."""
+    """The next larger product whose rows start at multiples of 16 bytes, for 16-bit numbers.
+
+    The same words if this is already the case.
+    """
     pairs = [word.partition("=") for word in words]
     sizes = {key: -(-int(value) // 8) * 8 if key in ("N", "K") else value for key, _, value in pairs if key != "offset"}
     return [f"{key}={value}" for key, value in sizes.items()]

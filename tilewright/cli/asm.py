@@ -312,8 +312,8 @@ def _accesses(j: "Judgement") -> Iterator[str]:
     for a in j.memory.accesses:
         named = f" of {a.value}" if a.value and not a.value.isdigit() else ""
         asked = "1 sector" if a.sectors == 1 else f"{a.sectors} sectors"
-        wasted = "no more than its bytes fill" if a.sectors == a.least_sectors else f"{a.least_sectors} would do"
-        known = "" if a.exact else " (strides of rows are not known)" if a.sectors == a.least_sectors else " (not all is known)"
+        wasted = "the least for its bytes" if a.sectors == a.least_sectors else f"{a.least_sectors} would be enough"
+        known = "" if a.exact else " (row strides are unknown)" if a.sectors == a.least_sectors else " (partly unknown)"
         yield f"{a.op}{named}, {a.tile}: {a.thread_bytes} bytes a thread, a warp asks for {asked}, {wasted}{known}"
 
 
@@ -325,7 +325,7 @@ def _copies(j: "Judgement") -> Iterator[str]:
 def _conflicts(j: "Judgement") -> Iterator[str]:
     for c in j.memory.conflicts:
         trips = "bank conflicts unknown" if c.extra_trips is None else "no bank conflicts"
-        yield f"{c.op}, {c.tile}: {f'{c.extra_trips} further trips an access (bank conflicts)' if c.extra_trips else trips}"
+        yield f"{c.op}, {c.tile}: {f'{c.extra_trips} extra trips per access (bank conflicts)' if c.extra_trips else trips}"
 
 
 def _layouts(j: "Judgement") -> Iterator[str]:

@@ -18,7 +18,7 @@ __all__ = ["bench", "need_gpu", "print_rows"]
 
 
 class _Bench(TyperGroup):
-    """`bench ops`, `bench engine`; any other word is the name of an op."""
+    """The group of `bench ops`, `bench engine` and others; any other word is taken as the name of an op."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands and not args[0].startswith("-"):

@@ -55,7 +55,7 @@ def compare(
     """
     with plain_errors(context), ends_on_sigterm():
         if report is not None and (report.suffix not in _WRITERS or not report.parent.is_dir()):
-            raise ValueError(f"--report is {report}, wanted a file in a folder that is there, ending in {', '.join(_WRITERS)}")
+            raise ValueError(f"--report is {report}, wanted a file in an existing folder, ending in {', '.join(_WRITERS)}")
         say(f"Loading {model} ...")
         import torch
 
@@ -107,7 +107,7 @@ def _print(found: "Comparison") -> None:
         times = seconds(segment.ours.value), seconds(segment.baseline.value)
         table.add_row(segment.name, _MARKS[segment.verdict], *times, ratio(segment.ratio.value), between(segment.ratio))
         for layer in segment.layers if len(segment.layers) > 1 else ():
-            table.add_row(f"... {layer}", "", "", "", "", "not by itself")
+            table.add_row(f"... {layer}", "", "", "", "", "not timed alone")
     table.add_section()
     whole = seconds(found.ours.whole.value), seconds(found.baseline.whole.value)
     for name, ours, baseline in sums(found):

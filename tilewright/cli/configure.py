@@ -80,7 +80,7 @@ def configure(
         text = toml(model, found.point, why)
         if out is not None:
             out.write_text(text, encoding="utf-8")
-            say(f"{out} is for `tilewright serve --config {out}`")
+            say(f"Saved to {out}; use it: tilewright serve --config {out}")
         if as_json:
             measured = [{**vars(one.point), "goodput": one.goodput, "predicted": one.predicted} for one in found.measured]
             print(json.dumps({"best": vars(found.point), "expected": found.expected, "measured": measured, "why": why}))

@@ -113,9 +113,9 @@ def _gpu() -> Iterator[Finding]:
         cause = (
             "torch was built without CUDA: install a build with it"
             if torch.version.cuda is None
-            else "see CUDA_VISIBLE_DEVICES"
+            else "check CUDA_VISIBLE_DEVICES"
         )
-        yield Finding("GPU", "broken", f"driver {driver}, and torch sees no GPU", cause)
+        yield Finding("GPU", "broken", f"driver {driver}, but torch sees no GPU", cause)
     for index in range(cuda_count()):
         device = device_of(index)
         words = f"{device.name}, sm_{device.arch}, driver {driver}"
@@ -198,13 +198,13 @@ def _run() -> Iterator[Finding]:
             got = ops.linear(ops.rms_norm(x, weight[0]), weight)
         except (RuntimeError, ValueError, OSError) as error:
             yield Finding(
-                f"kernels, {place}", "broken", str(error).strip().splitlines()[0], "tilewright --traceback doctor tells more"
+                f"kernels, {place}", "broken", str(error).strip().splitlines()[0], "tilewright --traceback doctor shows more"
             )
             continue
         wide = torch.nn.functional.rms_norm(x.double(), (64,), weight[0].double(), 1e-6) @ weight.double().T
         error = ((got.double() - wide).norm() / wide.norm()).item()
         state = "ok" if error < 1e-3 else "broken"
-        yield Finding(f"kernels, {place}", state, f"a norm and a product are {error:.0e} from float64")
+        yield Finding(f"kernels, {place}", state, f"a norm and a product differ from float64 by {error:.0e}")
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_system, _versions, _gpu, _compiler, _cache, _extras, _model, _run)

@@ -46,7 +46,7 @@ def explain(
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
         if card is None and not cuda_count():
-            raise ValueError("there is no GPU here to explain for; name a card: --card h100")
+            raise ValueError("this machine has no GPU; name one, such as --card h100")
         device = device_named(card) if card is not None else device_of(0)
         with ExitStack() as scopes:
             if prefer is not None:
@@ -71,25 +71,25 @@ def _print(said: dict[str, Any]) -> None:
     print(f"  floor    {roof['floor_us']:.1f} us by {roof['bound']}; ceilings {roof['ceilings']}")
     print(f"           {roof['flops'] / 1e9:.2f} GFLOP, {roof['bytes'] / 1e6:.2f} MB that must move")
     if guess := said["predicted"]:
-        trust = "" if guess["fitted"] else "; the model is not fitted to such a card"
+        trust = "" if guess["fitted"] else "; the model is not fitted to this card"
         print(f"  model    {guess['us']:.1f} us, most of it {guess['limiter']}{trust}")
     if said["measured_us"] is not None:
         print(f"  measured {said['measured_us']:.1f} us, {said['of_roof']:.0%} of the roofline")
     else:
-        print("  measured never, on this card")
+        print("  measured not on this card")
     for kernel in said["kernels"]:
         _print_kernel(kernel)
     if said["compile_error"]:
         print(f"  kernels  {said['compile_error']}")
     elif not said["kernels"]:
-        print("  kernels  a library's, which cannot be looked into")
+        print("  kernels  a library's, whose code is not visible")
     for number, tile in enumerate(said["library_tiles"]):
         head = "estimate" if not number else ""
         tail = f", {tile['tail']} of {tile['slots']} blocks in the last" if tile["tail"] else ""
         waves = (
             f"{tile['waves']} wave{'s' if tile['waves'] != 1 else ''}{tail}; {tile['efficiency']:.0%} of the slots have work"
         )
-        print(f"  {head:<8} if it takes tiles of {tile['tile']}, one an SM: {tile['blocks']} tiles, {waves}")
+        print(f"  {head:<8} with tiles of {tile['tile']}, one per SM: {tile['blocks']} tiles, {waves}")
     for title, lines in (("cliff", said["cliffs"]), ("try", said["advice"])):
         for line in lines:
             print(f"  {title:<8} {line}")

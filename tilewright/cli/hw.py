@@ -110,11 +110,11 @@ def _measure() -> None:
     from tilewright.hw.measure import cards, measure
 
     if not cuda_count():
-        raise ValueError("there is a driver, but torch sees no GPU to measure: CUDA_VISIBLE_DEVICES, or a torch without CUDA?")
+        raise ValueError("torch sees no GPU, but there is a driver: check CUDA_VISIBLE_DEVICES, and whether torch has CUDA")
     for i in cards():
         found, facts = measure(i, say)
         save(found, path_of(device_of(i)), facts)
-        say(f"kept in {path_of(device_of(i))}")
+        say(f"stored in {path_of(device_of(i))}")
         for unit, reason in facts["failed"].items():
             say(f"not measured: {unit}: {reason}")
     if cuda_count() > 1:
@@ -122,11 +122,11 @@ def _measure() -> None:
 
         links = measure_links(say)
         write_json(path_of_links(), links)
-        say(f"kept in {path_of_links()}")
+        say(f"stored in {path_of_links()}")
 
 
 def _ceilings() -> list[Facts]:
-    """One entry a kind of card that CUDA sees; "error" where nothing is known of it."""
+    """One entry for each kind of card that CUDA sees; the key "error" says that nothing is known about the card."""
     from tilewright.hw.ceilings import ceilings
     from tilewright.hw.device import cuda_count, device_of
 
@@ -141,7 +141,7 @@ def _ceilings() -> list[Facts]:
 
 
 def _links() -> Facts | None:
-    """The measurement of these GPUs together, if there are several and somebody has made one."""
+    """The stored measurement of the links between these GPUs; None if there is one GPU, or no measurement."""
     from tilewright.hw.device import cuda_count
 
     if cuda_count() < 2:
@@ -158,7 +158,7 @@ def _links() -> Facts | None:
 
 
 def _table(out: "Console", title: str, *columns: str) -> "Table":
-    """A table whose title stands in a line of its own: rich breaks a title that is wider than the table."""
+    """A table with its title on a separate line: rich breaks a title that is wider than the table."""
     from rich.table import Table
 
     out.print(title, style="bold", soft_wrap=True)
@@ -176,7 +176,7 @@ def _print(found: Facts) -> None:
     else:
         cudnn = found["cudnn"]
         cudnn = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else "none"
-        out.print(f"driver {found['driver']}, which runs CUDA up to {found['cuda_of_driver']}")
+        out.print(f"driver {found['driver']}, supports CUDA up to {found['cuda_of_driver']}")
         out.print(
             f"torch {found['torch']}, CUDA {found['cuda'] or 'none'}, cuDNN {cudnn}, NCCL {found['nccl_of_torch'] or 'none'}"
         )

@@ -60,7 +60,7 @@ def gradient_flow_command(
         flows: list[Flow] = []
         for config in configs:
             flows.append(gradient_flow(config, say=progress))
-            # After each run: a long one that is ended leaves what was found.
+            # Write after each run, so that an interrupted series leaves its results.
             if out is not None:
                 out.write_text(json.dumps([flow.as_json() for flow in flows], indent=1) + "\n")
         if svg is not None:

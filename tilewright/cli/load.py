@@ -56,7 +56,7 @@ def load(
         if self_check:
             raise typer.Exit(_self_check(as_json=as_json))
         if url is None:
-            raise typer.BadParameter("no URL: say which service, such as http://127.0.0.1:8000, or --self-check")
+            raise typer.BadParameter("no URL: give the address of a service, such as http://127.0.0.1:8000, or --self-check")
         config = LoadConfig(**given)
         for path in (report, out):
             if path is not None and not path.parent.is_dir():
@@ -73,7 +73,7 @@ def _load(url: str, config: LoadConfig) -> "Outcome":
     async def work() -> "Outcome":
         task = asyncio.current_task()
         assert task is not None
-        # In order, as by Ctrl-C: the service is told to forget the regions of shared memory.
+        # End as after Ctrl-C, so that the service is told to forget the regions of shared memory.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await run(url, config, look=look, say=say if not sys.stderr.isatty() else _above)
 
@@ -85,7 +85,7 @@ def _load(url: str, config: LoadConfig) -> "Outcome":
 
 
 def _above(line: str) -> None:
-    """A line above the live table, which rich moves down."""
+    """Print a line above the live table, which rich moves down."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False).print(line)
@@ -93,7 +93,7 @@ def _above(line: str) -> None:
 
 @contextmanager
 def _shown() -> "Iterator[Look]":
-    """A function that shows a running stage: on a terminal as a table that is written over."""
+    """A function that shows a running stage: on a terminal, as a table that is updated in place."""
     if not sys.stderr.isatty():
         yield lambda label, state: None
         return
@@ -135,7 +135,7 @@ def _print(outcome: "Outcome", report: Path | None, out: Path | None, *, as_json
         write_json(outcome, out)
     if report is not None:
         write_html(outcome, report)
-        say(f"{report} has the curves")
+        say(f"Wrote the curves to {report}")
     if as_json:
         print(json.dumps(outcome.to_json(), allow_nan=False))
         return
@@ -148,15 +148,15 @@ def _print(outcome: "Outcome", report: Path | None, out: Path | None, *, as_json
         found = [one.latencies.get(name) for name in names]
         print("".join(f"{f['p50'] * 1e3:11.1f} /{f['p99'] * 1e3:7.1f}" if f else f"{'-':>20}" for f in found))
         if one.spread is not None and one.spread > 0.1:
-            say(f"{one.label}: parts of the measured time differ by {one.spread:.0%}; a longer stage says more")
+            say(f"{one.label}: parts of the measured time differ by {one.spread:.0%}; run a longer stage")
         if one.lag_p99_s > 0.05:
-            say(f"{one.label}: this client sent up to {one.lag_p99_s * 1e3:.0f} ms late (p99); it may be what limits")
+            say(f"{one.label}: this client sent up to {one.lag_p99_s * 1e3:.0f} ms late (p99); it may be the bottleneck")
         for words, count in one.problems.items():
             say(f"{one.label}: {count} times: {words}")
 
 
 def _self_check(*, as_json: bool) -> int:
-    """Print the comparison; the exit code."""
+    """Print the comparison and return the exit code."""
     import asyncio
 
     from tilewright.bench.load.selfcheck import ALLOWED, self_check
@@ -172,5 +172,5 @@ def _self_check(*, as_json: bool) -> int:
             print(f"{c.metric.upper():8}{c.percentile:5}{times}{c.error:+9.2%}{'' if c.holds else '  too far'}")
     wrong = sum(not check.holds for check in checks)
     said = "every percentile is" if not wrong else f"{wrong} of {len(checks)} percentiles are not"
-    say(f"{said} within {ALLOWED:.0%} of what the service did ({time.monotonic() - began_s:.0f} s)")
+    say(f"{said} within {ALLOWED:.0%} of the service's own times ({time.monotonic() - began_s:.0f} s)")
     return 1 if wrong else 0

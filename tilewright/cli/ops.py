@@ -47,10 +47,10 @@ def operators(
 
 
 def row(op: "Op", devices: list["Device"]) -> Row:
-    """What is known of an operator without running it.
+    """A description of an operator, made without running it.
 
-    Returns name, what it computes, all implementations, and for each card those that take at least one of its examples, in the
-    order in which they are asked.
+    Returns its name, what it computes, all implementations, and for each card the implementations that accept at least one of
+    the operator's examples, in the order in which they are tried.
     """
     from tilewright.op import Inputs
 
@@ -63,7 +63,7 @@ def row(op: "Op", devices: list["Device"]) -> Row:
 
 
 def _what(op: "Op") -> str:
-    """The first sentence about an operator: of its public function, else of the file that defines it."""
+    """The first sentence of the docstring of an operator's public function, or of the file that defines the operator."""
     from tilewright import ops
 
     public = getattr(ops, op.name, None) if op.name in ops.__all__ else None

@@ -45,7 +45,7 @@ def optimize(
     """
     with plain_errors(context), ends_on_sigterm():
         if out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise ValueError(f"--out is {out}; wanted a file in a folder that is there")
+            raise ValueError(f"--out is {out}; wanted a file in an existing folder")
         from tilewright.fuse.settings import PRECISIONS
 
         if precision is not None and precision not in PRECISIONS:
@@ -57,12 +57,12 @@ def optimize(
         from tilewright.hw.device import cuda_count, default_device
 
         if device is not None and device != "cpu" and not (device.startswith("cuda") and cuda_count()):
-            raise ValueError(f"--device is {device!r}; here there is {'cuda, ' if cuda_count() else ''}cpu")
+            raise ValueError(f"--device is {device!r}; this machine has {'cuda and ' if cuda_count() else ''}cpu")
         place = default_device() if device is None else torch.device(device)
         say(f"Loading {model} ...")
         loaded = load_model(model, device=place)
         say(f"Optimising for {place} ...")
-        # The report is about fusions and errors: on a CPU Inductor's code would cost a minute and change neither.
+        # The report shows fusions and errors. On a CPU, Inductor's compilation would take a minute and change neither.
         compiled = False if place.type == "cpu" else None
         progress = Progress()
         asked = {"tolerance": tolerance, "tune": tune, "compiled": compiled, "progress": progress}

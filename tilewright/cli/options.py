@@ -16,7 +16,7 @@ __all__ = ["ConfigFile", "Model", "options"]
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
-# Options whose name or unit is friendlier than the field's: field -> (option, type, bytes in its unit).
+# Options whose name or unit differs from the field's, to be easier to type: field -> (option, type, bytes in its unit).
 FRIENDLY: dict[str, tuple[str, Any, int]] = {
     "kv_cache_bytes": ("kv_cache_gib", float | None, 2**30),
     "host_cache_bytes": ("host_cache_gib", float | None, 2**30),
@@ -33,7 +33,7 @@ FRIENDLY: dict[str, tuple[str, Any, int]] = {
 
 
 def options(config: type, *, into: str, panel: str | None = None, without: Set[str] = frozenset()) -> Callable[[Verb], Verb]:
-    """Give a verb the fields of `config` that have a help text as options; they arrive in its dict parameter `into`."""
+    """Add an option to a verb for each field of `config` that has a help text. The dict parameter `into` gets their values."""
     fields = [f for f in dataclasses.fields(config) if "help" in f.metadata and f.name not in without]
     names = frozenset(f.name for f in dataclasses.fields(config))
     made = {f.name: _option(f, names, panel) for f in fields}
@@ -57,14 +57,14 @@ def options(config: type, *, into: str, panel: str | None = None, without: Set[s
 
 
 def _option(field: dataclasses.Field[Any], names: Set[str], panel: str | None) -> tuple[inspect.Parameter, int]:
-    """(the parameter that Typer makes an option from, bytes in its unit). `names`: all fields of the config."""
+    """(the parameter from which Typer makes an option, bytes in its unit). `names`: all fields of the config."""
     name, kind, unit = FRIENDLY.get(field.name, (field.name, field.type, 1))
     default: Any = field.default
     if unit != 1 and default is not None:
         default //= unit
 
     def spoken(word: re.Match[str]) -> str:
-        """Another field's name is an option here."""
+        """The option that stands for a field named in a help text."""
         other = FRIENDLY.get(word[0], (word[0],))[0]
         return "--" + other.replace("_", "-") if word[0] in names else word[0]
 
@@ -75,7 +75,7 @@ def _option(field: dataclasses.Field[Any], names: Set[str], panel: str | None) -
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make what a file says the defaults of a verb's parameters; what is given on the command line goes before."""
+    """Use the values of a TOML file as defaults of a verb's parameters; the command line takes precedence."""
     if path is None or context.resilient_parsing:
         return path
     try:
@@ -83,13 +83,13 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise typer.BadParameter(f"{path} is no TOML: {error}") from None
+        raise typer.BadParameter(f"{path} is not valid TOML: {error}") from None
     known = {parameter.name for parameter in context.command.params} - {"config"}
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, [one for one in known if one], 1)
-            hint = f"did you mean {close[0]}?" if close else "wanted names of this command's options, with _ for -"
-            raise typer.BadParameter(f"{path} has {name!r}, which is none of this command's options; {hint}")
+            hint = f"did you mean {close[0]}?" if close else "wanted option names of this command, with _ for -"
+            raise typer.BadParameter(f"{path} has {name!r}, which is not an option of this command; {hint}")
         if isinstance(value, dict):
             raise typer.BadParameter(f"{path} has a table [{name}], wanted plain values")
     context.default_map = {**(context.default_map or {}), **values}

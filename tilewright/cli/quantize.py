@@ -84,7 +84,7 @@ def quantize(
 
 
 def _prompts(name: str, model: Any, text: str) -> list[Any]:
-    """Pieces of a text, spread over it, as arguments of the model."""
+    """Pieces of a text, taken at equal distances, as arguments of the model."""
     from tilewright.engine.tokenizer import Tokenizer
     from tilewright.models import prompt_inputs, resolve
 

@@ -1,9 +1,7 @@
 """The root of the command line: global options, error and progress messages, and exit codes.
 
 Exit codes: 0 success, 1 failure (one line on stderr says what failed, what was given, what was wanted and what to do), 2 wrong
-usage,
-130 Ctrl-C, 143 SIGTERM. Results go to stdout, everything else to stderr. `--traceback` shows where an error
-came from.
+usage, 130 Ctrl-C, 143 SIGTERM. Results go to stdout, everything else to stderr. `--traceback` shows where an error came from.
 """
 
 import os
@@ -53,14 +51,14 @@ def _root(
 
 @contextmanager
 def plain_errors(context: typer.Context) -> Iterator[None]:
-    """Turn what a user can cause into one line on stderr and exit code 1; leave bugs their traceback."""
+    """Turn errors that a user can cause into one line on stderr and exit code 1. Bugs keep their traceback."""
     try:
         yield
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # The reader of stdout has gone (`| head`); Python would complain again when it flushes at exit.
+        # The reader of stdout has closed it (`| head`); Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except (ValueError, OSError, MemoryError, MissingExtra) as error:
@@ -72,10 +70,10 @@ def plain_errors(context: typer.Context) -> Iterator[None]:
 
 @contextmanager
 def ends_at_once(number: signal.Signals) -> Iterator[None]:
-    """SIGTERM or SIGINT ends the process inside: one line, exit code 143 or 130.
+    """Inside this context, SIGTERM or SIGINT ends the process with one line and exit code 143 or 130.
 
-    On the spot, because an exception would not do: whatever runs may swallow it (torch, while it is imported, does). And not
-    the system's own way, which spares the first process of a container.
+    The process ends immediately. An exception is not enough: the running code may swallow it, as torch does while it is
+    imported. The system's default action is not enough either, because it does not end the first process of a container.
     """
     word, code = (b"interrupted\n", INTERRUPTED) if number == signal.SIGINT else (b"terminated\n", TERMINATED)
 
@@ -92,19 +90,19 @@ def ends_at_once(number: signal.Signals) -> Iterator[None]:
 
 
 def ends_on_sigterm() -> AbstractContextManager[None]:
-    """SIGTERM ends the process inside at once, with exit code 143."""
+    """Inside this context, SIGTERM ends the process immediately with exit code 143."""
     return ends_at_once(signal.SIGTERM)
 
 
 def say(line: str) -> None:
-    """A line on stderr, if there is one to write to: a command must not fail for want of a reader."""
+    """Print a line to stderr. If stderr cannot be written to, the line is dropped: a command must not fail because of it."""
     with suppress(OSError, ValueError):  # a full disk, a closed pipe, a closed file
         if sys.stderr is not None:
             print(line, file=sys.stderr, flush=True)
 
 
 class Progress:
-    """Words of a long task on stderr: on a terminal the line is written over, elsewhere only each new stage is a line."""
+    """The progress of a long task on stderr: on a terminal one line that is overwritten, elsewhere one line for each stage."""
 
     def __init__(self, say: Callable[[str], None] = say) -> None:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
@@ -112,7 +110,7 @@ class Progress:
         self._stage = ""
 
     def __call__(self, words: str) -> None:
-        """Say where the task is."""
+        """Show how far the task is."""
         stage = re.sub(r"[\d,.%/ ]+$", "", words)
         if self._terminal and "\n" not in words:
             print(f"\r\x1b[2K{words}", end="", file=sys.stderr, flush=True)
@@ -121,6 +119,6 @@ class Progress:
         self._stage = stage
 
     def end(self) -> None:
-        """The task is over: its line is cleared."""
+        """Clear the line, because the task is over."""
         if self._terminal:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

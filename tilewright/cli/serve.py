@@ -33,7 +33,7 @@ ORDINARY = "Ordinary models"
 
 
 def _load(model: str, options: Mapping[str, Any], progress: Callable[[str], None]) -> "LLM":
-    with ends_at_once(signal.SIGINT):  # there is nothing to tidy up yet, and the import of torch swallows exceptions
+    with ends_at_once(signal.SIGINT):  # there is nothing to clean up yet, and the import of torch swallows exceptions
         from tilewright.engine.llm import LLM
 
         return LLM(model, progress=progress, **options)
@@ -41,7 +41,7 @@ def _load(model: str, options: Mapping[str, Any], progress: Callable[[str], None
 
 def _loaded(model: str, options: Mapping[str, Any]) -> "LLM":
     """The model, with its progress on the terminal."""
-    EngineConfig(model=model, **options)  # what is wrong with the options is said before torch is imported
+    EngineConfig(model=model, **options)  # raises for wrong options before torch is imported
     started_s, progress = time.perf_counter(), Progress()
     say(f"Loading {model} ...")
     try:
@@ -103,7 +103,7 @@ def serve(
         settings = ServerConfig(**server)
         own = HostConfig(**ordinary)
         source = context.get_parameter_source("model")
-        # By its name: Typer may bring a Click of its own, whose members are none of Click's.
+        # Compared by name: Typer may bring its own copy of Click, whose members differ from Click's.
         named = source is not None and source.name in ("COMMANDLINE", "DEFAULT_MAP")
         language, models = split_models(
             model, beside or (), repository=own.repository is not None, named=named, name=served_name
@@ -115,7 +115,7 @@ def serve(
             raise typer.BadParameter("--shared-memory is for ordinary models; give one with --model or --repository")
         if not alone and settings.replicas > 1 and not settings.ray:
             raise typer.BadParameter(
-                "--replicas is for a language model alone; serve ordinary models by a server of their own, or with --ray"
+                "--replicas works with a language model only; serve ordinary models in a separate server, or with --ray"
             )
         with Log(settings.log_level, settings.log_format) as log:
             code = _serve(language, served_name, engine, settings, log, models, own)
@@ -128,7 +128,7 @@ def _key_of(file: Path) -> str:
     except OSError as error:
         raise OSError(f"the API key cannot be read from {file}: {error.strerror}; wanted a file that holds the key") from None
     except ValueError:
-        raise ValueError(f"the API key in {file} is not plain ASCII; wanted what an HTTP header can carry") from None
+        raise ValueError(f"the API key in {file} is not plain ASCII; wanted characters that an HTTP header can carry") from None
 
 
 def _serve(
@@ -140,7 +140,7 @@ def _serve(
     models: list[str],
     ordinary: HostConfig,
 ) -> int:
-    """Load the models and serve them; the exit code."""
+    """Load the models, serve them, and return the exit code."""
     require("tilewright serve", "fastapi", "uvicorn", "prometheus_client", "tokenizers")
     from tilewright.host.sources import host_of_sources
     from tilewright.server.cores import fronts_of
@@ -148,14 +148,14 @@ def _serve(
 
     host = None if config.ray else host_of_sources(models, ordinary)
     listener = bind(config, listen=True)
-    # What is wrong with the options is said before anything is started.
+    # This raises for wrong options before anything is started.
     options = None if model is None else EngineConfig(model=model, **engine)
     config = dataclasses.replace(config, fronts=fronts_of(config, options, beside=host is not None))
     _warn_of_strangers(config, log)
     if config.fronts and host is not None:
-        raise ValueError("--fronts is for a language model alone; serve ordinary models by a server of their own")
+        raise ValueError("--fronts works with a language model only; serve ordinary models in a separate server")
     if config.ray and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
-        raise ValueError("LoRA adapters do not go with --ray: leave one of them out")
+        raise ValueError("LoRA adapters do not work with --ray: leave one of them out")
     if (config.replicas > 1 or config.ray) and options is not None and options.plan.ranks > 1:
         raise ValueError("--replicas and --ray start servers of one rank each; leave them out, or --tp and --pp")
     if config.ray:
@@ -185,7 +185,7 @@ def _serve_here(
     log: Log,
     host: "Host | None",
 ) -> int:
-    """A language model in this process, and the ordinary models of `host` beside it; the exit code."""
+    """Serve a language model in this process, together with the ordinary models of `host`; return the exit code."""
     from tilewright.server.cores import share_cores
     from tilewright.server.serve import run_server
     from tilewright.server.starting import Starting
@@ -199,8 +199,8 @@ def _serve_here(
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
         log.say(
-            f"warning: the tokenizer has {ids} tokens and the model {outputs}; texts with one of the others are refused. "
-            "They are from different models, or the tokenizer has tokens that were added later"
+            f"warning: the tokenizer has {ids} tokens and the model {outputs}; texts with a token that the model does not have "
+            "are refused. Tokenizer and model are from different sources, or tokens were added to the tokenizer later"
         )
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
@@ -225,7 +225,7 @@ def _warn_of_strangers(config: ServerConfig, log: Log) -> None:
 
 
 def _name_of(model: str) -> str:
-    """A folder is served under its own name, not under its path."""
+    """The name under which a model is served; for a folder, its name without the path."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
@@ -239,12 +239,12 @@ def _serve_on_ray(
     models: list[str],
     ordinary: HostConfig,
 ) -> int:
-    """Replicas of Ray Serve behind a front in this process; the exit code."""
+    """Serve with replicas of Ray Serve behind a front in this process; return the exit code."""
     require("tilewright serve --ray", "ray")
     from tilewright.extras import needed
     from tilewright.host.sources import sources_of
 
-    sources_of(models, ordinary)  # what is wrong with the models is said before anything is started
+    sources_of(models, ordinary)  # raises for wrong models before anything is started
     name = "models" if model is None else served_name or _name_of(model)
     spec = {"language": model, "name": name, "engine": engine, "models": models, "ordinary": dataclasses.asdict(ordinary)}
     return needed("tilewright.server.on_ray.run", "ray").serve_on_ray(spec, config, listener, log)
@@ -253,7 +253,7 @@ def _serve_on_ray(
 def _serve_in_processes(
     model: str, name: str, engine: dict[str, Any], config: ServerConfig, listener: socket.socket, log: Log
 ) -> int:
-    """An engine process and its fronts; the exit code. This process loads nothing."""
+    """Serve with an engine process and its fronts; return the exit code. This process loads no model."""
     require("tilewright serve --fronts", "zmq", "msgpack")
     from tilewright.server.supervisor import ENGINE, Supervisor, private_folder
 

@@ -10,14 +10,14 @@ __all__ = ["split_models"]
 def split_models(
     model: str, beside: Sequence[str], *, repository: bool, named: bool, name: str | None
 ) -> tuple[str | None, list[str]]:
-    """(the language model or None, [NAME=]SOURCE of the ordinary ones).
+    """(the language model or None, [NAME=]SOURCE of each ordinary model).
 
     Args:
         model: MODEL of the command line, or its default.
         beside: [NAME=]SOURCE of further models.
-        repository: whether there is one.
-        named: whether MODEL was given. A default steps back behind models that were.
-        name: of MODEL.
+        repository: whether a model repository was given.
+        named: whether MODEL was given. If it was not, the default is used only when there are no other models.
+        name: the name under which MODEL is served, or None.
     """
     from tilewright.host.sources import is_ordinary
 

@@ -21,7 +21,7 @@ __all__ = ["run"]
 
 
 def _given() -> type:
-    """The fields of `TrainConfig`, each unset unless it is given, so that the file's value stands."""
+    """A dataclass with the fields of `TrainConfig`. A field that is not given stays unset, so that the file's value counts."""
     made = []
     for one in dataclasses.fields(TrainConfig):
         listed = {
@@ -88,17 +88,17 @@ def run(
 
 
 def _on_nodes(config: TrainConfig, nodes: int) -> str:
-    """What starts the run on several machines, after the plan was checked."""
+    """The commands that start the run on several machines. Checks the plan first."""
     from tilewright.train.ranks import check_plan
     from tilewright.train.setup import model_config
 
     check_plan(config, model_config(config))
     each, rest = divmod(config.parallel.ranks, nodes)
     if rest:
-        raise ValueError(f"nodes is {nodes}, and does not divide the {config.parallel.ranks} ranks that parallel takes")
+        raise ValueError(f"nodes is {nodes}, wanted a divisor of {config.parallel.ranks}, the number of ranks of parallel")
     options = f"--nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id run"
     return (
-        "# on every machine; FIRST is the name of one of them, and out a folder that all of them share\n"
+        "# run this on every machine; FIRST: the host name of one machine, out: a folder that all machines share\n"
         f"torchrun {options} -m tilewright.cli train run run.toml\n# run.toml:\n{to_toml(config).rstrip()}"
     )
 

@@ -14,7 +14,7 @@ class _Train(TyperGroup):
     """`train plan`; `train CONFIG.toml` and `train --model NAME` are `train run ...`. `train --help` is the group's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Before the group reads options of its own, of which it has --help alone.
+        # This runs before the group reads its own options; its only one is --help.
         if args and "run" in self.commands and args[0] not in (*self.commands, *ctx.help_option_names):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -30,4 +30,4 @@ app.add_typer(train, name="train")
 
 @train.callback()
 def _train() -> None:
-    """Keeps `train` a group while it has one command."""
+    """Makes Typer treat `train` as a group even if it has only one command."""

@@ -162,7 +162,7 @@ def tune_show(
     with plain_errors(context):
         if table is not None:
             if everything or card or database:
-                raise ValueError("--table shows the one table as it is; leave out --all, --card and --database")
+                raise ValueError("--table shows the whole frozen table; leave out --all, --card and --database")
             entries = FrozenTable(table, check=True).entries()
             if op is not None:
                 _known("op", op, sorted({e.op for e in entries}))
@@ -186,11 +186,12 @@ def _say_added(name: str, added: Any, as_json: bool) -> None:
 def _known(what: str, name: str, known: list[str]) -> None:
     if name not in known:
         near = get_close_matches(name, known, n=3) or known
-        raise ValueError(f"there are no rows of {what} {name!r}; wanted one of {', '.join(near) or 'none: it is empty'}")
+        wanted = f"wanted one of {', '.join(near)}" if near else "there are no rows at all"
+        raise ValueError(f"there are no rows of {what} {name!r}; {wanted}")
 
 
 def _chosen(database: "Database", op: str | None, card: str | None) -> dict[str, Any]:
-    """What `--op` and `--card` ask for, as values of columns. Raises ValueError with the nearest names."""
+    """The values of `--op` and `--card` as values of columns. Raises ValueError with the nearest names."""
     from tilewright.hw.device import card_slug
 
     equal = {}
@@ -209,7 +210,7 @@ def _chosen(database: "Database", op: str | None, card: str | None) -> dict[str,
 
 
 def _winners(entries: "list[Entry]") -> list[dict[str, Any]]:
-    """One dict a problem and implementation, the winner with its margin first."""
+    """One dict for each problem and implementation, the winner with its margin first."""
     from tilewright.tune.ranking import ranked, verdict
 
     groups: dict[Any, list[Entry]] = {}
@@ -265,7 +266,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
         head = (row["op"], problem) if (row["card"], row["op"], problem) != last else ("", "")
         last = (row["card"], row["op"], problem)
         us = "" if row["us"] is None else f"{row['us']:.2f} ± {row['us_spread']:.2f}"
-        # As Text: what a file brought along is not taken for markup.
+        # As Text, so that text from a file is not interpreted as markup.
         cells = (*head, row["impl"], words(row["config"]), us, row["wins"], row["card"] if head[0] else "")
         table.add_row(*(Text(cell) for cell in cells))
     Console(width=None if sys.stdout.isatty() else 220).print(table if rows else "no rows")

@@ -93,18 +93,18 @@ def tune_op(
 
 
 def _one_of_the_verbs(op: str) -> None:
-    """Raise ValueError when the word is no op, and nearer to a verb of the group than to any op."""
+    """Raise ValueError if the word is not an op, and is nearer to a verb of the group than to any op."""
     from tilewright.bench.dims import ALIASES
     from tilewright.ops import ALL
 
     ops = [*(known.name for known in ALL), *ALIASES]
     verbs = [command.name for command in tune.registered_commands if command.name and command.name != "op"]
     if op not in ops and (near := get_close_matches(op, [*ops, *verbs], n=1)) and near[0] in verbs:
-        raise ValueError(f"{op!r} is no op and no verb of tune: did you mean `tilewright tune {near[0]}`?")
+        raise ValueError(f"{op!r} is neither an operator nor a command of tune: did you mean `tilewright tune {near[0]}`?")
 
 
 def _device(card: str | None, dry_run: bool, op: str, dims: list[str]) -> Any:
-    """The card to tune for. Raises ValueError with what can be done instead when nothing can be measured."""
+    """The card to tune for. Raises ValueError if nothing can be measured; the message says what can be done instead."""
     from tilewright.hw import env
     from tilewright.hw.device import card_slug, cuda_count, device_named, device_of
 
@@ -115,8 +115,8 @@ def _device(card: str | None, dry_run: bool, op: str, dims: list[str]) -> Any:
     if here is None and not (dry_run and card):
         example = f"`tilewright tune {words} --dry-run --card {card_slug(card) if card else 'h100'}`"
         raise ValueError(
-            f"there is no GPU here to measure on. Without one: {example} says what would be measured, "
-            "`tilewright tune import FILE` takes rows that were measured elsewhere, `tilewright explain` tells what a card runs"
+            f"there is no GPU here to measure on. Without one: {example} shows what would be measured, "
+            "`tilewright tune import FILE` adds rows measured elsewhere, and `tilewright explain` shows what a card runs"
         )
     if card is None:
         return here
@@ -126,9 +126,7 @@ def _device(card: str | None, dry_run: bool, op: str, dims: list[str]) -> Any:
     if card_slug(here.name) == card_slug(card):
         return here
     if not dry_run:
-        raise ValueError(
-            f"--card {card}: measuring is done on the GPU here, which is {here.name}; add --dry-run, or leave it out"
-        )
+        raise ValueError(f"--card is {card}, but the GPU of this machine is {here.name}; add --dry-run, or leave out --card")
     return wanted
 
 
@@ -138,8 +136,8 @@ def _task(op: Any, dims: dict[str, Any], device: Any, invariant: bool) -> "Task"
 
     if invariant and op.rows_in_problem:
         raise ValueError(
-            f"{op.name} has nothing to tune in the invariant scope: its problem counts the rows of a batch, and two batches "
-            "may not get two configs there; leave out --invariant"
+            f"{op.name} has nothing to tune in the invariant scope: its config may not depend on the number of rows in a "
+            "batch there; leave out --invariant"
         )
     assert op.make is not None, "checked refuses an op without dimensions"
     args = op.make(ops.Inputs("meta"), **dims)
@@ -153,9 +151,10 @@ def _task(op: Any, dims: dict[str, Any], device: Any, invariant: bool) -> "Task"
 
 
 def _as_measured(task: "Task") -> ExitStack:
-    """The scope in which what an op calls on its way (conv's `linear`) chooses, and compiles, as it will when it is measured.
+    """A scope in which an op's inner calls (such as conv's `linear`) are chosen and compiled as they are when measured.
 
-    The task's arguments are meta tensors, for which such an op would else take its definition, and nothing be compiled.
+    The task's arguments are meta tensors. Outside of this scope such a call would use the op's definition, and nothing would be
+    compiled.
     """
     from tilewright import op as ops
 
@@ -248,7 +247,7 @@ def _ranked(report: "Report") -> list[dict[str, Any]]:
 
 
 def print_report(report: "Report", path: Path, as_json: bool) -> None:
-    """What came of a search: the candidates that count now, best first, those that failed, and by how much who won."""
+    """Print the result of a search: the current candidates, best first, those that failed, and the winner's margin."""
     ranking, decided = _ranked(report), report.verdict
     failed = [row for row in report.rows if row.status != "ok"]
     for note in report.notes:

@@ -67,7 +67,7 @@ def warmup(
     Give the same engine options as for the server, because they decide which kernels are needed.
     """
     with plain_errors(context):
-        EngineConfig(**engine)  # what is wrong with the options is said before torch is imported
+        EngineConfig(**engine)  # raises for wrong options before torch is imported
         started_s = time.perf_counter()
         from tilewright.engine.loading import make_bundle
         from tilewright.hw.device import CARD_OF_ARCH, device_named
@@ -94,7 +94,7 @@ def warmup(
 
 
 def _config(model: str) -> Any:
-    """The config behind a name: of a shape, a config.json, or a model."""
+    """The config of a shape, of a config.json, or of a model."""
     from tilewright.models import SHAPES, load_config, resolve
 
     if model in SHAPES:

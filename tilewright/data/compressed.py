@@ -5,8 +5,7 @@ readers of Python and fastwarc stop at the first error. xz and zstd files cannot
 first damage.
 
 A member (for xz and zstd: the file) that unpacks to more than `Limits.free_bytes` and to more than `Limits.expansion` times its
-own
-size is treated as a bomb: what has been unpacked so far is returned, the rest is skipped.
+own size is treated as a bomb: what has been unpacked so far is returned, the rest is skipped.
 """
 
 import lzma

@@ -1,9 +1,8 @@
 """Decontamination: removes documents that contain a run of words from an evaluation set.
 
 Words are lower-case letters and digits. Every run of `words` successive words of an evaluation text is looked up (Brown et al.
-2020,
-appendix C, with 13). The default is 10: it finds 98 % of GSM8K's questions after 5 % of their words were changed, and nothing
-in books; 13 finds 95 % (docs/data.md). A shorter text is looked up as a whole, if it has at least `min_words`.
+2020, appendix C, with 13). The default is 10: it finds 98 % of GSM8K's questions after 5 % of their words were changed, and
+nothing in books; 13 finds 95 % (docs/data.md). A shorter text is looked up as a whole, if it has at least `min_words`.
 """
 
 import json

@@ -3,9 +3,8 @@ of the texts.
 
 A text is represented by its set of shingles: runs of `words` successive words, in lower case, without punctuation and accents,
 and with all numbers treated as equal. A shingle is hashed to 32 bits. Place p of a signature is the minimum of (a_p x + b_p mod
-2**64) >> 33 over
-the shingles x, with a_p odd: multiply-shift hashing (Dietzfelbinger et al. 1997) to 31 bits. It uses integers only, so that a
-GPU gives the same bits (kernels/dedup/minhash.py; a test compares its definition with this one).
+2**64) >> 33 over the shingles x, with a_p odd: multiply-shift hashing (Dietzfelbinger et al. 1997) to 31 bits. It uses integers
+only, so that a GPU gives the same bits (kernels/dedup/minhash.py; a test compares its definition with this one).
 """
 
 import re

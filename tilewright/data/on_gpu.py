@@ -14,7 +14,7 @@ __all__ = ["signatures_on", "sorted_on"]
 
 def _checked(device: str) -> str:
     if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"near-duplicates: device = {device!r}, and there is no GPU here; leave it out to use the CPU")
+        raise ValueError(f"near-duplicates: device = {device!r}, but there is no GPU here; leave device out to use the CPU")
     return device
 
 

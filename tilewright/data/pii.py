@@ -2,8 +2,7 @@
 
 IP addresses are distinguished from version numbers by the text around them. Telephone numbers without a country code count if
 they are written in a usual way (area code in brackets, three groups, a leading 0), or after words such as "call" and "tel".
-Numbers with a
-country code must be valid ones (phonenumbers, Google's libphonenumber).
+Numbers with a country code must be valid ones (phonenumbers, Google's libphonenumber).
 """
 
 import ipaddress

@@ -1,9 +1,8 @@
 """Quality rules of Gopher, C4 and FineWeb: a document passes, or is removed for the first rule that it breaks.
 
 Decisions are the same as those of datatrove, which produced FineWeb; a test compares them. The thresholds are in thresholds.py.
-Where
-the papers are ambiguous (what a word is, which comparison is strict), datatrove's choice is used. C4 also removes lines of a
-document.
+Where the papers are ambiguous (what a word is, which comparison is strict), datatrove's choice is used. C4 also removes lines
+of a document.
 """
 
 import re

@@ -59,8 +59,7 @@ def run(
     """Clean the data that a recipe names into the folder `out`; a run of the same recipe and input is continued.
 
     Writes documents/*.jsonl, tokens/ if the recipe has a tokenizer, and report.json. Raises ValueError for a recipe that cannot
-    run, an
-    `out` that belongs to another run, or too little memory, and OSError if a worker died.
+    run, an `out` that belongs to another run, or too little memory, and OSError if a worker died.
     """
     if executor not in EXECUTORS:
         raise ValueError(f"executor {executor!r}: wanted one of {', '.join(EXECUTORS)}")

@@ -1,10 +1,11 @@
-"""Memory that the server and one model process share: tensors cross the border without being sent.
+"""Memory shared by the server and one model process, so that tensors need not be sent.
 
-The memory is anonymous (memfd), so nothing is left behind by whatever end. The model's process makes it and passes its
-descriptor; either side maps it. It can grow, for outputs whose size nobody knows before they are there; then both map it anew.
+The memory is anonymous (memfd), so nothing is left behind, however the processes end. The model's process makes it and passes
+its descriptor; both sides map it. It can grow, for outputs whose size is unknown until they are computed; then both sides map
+it again.
 
-It holds one batch: the inputs, a line that says until when the batch may begin, and the outputs. A model with large inputs has
-two such memories, so that one batch is laid out while another is computed.
+It holds one batch: the inputs, the time until which the batch may begin, and the outputs. A model with large inputs has two
+such memories, so that one batch is written while another is computed.
 """
 
 import mmap
@@ -15,15 +16,15 @@ from math import inf
 __all__ = ["ALIGN", "NOT_BEGUN", "SECONDS", "Arena", "aligned"]
 
 ALIGN = 64
-"""Bytes: where a tensor may begin."""
+"""Tensors begin at multiples of this many bytes."""
 SECONDS = struct.Struct("<d")
-"""What a batch took, in front of the words of a reply: without it these are the same again and again."""
+"""The seconds that a batch took, which come before the text of a reply; without them, equal batches have equal replies."""
 NOT_BEGUN = b"-"
-"""The answer to a batch that came to its turn too late."""
+"""The answer to a batch that could not begin in time."""
 
 
 def aligned(size: int) -> int:
-    """The size, rounded up to where the next tensor may begin."""
+    """The size, rounded up to the next place at which a tensor may begin."""
     return -(-size // ALIGN) * ALIGN
 
 
@@ -37,25 +38,28 @@ class Arena:
 
     @classmethod
     def create(cls, size: int) -> "Arena":
-        """New memory. Raises OSError: there is not enough."""
+        """Make new memory of `size` bytes. Raises OSError if there is not enough."""
         fd = os.memfd_create("tilewright-model", os.MFD_CLOEXEC)
         size = max(ALIGN, aligned(size))
         os.ftruncate(fd, size)
         return cls(fd, size)
 
     def grow(self, size: int) -> None:
-        """Make it larger; what lay in it lies there still."""
+        """Make it larger; its contents stay."""
         os.ftruncate(self.fd, aligned(size))
         self.remap(aligned(size))
 
     def remap(self, size: int) -> None:
-        """The other side has grown it to `size` bytes. Views of the old mapping stay readable."""
+        """Map it again after the other side has grown it to `size` bytes. Views of the old mapping stay readable."""
         self.size = size
         self._map = mmap.mmap(self.fd, size)
         self.view = memoryview(self._map)
 
     def begin_by(self, at: int, until_s: float = inf) -> None:
-        """Write at `at` until when the batch may begin, by `time.monotonic`, which all processes share; 0 recalls it."""
+        """Write at offset `at` the time until which the batch may begin, by `time.monotonic`; 0 recalls the batch.
+
+        All processes share this clock.
+        """
         SECONDS.pack_into(self.view, at, until_s)
 
     def may_begin(self, at: int, now_s: float) -> bool:
@@ -63,5 +67,5 @@ class Arena:
         return now_s < SECONDS.unpack_from(self.view, at)[0]
 
     def close(self) -> None:
-        """Let go of it; the memory ends with its last user."""
+        """Close the descriptor; the memory is freed when its last user closes it."""
         os.close(self.fd)

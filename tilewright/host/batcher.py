@@ -1,29 +1,29 @@
-"""Who is computed next, and with whom: dynamic batching as a pure function of its queue and of a clock that it is handed.
+"""Dynamic batching: decides which requests are computed next and together, as a pure function of a queue and a given clock.
 
-An item is a request of some rows. Items whose tensors can lie in one batch have the same `key`. `take` is called whenever an
-instance of the model is free, and says what that instance should compute now, or nothing:
+An item is a request of some rows. Items whose tensors can be in one batch have the same `key`. `take` is called whenever an
+instance of the model is free, and returns the batch that this instance should compute now, or nothing:
 
-- An item leads when it is the most urgent one, and the oldest of those. Smaller `priority` numbers are more urgent.
-- Items of the leader's key ride with it in that same order, until one does not fit. Nobody behind that one is taken, so that
-  within a key no item passes another that is as urgent or older.
-- A batch leaves at once where it fills one of the preferred sizes that cannot grow further, else when its oldest item has
-  waited for `max_delay_s`, or has to leave to meet its deadline.
-- An item whose deadline has passed is never computed: `expire` hands it back.
+- The leader of a batch is the oldest of the most urgent items. Smaller `priority` numbers are more urgent.
+- Items with the leader's key join it in the same order, until one does not fit. No item after that one is taken, so that within
+  a key no item passes another that is as urgent or older.
+- A batch leaves immediately if it fills one of the preferred sizes and cannot fill a larger one. Otherwise it leaves when its
+  oldest item has waited for `max_delay_s`, or has to leave to meet its deadline.
+- An item whose deadline has passed is never computed: `expire` returns it.
 
-Where a batch takes long to lay out, `take_ahead` gives the next one while the instance still computes another. It must not make
-batches smaller than they would be otherwise, nor let anybody overtake:
+If writing the inputs of a batch takes long, `take_ahead` gives the next batch while the instance still computes another one. It
+must not make batches smaller than they would be otherwise, and must not let an item pass another:
 
-- Only a batch that is full, or whose next item no longer fits, is taken ahead: the same items would leave together when the
-  instance is free. One that has room stays in the queue until then.
-- An item that comes later and is more urgent than the last of them, or than the one that did not fit, `overtakes` the batch. It
-  is recalled then, and `restore` puts its items back to where they were.
-- Where a deadline is near, nothing is taken ahead. Whoever begins the batch looks at the clock once more.
+- A batch is taken ahead only if it is full, or if its next item no longer fits: the same items would leave together when the
+  instance is free. A batch that has room stays in the queue until then.
+- An item that arrives later and is more urgent than the last of them, or than the one that did not fit, `overtakes` the batch.
+  The batch is then recalled, and `restore` puts its items back to their places.
+- If a deadline is near, nothing is taken ahead. The process that begins the batch checks the clock again.
 
-What follows (and is tested on a simulated clock): with an instance free, no item waits longer than `max_delay_s`; with all
-instances busy, one that finds room in the next batch waits for the delay and for the batch that runs, whichever ends later.
+Two consequences are tested on a simulated clock. If an instance is free, no item waits longer than `max_delay_s`. If all
+instances are busy, an item that fits into the next batch waits for the delay or for the running batch, whichever ends later.
 
-Not here: threads, tensors, the wall clock. Less urgent items starve while more urgent ones fill every batch; a deadline or the
-bound of the queue ends their wait.
+Threads, tensors and the wall clock are not used here. Less urgent items starve while more urgent ones fill every batch; a
+deadline or the bound of the queue ends their wait.
 """
 
 import heapq
@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 __all__ = ["Batch", "BatchPolicy", "Batcher", "Full", "Item"]
 
 SLACK_S = 1e-3
-"""How long before a deadline an item leaves that would have waited for company until then."""
+"""Seconds before its deadline at which an item leaves that waits for others to join its batch."""
 DUE_BATCHES = 2
-"""How many times a batch's duration a deadline has to be away for its item to be taken ahead."""
+"""An item is taken ahead only if its deadline is at least this many batch durations away."""
 SMOOTHING = 0.2
-"""How much the latest batch weighs in what is known of the speed."""
+"""Weight of the latest batch in the moving average of the speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,13 @@ class BatchPolicy:
     max_rows: int = 64
     """Most rows of a batch."""
     max_delay_s: float = 0.0
-    """How long an item may wait for company while an instance is free."""
+    """Seconds for which an item may wait for others to join its batch while an instance is free."""
     preferred: tuple[int, ...] = ()
-    """Sizes in rows that are worth leaving for before the delay is over; the largest that waiting rows fill is taken."""
+    """Batch sizes in rows at which a batch leaves before the delay is over; the largest one that waiting rows fill is used."""
     max_waiting: int = 1024
     """Most items in the queue; more are refused."""
     max_wait_s: float = 2.0
-    """How long a new item may have to wait, as far as the last batches tell, where the rows of a batch wait already."""
+    """Longest expected wait of a new item, estimated from the last batches; applies if the rows of a batch already wait."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_rows <= 1 << 16:
@@ -83,12 +83,12 @@ class Item:
     deadline_s: float | None = None
     key: Hashable = None
     most: int | None = None
-    """Most rows of a batch of this key, where that is less than the policy's."""
+    """Most rows of a batch of this key, if that is less than the policy's limit."""
     payload: Any = None
     number: int = 0
     """Set by the batcher: the order of arrival."""
     gone: bool = False
-    """No longer in the queue."""
+    """Whether the item has left the queue."""
 
 
 class Batch(NamedTuple):
@@ -99,7 +99,7 @@ class Batch(NamedTuple):
 
 
 class Full(Exception):
-    """The queue is full; `retry_after_s` is when it will have room, as far as the last batches tell."""
+    """The queue is full; `retry_after_s`: the estimated seconds until it has room."""
 
     def __init__(self, waiting: int, retry_after_s: float, most: str):
         super().__init__(f"{waiting} requests are waiting, {most}")
@@ -119,7 +119,7 @@ class Batcher:
         self._ahead: Batch | None = None
         self._rows_ahead = 0
         self._ahead_until = 0
-        """The priority of whoever ended it: its last item, or the one that no longer fitted."""
+        """The priority of the item that ended the batch taken ahead: its last item, or the one that no longer fitted."""
         self._row_s: float | None = None
         self._batch_s = 0.0
 
@@ -132,16 +132,19 @@ class Batcher:
         return self._rows_waiting
 
     def wait_s(self, instances: int = 1) -> float:
-        """How long a new item would wait for its start, as far as the batches that were measured tell."""
+        """Estimated seconds until a new item would start, from the duration of the last batches."""
         if self._row_s is None:
             return 0.0
         return self._batch_s + (self._rows_waiting + self._rows_ahead) * self._row_s / max(1, instances)
 
     def add(self, item: Item, instances: int = 1, *, taken: bool = False) -> None:
-        """Queue an item; one that was `taken` before however long it will wait. Raises Full: the queue has no room."""
+        """Add an item to the queue. Raises Full if there is no room, or if the item would wait too long.
+
+        `taken`: the item was in a batch before, so that it may wait for any time.
+        """
         policy = self.policy
         if self._waiting >= policy.max_waiting:
-            raise Full(self._waiting, self.wait_s(instances), "the most that this model's queue holds")
+            raise Full(self._waiting, self.wait_s(instances), "the most that this model's queue can hold")
         if (
             self._rows_waiting + self._rows_ahead >= policy.max_rows
             and not taken
@@ -162,7 +165,7 @@ class Batcher:
         self._rows_waiting += item.rows
 
     def withdraw(self, item: Item) -> bool:
-        """Take an item out whose owner no longer waits. Whether it was still in the queue."""
+        """Remove an item whose owner no longer waits; return whether it was still in the queue."""
         if item.gone:
             return False
         self._leave(item)
@@ -176,18 +179,18 @@ class Batcher:
             self._heap.clear()
             self._deadlines.clear()
         elif len(self._heap) > 64 + 2 * self._waiting:
-            # Withdrawn and expired items lie in the heaps until they come up; an owner that only withdraws must not fill them.
+            # Withdrawn and expired items stay in the heaps until they come up. Many withdrawals must not fill the heaps.
             self._clean()
 
     def _clean(self) -> None:
-        """Drop what lies in the heaps and is no longer in the queue."""
+        """Remove items from the heaps that have left the queue."""
         self._heap = [entry for entry in self._heap if not entry[2].gone]
         self._deadlines = [entry for entry in self._deadlines if not entry[2].gone]
         heapq.heapify(self._heap)
         heapq.heapify(self._deadlines)
 
     def expire(self, now_s: float) -> list[Item]:
-        """Take out the items whose deadline has passed."""
+        """Remove and return the items whose deadline has passed."""
         late: list[Item] = []
         while self._deadlines and (self._deadlines[0][2].gone or self._deadlines[0][0] <= now_s):
             item = heapq.heappop(self._deadlines)[2]
@@ -216,7 +219,7 @@ class Batcher:
         return Batch(items, sum(item.rows for item in items))
 
     def take_ahead(self, now_s: float) -> Batch | None:
-        """The batch after the one that runs, where it is certain already. Tell `begun` or `restore` what became of it."""
+        """The batch after the running one, if it is certain already; else None. Call `begun` or `restore` for it later."""
         leader = self._leader()
         if self._ahead is not None or leader is None or self._rows_waiting < self._most(leader):
             return None
@@ -229,15 +232,15 @@ class Batcher:
         return self._ahead
 
     def begun(self) -> None:
-        """The batch that was taken ahead is the one that runs."""
+        """Note that the batch that was taken ahead now runs."""
         self._ahead, self._rows_ahead = None, 0
 
     def overtakes(self, item: Item) -> bool:
-        """Whether an item that has come since may belong into the batch that was taken ahead, or before it."""
+        """Whether an item that has arrived since may belong into the batch that was taken ahead, or before it."""
         return self._ahead is not None and item.priority < self._ahead_until
 
     def restore(self, batch: Batch, wanted: Callable[[Item], bool] = lambda item: True) -> None:
-        """Put the items of a batch that was never begun back to where they were, as far as somebody still wants them."""
+        """Put the items of a batch that was never begun back to their places in the queue, except those not `wanted`."""
         if self._ahead is batch:
             self._ahead, self._rows_ahead = None, 0
         self._clean()
@@ -245,7 +248,7 @@ class Batcher:
             self._enter(item)
 
     def next_s(self, *, free: bool = True) -> float | None:
-        """When `expire`, or `take` where an instance is `free`, will say something new if nothing arrives until then."""
+        """The time at which to call `expire` (and `take`, if an instance is `free`) again if nothing arrives until then."""
         times = list[float]()
         chosen = self._led()[0] if free else []
         if chosen:
@@ -257,7 +260,7 @@ class Batcher:
         return min(times, default=None)
 
     def took(self, batch: Batch, seconds: float) -> None:
-        """A batch was computed in so many seconds: what Retry-After is reckoned from."""
+        """Note that a batch took so many seconds; Retry-After is estimated from this."""
         row_s = seconds / max(1, batch.rows)
         if self._row_s is None:
             self._row_s, self._batch_s = row_s, seconds
@@ -266,7 +269,7 @@ class Batcher:
             self._batch_s += SMOOTHING * (seconds - self._batch_s)
 
     def drain(self) -> Iterator[Item]:
-        """Take out everything: the model goes away."""
+        """Remove and return all items, because the model is unloaded."""
         for _, _, item in sorted(self._heap):
             if not item.gone:
                 self._leave(item)
@@ -279,21 +282,21 @@ class Batcher:
         return max(most, leader.rows)
 
     def _leader(self) -> Item | None:
-        """Who leads the next batch."""
+        """The leader of the next batch."""
         while self._heap and self._heap[0][2].gone:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def _led(self) -> tuple[list[Item], Item | None]:
-        """(the leader and who can ride with it, in order; whom they end with: the last, or the one that no longer fits).
+        """(the leader and the items that join it, in order; the item that ends the batch).
 
-        None in its place: there is room for others.
+        The item that ends the batch is its last one, or the one that no longer fits; None if there is room for others.
         """
         leader = self._leader()
         if leader is None:
             return [], None
         chosen, rows, most = list[Item](), 0, self._most(leader)
-        # Where all of them may fit, sorting them is less work than walking.
+        # If all of them may fit, sorting them is less work than walking.
         order = (
             (entry[2] for entry in sorted(self._heap) if not entry[2].gone) if self._rows_waiting <= most else self._in_order()
         )
@@ -322,14 +325,14 @@ class Batcher:
                 yield item
 
     def _leaves_s(self, chosen: list[Item]) -> float:
-        """When these leave though they could have more company: a delay is over, or a deadline is near.
+        """The time at which these items leave although more could join: a delay is over, or a deadline is near.
 
-        It need not be their own. Whoever cannot ride with them waits until they have left, and for nothing else.
+        The delay or deadline may be that of an item with another key, which waits only until these have left.
         """
         waiting = chosen if len(chosen) == self._waiting else [entry[2] for entry in self._heap if not entry[2].gone]
         leaves = min(item.arrival_s for item in waiting) + self.policy.max_delay_s
         due = min((item.deadline_s for item in waiting if item.deadline_s is not None), default=None)
-        # A deadline is about the start. One that is nearer than the delay leaves a moment for timers that are late.
+        # A deadline is a limit for the start. If it is nearer than the delay, leave some time for timers that are late.
         return leaves if due is None else min(leaves, due - SLACK_S)
 
     @staticmethod

@@ -12,7 +12,7 @@ FIRST_S, LONGEST_S = 1.0, 60.0
 
 
 class Circuit:
-    """Of one version of a model."""
+    """The circuit breaker of one version of a model."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -21,18 +21,18 @@ class Circuit:
         self._until_s: float | None = None
 
     def broken(self, now_s: float) -> float:
-        """The model broke; returns how long it gets no requests."""
+        """Note that the model broke; return the seconds for which it gets no requests."""
         self._wait_s = min(LONGEST_S, max(FIRST_S, 2 * self._wait_s))
         self._until_s = now_s + self._wait_s
         self.opened += 1
         return self._wait_s
 
     def worked(self) -> None:
-        """The model answered."""
+        """Note that the model answered."""
         self._wait_s, self._until_s = 0.0, None
 
     def open_s(self, now_s: float) -> float:
-        """How long no request is taken; 0 where the circuit is closed or half open."""
+        """Seconds for which no request is accepted; 0 if the circuit is closed or half open."""
         return 0.0 if self._until_s is None else max(0.0, self._until_s - now_s)
 
     @property

@@ -8,7 +8,7 @@ __all__ = ["array_of", "differs"]
 
 
 def array_of(wire: Wire) -> np.ndarray:
-    """A tensor's numbers; those of BF16 as float32."""
+    """A tensor as an array; BF16 becomes float32."""
     kind = DATATYPES[wire.datatype].numpy
     if kind is not None:
         return np.frombuffer(wire.raw, dtype=kind).reshape(wire.shape)
@@ -17,7 +17,7 @@ def array_of(wire: Wire) -> np.ndarray:
 
 
 def differs(given: Wire, other: Wire) -> float:
-    """The largest difference of a number, relative to the largest of those given; inf where shape or datatype differ."""
+    """The largest absolute difference, relative to the largest absolute value in `given`; inf if shape or datatype differ."""
     if given[:2] != other[:2]:
         return float("inf")
     one, two = (np.asarray(array_of(wire), dtype=np.float64) for wire in (given, other))

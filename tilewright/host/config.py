@@ -1,4 +1,4 @@
-"""What the owner of a model may say about it: the model's TOML, with a default for everything.
+"""The options of a model: its TOML file, with a default for everything.
 
     [model]
     source = "my_pkg.my_model:build"   # default: the exported model in the version's folder
@@ -6,8 +6,8 @@
     max_batch = 64
     ...
 
-The keys are the fields of `ModelConfig`, which say what they mean; docs/deploy.md has them all. What is unknown is refused by
-name: a misspelled key must not pass for a default.
+The keys are the fields of `ModelConfig`, where they are explained; docs/deploy.md lists them all. An unknown key is an error
+that names it, so that a misspelled key does not silently mean a default.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class HostConfig:
 
 
 def check_name(name: str) -> str:
-    """A model's name, which stands in URLs. Raises ValueError: it could not."""
+    """Return a model's name, which is used in URLs. Raises ValueError if it is not valid there."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"the model name {name[:80]!r} is none; wanted letters, digits, '.', '_' and '-', at most 128")
+        raise ValueError(f"the model name {name[:80]!r} is invalid; wanted letters, digits, '.', '_' and '-', at most 128")
     return name
 
 
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One of the versions that share a model's requests. A `shadow` computes a share too, and nobody gets its answers."""
+    """One of the versions that share a model's requests. A `shadow` also computes a share, but its answers are not sent."""
 
     version: int
     weight: float
@@ -157,10 +157,10 @@ class ModelConfig:
         if any(not 0 <= member.weight <= 1e6 for member in self.versions):
             raise ValueError("a weight of versions is out of range; wanted 0 to 1000000")
         if self.versions and not any(member.weight > 0 and not member.shadow for member in self.versions):
-            raise ValueError("versions has nobody that answers; wanted one with a weight above 0 that is no shadow")
+            raise ValueError("versions has none that answers; wanted one with a weight above 0 that is not a shadow")
 
     def policy(self, most: int | None = None) -> BatchPolicy:
-        """How batches are formed; `most` rows, where the model was made for no more."""
+        """The batching policy. `most`: most rows of a batch, if the model was exported for fewer than `max_batch`."""
         rows = self.max_batch if most is None else min(self.max_batch, most)
         return BatchPolicy(
             max_rows=rows,
@@ -171,12 +171,12 @@ class ModelConfig:
         )
 
     def json(self) -> dict[str, Any]:
-        """For the message that starts a process; `of` reads it."""
+        """The config as JSON values, for the message that starts a process; `of` reads it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "ModelConfig":
-        """From a table of TOML or JSON. Raises ValueError: an unknown key, or a value of another type."""
+        """The config from a table of TOML or JSON. Raises ValueError for an unknown key or a value of the wrong type."""
         fields = {f.name: f for f in dataclasses.fields(cls)}
         unknown = [name for name in said if name not in fields]
         if unknown:
@@ -184,11 +184,11 @@ class ModelConfig:
         try:
             return cls(**{name: _CONVERT.get(name, _plain(fields[name]))(value) for name, value in said.items()})
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"a value has another type than wanted: {error}") from None
+            raise ValueError(f"a value has the wrong type: {error}") from None
 
 
 def _plain(of: "dataclasses.Field[Any]") -> Any:
-    """A function that lets values of the field's type through."""
+    """A function that returns values of the field's type, and raises TypeError for others."""
     wanted = set(get_args(of.type) or (of.type,))
     if float in wanted:
         wanted.add(int)
@@ -204,19 +204,19 @@ def _plain(of: "dataclasses.Field[Any]") -> Any:
 
 def _numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or any(type(n) is not int for n in value):
-        raise TypeError(f"{value!r} is no list of whole numbers")
+        raise TypeError(f"{value!r} is not a list of whole numbers")
     return tuple(value)
 
 
 def _words(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
-        raise TypeError(f"{value!r} is no list of names")
+        raise TypeError(f"{value!r} is not a list of names")
     return tuple(value)
 
 
 def _table(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in value.values()):
-        raise TypeError(f"{value!r} is no table of names")
+        raise TypeError(f"{value!r} is not a table of names")
     return dict(value)
 
 
@@ -236,10 +236,10 @@ _CONVERT: dict[str, Any] = {
 
 
 def read_config(path: Path, defaults: ModelConfig | None = None) -> ModelConfig:
-    """The config of a model's TOML; `defaults` where there is no file.
+    """Read the config from a model's TOML; `defaults` if there is no file.
 
     Raises:
-        ValueError: no TOML, or something in it that is not known; the message has the file and the key.
+        ValueError: the file is not valid TOML, or has something unknown; the message names the file and the key.
     """
     base = {} if defaults is None else {f.name: getattr(defaults, f.name) for f in dataclasses.fields(defaults)}
     if not path.is_file():

@@ -4,12 +4,12 @@ __all__ = ["Expired", "Failed", "HostError", "NotFound", "Overloaded", "Refused"
 
 
 class HostError(Exception):
-    """One sentence for the client."""
+    """A request cannot be answered; the message is one sentence for the client."""
 
     retry_after_s: float | None = None
 
     def inside(self, what: str) -> "HostError":
-        """The same, said of something that it happened in."""
+        """The same error, with the name of the part in which it happened before its message."""
         found = type(self).__new__(type(self))
         Exception.__init__(found, f"{what}: {self}")
         found.retry_after_s = self.retry_after_s
@@ -17,19 +17,19 @@ class HostError(Exception):
 
 
 class Refused(HostError):
-    """The request is wrong, and will be wrong again."""
+    """The request is wrong; repeating it does not help."""
 
 
 class NotFound(HostError):
-    """No such model, or version of it."""
+    """There is no such model, or no such version of it."""
 
 
 class Expired(HostError):
-    """Its deadline passed before it was started: it was never computed."""
+    """The request's deadline passed before it was started, so it was never computed."""
 
 
 class Failed(HostError):
-    """The model had it, and gave no answer."""
+    """The model received the request but gave no answer."""
 
 
 class Overloaded(HostError):
@@ -41,7 +41,7 @@ class Overloaded(HostError):
 
 
 class Unavailable(HostError):
-    """The model is not there now: it loads, is replaced, or its circuit is open."""
+    """The model is temporarily unavailable: it is being loaded or replaced, or its circuit is open."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0):
         super().__init__(message)

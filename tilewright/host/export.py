@@ -1,8 +1,7 @@
 """Writes a model as a folder that can be served without its code; `exported.py` describes the format.
 
 The model is optimised once for each number of rows to which batches will be padded, and each graph is written call by call. If
-a card is
-named, its kernels are compiled into the folder, without a GPU: the graphs are run on tensors without memory.
+a card is named, its kernels are compiled into the folder, without a GPU: the graphs are run on tensors without memory.
 
 Refuses, with the reason: a model that cannot be traced as a whole, calls for which the format has no name, and variable
 dimensions other than the rows.
@@ -41,25 +40,25 @@ def export(
     jobs: int = 1,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Signature:
-    """Write a model; what it takes and gives.
+    """Write a model as a folder; return its signature.
 
     Args:
-        module: in evaluation, on the device where it will run, or on a CPU.
-        examples: its inputs.
+        module: in evaluation mode, on the device where it will run, or on a CPU.
+        examples: example inputs.
         folder: new or empty.
-        config: `precision`, `max_batch`, `preferred` and names count.
-        card: compile the kernels for it.
-        jobs: kernels compiled at a time.
-        progress: told in words how far it is.
+        config: its fields `precision`, `max_batch`, `preferred` and the names of inputs and outputs are used.
+        card: also compile the kernels for this card.
+        jobs: number of kernels to compile at a time.
+        progress: called with a short text at each stage.
 
     Raises:
-        ValueError: it cannot be exported; the message says what of it.
+        ValueError: the model cannot be exported; the message names the part that cannot.
         FileExistsError: the folder is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"--out {folder} is not empty; wanted a new folder")
     if config.inputs:
-        raise ValueError("a model with open dimensions beside its rows cannot be exported: a graph is of fixed shapes")
+        raise ValueError("a model with open dimensions other than its rows cannot be exported: a graph has fixed shapes")
     if isinstance(module, Optimized):
         module = module.model
     signature = signature_of(module, examples, config)
@@ -93,8 +92,8 @@ def _fused(module: nn.Module, inputs: tuple[Tensor, ...], precision: str | None)
     made = optimize(module, inputs, precision, report=False, compiled=False, measure=False, graph=False)
     if not made.made or made.made[0].captured is None:
         raise ValueError(
-            "the model cannot be traced as a whole, and only parts of it are optimised; what is between them is Python code, "
-            "which an exported folder does not hold: serve MODULE:FUNCTION instead"
+            "the model cannot be traced as a whole: only parts of it are optimised, and the code between them is Python, "
+            "which an exported folder cannot contain; serve MODULE:FUNCTION instead"
         )
     return made.fused
 
@@ -108,7 +107,7 @@ class _Weights:
         self._known: dict[Any, list[tuple[str, Tensor]]] = {}
 
     def name(self, value: Tensor) -> str:
-        """The name of a tensor, which is kept if it is new."""
+        """The name of a tensor; a new tensor is added."""
         alike = self._known.setdefault((value.shape, value.stride(), value.dtype), [])
         for name, other in alike:
             if other is value or torch.equal(other, value):
@@ -124,7 +123,7 @@ class _Weights:
 
 
 def _written(module: fx.GraphModule, weights: _Weights) -> dict[str, Any]:
-    """A graph's calls."""
+    """The calls of a graph, as JSON values."""
     inputs, attributes, calls, results = list[str](), list[str](), list[Any](), list[str]()
     names = dict[fx.Node, str]()
     for number, node in enumerate(module.graph.nodes):
@@ -184,7 +183,7 @@ def _compiled(
     jobs: int,
     use: dict[str, Any],
 ) -> None:
-    """Compile what the graphs launch on a card."""
+    """Compile the kernels that the graphs launch on a card."""
 
     def compile() -> None:
         with on_card(card), compile_only(card.arch, jobs), torch.no_grad():

@@ -39,7 +39,7 @@ _OURS = {
     f"{module.__name__.rpartition('.')[2]}.{name}": getattr(module, name)
     for module in (calls, op_calls)
     for name in module.__all__
-    if name not in ("Choice", "run")  # which are no calls of a graph
+    if name not in ("Choice", "run")  # these are not calls of a graph
 } | {
     # Files have these names, whatever the functions are called today.
     "coded_calls.conv_from_codes": int8_calls.conv_int8_to_float,
@@ -58,7 +58,7 @@ _NAMES = {function: name for name, function in (_OURS | _PYTHON).items()}
 
 
 def name_of(target: Any) -> str:
-    """What a call is named in the file. Raises ValueError: the format has no name for it."""
+    """The name of a call in the file. Raises ValueError if the format has no name for it."""
     if isinstance(target, torch._ops.OpOverload):
         name = str(target)
         return name if function_named(name) is target else _no_name(name)
@@ -70,16 +70,16 @@ def _no_name(name: str) -> str:
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """The function that a name in the file stands for. Raises ValueError: it is none that a file may name."""
+    """The function for a name in the file. Raises ValueError if a file may not name it."""
     found = _OURS.get(name) or _PYTHON.get(name)
     if found is not None:
         return found
     match = _ATEN.fullmatch(name)
     packet = None if match is None else getattr(torch.ops.aten, match[1], None)
     overload = None if match is None else getattr(packet, match[2], None)
-    # What TorchScript adds to this namespace has no kernel of the dispatcher; one of those that have reads a file.
+    # Functions that TorchScript adds to this namespace have no kernel in the dispatcher; one function that has reads a file.
     if not isinstance(overload, torch._ops.OpOverload) or not torch._C._dispatch_has_kernel(overload.name()):
-        raise ValueError(f"the program calls {name[:80]!r}, which is no operator")
+        raise ValueError(f"the program calls {name[:80]!r}, which is not an operator")
     if any(argument.name == "filename" for argument in overload._schema.arguments):
         raise ValueError(f"the program calls {name!r}, which reads files")
     return overload
@@ -92,7 +92,7 @@ class Exported:
         self.graphs = dict(graphs)
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Outputs by name. Raises ValueError: another number of rows."""
+        """Outputs by name. Raises ValueError for a number of rows for which the model was not exported."""
         rows = None if None in self.graphs else len(inputs[0])
         if rows not in self.graphs:
             raise ValueError(f"the model was exported for {', '.join(map(str, self.graphs))} rows, and got {rows}")
@@ -100,12 +100,12 @@ class Exported:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of rows that it was exported for; (): it has no rows."""
+        """Numbers of rows for which the model was exported; (): it has no rows."""
         return tuple(sorted(rows for rows in self.graphs if rows is not None))
 
 
 def use_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a bundle of this program's kernels was made for: its calls and shapes."""
+    """The facts for which a bundle of this program's kernels is valid: its calls and shapes."""
     import hashlib
 
     calls_of = json.dumps(said["graphs"], sort_keys=True).encode()
@@ -113,11 +113,11 @@ def use_of(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_exported(folder: Path, device: torch.device) -> tuple[Exported, Signature]:
-    """A folder's model on a device.
+    """Load the model of a folder onto a device.
 
     Raises:
-        ValueError: no such folder, another format, or a program that is damaged; the message names the place.
-        bundle.BundleRefused: the kernels were made for something else.
+        ValueError: there is no such folder, it has another format, or the program is damaged; the message says where.
+        bundle.BundleRefused: the kernels were compiled for something else.
     """
     said = _read(folder)
     try:
@@ -145,12 +145,12 @@ def _read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}; wanted a folder of `tilewright export`") from None
     if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise ValueError(f"{path} is no program of format {FORMAT}; wanted a folder of `tilewright export`")
+        raise ValueError(f"{path} is not a program of format {FORMAT}; wanted a folder of `tilewright export`")
     return said
 
 
 def _laid(value: Tensor, order: list[int] | None) -> Tensor:
-    """A weight with its dimensions in memory as they were: `order` is the one in which they were written."""
+    """A weight with its original order of dimensions in memory; `order`: the order in which they were written."""
     if order is None:
         return value
     back = sorted(range(len(order)), key=order.__getitem__)
@@ -165,7 +165,7 @@ def _graph(
     device: torch.device,
     turns: Turns | None,
 ) -> Captured:
-    """One graph, ready to be called. Its nodes and weights get names of our own: those of the file are keys of a dict."""
+    """One graph, ready to be called. Its nodes and weights get new names; names from the file are only keys of a dict."""
     root, graph, values = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
     for number, name in enumerate(said["inputs"]):
         values[name] = graph.placeholder(f"x{number}")
@@ -198,7 +198,7 @@ def _value(said: Any, values: Mapping[str, fx.Node], device: torch.device, depth
         return said
     (kind, of), *more = said.items()
     if more or kind not in ("node", "tuple", "float", "dtype", "layout", "memory_format", "device"):
-        raise ValueError(f"the program has an argument {str(said)[:80]}, which is none")
+        raise ValueError(f"the program has an argument {str(said)[:80]}, which is invalid")
     if kind == "node":
         return values[of]
     if kind == "tuple":
@@ -210,5 +210,5 @@ def _value(said: Any, values: Mapping[str, fx.Node], device: torch.device, depth
     wanted = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}[kind]
     found = getattr(torch, of)
     if not isinstance(found, wanted):
-        raise ValueError(f"the program names the {kind} {of[:40]!r}, which is none")
+        raise ValueError(f"the program names the {kind} {of[:40]!r}, which does not exist")
     return found

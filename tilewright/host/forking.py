@@ -9,11 +9,11 @@ __all__ = ["LoadFailed", "Nursery"]
 
 
 class LoadFailed(ValueError):
-    """A model cannot be loaded; the sentence says why."""
+    """A model cannot be loaded; the message says why."""
 
 
 class Nursery:
-    """The process that model processes are forked from; `start` them through it."""
+    """The process from which model processes are forked; `start` starts one."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -21,7 +21,7 @@ class Nursery:
         self._lock = asyncio.Lock()
 
     async def fork(self) -> tuple[int, socket.socket]:
-        """(the pid of a new process, the socket that its worker reads). Raises LoadFailed: none can be made."""
+        """(the pid of a new process, the socket to its worker). Raises LoadFailed if no process can be started."""
         async with self._lock:
             if self._process is None or self._process.poll() is not None:
                 await self._start()
@@ -36,7 +36,7 @@ class Nursery:
                 theirs.close()
             if not pid:
                 ours.close()
-                raise LoadFailed("no process for a model can be started: the process that they are forked from has ended")
+                raise LoadFailed("no process for a model can be started: the process from which they are forked has ended")
             ours.setblocking(False)
             return int(pid), ours
 
@@ -44,16 +44,16 @@ class Nursery:
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "tilewright.host.nursery", str(theirs.fileno())]
-        # A session of its own: a Ctrl-C on the terminal is the server's, which lets running requests finish.
+        # A separate session, so that Ctrl-C on the terminal reaches only the server, which lets running requests finish.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         ours.setblocking(False)
         self._socket = ours
         if not await asyncio.get_running_loop().sock_recv(ours, 16):
-            raise LoadFailed("the process that models are forked from ended at its start; its error is in the log")
+            raise LoadFailed("the process from which models are forked ended while it started; its error is in the log")
 
     def close(self) -> None:
-        """End it, and with it every model process."""
+        """End this process, and with it every model process."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

@@ -1,7 +1,8 @@
-"""All models of a server by their names: loading, swapping, unloading them, and who answers a request.
+"""All models of a server by name: loads, replaces and unloads them, and routes requests to them.
 
-A model is swapped by loading the new version beside the old one. Requests that came before finish where they are; those that
-come after the new one is warm go there. Where the new one cannot be loaded, the old one stays, and the sentence says why.
+To replace a model, the new version is loaded while the old one still serves. Requests that are already there finish with the
+old one; requests that arrive when the new one is warm go to the new one. If the new one cannot be loaded, the old one stays,
+and the error says why.
 """
 
 import asyncio
@@ -31,25 +32,25 @@ from tilewright.host.version import Ask, Version
 __all__ = ["Answer", "Host", "Model", "Source"]
 
 DRAIN_S = 60.0
-"""How long requests of a version that was replaced may take."""
+"""Seconds for which requests of a replaced version may still run."""
 MAX_SHADOWS = 64
-"""Shadow requests that may be under way; further ones are left out."""
+"""Most shadow requests at once; further ones are left out."""
 
 logger = logging.getLogger(__name__)
 
 
 Start = Callable[[ModelConfig, Path | None, int, Callable[[str], None]], Awaitable[tuple[Runs, Signature]]]
-"""(config, the version's folder, threads, who is told how far it is) -> (a process that has loaded the model and is warm, what
-it takes and gives)."""
+"""(config, the version's folder, threads, a function called with each stage) -> (a process that has loaded the model and is
+warm, the model's signature)."""
 
 
 class Host:
-    """The models. Made and used on one event loop.
+    """All models of a server. Must be made and used on one event loop.
 
     Args:
-        repository: a folder of models; None: there is none, and nothing can be loaded later.
-        sources: models that the command line names.
-        start: starts a process of a model; None: a fork of a process that has imported torch.
+        repository: a folder of models; None: nothing can be loaded later.
+        sources: models named on the command line.
+        start: starts a process for a model; None: forks a process that has imported torch.
     """
 
     def __init__(
@@ -63,18 +64,18 @@ class Host:
         self._start: Start = start or functools.partial(Instance.start, self._nursery)
         self.models: dict[str, Model] = {}
         self.failed: dict[str, str] = {}
-        """Model -> why it is not there."""
+        """Model -> the reason why it is not loaded."""
         self.started = False
-        """Whether everything that was there at the start is loaded, or cannot be."""
+        """Whether loading at the start is over: each model is loaded, or cannot be."""
         self._loads: dict[str, Loading] = {}
-        """Model -> how far the loading of it is."""
+        """Model -> the progress of its loading."""
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks = set[asyncio.Task[Any]]()
         self._shadows = 0
         for name in self.sources:
             check_name(name)
             if repository is not None and name in repository:
-                raise ValueError(f"two models have the name {name!r}: one of the command line, one of the repository")
+                raise ValueError(f"two models have the name {name!r}: one on the command line, one in the repository")
 
     # ---- coming and going
 
@@ -86,7 +87,7 @@ class Host:
             ValueError: the repository has too many models.
         """
         names = [*self.sources, *(self.repository.names() if self.repository is not None else ())]
-        # Pipelines last: they are made of the others.
+        # Pipelines come last, because they consist of other models.
         for name in sorted(names, key=self._is_pipeline):
             try:
                 await self.load(name)
@@ -98,11 +99,11 @@ class Host:
 
     @property
     def loading(self) -> Loading | None:
-        """What is being loaded at the start; None once that is over."""
+        """The model that is being loaded at the start; None when that is over."""
         return None if self.started else next(iter(self._loads.values()), Loading("models"))
 
     def awaited(self, name: str) -> str | None:
-        """What to say of a model that is being loaded, or will be before the start is over; None: it is neither."""
+        """A sentence about a model that is being loaded, or that will be during the start; None for other models."""
         if name in self._loads:
             return f"model {self._loads[name].sentence}"
         known = name in self.sources or (self.repository is not None and name in self.repository)
@@ -125,7 +126,10 @@ class Host:
         return self.repository.find(name)
 
     async def load(self, name: str) -> None:
-        """Load a model, or what has changed of it. Raises NotFound, or Refused: it cannot be; what was there stays."""
+        """Load a model, or the versions that have changed.
+
+        Raises NotFound, or Refused if it cannot be loaded; the versions that were loaded then stay.
+        """
         if name not in self.sources and (self.repository is None or name not in self.repository):
             raise NotFound(f"there is no model {name[:80]!r} to load")
         async with self._locks.setdefault(name, asyncio.Lock()):
@@ -134,7 +138,7 @@ class Host:
                 await self._load(name)
             except (ValueError, OSError) as error:
                 self.failed[name] = str(error)
-                stays = "; the version that was there goes on" if name in self.models else ""
+                stays = "; the version that was loaded before stays" if name in self.models else ""
                 raise Refused(f"model {name} cannot be loaded: {error}{stays}") from None
             finally:
                 del self._loads[name]
@@ -152,7 +156,7 @@ class Host:
         wanted = [member.version for member in config.versions] or [max(found.versions)]
         missing = [number for number in wanted if number not in found.versions]
         if missing:
-            raise ValueError(f"versions names {missing[0]}, and there are {', '.join(map(str, sorted(found.versions)))}")
+            raise ValueError(f"versions names {missing[0]}, wanted some of {', '.join(map(str, sorted(found.versions)))}")
         had, marks = (old.versions, old.marks) if old else ({}, {})
         kept = {n: version for n, version in had.items() if n in wanted and marks[n] == found.marks[n]}
         made = dict[int, Version]()
@@ -175,7 +179,7 @@ class Host:
 
     @staticmethod
     def _common(versions: Mapping[int, Version]) -> Signature:
-        """The signature of a model, which all of its versions share."""
+        """The signature of a model, which must be the same for all of its versions."""
         first = next(iter(versions.values()))
         for version in versions.values():
             if version.signature != first.signature:
@@ -203,7 +207,7 @@ class Host:
         return Version(name, number, config, signature, instances, another)
 
     async def unload(self, name: str) -> None:
-        """Take a model out. Raises NotFound: it is not loaded."""
+        """Unload a model. Raises NotFound if it is not loaded."""
         async with self._locks.setdefault(name, asyncio.Lock()) if name in self.models else asyncio.Lock():
             model = self.models.pop(name, None)
         if model is None:
@@ -219,11 +223,11 @@ class Host:
 
     @property
     def running(self) -> int:
-        """Requests that wait or are computed."""
+        """The number of requests that wait or are computed."""
         return sum(v.waiting + v.running for model in self.models.values() for v in model.versions.values())
 
     def abort(self, reason: str) -> None:
-        """Answer everything that is open with an error; the batches that run are lost."""
+        """Answer all open requests with an error; running batches are lost."""
         for model in self.models.values():
             for version in model.versions.values():
                 version.abort(reason)
@@ -240,7 +244,7 @@ class Host:
     # ---- requests
 
     def model(self, name: str) -> Model:
-        """A model that is loaded. Raises NotFound, or Unavailable: it is being loaded, or could not be."""
+        """A loaded model. Raises NotFound, or Unavailable if it is being loaded or could not be loaded."""
         model = self.models.get(name)
         if model is None:
             if (awaited := self.awaited(name)) is not None:
@@ -253,7 +257,7 @@ class Host:
         return model
 
     def version(self, model: Model, number: str | None) -> int | None:
-        """The version that a request names, if it names one. Raises NotFound."""
+        """The version that a request names; None if it names none. Raises NotFound."""
         if number in (None, ""):
             return None
         if model.pipeline is not None and number == "1":
@@ -273,7 +277,7 @@ class Host:
             return Answer(name, 1, {s.name: wire for s, wire in zip(model.signature.outputs, outputs, strict=True)})
         chosen = model.member() if chosen is None else chosen
         version = model.versions[chosen]
-        # What lies in a client's memory may change between one reading and the next.
+        # The contents of a client's memory may change between two reads.
         fixed = not any(isinstance(wire.data, Part) for wire in inputs.values())
         key = _digest(chosen, inputs) if model.config.cache and not model.config.state and fixed else None
         if key is not None and key in model.cache:
@@ -301,9 +305,9 @@ class Host:
         ask: Ask,
         done: Callable[[tuple[Wire, ...] | HostError], object],
     ) -> tuple[Version, Callable[[], object]] | None:
-        """`infer` without a task: (who answers, what gives the request up); None: this model's requests need a task.
+        """`infer` without a task: (the version that answers, a function that cancels the request).
 
-        `done` is told once, later. Raises HostError.
+        None: requests of this model need a task. `done` is called once, later. Raises HostError.
         """
         model = self.model(name)
         chosen = self.version(model, number)
@@ -318,9 +322,9 @@ class Host:
     # ---- versions that share requests
 
     def _shadow(self, model: Model, inputs: Mapping[str, Wire], outputs: tuple[Wire, ...]) -> None:
-        """Let shadow versions compute their share of the requests, and compare."""
+        """Let shadow versions compute their share of the requests, and compare the answers."""
         for member in model.config.versions:
-            # Drawn, not in turns: turns could fall together with those of the versions that answer.
+            # Chosen at random, not in turns: turns could coincide with those of the versions that answer.
             if member.shadow and random.random() < member.weight and self._shadows < MAX_SHADOWS:
                 self._shadows += 1
                 self._later(self._compared(model.versions[member.version], dict(inputs), outputs))
@@ -328,7 +332,7 @@ class Host:
     async def _compared(self, version: Version, inputs: dict[str, Wire], given: tuple[Wire, ...]) -> None:
         shadow = version.stats.shadow
         try:
-            # The least urgent of all: a shadow must not delay whoever is answered.
+            # Lowest urgency: a shadow must not delay requests that are answered.
             found = await version.infer(inputs, Ask(priority=1 << 30))
             largest = max((differs(one, two) for one, two in zip(given, found, strict=True)), default=0.0)
             shadow.compared += 1

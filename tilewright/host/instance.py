@@ -1,11 +1,11 @@
-"""The server's side of a model process: starting it, handing it batches, noticing that it is gone, ending it.
+"""The server's side of a model process: starts it, sends it batches, notices its end, and ends it.
 
-All of it runs on one event loop and never waits for the model: a batch is laid into shared memory, one packet is sent, and the
-answer calls back.
+Everything runs on one event loop and never waits for the model: a batch is written into shared memory, one packet is sent, and
+the answer calls a function.
 
-An instance whose inputs are large has places for two batches: while one is computed, the next is laid out and its packet sent,
-so that the model goes on without a pause. Until it begins, the second batch can be recalled. The model's process, not the
-server, says whether it has begun: it compares the clock with the time that the server wrote beside the batch.
+An instance with large inputs has room for two batches: while one is computed, the next is written and its packet is sent, so
+that the model continues without a pause. The second batch can be recalled until it begins. The model's process, not the server,
+decides whether it has begun: it compares the clock with the time that the server wrote next to the batch.
 """
 
 import asyncio
@@ -32,32 +32,32 @@ __all__ = ["RECALLED", "Done", "Instance", "Reply", "Runs"]
 
 MAX_PACKET = 1 << 17
 MAX_KEPT = 256
-"""Messages that are not written or read again."""
+"""Number of messages that are kept so that they need not be written or parsed again."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Reply(NamedTuple):
-    """What a batch came to. `outputs` are views of shared memory, good until the function that is told has returned."""
+    """The result of a batch. `outputs` are views of shared memory, valid until the called function has returned."""
 
     outputs: tuple[Wire, ...]
-    """Of all requests together, in the signature's order; () where no request has an answer."""
+    """Outputs of all requests together, in the signature's order; () if no request has an answer."""
     errors: dict[int, str]
-    """Request's number in the batch -> why it has no answer."""
+    """Number of a request in the batch -> why it has no answer."""
     seconds: float
     unread: Mapping[int, str] = MappingProxyType({})
-    """Request's number -> why its inputs could not be read from where it said that they were."""
+    """Number of a request -> why its inputs could not be read from the shared memory that it names."""
 
 
 RECALLED = Reply((), {}, 0.0)
-"""What is told of a batch that was never begun: it was recalled, its time was over, or the instance ended before."""
+"""The result of a batch that was never begun: it was recalled, its time was over, or the instance ended before."""
 Done = Callable[[Reply | None], None]
-"""Told once what a batch came to; None: the instance is gone, in the middle of this batch."""
+"""Called once with the result of a batch; None: the instance ended during this batch."""
 
 
 class Runs(Protocol):
-    """What computes batches: a process, or in tests whatever one likes."""
+    """Computes batches: a process, or another object in tests."""
 
     capacity: int
     most: int | None
@@ -73,7 +73,7 @@ class Runs(Protocol):
         ...
 
     def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
-        """Compute a batch, after the one that it has, and call `done` once; it must not begin after `until_s`."""
+        """Compute a batch, after the one that runs, and call `done` once; it must not begin after `until_s`."""
         ...
 
     def recall(self) -> None:
@@ -81,12 +81,12 @@ class Runs(Protocol):
         ...
 
     def close(self) -> None:
-        """End it, whatever it is in."""
+        """End it, whatever it is doing."""
         ...
 
 
 class _Place:
-    """Where a batch lies, and what is remembered of those that lay there."""
+    """Memory for a batch, and what is kept of earlier batches in it."""
 
     def __init__(self, number: int, arena: Arena):
         self.number, self.arena = number, arena
@@ -95,7 +95,7 @@ class _Place:
         self.used = False
 
     def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[Read]]:
-        """(the packet of a batch whose bytes are here now, what is still to be read)."""
+        """Write a batch into the memory; return (its packet, the parts that are still to be read)."""
         view, at, inputs, rows, reads = self.arena.view, 0, [], sum(parts), list[Read]()
         for column in range(len(batch[0])):
             began = at
@@ -117,7 +117,7 @@ class _Place:
         return packet, reads
 
     def read(self, text: bytes) -> tuple[tuple[Wire, ...], dict[int, str]]:
-        """What a reply says, kept where it has no errors: batches of the same shapes are answered with the same words."""
+        """Parse a reply. A reply without errors is kept, because batches of the same shapes have the same replies."""
         known = self.replies.get(text)
         if known is not None:
             return known
@@ -135,16 +135,16 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _Handed:
-    """A batch that an instance has."""
+    """A batch that was handed to an instance."""
 
     place: _Place
     done: Done
     packet: bytes
     jobs: deque[list[Read]] = field(default_factory=deque)
-    """What threads have still to read."""
+    """Parts that threads still have to read."""
     unread: dict[int, str] = field(default_factory=dict)
     ready: bool = False
-    """Nothing is left to read."""
+    """Whether nothing is left to read."""
     sent: bool = False
 
 
@@ -159,11 +159,11 @@ class Instance:
             self._pidfd = -1
         self._places: tuple[_Place, ...] = ()
         self._batches = deque[_Handed]()
-        """In the order of their answers."""
+        """Batches in the order in which they will be answered."""
         self.capacity = 0
-        """Bytes that the inputs of one batch may have."""
+        """Most bytes in the inputs of one batch."""
         self.most: int | None = None
-        """Most rows of a batch, where the model was made for no more."""
+        """Most rows of a batch, if the model was exported for a limited number."""
         self._reading = set[asyncio.Task[None]]()
         self._loop = asyncio.get_running_loop()
         self.closed = False
@@ -182,7 +182,10 @@ class Instance:
     async def start(
         cls, nursery: Nursery, config: ModelConfig, folder: Path | None, threads: int, note: Callable[[str], None]
     ) -> tuple["Instance", Signature]:
-        """A process that has loaded the model and is warm; `note` is told how far it is. Raises LoadFailed."""
+        """Start a process, and wait until it has loaded the model and is warm. Raises LoadFailed.
+
+        `note` is called with each stage.
+        """
         note("starting a process")
         pid, channel = await nursery.fork()
         self = cls(pid, channel)
@@ -219,17 +222,17 @@ class Instance:
         except ConnectionError:
             data, fds = b"", []
         if not data:
-            raise LoadFailed("its process ended while the model was loaded")
+            raise LoadFailed("its process ended while it loaded the model")
         return json.loads(data), fds
 
     def run(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], done: Done, until_s: float = inf) -> None:
-        """Compute a batch, after the one that it has, and call `done` once.
+        """Compute a batch, after the one that runs, and call `done` once.
 
         Args:
             parts: rows of each request.
             batch: inputs of each request, in the signature's order; requests' tensors differ in the first dimension only.
-            done: told what it came to; None: the process is gone.
-            until_s: the batch must not begin later, by `time.monotonic`.
+            done: called with the result; None: the process has ended.
+            until_s: latest time at which the batch may begin, by `time.monotonic`.
         """
         place = next(place for place in self._places if not place.used)
         place.used = True
@@ -250,7 +253,7 @@ class Instance:
         self._send()
 
     async def _read_regions(self, handed: _Handed) -> None:
-        """Read the batch's inputs beside the event loop, and send it."""
+        """Read the batch's inputs in threads, and send it."""
         handed.unread = await read_beside(handed.jobs)
         handed.ready = True
         if handed in self._batches:
@@ -259,14 +262,14 @@ class Instance:
             handed.place.used = False
 
     def _send(self) -> None:
-        """Send the packets of the batches that are laid out, in their order."""
+        """Send the packets of the batches that are ready, in their order."""
         for handed in list(self._batches):
             if not handed.ready:
                 return
             if not handed.sent:
                 try:
                     self._channel.send(handed.packet)
-                except BlockingIOError:  # the packet before it is as long, and has not been taken yet
+                except BlockingIOError:  # the previous packet is as long, and has not been received yet
                     return
                 except OSError:
                     self.close()
@@ -282,7 +285,7 @@ class Instance:
             handed.place.arena.begin_by(self.capacity, 0.0)
             return
         handed.jobs.clear()
-        handed.place.used = not handed.ready  # threads may still write there
+        handed.place.used = not handed.ready  # threads may still write into this memory
         self._batches.pop()
         self._loop.call_soon(handed.done, RECALLED)
 
@@ -306,7 +309,7 @@ class Instance:
         handed.done(Reply(wires, errors, SECONDS.unpack_from(data)[0], handed.unread))
 
     def close(self) -> None:
-        """Kill the process, whatever it is in. `done` of the running batch is told None, that of one behind it RECALLED."""
+        """Kill the process. `done` of the running batch is called with None, that of a batch behind it with RECALLED."""
         if self.closed:
             return
         self.closed = True
@@ -327,7 +330,7 @@ class Instance:
 
 
 def _kept(among: dict[K, V], key: K, value: V) -> V:
-    """The value, kept among the newest `MAX_KEPT`."""
+    """Return the value, and keep it among the newest `MAX_KEPT`."""
     among[key] = value
     if len(among) > MAX_KEPT:
         del among[next(iter(among))]

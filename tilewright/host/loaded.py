@@ -1,14 +1,14 @@
-"""A model in its process: where it comes from, what it takes and gives, and a call of it.
+"""A model in its process: its source, its signature, and calls of it.
 
 | source                                   | what is run                                                              |
 |------------------------------------------|--------------------------------------------------------------------------|
-| MODULE:FUNCTION                          | what the function returns, (module, example inputs)                      |
-| the same, and a saved file               | the saved weights, examples and options, on the function's module        |
+| MODULE:FUNCTION                          | the module of (module, example inputs), which the function returns       |
+| the same, and a saved file               | the function's module with the saved weights, examples and options       |
 | a folder that `tilewright export` wrote  | the program in it: data, no code (exported.py)                           |
 
 Names of inputs are those of `forward`'s arguments; those of outputs are the keys of a dict, `output`, or `output_0` and so on.
-Datatypes and shapes are the example's. Whether the first dimension counts independent rows is tried: the example is given
-twice in one call, and has to come out twice.
+Datatypes and shapes are those of the example. A test determines whether the first dimension counts independent rows: the
+example is passed twice in one call, and its output must then occur twice.
 """
 
 import inspect
@@ -32,9 +32,9 @@ __all__ = ["NAMES", "Loaded", "buckets_of", "load", "rows_of", "signature_of"]
 NAMES = {getattr(torch, kind.torch): name for name, kind in DATATYPES.items()}
 """torch's dtype -> the protocol's name."""
 SAVED = "model.safetensors"
-"""The file of `Optimized.save` in a version's folder."""
+"""The file that `Optimized.save` writes into a version's folder."""
 ONNX_FILE = f"model{ONNX}"
-"""An ONNX model in a version's folder, where `tilewright export` wrote none."""
+"""An ONNX model in a version's folder, used if there is no model written by `tilewright export`."""
 
 
 class Loaded(NamedTuple):
@@ -44,10 +44,10 @@ class Loaded(NamedTuple):
     signature: Signature
     device: torch.device
     buckets: tuple[int, ...]
-    """Numbers of rows that batches are padded to, ascending; (): as they are."""
+    """Numbers of rows to which batches are padded, ascending; (): no padding."""
 
     def moved(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Inputs on the model's device. From locked memory they are copied while this process goes on; outputs come later."""
+        """Inputs on the model's device. From locked memory they are copied asynchronously."""
         return [x.to(self.device, non_blocking=True) for x in inputs]
 
     def call(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -58,22 +58,22 @@ class Loaded(NamedTuple):
 
     @property
     def optimised(self) -> bool:
-        """Whether the first call with another number of rows makes a graph, which takes seconds."""
+        """Whether the first call with a new number of rows makes a graph, which takes seconds."""
         module = self.module.module if isinstance(self.module, _Renamed) else self.module
         return isinstance(module, Optimized)
 
     @property
     def most(self) -> int | None:
-        """Most rows of a batch, where that is the model's to say: it was exported for no more."""
+        """Most rows of a batch, if the model was exported for a limited number; else None."""
         return self.buckets[-1] if isinstance(self.module, Exported) and self.buckets else None
 
     def padded(self, rows: int) -> int:
-        """How many rows a batch of `rows` is computed with."""
+        """The number of rows to which a batch of `rows` rows is padded."""
         return next((size for size in self.buckets if size >= rows), rows)
 
 
 class _Renamed(NamedTuple):
-    """A model whose outputs have other names."""
+    """A model whose outputs are renamed."""
 
     module: Callable[..., Any]
     names: tuple[str, ...]
@@ -81,7 +81,7 @@ class _Renamed(NamedTuple):
     def __call__(self, *args: Any) -> dict[str, Tensor]:
         found = list(_named(self.module(*args)).values())
         if len(found) != len(self.names):
-            raise ValueError(f"output_names has {len(self.names)} names, and the model gives {len(found)} outputs")
+            raise ValueError(f"output_names has {len(self.names)} names, but the model has {len(found)} outputs")
         return dict(zip(self.names, found, strict=True))
 
 
@@ -96,7 +96,7 @@ def _named(outputs: Any) -> dict[str, Tensor]:
 
 
 def buckets_of(config: ModelConfig, *, optimised: bool) -> tuple[int, ...]:
-    """Numbers of rows that batches are padded to: each is a shape of its own to whoever captures graphs."""
+    """Numbers of rows to which batches are padded. Each is a separate shape, for which a graph may be captured."""
     if config.same_shape:
         return (config.max_batch,)
     if config.preferred or not optimised:
@@ -105,14 +105,14 @@ def buckets_of(config: ModelConfig, *, optimised: bool) -> tuple[int, ...]:
 
 
 def load(config: ModelConfig, folder: Path | None, note: Callable[[str], None] = lambda stage: None) -> Loaded:
-    """A model, ready but not warm; `note` is told what is done for it.
+    """Load a model, without warming it up. `note` is called with each stage.
 
     Raises:
-        ValueError: it cannot be built or run; the message is for the model's owner.
+        ValueError: the model cannot be built or run; the message is for the model's owner.
     """
     device = default_device() if config.device is None else torch.device(config.device)
     if device.type == "cuda" and not cuda_count():
-        raise ValueError(f"device is {config.device!r}, and there is no GPU here")
+        raise ValueError(f"device is {config.device!r}, but there is no GPU here")
     if config.threads is not None and device.type == "cpu":
         torch.set_num_threads(config.threads)
     note("reading the model")
@@ -137,7 +137,7 @@ def load(config: ModelConfig, folder: Path | None, note: Callable[[str], None] =
 def _built(
     config: ModelConfig, folder: Path | None, device: torch.device
 ) -> tuple[Callable[..., Any], tuple[Tensor, ...], Signature | None]:
-    """(the model, example inputs, its signature where it is written down)."""
+    """(the model, example inputs, its signature if the source contains it)."""
     text = config.source
     if text is None:
         if folder is None:
@@ -161,18 +161,18 @@ def _built(
 
 
 def rows_of(x: Tensor, rows: int) -> Tensor:
-    """The example with so many rows: its own, again and again."""
+    """The example repeated to so many rows."""
     return x.repeat(-(-rows // len(x)), *[1] * (x.dim() - 1))[:rows].contiguous()
 
 
-# ---- what it takes and gives
+# ---- the signature
 
 
 def signature_of(module: Callable[..., Any], examples: tuple[Tensor, ...], config: ModelConfig) -> Signature:
-    """What a model takes and gives, from a call of its examples. Raises ValueError: it does not fit the config."""
+    """The signature of a model, from a call with its examples. Raises ValueError if it does not fit the config."""
     plain = module.as_given if isinstance(module, Optimized) else module
     with torch.no_grad():
-        outputs = _named(plain(*(x.clone() for x in examples)))  # it may change what it is given
+        outputs = _named(plain(*(x.clone() for x in examples)))  # the model may change its inputs
     if not outputs:
         raise ValueError("the model gives no tensor for its example inputs")
     batched = _is_batched(plain, examples, outputs) if config.batching is None else config.batching
@@ -180,7 +180,7 @@ def signature_of(module: Callable[..., Any], examples: tuple[Tensor, ...], confi
         batched = False
     names = config.input_names or _argument_names(module, len(examples))
     if len(names) != len(examples):
-        raise ValueError(f"input_names has {len(names)} names, and the example {len(examples)} inputs")
+        raise ValueError(f"input_names has {len(names)} names, but the example has {len(examples)} inputs")
     unknown = [name for name in (*config.inputs, *config.state) if name not in names]
     if unknown:
         raise ValueError(f"the config names an input {unknown[0]!r}; the model has {', '.join(names)}")
@@ -195,7 +195,7 @@ def signature_of(module: Callable[..., Any], examples: tuple[Tensor, ...], confi
 
 def _spec(name: str, example: Tensor, batched: bool, shape: tuple[int, ...] | None) -> TensorSpec:
     if example.dtype not in NAMES:
-        raise ValueError(f"{name!r} is {str(example.dtype).removeprefix('torch.')}, which the protocol does not carry")
+        raise ValueError(f"{name!r} is {str(example.dtype).removeprefix('torch.')}, which the protocol does not support")
     own = (-1, *example.shape[1:]) if batched else tuple(example.shape)
     if shape is not None and (
         len(shape) != len(own) or any(s not in (-1, n) for s, n in zip(shape, example.shape, strict=True))
@@ -205,7 +205,7 @@ def _spec(name: str, example: Tensor, batched: bool, shape: tuple[int, ...] | No
 
 
 def _argument_names(module: Any, count: int) -> tuple[str, ...]:
-    """The names of `forward`'s first arguments; `input_0` and so on where it does not say them."""
+    """The names of `forward`'s first arguments; `input_0` and so on if they are unknown."""
     given = module.model if isinstance(module, Optimized) else module
     said: Any = getattr(given, "input_names", ())  # of an ONNX file
     if len(said) == count:
@@ -220,7 +220,7 @@ def _argument_names(module: Any, count: int) -> tuple[str, ...]:
 
 
 def _is_batched(module: Callable[..., Any], examples: tuple[Tensor, ...], outputs: dict[str, Tensor]) -> bool:
-    """Whether the example given twice in one call comes out twice."""
+    """Whether a call with the example twice gives its output twice."""
     rows = {x.shape[0] if x.dim() else None for x in (*examples, *outputs.values())}
     if len(rows) != 1 or None in rows or 0 in rows:
         return False

@@ -1,4 +1,4 @@
-"""How far a server is with what it loads, in words: for its log, for its readiness, and for requests that come too early."""
+"""The progress of loading, as text: for a server's log, for its readiness, and for requests that arrive too early."""
 
 import re
 import time
@@ -8,39 +8,39 @@ from dataclasses import dataclass, field
 __all__ = ["READY", "RETRY_S", "Lines", "Loading", "state_of"]
 
 RETRY_S = 2.0
-"""After how many seconds a client should ask again for what is still being loaded."""
+"""Seconds after which a client should ask again for a model that is still being loaded."""
 READY = {"status": "ready"}
-"""What a server that takes requests says of itself."""
+"""The state of a server that accepts requests."""
 SAY_AGAIN_S = 10.0
-"""Longest time without a line while something is loaded."""
+"""Longest time in seconds without a line while something is loaded."""
 SAY_NEXT_S = 1.0
-"""Shortest time between two lines, whatever changes: a folder may hold a thousand small models."""
+"""Shortest time in seconds between two lines: a folder may contain a thousand small models."""
 _COUNTED = re.compile(r"[\d,./% ]+$")
-"""What a stage ends with that counts up, as in "loading weights 12/310": no line for each number."""
+"""The end of a stage that counts, as in "loading weights 12/310", for which not every number gets a line."""
 
 
 @dataclass
 class Loading:
-    """Something that is being loaded."""
+    """A model that is being loaded."""
 
     what: str
-    """Such as "resnet50 version 1"."""
+    """The model, such as "resnet50 version 1"."""
     stage: str = ""
-    """What is done for it now, such as "optimising for batch 8 (2 of 5)"."""
+    """The present stage, such as "optimising for batch 8 (2 of 5)"."""
     began_s: float = field(default_factory=time.monotonic)
 
     def note(self, stage: str) -> None:
-        """It has come to another stage."""
+        """Note the next stage."""
         self.stage = stage
 
     @property
     def words(self) -> str:
-        """What and where, without the time."""
+        """The model and its stage, without the time."""
         return f"{self.what}: {self.stage}" if self.stage else self.what
 
     @property
     def sentence(self) -> str:
-        """For whoever asks for it too early."""
+        """A sentence for a client that asks for the model too early."""
         seconds = f"{time.monotonic() - self.began_s:.0f} s"
         return f"{self.what} is being loaded: {f'{self.stage}, ' if self.stage else ''}{seconds}"
 
@@ -49,25 +49,25 @@ class Loading:
 
 
 def state_of(loading: Loading | None) -> dict[str, str]:
-    """What a server says of itself on /ready and /health."""
+    """The state that a server reports on /ready and /health."""
     return READY if loading is None else {"status": "loading", "loading": str(loading)}
 
 
 class Lines:
-    """Says in lines what is being loaded: at the start, when that changes, and every ten seconds.
+    """Prints lines about what is being loaded: at the start, when it changes, and every ten seconds.
 
     Args:
-        say: told each line.
+        say: called with each line.
         clock: seconds; for tests.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
         self._say, self._clock = say, clock
         self._said: tuple[str, float] | None = None
-        """The words of the last line without a count at their end, and when it was said."""
+        """The text of the last line without a count at its end, and the time of the line."""
 
     def look(self, loading: Loading) -> None:
-        """Say a line if it is time for one; called several times a second."""
+        """Print a line if it is time for one. Call this several times a second."""
         now_s, words = self._clock(), _COUNTED.sub("", loading.words)
         if self._said is not None:
             before, then_s = self._said

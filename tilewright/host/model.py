@@ -1,4 +1,4 @@
-"""A model that is loaded, and which of its versions answers."""
+"""A loaded model, and the choice of the version that answers."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ __all__ = ["Answer", "Model", "Source"]
 
 
 class Source(NamedTuple):
-    """A model that the command line names."""
+    """A model named on the command line."""
 
     config: ModelConfig
     folder: Path | None
 
 
 class Answer(NamedTuple):
-    """What a request came to."""
+    """The answer to a request."""
 
     model: str
     version: int
@@ -42,11 +42,11 @@ class Model:
     sequences: dict[int, Sequences] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     stats: Stats = field(default_factory=Stats)
-    """Of a pipeline."""
+    """The signature of a pipeline."""
     cache: OrderedDict[bytes, dict[str, Wire]] = field(default_factory=OrderedDict)
     credit: dict[int, float] = field(default_factory=dict)
     plain: bool = False
-    """Whether a version's answer is all there is to a request: no pipeline, cache, sequences or shadows."""
+    """Whether requests need only a version's answer: there is no pipeline, cache, sequence or shadow."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -59,11 +59,11 @@ class Model:
 
     @property
     def ready(self) -> bool:
-        """Whether the version that answers by default takes requests."""
+        """Whether the version that answers by default accepts requests."""
         return self.pipeline is not None or any(version.ready for version in self.versions.values())
 
     def member(self) -> int:
-        """Who answers the next request that names no version: each gets its share, spread as evenly as can be."""
+        """The version that answers the next request that names none. Each version gets its share, spread evenly."""
         if not self.config.versions:
             return self.newest
         members = [member for member in self.config.versions if not member.shadow and member.weight > 0]
@@ -73,7 +73,7 @@ class Model:
 
 
 def _next(credit: dict[int, float], members: list[Member]) -> int:
-    """Smooth weighted turns: everybody gains their weight, the richest goes and pays for all."""
+    """Smooth weighted round robin: each member gains its weight; the member with the most credit is chosen and pays the sum."""
     for member in members:
         credit[member.version] = credit.get(member.version, 0.0) + member.weight
     chosen = max(members, key=lambda member: credit[member.version])

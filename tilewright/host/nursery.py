@@ -21,14 +21,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """Be killed when the parent ends: a model that hangs does not notice the end of its socket."""
+    """Ask the system to kill this process when its parent ends: a model that hangs does not notice a closed socket."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(fd: int) -> None:
     """Fork a model process for each request, until the server ends."""
     _die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that end do not become zombies
     server = socket.socket(fileno=fd)
     server.send(b"ready")
     while True:

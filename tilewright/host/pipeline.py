@@ -15,15 +15,15 @@ from tilewright.host.version import Ask
 __all__ = ["Pipeline", "signature_of"]
 
 Call = Callable[[str, Mapping[str, Wire], Ask], Awaitable[Mapping[str, Wire]]]
-"""(model, its inputs, what else was asked) -> its outputs."""
+"""(model, its inputs, the request's other options) -> its outputs."""
 MAX_STEPS = 64
 
 
 def signature_of(steps: Sequence[Step], signatures: Mapping[str, Signature]) -> Signature:
-    """What a pipeline takes and gives.
+    """The signature of a pipeline.
 
     Raises:
-        ValueError: a cycle, a name that two steps give, a model that is not there, or names that do not fit.
+        ValueError: there is a cycle, two steps produce the same name, a model is not loaded, or names do not fit.
     """
     if len(steps) > MAX_STEPS:
         raise ValueError(f"the pipeline has {len(steps)} steps, wanted at most {MAX_STEPS}")
@@ -45,7 +45,7 @@ def signature_of(steps: Sequence[Step], signatures: Mapping[str, Signature]) -> 
         for spec in own.outputs:
             name = step.outputs.get(spec.name)
             if name in given:
-                raise ValueError(f"two steps of the pipeline give {name!r}")
+                raise ValueError(f"two steps of the pipeline produce {name!r}")
             if name is not None:
                 given[name] = spec._replace(name=name)
     _ordered(steps, {name for name in taken if name not in given})
@@ -57,7 +57,7 @@ def signature_of(steps: Sequence[Step], signatures: Mapping[str, Signature]) -> 
 
 
 def _ordered(steps: Sequence[Step], there: set[str]) -> None:
-    """Check that the steps can run one after the other from what is there."""
+    """Raise ValueError unless the steps can run one after the other, starting with the names in `there`."""
     left = list(steps)
     while left:
         ready = [step for step in left if all(name in there for name in step.inputs.values())]
@@ -76,7 +76,7 @@ class Pipeline:
         self._steps, self._call, self._max_rows = tuple(steps), call, max_rows
 
     async def infer(self, inputs: Mapping[str, Wire], ask: Ask) -> tuple[Wire, ...]:
-        """The outputs for these inputs. Raises HostError: of the first step that has no answer; the others are given up."""
+        """The outputs for these inputs. Raises the HostError of the first step that fails; the other steps are cancelled."""
         checked(self.name, self.signature, inputs, self._max_rows)
         loop = asyncio.get_running_loop()
         names = {name for step in self._steps for name in (*step.inputs.values(), *step.outputs.values())}

@@ -1,11 +1,11 @@
 """Tensors in memory that a client shares with the server: the system shared memory extension of the protocol.
 
-A client names a POSIX shared memory object, which is a file below /dev/shm, and which part of it is a region. The server never
-maps that memory: whoever truncates a file kills the processes that have it mapped, by SIGBUS. It holds the file open and
-reads and writes with `preadv` and `pwritev`, where a file that has become too short is an ordinary error, of the request
-that names it. A tensor in a region is a `Part`: its bytes are read when its batch is laid out, straight to where they go.
+A client names a POSIX shared memory object, which is a file below /dev/shm, and the part of it that is a region. The server
+never maps that memory, because truncating a file kills the processes that have it mapped, by SIGBUS. Instead it keeps the file
+open and uses `preadv` and `pwritev`, for which a file that has become too short is an ordinary error of the request that names
+it. A tensor in a region is a `Part`: its bytes are read when its batch is written, directly to their destination.
 
-An object must be a regular file that the server's own user owns, and no link. A file is closed when its region is unregistered
+An object must be a regular file, not a link, and owned by the server's user. A file is closed when its region is unregistered
 and the last request that names it has ended.
 """
 
@@ -27,24 +27,24 @@ __all__ = ["INLINE_BYTES", "MISSING", "Part", "Place", "Read", "Regions", "read_
 
 FOLDER = Path("/dev/shm")
 KEY = re.compile(r"/?(?!\.{1,2}\Z|sem\.)[A-Za-z0-9_.-]{1,128}")
-"""An object's name. Those of semaphores begin with "sem."."""
+"""The name of an object. Names of semaphores begin with "sem."."""
 MAX_NAME_CHARS = 256
 MAX_REGIONS = 1024
 MAX_BYTES = 64 << 30
-"""Of all regions together."""
+"""Most bytes of all regions together."""
 JOB_BYTES = 1 << 20
-"""What one thread reads at a time."""
+"""Bytes that one thread reads at a time."""
 MAX_READERS = 16
-"""Threads that read at most; more would only wait for the same memory."""
+"""Most threads that read at once; more would only wait for the same memory."""
 MISSING = "shared memory is off: send the tensor's data, or start the server with --shared-memory"
 
 
 INLINE_BYTES = 1 << 20
-"""What is read or written on the event loop; more goes to threads."""
+"""Most bytes that are read or written on the event loop; more are read or written in threads."""
 
 
 class Place(NamedTuple):
-    """Where a request says that a tensor is."""
+    """The place of a tensor in shared memory, as named by a request."""
 
     region: str
     offset: int
@@ -52,11 +52,11 @@ class Place(NamedTuple):
 
 
 class _Region:
-    """An open file, and what of it may be used."""
+    """An open file, and the part of it that may be used."""
 
     def __init__(self, name: str, key: str, offset: int, size: int, fd: int):
         self.name, self.key, self.offset, self.size, self.fd = name, key, offset, size, fd
-        self.close = weakref.finalize(self, os.close, fd)  # with the last part of it
+        self.close = weakref.finalize(self, os.close, fd)  # when the last part of the region is gone
 
     def json(self) -> dict[str, Any]:
         return {"name": self.name, "key": self.key, "offset": self.offset, "byte_size": self.size}
@@ -78,7 +78,7 @@ class Part:
         return Part(self._region, self._at + begin, min(end, self._size) - begin)
 
     def read_into(self, view: memoryview) -> None:
-        """Read all of it. Raises Refused: the file has become too short, or cannot be read."""
+        """Read all bytes into `view`. Raises Refused if the file has become too short or cannot be read."""
         done = 0
         while done < self._size:
             try:
@@ -90,9 +90,9 @@ class Part:
             done += count
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write to its beginning. Raises Refused: there is no room, or the file has become too short."""
+        """Write to the beginning of this part. Raises Refused if there is no room or the file has become too short."""
         if len(data) > self._size:
-            raise Refused(f"it has {len(data)} bytes, and its place in region {self._region.name!r} has {self._size}")
+            raise Refused(f"it has {len(data)} bytes, but its place in region {self._region.name!r} has {self._size}")
         left, at = memoryview(data).cast("B"), self._at
         try:
             if os.fstat(self._region.fd).st_size < at + len(left):
@@ -121,7 +121,8 @@ class Regions:
         """Open an object's file.
 
         Raises:
-            Refused: a name that is none or is taken, no such object, one of somebody else, one that is too short, or too many.
+            Refused: the name is invalid or in use; the object does not exist, belongs to another user or is too short; or
+                there are too many regions.
         """
         if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise Refused(f"the region's name is {name[:80]!r}, wanted 1 to {MAX_NAME_CHARS} printable characters")
@@ -139,7 +140,7 @@ class Regions:
         self._regions[name] = _Region(name, key, offset, byte_size, self._opened(key, offset + byte_size))
 
     def _opened(self, key: str, end: int) -> int:
-        """The file of an object that has `end` bytes."""
+        """Open the file of an object, which must have at least `end` bytes."""
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         try:
             fd = os.open(self._folder / key.removeprefix("/"), flags)
@@ -148,18 +149,18 @@ class Regions:
         about = os.fstat(fd)
         why = None
         if not stat.S_ISREG(about.st_mode):
-            why = "is no regular file"
+            why = "is not a regular file"
         elif about.st_uid != os.geteuid():
             why = "belongs to another user than the server"
         elif about.st_size < end:
-            why = f"has {about.st_size} bytes, and the region ends at {end}"
+            why = f"has {about.st_size} bytes, but the region ends at {end}"
         if why is not None:
             os.close(fd)
             raise Refused(f"the shared memory object {key!r} {why}")
         return fd
 
     def unregister(self, name: str | None = None) -> None:
-        """Forget a region, or all; one that is not there is no error. Requests that name it already go on."""
+        """Forget a region, or all regions. An unknown name is no error. Requests that already name the region continue."""
         if name is None:
             self._regions.clear()
         else:
@@ -176,18 +177,18 @@ class Regions:
         return found
 
     def part(self, place: Place) -> Part:
-        """What a request names. Raises NotFound, or Refused: it lies outside of the region."""
+        """The part that a request names. Raises NotFound, or Refused if it is outside of the region."""
         region = self._region(place.region)
         if min(place.offset, place.size) < 0 or place.offset + place.size > region.size:
             raise Refused(
-                f"the shared memory region {region.name!r} has {region.size} bytes, and {str(place.size)[:30]} "
-                f"from byte {str(place.offset)[:30]} on are not all in it"
+                f"the shared memory region {region.name!r} has {region.size} bytes, but the request names "
+                f"{str(place.size)[:30]} bytes from byte {str(place.offset)[:30]} on"
             )
         return Part(region, region.offset + place.offset, place.size)
 
 
 class Read(NamedTuple):
-    """A part of a request, and where it goes."""
+    """A part of a request, and the destination of its bytes."""
 
     request: int
     part: Part
@@ -195,7 +196,7 @@ class Read(NamedTuple):
 
 
 def read_all(reads: Iterable[Read]) -> dict[int, str]:
-    """Read parts; request -> why one of its parts could not be read. Its place is full of zeros then."""
+    """Read parts; return request -> why one of its parts could not be read. Such a part is filled with zeros."""
     wrong = dict[int, str]()
     for request, part, into in reads:
         try:
@@ -207,14 +208,14 @@ def read_all(reads: Iterable[Read]) -> dict[int, str]:
 
 
 async def read_beside(jobs: deque[list[Read]]) -> dict[int, str]:
-    """`read_all` of all jobs, in threads. Who empties the queue ends it early."""
+    """`read_all` for all jobs, in threads. Clearing the queue ends it early."""
     loop, count = asyncio.get_running_loop(), min(len(jobs), _threads())
     wrong = await asyncio.gather(*(loop.run_in_executor(_readers(), _read_jobs, jobs) for _ in range(count)))
     return {request: why for some in wrong for request, why in some.items()}
 
 
 def _read_jobs(jobs: deque[list[Read]]) -> dict[int, str]:
-    """One thread's share: whichever job is next, until there is none."""
+    """Run one thread: take the next job until there is none."""
     wrong = dict[int, str]()
     while True:
         try:
@@ -226,18 +227,18 @@ def _read_jobs(jobs: deque[list[Read]]) -> dict[int, str]:
 
 @cache
 def _threads() -> int:
-    """A few more than there are cores, on which other processes run as well."""
+    """The number of threads: a few more than cores, because other processes use these, too."""
     return min(MAX_READERS, len(os.sched_getaffinity(0)) + 4)
 
 
 @cache
 def _readers() -> ThreadPoolExecutor:
-    """Threads of their own: batches are read in the order in which they were formed, with nothing else between."""
+    """A separate pool of threads, so that batches are read in the order in which they were formed, without other work."""
     return ThreadPoolExecutor(_threads(), "tilewright-read")
 
 
 def shared_out(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """The same reads as jobs of about `JOB_BYTES`, for a thread each."""
+    """The reads, divided into jobs of about `JOB_BYTES` bytes, each for one thread."""
     job, size = list[Read](), 0
     for request, part, into in reads:
         at = 0

@@ -2,8 +2,8 @@
 
     models/
       tabular/
-        model.toml          where the defaults do not do
-        model.toml          only if defaults do not fit
+        model.toml          only if the defaults do not fit
+        1/                  written by `tilewright export`
         2/
       ranker/
         1/ ...
@@ -30,21 +30,21 @@ class Found(NamedTuple):
 
     config: ModelConfig
     versions: dict[int, Path | None]
-    """Number -> its folder; None where the source is no folder."""
+    """Version number -> its folder; None if the source is not a folder."""
     marks: dict[int, str]
-    """Number -> what changes when its files, or the config, change."""
+    """Version number -> a text that changes if its files or the config change."""
 
 
 class Repository:
-    """The folder, read anew whenever it is asked."""
+    """The folder, which is read again at each call."""
 
     def __init__(self, folder: Path, packages: tuple[str, ...] = ()):
         self.folder, self._packages = folder, packages
         if not folder.is_dir():
-            raise ValueError(f"the model repository {folder} is no folder")
+            raise ValueError(f"the model repository {folder} is not a folder")
 
     def names(self) -> Iterator[str]:
-        """Models that are there, whether or not they can be loaded. Raises ValueError: too many."""
+        """Names of all models, whether or not they can be loaded. Raises ValueError if there are too many."""
         found = sorted(path.name for path in self.folder.iterdir() if NAME.fullmatch(path.name) and self._inside(path))
         if len(found) > MAX_MODELS:
             raise ValueError(f"the model repository has {len(found)} folders, wanted at most {MAX_MODELS}")
@@ -57,7 +57,7 @@ class Repository:
         return path.is_dir() and path.resolve().is_relative_to(self.folder.resolve())
 
     def find(self, name: str) -> Found:
-        """A model. Raises ValueError: it is not there, or its TOML is wrong."""
+        """Find a model. Raises ValueError if it does not exist, or if its TOML is wrong."""
         if name not in self:
             raise ValueError(f"the model repository has no model {name[:80]!r}")
         folder = self.folder / name
@@ -77,7 +77,7 @@ class Repository:
         return Found(config, versions, {number: _mark(said, path) for number, path in versions.items()})
 
     def _check_source(self, name: str, config: ModelConfig) -> None:
-        """A TOML may name functions of packages that the operator allows, and of no other: it is data."""
+        """Raise ValueError if a TOML names a function of a package that the operator does not allow."""
         if config.source is None:
             return
         package = config.source.partition(":")[0].partition(".")[0]
@@ -89,7 +89,7 @@ class Repository:
 
 
 def _mark(said: str, folder: Path | None) -> str:
-    """What differs once a file of the folder differs."""
+    """A text that changes if a file of the folder or `said` changes."""
     digest = hashlib.sha256(said.encode())
     for path in sorted(folder.rglob("*")) if folder is not None else ():
         stat = path.stat()

@@ -20,7 +20,7 @@ __all__ = ["Sequences", "outer"]
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence: its state, and who is next."""
+    """One sequence: its state and its queue of calls."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     state: dict[str, Wire] | None = None
@@ -28,14 +28,14 @@ class _Sequence:
 
 
 def outer(signature: Signature, state: Mapping[str, str]) -> Signature:
-    """What a client sees of a model with state. Raises ValueError: the names of the state are not the model's."""
+    """The signature of a model with state, as clients see it. Raises ValueError if the model lacks a name of the state."""
     inputs, outputs = {s.name: s for s in signature.inputs}, {s.name: s for s in signature.outputs}
     for given, taken in state.items():
         if given not in inputs or taken not in outputs:
             missing = f"no input {given!r}" if given not in inputs else f"no output {taken!r}"
-            raise ValueError(f"state says {given} = {taken!r}, and the model has {missing}")
+            raise ValueError(f"state says {given} = {taken!r}, but the model has {missing}")
         if (inputs[given].datatype, inputs[given].shape) != (outputs[taken].datatype, outputs[taken].shape):
-            raise ValueError(f"state says {given} = {taken!r}, and their datatypes or shapes differ")
+            raise ValueError(f"state says {given} = {taken!r}, but their datatypes or shapes differ")
     return Signature(tuple(s for s in signature.inputs if s.name not in state), signature.outputs, signature.batched)
 
 
@@ -51,7 +51,7 @@ class Sequences:
         return len(self._open)
 
     async def infer(self, inputs: Mapping[str, Wire], ask: Ask) -> tuple[Wire, ...]:
-        """A call of a sequence; without an id, one that starts and ends with it. Raises HostError."""
+        """Make a call of a sequence; a call without an id is a sequence by itself. Raises HostError."""
         if ask.sequence in (None, 0, ""):
             return await self._version.infer({**inputs, **self._zeros(inputs)}, ask)
         assert ask.sequence is not None
@@ -79,10 +79,10 @@ class Sequences:
         if sequence is None:
             if not starts:
                 raise Refused(
-                    f"{self._version.label}: the sequence {name!r} is not open; its first request says sequence_start"
+                    f"{self._version.label}: the sequence {name!r} is not open; its first request needs sequence_start"
                 )
             if len(self._open) >= config.max_sequences:
-                raise Overloaded(f"{self._version.label}: {len(self._open)} sequences are open, the most there may be", 1.0)
+                raise Overloaded(f"{self._version.label}: {len(self._open)} sequences are open, the most permitted", 1.0)
             sequence = self._open[name] = _Sequence()
         sequence.used_s = now_s
         self._open.move_to_end(name)

@@ -10,11 +10,11 @@ from tilewright.host.repository import Repository
 __all__ = ["MANIFEST", "host_of_sources", "is_ordinary", "sources_of"]
 
 MANIFEST = "program.json"
-"""The file that a folder of `tilewright export` has."""
+"""The file by which a folder written by `tilewright export` is recognised."""
 
 
 def is_ordinary(model: str) -> bool:
-    """Whether a word is MODULE:FUNCTION, an exported folder or an ONNX file, not a language model."""
+    """Whether the name of a model is MODULE:FUNCTION, an exported folder or an ONNX file, and not a language model."""
     path = Path(model)
     if model.endswith(ONNX):
         return path.is_file()
@@ -25,7 +25,7 @@ def is_ordinary(model: str) -> bool:
 
 
 def sources_of(models: Sequence[str], config: HostConfig) -> dict[str, Source]:
-    """[NAME=]SOURCE of each model, by name. Raises ValueError: two models of one name, or no such source."""
+    """The models given as [NAME=]SOURCE, by name. Raises ValueError if two have the same name, or a source is invalid."""
     own = {name: getattr(config, name) for name in ("precision", "max_batch", "max_delay_ms")}
     sources = dict[str, Source]()
     for text in models:
@@ -37,7 +37,7 @@ def sources_of(models: Sequence[str], config: HostConfig) -> dict[str, Source]:
                 f"the model {source!r} is neither MODULE:FUNCTION nor a folder that `tilewright export` wrote, nor FILE.onnx"
             )
         if given in sources:
-            raise ValueError(f"two models have the name {given!r}; give one of them another, as in other={source}")
+            raise ValueError(f"two models have the name {given!r}; give one of them another name, as in other={source}")
         folder = Path(source).resolve() if Path(source).is_dir() else None
         if source.endswith(ONNX):
             source = str(Path(source).resolve())
@@ -46,7 +46,7 @@ def sources_of(models: Sequence[str], config: HostConfig) -> dict[str, Source]:
 
 
 def host_of_sources(models: Sequence[str], config: HostConfig) -> Host | None:
-    """The host of these models and of the repository, where there is either. Raises ValueError, as `sources_of`."""
+    """The host of these models and of the repository; None if there are neither. Raises ValueError, as `sources_of`."""
     if not models and config.repository is None:
         return None
     sources = sources_of(models, config)
@@ -55,7 +55,7 @@ def host_of_sources(models: Sequence[str], config: HostConfig) -> Host | None:
 
 
 def _name_of(source: str) -> str:
-    """The name of a model that has none: its folder's or file's, or that of its module, without the package."""
+    """The name of a model for which none is given: that of its folder, file or module, without the package."""
     path = Path(source)
     if source.endswith(ONNX):
         return path.stem

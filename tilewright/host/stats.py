@@ -10,31 +10,31 @@ __all__ = ["Duration", "Shadow", "Stats"]
 
 @dataclass(slots=True)
 class Duration:
-    """How often, and how long in all."""
+    """A number of events and their total time."""
 
     count: int = 0
     ns: int = 0
 
     def add(self, seconds: float, count: int = 1) -> None:
-        """`count` more, which took so long together."""
+        """Add `count` events that took `seconds` together."""
         self.count += count
         self.ns += max(0, round(seconds * 1e9))
 
     def json(self) -> dict[str, int]:
-        """As the protocol has it."""
+        """The values in the form of the protocol."""
         return {"count": self.count, "ns": self.ns}
 
 
 @dataclass(slots=True)
 class Shadow:
-    """What a shadow version's answers were beside the ones that were given."""
+    """The comparison of a shadow version's answers with those that were sent."""
 
     compared: int = 0
     different: int = 0
-    """Answers with another byte, shape or datatype."""
+    """Answers that differ in a byte, in shape or in datatype."""
     failed: int = 0
     largest_difference: float = 0.0
-    """Of a number, relative to the largest number of the answer that was given."""
+    """Largest difference of a number, relative to the largest number of the answer that was sent."""
 
 
 NAMES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -42,7 +42,7 @@ NAMES = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_
 
 @dataclass
 class Stats:
-    """Of one version. Times of the protocol are those of requests, except in `batches`."""
+    """Statistics of one version. Times of the protocol are those of requests, except in `batches`."""
 
     last_ms: int = 0
     inferences: int = 0
@@ -52,13 +52,13 @@ class Stats:
     restarts: int = 0
     times: dict[str, Duration] = field(default_factory=lambda: {name: Duration() for name in NAMES})
     batches: dict[int, tuple[Duration, Duration]] = field(default_factory=lambda: defaultdict(lambda: (Duration(), Duration())))
-    """Rows -> batches of so many rows: the way there and back, and the model's time."""
+    """Number of rows -> batches with so many rows: the time of transfers, and the model's time."""
     shadow: Shadow = field(default_factory=Shadow)
 
     def answered(self, count: int, queued_s: float, began_s: float, ended_s: float, model_s: float) -> None:
-        """Requests of one batch were answered: `queued_s` together, the rest is the batch's, and each of them waited for it."""
+        """Add the answered requests of one batch. `queued_s`: their time in the queue, summed; other times are the batch's."""
         self.times["queue"].add(queued_s, count)
-        # What is neither the model's nor spent on the answers is the way there and back.
+        # The time that is neither the model's nor spent on the answers is that of transfers.
         for kind, seconds in (
             ("compute_infer", model_s),
             ("compute_input", ended_s - began_s - model_s),
@@ -67,7 +67,7 @@ class Stats:
             self.times[kind].add(seconds * count, count)
 
     def batch(self, rows: int, whole_s: float, model_s: float) -> None:
-        """A batch was computed."""
+        """Add a batch."""
         self.executions += 1
         self.last_ms = int(time.time() * 1e3)
         way, model = self.batches[rows]

@@ -1,10 +1,10 @@
-"""Tensors as a protocol carries them: a datatype's name, a shape, and bytes; and what a model takes and gives.
+"""Tensors in the form of the protocol (a datatype's name, a shape, and bytes), and signatures of models.
 
 The names are those of the Open Inference Protocol: BOOL, INT8 to INT64, UINT8 to UINT64, FP16, BF16, FP32, FP64. Bytes are
-little-endian, row-major and dense. BYTES (strings) is not here: no torch model takes it.
+little-endian, row-major and dense. BYTES (strings) is not supported, because no torch model takes it.
 
-A shape that a client names is compared with the signature and with the number of bytes that came before anything is
-allocated; products are Python's integers, so that no shape can overflow.
+Before anything is allocated, a client's shape is compared with the signature and with the number of received bytes. Products
+are computed with Python's integers, so that no shape can overflow.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from tilewright.host.regions import Part
 __all__ = ["DATATYPES", "Datatype", "Signature", "TensorSpec", "Wire", "byte_size", "checked", "zeros"]
 
 MAX_DIMS = 16
-"""Dimensions that a shape may have."""
+"""Most dimensions of a shape."""
 
 
 class Datatype(NamedTuple):
@@ -27,9 +27,9 @@ class Datatype(NamedTuple):
     torch: str
     """The name of torch's dtype."""
     numpy: str | None
-    """numpy's, which has no bfloat16."""
+    """The dtype of numpy, which has no bfloat16."""
     config: str
-    """What a model configuration calls it, after `TYPE_`."""
+    """Its name in a model configuration, after `TYPE_`."""
 
 
 DATATYPES: dict[str, Datatype] = {
@@ -47,7 +47,7 @@ DATATYPES: dict[str, Datatype] = {
     "FP32": Datatype(4, "float32", "float32", "FP32"),
     "FP64": Datatype(8, "float64", "float64", "FP64"),
 }
-"""Name -> what it is."""
+"""The protocol's name -> the datatype."""
 
 
 class Wire(NamedTuple):
@@ -56,11 +56,11 @@ class Wire(NamedTuple):
     datatype: str
     shape: tuple[int, ...]
     data: bytes | memoryview | Part
-    """A part of a region is read when its batch is laid out; only inputs are parts."""
+    """The bytes, or a part of a region, which is read when its batch is written; only inputs are parts."""
 
     @property
     def raw(self) -> bytes | memoryview:
-        """The bytes of a tensor that is in no region."""
+        """The bytes of a tensor that is not in a region."""
         assert not isinstance(self.data, Part)
         return self.data
 
@@ -73,15 +73,14 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
     def json(self) -> dict[str, Any]:
-        """As the protocol's metadata has it."""
+        """The values in the form of the protocol's metadata."""
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
 class Signature(NamedTuple):
-    """What a model takes and gives.
+    """The inputs and outputs of a model.
 
-    `batched`: the first dimension of every input and output counts rows that do not look at each other, so that requests can
-    share a call.
+    `batched`: the first dimension of every input and output counts independent rows, so that requests can share a call.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -89,12 +88,12 @@ class Signature(NamedTuple):
     batched: bool
 
     def json(self) -> dict[str, Any]:
-        """For a message or a file; `of` reads it."""
+        """The signature as JSON values, for a message or a file; `of` reads it."""
         return {"inputs": [s.json() for s in self.inputs], "outputs": [s.json() for s in self.outputs], "batched": self.batched}
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Signature":
-        """From what `json` gave. Raises ValueError: it is something else."""
+        """The signature from a result of `json`. Raises ValueError for anything else."""
         try:
             inputs, outputs = (
                 tuple(TensorSpec(str(s["name"]), str(s["datatype"]), tuple(int(n) for n in s["shape"])) for s in said[side])
@@ -110,7 +109,7 @@ class Signature(NamedTuple):
 
 
 def byte_size(datatype: str, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor."""
+    """The size of a dense tensor in bytes."""
     return prod(shape) * DATATYPES[datatype].itemsize
 
 
@@ -119,10 +118,10 @@ def _shown(shape: Sequence[int]) -> str:
 
 
 def checked(model: str, signature: Signature, inputs: Mapping[str, Wire], max_rows: int) -> int:
-    """The rows of a request, once its inputs are those of the signature.
+    """Check the inputs of a request against the signature; return its number of rows.
 
     Raises:
-        Refused: a name, datatype, shape or size is another; the sentence has what came and what is wanted.
+        Refused: a name, datatype, shape or size differs; the message says what was given and what was wanted.
     """
     known = [spec.name for spec in signature.inputs]
     if len(inputs) != len(known) or not all(name in inputs for name in known):
@@ -153,7 +152,7 @@ def checked(model: str, signature: Signature, inputs: Mapping[str, Wire], max_ro
 
 
 def zeros(signature: Signature) -> list[Wire]:
-    """Inputs of one row that are zeros; other open dimensions are 8."""
+    """Inputs of zeros with one row; other open dimensions are 8."""
     shapes = [tuple((1 if at == 0 else 8) if n == -1 else n for at, n in enumerate(s.shape)) for s in signature.inputs]
     return [
         Wire(spec.datatype, shape, bytes(byte_size(spec.datatype, shape)))

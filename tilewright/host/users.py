@@ -21,24 +21,24 @@ def users_model(text: str, shapes: Mapping[str, Sequence[int]] | None = None) ->
 
     Args:
         text: MODULE:FUNCTION, or FILE.onnx.
-        shapes: of an ONNX model's inputs, where the file leaves dimensions open.
+        shapes: by name, shapes of an ONNX model's inputs with dimensions that the file leaves open.
 
     Raises:
-        ValueError: it cannot be imported, fails (with its line), or returns something else; or no such file, or one with
-            what cannot be taken.
-        MissingExtra: an ONNX file, and the library that reads it is not installed.
+        ValueError: the function cannot be imported, fails (the message has its line), or returns something else; or the file
+            does not exist or is not supported.
+        MissingExtra: it is an ONNX file, and the library that reads it is not installed.
     """
     if text.endswith(ONNX):
         return needed("tilewright.host.onnx.module", "onnx").onnx_model(Path(text), shapes)
     if shapes:
-        raise ValueError(f"the shapes of the inputs of {text} are its example's; they are only said for ONNX files")
+        raise ValueError(f"{text} has the shapes of its example inputs; shapes can be given only for ONNX files")
     path, _, function = text.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         found = getattr(importlib.import_module(path), function)()
-    except Exception as error:  # whatever the user's code raises: said with its line
+    except Exception as error:  # the user's code may raise anything: the message names its line
         raise ValueError(f"the model {text} failed{_line_of(error)}: {type(error).__name__}: {error}") from error
     return _checked(text, found)
 
@@ -58,7 +58,7 @@ def _checked(text: str, found: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
         raise ValueError(f"the model {text} returned {got}, wanted (torch.nn.Module, example inputs)")
     module, inputs = found
     if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"the model {text} returned a module of TorchScript, wanted one with Python code of its own")
+        raise ValueError(f"the model {text} returned a TorchScript module, wanted one with Python code")
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     if not isinstance(inputs, list | tuple) or not inputs or not all(isinstance(x, Tensor) for x in inputs):
         raise ValueError(f"the example inputs of the model {text} are {type(inputs).__name__}, wanted a tuple of tensors")

@@ -10,13 +10,14 @@ What a broken model costs, and whom:
 | its process dies, or a batch hangs  | an error    | computed again, alone | is replaced; its circuit is open while no    |
 |                                     |             |                       | other process of it lives                    |
 
-A request is tried a second time only where it shared its batch: whoever kills two processes is to blame.
+A request is tried a second time only if it shared its batch: a request that kills two processes is the cause.
 
-The only instance of a model with large inputs gets its next batch while it computes one, where the batcher is certain of it
-(`take_ahead`). A batch that is behind another has not begun: it is recalled when somebody more urgent comes or nobody waits for
-it any more, and its requests go back to their places in the queue, as they do when the process is lost before their turn. After
-a recall, and while the last batch failed, the next one waits until the instance is free. With several instances nothing is
-handed over ahead: they overlap anyhow, and a batch could not go to another one that is free first.
+If a model with large inputs has a single instance, this gets its next batch while it computes one, provided that the batcher is
+certain of it (`take_ahead`). A batch behind another one has not begun. It is recalled if a more urgent request arrives or if
+nobody waits for it any more; its requests then return to their places in the queue, as they do if the process is lost before
+their turn. After a recall, and if the last batch failed, the next one waits until the instance is free. With several instances
+no batch is sent ahead: they overlap in any case, and a batch that is sent ahead could not go to the instance that is free
+first.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ __all__ = ["Ask", "Version"]
 
 MAX_TIMEOUT_S = 86400.0
 ALONE = 4
-"""Batches of one request after which the next request is taken for a lone client's."""
+"""After this many batches of one request, the next request is assumed to come from a single client."""
 
 logger = logging.getLogger(__name__)
 _numbers = itertools.count()
@@ -51,12 +52,12 @@ class Version:
     """One version of one model.
 
     Args:
-        name: the model's.
-        number: of the version.
-        config: of the model.
-        signature: of the model.
-        instances: processes that are loaded.
-        revive: makes another. Raises LoadFailed.
+        name: name of the model.
+        number: number of the version.
+        config: config of the model.
+        signature: signature of the model.
+        instances: processes that have loaded the model.
+        revive: starts another process. Raises LoadFailed.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class Version:
         self._timer: asyncio.TimerHandle | None = None
         self._plans = Plans(name, signature, self._policy.max_rows)
         self._soon = False
-        """Whether `_pump` comes at the end of this turn of the event loop."""
+        """Whether `_pump` will be called at the end of this turn of the event loop."""
         self._alone = 0
-        """The last batches, as far as each was one request."""
+        """The number of latest batches that had one request each."""
         self._behind: Run | None = None
-        """The batch that was handed over while another is computed."""
+        """The batch that was sent ahead, while another one is computed."""
         self._recalled = False
-        """Whether it was recalled, or has been since a batch was handed over to a free instance."""
+        """Whether a batch was recalled since a free instance last got one."""
         self.answers_one = False
-        """Whether the batch that is being answered is one request."""
+        """Whether the batch that is being answered has one request."""
         self._failures = self._running = 0
         self._tasks = set[asyncio.Task[None]]()
         self._idle = asyncio.Event()
@@ -94,12 +95,12 @@ class Version:
 
     @property
     def label(self) -> str:
-        """The model in a sentence."""
+        """The name and version of the model, for messages."""
         return f"model {self.name}, version {self.number}"
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return not self.closed and bool(self._instances) and not self.circuit.open_s(time.monotonic())
 
     @property
@@ -109,12 +110,12 @@ class Version:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return len(self._batcher)
 
     @property
     def running(self) -> int:
-        """Requests that are being computed."""
+        """The number of requests that are being computed."""
         return self._running
 
     # ---- a request
@@ -133,7 +134,7 @@ class Version:
     def begin(
         self, inputs: Mapping[str, Wire], ask: Ask, done: Callable[[tuple[Wire, ...] | HostError], object]
     ) -> Callable[[], object]:
-        """`infer` without a task: `done` is told once, later. Returns what gives the request up. Raises HostError."""
+        """`infer` without a task: `done` is called once, later. Returns a function to cancel the request. Raises HostError."""
         started_s = time.monotonic()
         answer = CallbackAnswer(done, self.stats.times, started_s)
         try:
@@ -160,19 +161,19 @@ class Version:
                 waiting.note(ask.note, now_s, model=self.name, version=self.number)
 
     def _withdraw(self, item: Item) -> None:
-        """Nobody waits for it any more, if anybody did."""
+        """Remove a request for which nobody waits any more."""
         if not self._batcher.withdraw(item) and self._behind is not None and self._behind.unwanted():
             self._recall()
 
     def _queued(
         self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | CallbackAnswer"
     ) -> Item:
-        """A request in the queue. Raises HostError: it is not taken."""
+        """Put a request into the queue. Raises HostError if it is not accepted."""
         rows, size, key = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
         self._check_open(now_s)
         wires = [inputs[spec.name] for spec in self.signature.inputs]
         if size > self._capacity:
-            raise Overloaded(f"{self.label}: the inputs have {size} bytes, and a batch at most {self._capacity}", 0)
+            raise Overloaded(f"{self.label}: the inputs have {size} bytes, wanted at most {self._capacity} in a batch", 0)
         most = max(rows, self._capacity // max(1, size // rows))
         if not self.signature.batched:
             key, most = (next(_numbers), 1)
@@ -182,15 +183,15 @@ class Version:
             try:
                 self._batcher.add(item, len(self._instances))
             except Full:
-                self._pump()  # who arrived in this turn may not be in the queue any more
+                self._pump()  # items that arrived in this turn may have left the queue
                 self._batcher.add(item, len(self._instances))
         except Full as error:
             self.stats.refused += 1
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
         if self._behind is not None and self._batcher.overtakes(item):
             self._recall()
-        # Behind everybody who has arrived in this turn of the event loop: they are one batch, not one and the rest. Where
-        # requests come one by one, the turn's end is time that a lone client would wait for.
+        # Call it after all requests of this turn of the event loop have arrived, so that they form one batch. If requests come
+        # one by one, this would only make a single client wait until the end of the turn.
         if not self._soon:
             if self._alone >= ALONE:
                 self._pump()
@@ -203,12 +204,12 @@ class Version:
             raise Unavailable(f"{self.label} is being unloaded")
         open_s = self.circuit.open_s(now_s)
         if open_s or not self._instances:
-            raise Unavailable(f"{self.label} broke and is being replaced", max(open_s, 1.0))
+            raise Unavailable(f"{self.label} failed and is being replaced", max(open_s, 1.0))
 
     # ---- batches
 
     def _pump(self) -> None:
-        """Give every free instance what it should compute now, and come back when there will be more."""
+        """Give a batch to every free instance, and schedule the next call for when there will be more to do."""
         self._soon, now_s = False, time.monotonic()
         for item in self._batcher.expire(now_s):
             self.stats.expired += 1
@@ -262,26 +263,26 @@ class Version:
                     self._returned(batch)
                 else:
                     self._finished(instance, run, reply)
-            finally:  # an answer that cannot be made
+            finally:  # also if an answer cannot be made
                 self._pump()
 
         parts, inputs = [item.rows for item in batch.items], [item.payload.inputs for item in batch.items]
         instance.run(parts, inputs, done, until_s)
 
     def _begins(self, instance: Runs, run: Run) -> None:
-        """The batch before it was answered."""
+        """Note that a batch begins, because the batch before it was answered."""
         self._behind, run.began_s = None, time.monotonic()
         run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
         self._batcher.begun()
 
     def _recall(self) -> None:
-        """Let the batch that is behind another one come back, unless it has begun."""
+        """Recall the batch that was sent ahead, unless it has begun."""
         if self._behind is not None and not self._recalled:
             self._recalled = True
             self._instances[0].recall()
 
     def _returned(self, batch: Batch) -> None:
-        """A batch was never begun."""
+        """Handle a batch that was never begun."""
         self._batcher.restore(batch, lambda item: not item.payload.answer.done())
         if self.closed and not self._instances:
             self._drop(Unavailable(f"{self.label} was unloaded"))
@@ -299,13 +300,13 @@ class Version:
             self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds)
         else:
             self._failures += 1
-            if self._failures >= self.config.max_failures and not instance.busy:  # else the next batch tells
+            if self._failures >= self.config.max_failures and not instance.busy:  # else the next batch decides
                 self._probe(instance)
 
     # ---- what breaks
 
     def _probe(self, instance: Runs) -> None:
-        """Compute zeros: a model that cannot even do that is broken, else the clients' inputs are to blame."""
+        """Compute a batch of zeros: if this fails, the model is broken; otherwise the clients' inputs are the cause."""
         late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
         def done(reply: Reply | None) -> None:
@@ -325,7 +326,7 @@ class Version:
         instance.close()
 
     def _lost(self, instance: Runs, batch: Batch) -> None:
-        """An instance died with a batch: its requests are tried again, each alone, and one that was alone has failed."""
+        """Handle a batch whose instance died: its requests are tried again, each alone; a request that was alone fails."""
         for item in batch.items:
             waiting: Waiting = item.payload
             if len(batch.items) == 1 or waiting.tried or self.closed:
@@ -351,7 +352,7 @@ class Version:
             task.add_done_callback(self._tasks.discard)
 
     async def _revived(self, wait_s: float) -> None:
-        """Load an instance in the place of a lost one, at once, then less and less often."""
+        """Load an instance in place of a lost one: immediately, and after failures at growing intervals."""
         while not self.closed:
             try:
                 instance = await self._revive()
@@ -376,14 +377,14 @@ class Version:
     # ---- the end
 
     def abort(self, reason: str) -> None:
-        """Take no more requests, and give up those that are there."""
+        """Accept no more requests, and cancel those that wait or run."""
         self.closed = True
         self._drop(Unavailable(f"{self.label}: {reason}"))
         for instance in list(self._instances):
             instance.close()
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """Take no more requests, finish those that are there for at most so long, and end the processes."""
+        """Accept no more requests, let the present ones finish for at most so many seconds, and end the processes."""
         self.closed = True
         for task in self._tasks:
             task.cancel()

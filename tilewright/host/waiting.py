@@ -1,6 +1,4 @@
-"""What a version keeps of a request while it waits: its inputs, where its answer goes, and what is known of its kind; and of a
-batch while an instance has it.
-"""
+"""The data of a waiting request (its inputs, the receiver of its answer, facts about its kind), and of a running batch."""
 
 import asyncio
 import time
@@ -17,29 +15,29 @@ from tilewright.host.tensors import Signature, Wire, byte_size, checked
 __all__ = ["Ask", "CallbackAnswer", "Cut", "Plan", "Plans", "Run", "Waiting", "fail"]
 
 MAX_PLANS = 1024
-"""Kinds of requests that are remembered."""
+"""Number of kinds of requests that are remembered."""
 
 
 @dataclass(slots=True)
 class Ask:
-    """What a request may say beside its tensors."""
+    """The options of a request, in addition to its tensors."""
 
     priority: int = 0
     """Smaller is more urgent."""
     timeout_s: float | None = None
-    """How long it may wait for its start."""
+    """Longest time in seconds that the request may wait for its start."""
     sequence: int | str | None = None
     note: Callable[..., None] | None = None
-    """Called with what the request waited for: (name, begin, end by `time.monotonic`, numbers by name)."""
+    """Called for each period of the request: (name, begin, end by `time.monotonic`, numbers by name)."""
     starts: bool = False
     ends: bool = False
     kind: int | None = None
-    """Requests with the same number have the same names, datatypes, shapes and sizes of inputs: one of them is checked."""
+    """Requests with the same number have inputs with the same names, datatypes, shapes and sizes, so only one is checked."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """An item's request."""
+    """The request of an item."""
 
     inputs: list[Wire]
     answer: "asyncio.Future[tuple[Wire, ...]] | CallbackAnswer"
@@ -48,7 +46,7 @@ class Waiting:
     """(begin, end, rows, the model's seconds) of its batch."""
 
     def note(self, tell: Callable[..., None], arrival_s: float, **about: Any) -> None:
-        """Tell what the request waited for, where it was computed."""
+        """Call `tell` for the periods of the request, if it was computed."""
         if self.times is not None:
             began_s, ended_s, rows, model_s = self.times
             tell("queue", arrival_s, began_s, **about)
@@ -57,20 +55,20 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """A batch that an instance has."""
+    """A batch that was handed to an instance."""
 
     batch: Batch
     began_s: float
-    """When it was handed over; of one that was handed over ahead, when the batch before it was answered."""
+    """The time at which it was handed over; for a batch sent ahead, the time at which the batch before it was answered."""
     late: asyncio.TimerHandle | None = None
-    """What ends it when it hangs; None: another one is before it."""
+    """The timer that ends the batch if it hangs; None: another batch is before it."""
 
     def unwanted(self) -> bool:
-        """Whether nobody waits for any of it."""
+        """Whether nobody waits for any of its requests."""
         return all(item.payload.answer.done() for item in self.batch.items)
 
     def tell(self, reply: Reply, ended_s: float, label: str, signature: Signature) -> tuple[int, int, float]:
-        """Give each request its answer or its error; (requests answered, their rows, how long they were queued together)."""
+        """Give each request its answer or its error; return (requests answered, their rows, their queueing seconds, summed)."""
         at, answered, answered_rows, queued_s = 0, 0, 0, 0.0
         cuts = [Cut(wire, signature.batched) for wire in reply.outputs]
         for number, item in enumerate(self.batch.items):
@@ -88,13 +86,13 @@ class Run:
 
 
 def fail(item: Item, error: HostError) -> None:
-    """Give a request an error, unless it has an answer or nobody waits for one."""
+    """Answer a request with an error, unless it has an answer already or nobody waits for one."""
     if not item.payload.answer.done():
         item.payload.answer.set_exception(error)
 
 
 class CallbackAnswer:
-    """Where an answer goes that nobody awaits: to a function, at once. It is as much of a future as is used here."""
+    """Receives an answer and passes it to a function immediately. It has those methods of a future that are used here."""
 
     __slots__ = ("_callback", "_started_s", "_times", "over")
 
@@ -103,7 +101,7 @@ class CallbackAnswer:
         self.over = False
 
     def done(self) -> bool:
-        """Whether there is an answer, or nobody wants one."""
+        """Whether there is an answer, or nobody waits for one."""
         return self.over
 
     def set_result(self, outputs: tuple[Wire, ...]) -> None:
@@ -113,32 +111,32 @@ class CallbackAnswer:
         self._callback(outputs)
 
     def set_exception(self, error: HostError) -> None:
-        """Why there are none."""
+        """Pass on the error, because there are no outputs."""
         self.over = True
         self._times["fail"].add(time.monotonic() - self._started_s)
         self._callback(error)
 
 
 class Plan(NamedTuple):
-    """What was found out of a kind of requests."""
+    """Facts about a kind of requests."""
 
     rows: int
     size: int
-    """Bytes of the inputs."""
+    """Size of the inputs in bytes."""
     key: tuple[tuple[int, ...], ...]
     """Shapes of its rows."""
 
 
 class Plans:
-    """Plans of the kinds of requests that came last."""
+    """Plans of the latest kinds of requests."""
 
     def __init__(self, name: str, signature: Signature, max_rows: int):
         self._name, self._signature, self._max_rows = name, signature, max_rows
         self.kept = dict[int | None, Plan]()
-        """By the kind's number."""
+        """Number of the kind -> its plan."""
 
     def made(self, inputs: Mapping[str, Wire], ask: Ask) -> Plan:
-        """What there is to know of a request's inputs, kept for others of its kind. Raises Refused."""
+        """The plan of a request, which is kept for others of its kind. Raises Refused if the inputs are wrong."""
         rows = checked(self._name, self._signature, inputs, self._max_rows)
         wires = [inputs[spec.name] for spec in self._signature.inputs]
         plan = Plan(rows, sum(len(wire.data) for wire in wires), tuple(wire.shape[1:] for wire in wires))
@@ -150,14 +148,14 @@ class Plans:
 
 
 class Cut:
-    """Requests' shares of an output, copied out of the shared memory."""
+    """Copies the shares of requests in an output out of the shared memory."""
 
     def __init__(self, wire: Wire, batched: bool):
         self._wire, self._batched = wire, batched
         self._row_bytes = byte_size(wire.datatype, wire.shape[1:])
 
     def rows(self, at: int, rows: int) -> Wire:
-        """The share of `rows` rows from `at` on."""
+        """The share with `rows` rows from row `at` on."""
         datatype, shape, data = self._wire.datatype, self._wire.shape, self._wire.raw
         if not self._batched:
             return Wire(datatype, shape, bytes(data))

@@ -1,18 +1,17 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
-Messages are JSON, one a packet. First comes {"config", "folder", "threads"}. While the model is loaded, each step of that is
-said as {"stage": words}. Then comes {"signature", "bytes", "capacity", "most"} with the descriptors of one arena or two, or
-{"failed": sentence}. After that each batch is a byte, the number of the arena
-that it lies in, and {"parts": rows of each request, "inputs": [[offset, shape], ...]}. The answer is the seconds that it took
-as eight bytes, and {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "bytes"}. Messages that came
-before are neither read nor written again.
+Messages are JSON, one per packet. The first is {"config", "folder", "threads"}. While the model is loaded, each stage is sent
+as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most"} with the descriptors of one or two arenas, or
+{"failed": sentence}. After that, each batch is one byte, which is the number of its arena, and {"parts": rows of each request,
+"inputs": [[offset, shape], ...]}. The answer is the seconds that the batch took as eight bytes, and {"outputs": [[offset,
+datatype, shape], ...], "errors": {request: sentence}, "bytes"}. Messages that occurred before are not parsed or written again.
 
-Batches are answered in the order in which they come; with two arenas, the second may come while the first is computed. An arena
-says until when its batch may begin. One that comes to its turn later is answered by NOT_BEGUN alone.
+Batches are answered in the order in which they arrive; with two arenas, the second may arrive while the first is computed. An
+arena contains the time until which its batch may begin. A batch that cannot begin in time is answered by NOT_BEGUN only.
 
-Where a batch of several requests fails, each of them is computed alone: what one client sends must not cost the others their
-answers. A NaN that the model makes of finite inputs is an error of that request, unless the config allows it. What the model
-prints goes to stderr.
+If a batch of several requests fails, each of them is computed alone, so that the input of one client does not cost the others
+their answers. If the model returns a NaN for finite inputs, this is an error of that request, unless the config allows it. The
+model's printed output goes to stderr.
 """
 
 import json
@@ -41,12 +40,12 @@ __all__ = ["MAX_PACKET", "main"]
 logger = logging.getLogger(__name__)
 
 MAX_PACKET = 1 << 17
-"""Bytes of a message."""
+"""Most bytes of a message."""
 MAX_ERROR_CHARS = 300
 MAX_STAGED_BYTES = 1 << 30
-"""Inputs of a batch from which on the memory for a second one would be too much: on a GPU its pages are locked."""
+"""Size of a batch's inputs above which there is no memory for a second batch, because on a GPU its pages are locked."""
 MAX_KEPT = 256
-"""Tensors in shared memory, and messages, that are kept for batches of the same shape."""
+"""Number of tensors in shared memory, and of messages, that are kept for batches of the same shape."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -101,9 +100,9 @@ def _sentence(error: Exception) -> str:
 
 
 def _warm_up(loaded: Loaded, config: ModelConfig, note: Callable[[str], None]) -> int:
-    """Call the model with every size of batch that it will be padded to, so that the first request finds it warm.
+    """Call the model with every padded batch size, so that it is warm for the first request.
 
-    Returns the bytes of the largest outputs. A model that is optimised makes a graph for each size that it has not seen.
+    Returns the bytes of the largest outputs. An optimised model makes a graph for each new size.
     """
     largest = 0
     sizes = (loaded.buckets or (1, config.max_batch)) if loaded.signature.batched else (1,)
@@ -127,7 +126,7 @@ def _zeros(datatype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _arenas(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[list[Arena], int]:
-    """(memory for the largest batch, twice where laying out its inputs takes long; the bytes of its inputs)."""
+    """(memory for the largest batch, or for two if writing the inputs takes long; the size of the inputs in bytes)."""
     inputs, rows = 0, max(config.max_batch, *loaded.buckets, 1)
     for spec in loaded.signature.inputs:
         inner = spec.shape[1:] if loaded.signature.batched else spec.shape
@@ -138,7 +137,7 @@ def _arenas(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[lis
 
 
 class _Instance:
-    """A loaded model, and the memory where its batches come and go."""
+    """A loaded model, and the memory of its batches."""
 
     def __init__(self, loaded: Loaded, config: ModelConfig, arena: Arena, outputs_at: int):
         self._loaded, self._config, self._arena, self._outputs_at = loaded, config, arena, outputs_at
@@ -147,10 +146,10 @@ class _Instance:
         self._asked = dict[bytes, tuple[list[int], list[tuple[int, list[int]]]]]()
         self._said = dict[tuple[Any, ...], bytes]()
         self.broken = False
-        """The device is lost: every later call would fail as well."""
+        """Whether the device is lost, so that every later call would fail, too."""
 
     def _locked(self) -> Callable[[], object]:
-        """Lock the arena's pages where a GPU copies from them; what unlocks them."""
+        """Lock the arena's pages if a GPU copies from them; return a function that unlocks them."""
         if self._loaded.device.type == "cuda":
             try:
                 return page_locked(torch.frombuffer(self._arena.view, dtype=torch.uint8))
@@ -180,14 +179,14 @@ class _Instance:
         return SECONDS.pack(seconds) + said
 
     def _read(self, packet: bytes) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """(rows of each request, where the inputs lie and their shapes)."""
+        """(rows of each request, offsets and shapes of the inputs)."""
         message = json.loads(packet)
         read = message["parts"], message["inputs"]
         _keep(self._asked, packet, read)
         return read
 
     def _tensor(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
-        """The memory there as a tensor; batches lie at the same places again and again."""
+        """The memory at an offset as a tensor. Tensors are kept, because batches use the same offsets repeatedly."""
         where = (offset, datatype, *shape)
         found = self._views.get(where)
         if found is None:
@@ -204,7 +203,7 @@ class _Instance:
         return torch.frombuffer(self._arena.view, dtype=dtype, count=count, offset=offset).view(shape)
 
     def _computed(self, inputs: list[Tensor], parts: list[int]) -> tuple[list[Tensor] | None, dict[int, str]]:
-        """(outputs of all requests, errors by request); no outputs where no request has any."""
+        """(outputs of all requests, errors by request); None if no request has outputs."""
         try:
             return self._called(inputs, sum(parts)), {}
         except Exception as error:  # noqa: BLE001 (whatever a user's model raises costs its request, and is said)
@@ -231,7 +230,7 @@ class _Instance:
         """The model's outputs for `rows` rows."""
         if not self._loaded.signature.batched:
             return self._loaded.call(inputs)
-        inputs = self._loaded.moved(inputs)  # before zeros are added: what is put together is in no locked memory
+        inputs = self._loaded.moved(inputs)  # before zeros are added: a concatenated tensor is not in locked memory
         padded = self._loaded.padded(rows)
         if padded > rows:
             inputs = [torch.cat([x, x.new_zeros((padded - rows, *x.shape[1:]))]) for x in inputs]
@@ -242,11 +241,11 @@ class _Instance:
         return [x[:rows] for x in outputs] if padded > rows else outputs
 
     def _nans(self, inputs: list[Tensor], outputs: list[Tensor], parts: list[int]) -> dict[int, str]:
-        """Requests whose outputs have a NaN though their inputs are finite."""
+        """Requests whose outputs have a NaN although their inputs are finite."""
         suspect = [
             (spec.name, x)
             for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True)
-            # A sum is one pass; it is NaN as well where infinities of both signs are, which is looked at below.
+            # A sum takes one pass. It is also NaN if there are infinities of both signs, which is checked below.
             if x.is_floating_point() and isnan(x.sum().item())
         ]
         floats = [x for x in inputs if x.is_floating_point()]
@@ -260,12 +259,12 @@ class _Instance:
         return errors
 
     def _placed(self, outputs: list[Tensor]) -> list[tuple[int, str, list[int]]]:
-        """Lay outputs into the arena, which grows where they are larger than any before."""
+        """Write outputs into the arena, which grows if they are larger than before."""
         needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
         if needed > self._arena.size:
             self._unlock()
             self._arena.grow(needed)
-            self._views.clear()  # or the memory before it would stay mapped
+            self._views.clear()  # otherwise the previous memory would stay mapped
             self._unlock = self._locked()
         at, placed = self._outputs_at, []
         for x in outputs:

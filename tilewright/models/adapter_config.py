@@ -71,7 +71,7 @@ class AdapterConfig:
             raise ModelError(f"{path} has trained biases (bias = {str(raw['bias'])[:80]!r}), wanted none")
         if str(raw.get("init_lora_weights")).startswith(_CHANGES_BASE):
             begun = str(raw["init_lora_weights"])[:80]
-            raise ModelError(f"{path} was begun with {begun}, which changes the base's weights; have peft convert it to LoRA")
+            raise ModelError(f"{path} was initialised with {begun}, which changes the base; have peft convert it to LoRA")
         try:
             return cls._from(raw)
         except (TypeError, ValueError, re.error) as error:

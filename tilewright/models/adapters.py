@@ -72,9 +72,9 @@ def targets_of(model: Decoder) -> dict[str, Target]:
         ModelError: the model is an encoder, or has latent attention.
     """
     if not isinstance(model, Decoder):
-        raise ModelError("adapters stand beside the layers of decoders, and this model is none")
+        raise ModelError("adapters are supported for decoders only, and this model is not a decoder")
     if model.config.latent is not None:
-        raise ModelError(f"{model.config.architecture}: adapters beside latent attention are not supported")
+        raise ModelError(f"{model.config.architecture}: adapters for latent attention are not supported")
     return {
         name: Target(path, part, layer.parts[part], layer.weight.shape[1])
         for path, layer in _layers(model)
@@ -104,7 +104,7 @@ def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank:
     """
     home = Path(folder).expanduser()
     if not home.is_dir():
-        raise ModelError(f"there is no folder {home}: wanted that of a LoRA adapter")
+        raise ModelError(f"there is no folder {home}: wanted the folder of a LoRA adapter")
     config = AdapterConfig.read(home)
     path = home / WEIGHTS_NAME
     if not path.exists():
@@ -118,7 +118,7 @@ def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank:
             _check(path, file, config, {name: targets[name] for name in chosen}, targets, max_rank)
             pairs = {name: _pair(path, file, config, name) for name in chosen}
     except SafetensorError as error:
-        raise ModelError(f"{path} is no whole safetensors file ({error}); copy it again") from error
+        raise ModelError(f"{path} is not a whole safetensors file ({error}); copy it again") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error}); check its permissions") from error
     return Adapter(config=config, pairs=pairs)
@@ -133,16 +133,16 @@ def _check(
     for name, target in chosen.items():
         rank = config.rank_of(name)
         if max_rank is not None and rank > max_rank:
-            raise ModelError(f"{path.parent} has an adapter of rank {rank}, and at most {max_rank} is taken here")
+            raise ModelError(f"{path.parent} has an adapter of rank {rank}, wanted at most {max_rank} here")
         wanted |= {f"{_PREFIX}{name}.lora_A.weight": (rank, target.cols), f"{_PREFIX}{name}.lora_B.weight": (target.rows, rank)}
     if not wanted:
-        raise ModelError(f"{path.parent / CONFIG_NAME} names no layer of this model: it is for another one")
+        raise ModelError(f"{path.parent / CONFIG_NAME} names no layer of this model: it is for another model")
     names = set(file.keys())
     for name in sorted(names - wanted.keys()):
         kinds = sorted({target.rpartition(".")[2] for target in targets})
         raise ModelError(
-            f"{path} has the tensor {name[:200]!r}, which is of no layer here that {CONFIG_NAME} names; adapters stand beside "
-            f"{', '.join(kinds)} of {len(targets)} layers"
+            f"{path} has the tensor {name[:200]!r}, which belongs to no layer that {CONFIG_NAME} names; adapters are "
+            f"possible for {', '.join(kinds)} of {len(targets)} layers"
         )
     for name, shape in wanted.items():
         if name not in names:
@@ -221,7 +221,7 @@ def merge(model: Decoder, adapter: Adapter) -> None:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
         if isinstance(layer.weight, QuantizedWeight):
-            raise ModelError(f"{name} is quantised, and cannot take an adapter up: merge into the unquantised model")
+            raise ModelError(f"{name} is quantised, so no adapter can be merged into it: merge into the unquantised model")
         weight = layer.weight.narrow(0, sum(layer.parts[:part]), rows)
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight += (pair.b.to(weight.device, wide) @ pair.a.to(weight.device, wide)) * pair.scale

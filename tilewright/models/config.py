@@ -103,7 +103,7 @@ class ModelConfig:
             frequencies, factor = table
             if not (bool(torch.isfinite(frequencies).all()) and 0 < factor < float("inf")):
                 numbers = f"rope_theta {theta:g} and scaling {dict(scaling or {})}"
-                raise ModelError(f"config.json asks for a rotation whose angles are no finite numbers, by {numbers}")
+                raise ModelError(f"config.json asks for a rotation whose angles are not finite, by {numbers}")
 
     @property
     def ropes(self) -> tuple[tuple[float, Mapping[str, Any] | None], ...]:

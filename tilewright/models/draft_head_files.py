@@ -132,12 +132,12 @@ class HeadFiles:
         if "d2t" not in self.checkpoint.shapes:
             if count == self.config.vocab_size:
                 return torch.arange(count)
-            raise ModelError(f"the draft head has {count} tokens and no d2t, which says what they are called by the model")
+            raise ModelError(f"the draft head has {count} tokens but no d2t, which maps them to the model's tokens")
         if self.checkpoint.shapes["d2t"] != (count,) or self.checkpoint.dtypes["d2t"] not in ("I64", "I32"):
             raise ModelError(f"the draft head's d2t is {list(self.checkpoint.shapes['d2t'])}, wanted [{count}] integers")
         tokens = torch.arange(count) + self.checkpoint.read("d2t").long()
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size or tokens.unique().numel() < count:
-            raise ModelError(f"the draft head's d2t names no {count} different tokens of {self.config.vocab_size}")
+            raise ModelError(f"the draft head's d2t does not name {count} different tokens of {self.config.vocab_size}")
         return tokens
 
 
@@ -183,7 +183,7 @@ def head_files(folder: Path, model: ModelConfig, positions: int) -> HeadFiles | 
         raise ModelError(f"{folder.name} is a draft head of a {named[:80]!r}, wanted {', '.join(wanted)}")
     config = ModelConfig.from_hf({**raw, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False})
     if config.vocab_size != model.vocab_size:
-        raise ModelError(f"{folder.name} is a draft head for {config.vocab_size} tokens, and the model has {model.vocab_size}")
+        raise ModelError(f"{folder.name} is a draft head for {config.vocab_size} tokens, but the model has {model.vocab_size}")
     config = replace(config, max_position_embeddings=max(positions, config.max_position_embeddings))
     outer = {"embed_tokens.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     kept: dict[str, str] = {}
@@ -224,4 +224,4 @@ def _eagle3(files: HeadFiles, folder: Path, raw: Mapping[str, Any], model: Model
 
 
 def _other_size(folder: Path, got: int, wanted: int) -> ModelError:
-    return ModelError(f"{folder.name} is a draft head that reads {got} numbers a token, and the model gives it {wanted}")
+    return ModelError(f"{folder.name} is a draft head that reads {got} numbers per token, but the model provides {wanted}")

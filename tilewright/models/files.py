@@ -27,7 +27,7 @@ def check_plain_file(path: Path) -> int:
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); wanted an ordinary file") from error
     if not stat.S_ISREG(found.st_mode):
-        raise ModelError(f"{path} is no ordinary file but {_kind(found.st_mode)}; download the model again")
+        raise ModelError(f"{path} is not an ordinary file but {_kind(found.st_mode)}; download the model again")
     return found.st_size
 
 
@@ -41,7 +41,7 @@ def read_text(path: Path) -> str:
 
     Raises:
         FileNotFoundError: it is missing.
-        ModelError: it is no ordinary file, too large, or not UTF-8.
+        ModelError: it is not an ordinary file, too large, or not UTF-8.
     """
     size = check_plain_file(path)
     if size > MAX_TEXT_BYTES:

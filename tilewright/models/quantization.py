@@ -84,7 +84,7 @@ def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
         if name.startswith("re:"):
             re.compile(name[3:])
             if len(name) > MAX_PATTERN_CHARS or _NESTED.search(name):
-                raise _refused(key, name[:60], "a plain regular expression: one that repeats repeats takes for ever", _ADVICE)
+                raise _refused(key, name[:60], "a plain regular expression: nested repetitions can take forever", _ADVICE)
     return tuple(names)
 
 

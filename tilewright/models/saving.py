@@ -121,7 +121,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         return given | _ends(config)
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
-        raise ValueError(f"windows of several sizes ({sizes}) have no place in config.json")
+        raise ValueError(f"windows of several sizes ({sizes}) cannot be written to config.json")
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": _MODEL_TYPES[config.architecture]}
     raw |= {name: getattr(config, name) for name in _SAME_NAMES}
     raw["rope_scaling"] = None if config.rope_scaling is None else dict(config.rope_scaling)

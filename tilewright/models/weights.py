@@ -35,7 +35,7 @@ def resolve(name_or_path: str | Path) -> Path:
         folder = _EMBEDDED / name
         if not folder.is_dir():
             raise ModelError(
-                f"the model {name!r} is in tilewright's repository and not in its wheel: run `make serve` in a clone, "
+                f"the model {name!r} is in tilewright's repository but not in its wheel: run `make serve` in a clone, "
                 f"or name a model folder or a model of the Hugging Face hub"
             )
         return folder

@@ -244,7 +244,7 @@ def linear_quantize(
         codes, scales = x[:2] if isinstance(x, QuantizedActivation) else _quantized_input(x, weight)
         w_scales, weight = weight.scales, weight.operand
     elif isinstance(x, QuantizedActivation):
-        raise ValueError("linear_quantize: x is quantised, and the weight is not; give x in the weight's dtype")
+        raise ValueError("linear_quantize: x is quantised, but the weight is not; give x in the weight's dtype")
     y = cast_linear(
         cast(Tensor, codes), cast(Tensor, weight), out, reader.x_scale, x_scales=scales, w_scales=w_scales, bias=bias,
         activation=activation,

@@ -6,10 +6,9 @@
     db = the sum of dy over its rows, in float32
 
 Scales are computed in each call: nothing is kept between steps, and the quantised values of a row depend on that row alone.
-This
-is the recipe of torchao's "rowwise with high-precision weight gradient". Gradients are e4m3 as well: with a scale for each row
-the wider range of e5m2 is not needed. Two of three products run at the 8-bit rate; the price is reading x and dy once more and
-w twice more. `fp8_seconds` predicts both. Not supported: a gradient of the gradient.
+This is the recipe of torchao's "rowwise with high-precision weight gradient". Gradients are e4m3 as well: with a scale for each
+row the wider range of e5m2 is not needed. Two of three products run at the 8-bit rate; the price is reading x and dy once more
+and w twice more. `fp8_seconds` predicts both. Not supported: a gradient of the gradient.
 
 The forward pass quantises w and w^T together (`quantize_both_ways`) and keeps the quantised w^T for the backward pass in place
 of

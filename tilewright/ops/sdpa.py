@@ -43,11 +43,10 @@ def sdpa(
     """`torch.nn.functional.scaled_dot_product_attention` with the same arguments and the same meaning.
 
     A call goes to `ops.attention` if all of this holds: tensors are [B, H, S, D] in bf16, fp16 or fp32 with head dims of at
-    most
-    256; there is neither attn_mask nor dropout; the scale is above 0; and the tensors are transposed views of [B, S, H, D], as
-    projections give them. With is_causal, queries and keys must also be equally many, because torch aligns the first query with
-    the first key and `ops.attention` the last ones. Under torch.autocast, operands are cast as torch casts them. Every other
-    call goes to torch's own function: nested tensors, torch.func's transforms, and invalid calls too.
+    most 256; there is neither attn_mask nor dropout; the scale is above 0; and the tensors are transposed views of [B, S, H,
+    D], as projections give them. With is_causal, queries and keys must also be equally many, because torch aligns the first
+    query with the first key and `ops.attention` the last ones. Under torch.autocast, operands are cast as torch casts them.
+    Every other call goes to torch's own function: nested tensors, torch.func's transforms, and invalid calls too.
 
     Args:
         query: [B, H, S, D].

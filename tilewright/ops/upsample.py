@@ -2,8 +2,7 @@
 
 The kernels are channels-last (kernels/spatial/upsample.py): torch's channels-last memory is read without a copy, any other
 tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth; this is two
-passes, and
-16-bit numbers are rounded in between.
+passes, and 16-bit numbers are rounded in between.
 """
 
 from collections.abc import Sequence

@@ -168,7 +168,7 @@ def test_a_report_is_written(name: str, begins: str) -> None:
         (["--ours", "fake:1", "--claim", "0"], "wanted both above 0"),
         (["--ours", "fake:1", "--threads", "0"], "threads is 0, wanted 1 to 1024"),
         (["--ours", "fake:1", "--report", "out.pdf"], "ending in .html, .json, .md"),
-        (["--ours", "fake:1", "--report", "no/such/out.html"], "wanted a file in a folder that is there"),
+        (["--ours", "fake:1", "--report", "no/such/out.html"], "wanted a file in an existing folder"),
         (["--ours", "fake:1", "--model", "resnet5000"], "no model 'resnet5000'"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",

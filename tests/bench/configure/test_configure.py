@@ -64,8 +64,8 @@ def test_facts_are_those_of_the_loader(model: Path) -> None:
         (("--slo", "ttft=fast"), "the objective 'ttft=fast'"),
         (("--replicas", "0"), "--replicas is '0'"),
         (("--quantize", "none,int3"), "quantize is 'int3'"),
-        (("--prompt-tokens", "500"), "the model takes 128"),
-        (("--slo", "e2e=1us", "--prompt-tokens", "20", "--output-tokens", "9"), "no configuration is predicted to keep"),
+        (("--prompt-tokens", "500"), "wanted at most 128"),
+        (("--slo", "e2e=1us", "--prompt-tokens", "20", "--output-tokens", "9"), "no configuration is predicted to meet"),
     ],
 )
 def test_what_cannot_be_is_one_line(model: Path, words: tuple[str, ...], said: str) -> None:
@@ -78,8 +78,8 @@ def test_what_cannot_be_is_one_line(model: Path, words: tuple[str, ...], said: s
     ("text", "said"),
     [
         ("max_seq = 4\n", "did you mean max_seqs"),
-        ("[serve]\nport = 1\n", "which is none of this command's options"),
-        ("port = \n", "is no TOML"),
+        ("[serve]\nport = 1\n", "which is not an option of this command"),
+        ("port = \n", "is not valid TOML"),
         ("[model]\nname = 1\n", "has a table [model]"),
         ('port = "many"\n', "a valid integer"),
     ],

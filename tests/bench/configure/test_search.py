@@ -82,7 +82,7 @@ def test_within_3_percent_for_many_services(slo: str) -> None:
 
 
 def test_nothing_that_works_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="no configuration is predicted to keep"):
+    with pytest.raises(ValueError, match="no configuration is predicted to meet"):
         search(SPACE[:3], np.zeros((1, 3)), lambda point: 1.0)
 
 

@@ -125,7 +125,7 @@ def test_outputs_are_written_to_the_place_of_their_request(server: Server) -> No
 def test_what_cannot_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="shared_memory is for endpoint v2, and the endpoint is chat"):
         LoadConfig(endpoint="chat", shared_memory=True)
-    with pytest.raises(ValueError, match="1001 users want a region of shared memory each, and 1000 is the most"):
+    with pytest.raises(ValueError, match="1001 users need a region of shared memory each, wanted at most 1000"):
         _loaded(_url(server), shared_memory=True, concurrency="1001")
     monkeypatch.setattr(v2, "MAX_TENSOR_BYTES", 1024)
     with pytest.raises(ValueError, match=r"'x' of shape \[65, 4\] is larger than 1024 bytes"):
@@ -158,7 +158,7 @@ def test_the_server_refuses_the_second_region(server: Server) -> None:
                 await target.close()
 
     try:
-        with pytest.raises(ValueError, match="the service does not take a region of shared memory: 4"):
+        with pytest.raises(ValueError, match="the service refuses a region of shared memory: 4"):
             asyncio.run(work())
     finally:
         (Path("/dev/shm") / "tilewright-other").unlink()

@@ -188,7 +188,7 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["export", str(path), "--out", str(tmp_path / "out"), "--max-batch", "2"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1
-    assert "say them: tilewright export ... --shape ids.1=2,N,4" in done.stderr
+    assert "give them: tilewright export ... --shape ids.1=2,N,4" in done.stderr
     done = CliRunner().invoke(app, [*words, "--shape", "ids.1=1,10,4"])
     assert done.exit_code == 0, done.stderr
     assert json.loads((tmp_path / "out/program.json").read_text())["signature"]["inputs"][0]["shape"] == [-1, 10, 4]

@@ -33,11 +33,11 @@ RTOL = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Two roundings of the type. Everything else has the limit that onnx gives the case, 1e-3: some answers have four digits."""
 REFUSED = {
     "its reduction is not none": ("scatter",),
-    "are not known here": ("string", "cast", "float8", "int4", "float4"),
+    "are not supported": ("string", "cast", "float8", "int4", "float4"),
     "keeps the aspect ratio": ("not_larger", "not_smaller"),
     "it takes the nearest pixel": ("resize",),
     "its numbers depend on": ("attention", "dropout"),
-    "what it makes depends on": ("constantofshape", "eyelike", "range", "window"),
+    "shape of its output depends on": ("constantofshape", "eyelike", "range", "window"),
     "it changes the batch or the channels": ("exclude_outside", "antialias"),
     "places pixels by": ("asymmetric", "crop_and_resize", "symmetric", "align_corners", "pytorch_half_pixel"),
     "its windows are dilated": ("averagepool",),

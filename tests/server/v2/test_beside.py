@@ -118,7 +118,7 @@ def test_a_grpc_port_in_use_ends_the_server_with_a_sentence() -> None:
     [
         (["m:build", "--model", "m=m:build"], "two models have the name 'm'"),
         (["--model", "bookworm"], "the model 'bookworm' is neither MODULE:FUNCTION nor a folder"),
-        (["--repository", "/no/such/folder"], "the model repository /no/such/folder is no folder"),
+        (["--repository", "/no/such/folder"], "the model repository /no/such/folder is not a folder"),
         (["m:build", "--precision", "fp7"], "precision is 'fp7', wanted one of fp32, fp16, bf16, int8"),
         (["m:build", "--max-batch", "0"], "max_batch is 0, wanted 1 to 65536"),
         (["m:build", "--grpc-port", "99999"], "grpc_port is 99999, wanted 0 to 65535"),

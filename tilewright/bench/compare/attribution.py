@@ -55,7 +55,7 @@ _RANK = 1e-7  # relative singular value that counts as zero; columns are scaled 
 
 
 class Border(NamedTuple):
-    """What goes into a program and out of it. An engine copies, casts or lays out anew what does."""
+    """The inputs and outputs of a program, which an engine may copy, cast or convert to another layout."""
 
     bytes_in: float
     bytes_out: float
@@ -65,38 +65,39 @@ class Border(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """Which layers each variant runs, in which order. Plain data."""
+    """The layers that each variant runs, in order, as plain data."""
 
     layers: tuple[str, ...]
-    """In order of execution."""
+    """Names of the layers in order of execution."""
     groups: tuple[int, ...]
-    """Of each layer: layers of one group take the same time."""
+    """The group of each layer; layers of one group take the same time."""
     flops: tuple[float, ...]
     bytes: tuple[float, ...]
     parts: dict[str, tuple[int, ...]]
     """Variant -> the layers that it runs, in order, with repetitions. "whole" is one of them."""
     border: dict[str, Border]
     dear: Border
-    """What is known beforehand of the border's costs: standard deviations, around zero, of seconds a byte and a tensor."""
+    """Prior of the border's costs: standard deviations, around 0, of the seconds per byte and per tensor."""
     stepwise: tuple[bool, bool] = (False, False)
-    """Whether ours, and the baseline, runs operators one by one, as they stand: nothing is fused."""
+    """Whether ours, and the baseline, run operators one by one without fusion."""
     bare: tuple[bool, bool] = (False, False)
-    """Whether on ours, and on the baseline, what goes into a program and comes out of it costs nothing."""
+    """Whether inputs and outputs of a program cost nothing on ours, and on the baseline."""
     spared: bool = False
-    """The baseline's layers are timed without what keeps its user waiting besides: they take that at least; none may fail."""
+    """Whether the baseline's layers are timed without other waiting times of its user. Their times are then lower bounds, and
+    none may fail."""
     silent: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    """Variants that say nothing of layers on ours, and on the baseline: what they do is hidden in a call (ballast.py)."""
+    """Variants that show nothing about layers, on ours and on the baseline: their work is hidden in a call (ballast.py)."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Run times of one side with the drift taken out."""
+    """Run times of one side, corrected for drift."""
 
     variants: tuple[str, ...]
     seconds_V: Floats
     """Robust location (trimmed mean of logarithms)."""
     influence_RV: Floats
-    """What each run moves its variant's location by, relative, times R; zero where a round lacks the variant."""
+    """The relative change of its variant's location by each run, times R; 0 if a round lacks the variant."""
     noise_V: Floats
     """Relative standard error of the location, shrunk towards the common one."""
     single: float
@@ -107,12 +108,12 @@ class Sample:
         return self.variants.index(variant)
 
     def fitted(self, silent: frozenset[str]) -> NDArray[np.intp]:
-        """Places of the variants that speak of layers; of all, where none does."""
+        """Indices of the variants that show something about layers; of all variants if there are none."""
         speak = [v for v, name in enumerate(self.variants) if name not in silent]
         return np.array(speak or range(len(self.variants)), dtype=np.intp)
 
     def of(self, kept: NDArray[np.intp]) -> "Sample":
-        """Those variants alone."""
+        """The sample with only these variants."""
         names = tuple(self.variants[v] for v in kept)
         return Sample(names, self.seconds_V[kept], self.influence_RV[:, kept], self.noise_V[kept], self.single)
 

@@ -1,11 +1,10 @@
 """Programs for engines whose calls hide work: so short that one layer more or less changes nothing measurable.
 
-In a call of a captured model the host copies inputs in, launches, and copies results out, while the device works:
-seconds = max(host, device). With little work the device finishes first, and an additional layer costs nothing (H100, four
-products of
-256 x 256: 45 us per call, of which 10 are work; with one product it takes the same). Such a program says nothing about its
-layers, and would bias their estimates towards 0. So each engine is tested first. Its calls have a floor if a call of one layer
-takes longer than extrapolated from 8 and 32 copies of it, or if 32 copies take hardly more than 8. For such an engine
+In a call of a captured model the host copies inputs in, launches, and copies results out, while the device works: seconds =
+max(host, device). With little work the device finishes first, and an additional layer costs nothing (H100, four products of 256
+x 256: 45 us per call, of which 10 are work; with one product it takes the same). Such a program says nothing about its layers,
+and would bias their estimates towards 0. So each engine is tested first. Its calls have a floor if a call of one layer takes
+longer than extrapolated from 8 and 32 copies of it, or if 32 copies take hardly more than 8. For such an engine
 
 - a program counts only if it takes twice as long as that layer alone; then the host's part is certainly less than the device's;
 - there are also programs with *ballast*: one layer repeated K times, each copy with its own weights, with K so large that these
@@ -60,18 +59,19 @@ __all__ = ["Ballast", "Looked", "look", "merged", "only_whole", "without_hidden"
 _PROBES = (1, 8, 32)
 _COPIES = (16, 32, 64, 128, 256)
 _HEAVY = 2.0
-"""A program counts that takes this many times as long as a layer alone. The host's part is then less than half of it."""
+"""A program counts if it takes this many times as long as a layer alone. The host's part is then less than half of it."""
 _EXPECTED = 1.3
-"""... and is worth building if it is expected to take that much more."""
+"""A program is built if its expected time is this many times the limit."""
 _NEAR_EXPECTED = 1.6
-"""The same of the copies in a short program: guesses of small layers are off by more."""
+"""The same factor for the copies in a short program, because guesses for small layers are less accurate."""
 _FLAT, _EXCESS = 1.5, 0.1
-"""32 copies take less than this many times what 8 take; one takes this share longer than the line through both says."""
+"""Calls hide work if 32 copies take less than `_FLAT` times as long as 8, or if one takes longer by a share of `_EXCESS` than
+the line through both predicts."""
 _BATCHES, _CALLS = 9, 16
 _PACED = 0.9
-"""The share of a call that the host has to take to set the pace: the device is then done soon after it."""
+"""The share of a call from which on the host sets the pace; the device then finishes soon after the host."""
 _MOSTLY = 0.5
-"""The share of a call of ours that its device has to take to be timed alone."""
+"""The share of one of our calls that the device must take, so that the device is timed alone."""
 _MEANT: dict[Clock, str] = {
     "host": "a layer's time is what it takes the host",
     "device": "a layer's time is what it takes the device, with the host ahead, which is at most what a user waits",
@@ -80,7 +80,7 @@ _MEANT: dict[Clock, str] = {
 
 @dataclass(frozen=True)
 class Ballast:
-    """An engine whose calls have a floor, and what is done about it."""
+    """An engine whose calls have a floor, and the repeated layer (ballast) that is used against it."""
 
     edit: Edit
     """The layer that is repeated, and how often; 0: not even the most were seen."""
@@ -98,11 +98,11 @@ class Ballast:
 
     @property
     def limit_s(self) -> float:
-        """What a program must take to count."""
+        """The shortest time in seconds at which a program counts."""
         return _HEAVY * self.alone_s
 
     def words(self, side: str) -> str:
-        """For the fairness card."""
+        """A text for the fairness card."""
         calls = [f"{1e6 * s:.3g}" for s in (self.alone_s, self.whole_s)]
         begin = f"A call of {side} is {calls[0]} us with one layer and {calls[1]} with all: layers are hidden in it."
         if not self.known:
@@ -117,7 +117,7 @@ class Ballast:
 
 @dataclass(frozen=True)
 class Looked:
-    """What was found out about both sides' calls. Of lists of two, the first is of ours."""
+    """Facts about both sides' calls. In lists of two, the first item is for ours."""
 
     plans: list[Plan]
     ballast: list[Ballast | None]
@@ -126,12 +126,12 @@ class Looked:
     paces: Sequence[float] = (0.0, 0.0)
     """The host's share of a call of the whole model, on an engine that starts operators one by one."""
     clocks: Sequence[Clock] = ("call", "call")
-    """What layers are timed by."""
+    """The clocks by which layers are timed."""
     share: float = 0.0
     """The device's share of a call of ours, if that was asked."""
 
     def point(self) -> Point | None:
-        """For the fairness card; None where there is nothing to say."""
+        """A point of the fairness card; None if there is nothing to report."""
         found = [b.words(side) for b, side in zip(self.ballast, ("ours", "the baseline"), strict=True) if b is not None]
         for pace, clock, side in zip(self.paces, self.clocks, ("ours", "the baseline"), strict=True):
             if clock != "call" and pace:
@@ -192,19 +192,19 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
 
 
 def _outgrows_caches(chain: Chain) -> bool:
-    """Whether the weights, in 16 bits, are more than the GPU's L2 holds."""
+    """Whether the weights, in 16 bits, are larger than the GPU's L2."""
     device = chain.inputs[0].device
     weights = sum(p.numel() for p in chain.model.parameters())
     return device.type == "cuda" and 2 * weights > device_of(device.index or 0).l2_bytes
 
 
 def _clock(pace: float, *, baseline: bool) -> Clock:
-    """By what the layers of an engine are timed whose host takes that share of a call."""
+    """The clock for the layers of an engine whose host takes this share of a call."""
     return "host" if pace >= _PACED else "device" if pace and baseline else "call"
 
 
 def without_hidden(looked: Looked, sides: Sequence[Contender]) -> Looked | None:
-    """The same once variants are built: those that proved to be hidden are closed, others take their place. None: none are."""
+    """`looked` after variants were built: those that turned out to be hidden are closed and replaced. None: there are none."""
     ballast, plans = list(looked.ballast), list(looked.plans)
     for i, (side, one) in enumerate(zip(sides, looked.ballast, strict=True)):
         if one is None or not one.edit.times:
@@ -225,7 +225,7 @@ def only_whole(planned: Plan) -> Plan:
 
 
 def merged(looked: Looked, stepwise: Sequence[bool] = (False, False)) -> Design:
-    """One design for what any side runs; `stepwise` (engine.py) is of each side."""
+    """One design with the variants of both sides; `stepwise` (engine.py): a value for each side."""
     ours, baseline = looked.plans
     parts, border = ours.design.parts | baseline.design.parts, ours.design.border | baseline.design.border
     silent, (first, second) = (ours.silent, baseline.silent), stepwise
@@ -235,7 +235,7 @@ def merged(looked: Looked, stepwise: Sequence[bool] = (False, False)) -> Design:
 
 
 def _copied(chain: Chain) -> frozenset[str]:
-    """The programs in which a layer stands behind itself."""
+    """The programs in which a layer is repeated."""
     return frozenset(v.name for v in candidates(chain) if any(edit.times > 1 for edit in v.spec.edits))
 
 
@@ -259,7 +259,7 @@ def _probes(chain: Chain) -> list[Variant]:
 def _ballast(
     side: Contender, planned: Plan, probes: Sequence[Variant], until: float, progress: Callable[[str], None]
 ) -> Ballast | None:
-    """None: the calls of this side hide nothing."""
+    """The ballast for this side; None if its calls hide nothing."""
     names = [variant.name for variant in probes]
     batches = [[side.seconds(name, _CALLS) for name in names] for _ in range(_BATCHES)]
     first, some, many = (median(batch[k] for batch in batches) for k in range(len(_PROBES)))

@@ -2,10 +2,9 @@
 
 A ratio means most if both sides compute in the same precision and start their work in the same way: a captured CUDA graph
 against a captured CUDA graph, or calls from Python against calls from Python. If the baseline is a different kind of engine
-(eager PyTorch in
-float32, say), an equivalent one is added: PyTorch's own calls in our precision, in a CUDA graph if ours uses one. Claims are
-listed in
-this order: against equivalent engines, then against those with another launch mode, then with another precision.
+(eager PyTorch in float32, say), an equivalent one is added: PyTorch's own calls in our precision, in a CUDA graph if ours uses
+one. Claims are listed in this order: against equivalent engines, then against those with another launch mode, then with another
+precision.
 
 These engines are built and checked like the others and take part in every round, but only the whole model is timed.
 """
@@ -26,7 +25,7 @@ _DRAWS = 1000
 
 
 def launch_mode(facts: dict[str, object]) -> str:
-    """How an engine starts its work, by its facts: "CUDA graph", "calls", or "not told"."""
+    """The way in which an engine starts its work, by its facts: "CUDA graph", "calls", or "not told"."""
     graph = facts.get("graph")
     return "not told" if graph is None else "CUDA graph" if graph else "calls"
 
@@ -40,7 +39,7 @@ def _kind(side: Contender) -> tuple[str, str]:
 
 
 def equal_engine(ours: Contender, baseline: Contender) -> str | None:
-    """PyTorch's engine of our precision and launch mode; None where the baseline is of both, or PyTorch has none."""
+    """PyTorch's engine with our precision and launch mode; None if the baseline has both, or if PyTorch has no such engine."""
     precision, launch = _kind(ours)
     if _kind(baseline) == (precision, launch):
         return None
@@ -54,9 +53,9 @@ def beside(
     ours: Contender, baseline: Contender, asked: Sequence[str], settings: Settings, ends: ExitStack,
     progress: Callable[[str], None],
 ) -> list[Contender]:  # fmt: skip
-    """The engines to be measured as a whole: an equal one, where the baseline is none, and those that were asked for.
+    """The engines to be measured as a whole: an equal one, if the baseline is not equal, and those that were requested.
 
-    Raises EngineError: one cannot be had.
+    Raises EngineError if one is not available.
     """
     equal = equal_engine(ours, baseline)
     names = list(asked)
@@ -74,7 +73,7 @@ def beside(
 
 
 def claims(ours: Contender, others: Sequence[Contender], confidence: float, seed: int) -> list[Claim]:
-    """How many times as fast as each engine the whole model is, the fairest comparison first."""
+    """The speed of the whole model relative to each engine, the fairest comparison first."""
     found = [_claim(ours, side, confidence, seed) for side in others]
     return sorted(found, key=lambda claim: (not claim.equal, claim.precision != _precision(ours)))
 
@@ -96,7 +95,7 @@ def _claim(ours: Contender, other: Contender, confidence: float, seed: int) -> C
 
 
 def _measured(ours: Contender, other: Contender, confidence: float, seed: int) -> tuple[Interval, Interval]:
-    """Seconds of the other, and its time over ours: medians, with bootstrap intervals over whole rounds (Efron, 1979)."""
+    """(seconds of the other engine, its time over ours): medians, with bootstrap intervals over whole rounds (Efron, 1979)."""
     a, b = (np.array(by_variant(side.runs)["whole"]) for side in (ours, other))
     rounds = min(len(a), len(b))
     drawn = np.random.default_rng(seed).integers(0, rounds, (_DRAWS, rounds))

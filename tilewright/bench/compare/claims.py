@@ -14,24 +14,24 @@ WORTH = (
     "interval, no verdict and no point of the fairness card. Where it is outside of the estimate's interval, the two "
     "do not measure the same, or one is wrong: look there. What an engine gives a name of its own is of no segment."
 )
-"""What a reader must know before the numbers."""
+"""The explanation that precedes the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What engines say of themselves beside what was found, as text."""
+    """The engines' own times next to the measured ones, as text."""
 
     columns: list[str]
     rows: list[list[str]]
-    """Segments, what has no segment, and the sum against the whole model as measured."""
+    """Rows for segments, for times without a segment, and for the sum against the measured whole model."""
     notes: list[str]
-    """Of engines that tell nothing."""
+    """Notes about engines without counters."""
     listed: list[tuple[str, list[list[str]]]]
     """Engine, and each of its counters: name, kind, time, share of all, layers; the longest first."""
 
 
 def table(c: Comparison) -> Table | None:
-    """None: nobody was asked."""
+    """The table; None if no counters were requested."""
     both = [("ours", c.ours), ("baseline", c.baseline)]
     telling = [(name, side) for name, side in both if side.counters]
     notes = [f"{name}: {side.counters_note}." for name, side in both if side.counters_note]

@@ -15,7 +15,7 @@ __all__ = ["Behind", "empty_caches", "launched", "timed"]
 
 
 def timed(call: Callable[[], Any], calls: int, settings: Settings) -> float:
-    """Seconds of `calls` calls by `settings.clock`, on a GPU each waited for."""
+    """Seconds of `calls` calls by `settings.clock`; on a GPU each call is waited for."""
     device, total = settings.device, 0.0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -37,7 +37,7 @@ def timed(call: Callable[[], Any], calls: int, settings: Settings) -> float:
 
 
 def launched(call: Callable[[], Any], calls: int, settings: Settings) -> float:
-    """Seconds of `calls` calls until each is back, on a GPU that has nothing else to do."""
+    """Seconds of `calls` calls until each returns, on a GPU without other work."""
     total = 0.0
     for _ in range(calls):
         torch.cuda.synchronize(settings.device)
@@ -49,17 +49,17 @@ def launched(call: Callable[[], Any], calls: int, settings: Settings) -> float:
 
 
 class Behind:
-    """A GPU that begins with a call only when its host is done with it: what a call takes the device alone.
+    """Measures the device's time of a call, by letting the GPU begin only when the host has started all of its work.
 
-    Before a call the device is given something else to do, as long as the host needs to start the call's work. Where it was
-    not long enough, the call counts not and the lead grows; a call that waits for the device inside is never ahead of it,
-    and takes what it takes with the longest lead.
+    Before a call the device gets other work, which lasts as long as the host needs to start the call's work. If it did not last
+    long enough, the call does not count and the lead grows. A call that waits for the device inside is never ahead of it; its
+    time is the one with the longest lead.
     """
 
     _FIRST, _GROWS, _MOST = 1.25, 1.5, 8.0
     """Leads in calls of the host."""
     _CYCLES_PER_S = 2e9
-    """Of a processor that is faster the lead is shorter at first."""
+    """Cycles per second with which the lead is computed; on a faster processor the lead is shorter at first."""
 
     def __init__(self, call: Callable[[], Any], settings: Settings):
         self._call, self._device = call, settings.device
@@ -67,7 +67,7 @@ class Behind:
         self._lead = self._FIRST
 
     def time(self, calls: int, *, cold: bool = False) -> float:
-        """Seconds of `calls` calls; `cold`: each from empty caches."""
+        """Device seconds of `calls` calls; `cold`: each begins with empty caches."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         total, counted = 0.0, 0
         while counted < calls:
@@ -94,5 +94,5 @@ def _filling(device: torch.device) -> Tensor:
 
 
 def empty_caches(device: torch.device) -> None:
-    """Fill a GPU's L2 with what nobody wants, by reading it: what was written would be carried out while a call is timed."""
+    """Fill a GPU's L2 with unused data by reading: written data would be moved to memory while a call is timed."""
     torch.amax(_filling(device).view(torch.int32))

@@ -6,11 +6,10 @@ nothing on the fairness card, and an engine that cannot provide them has failed 
 How a counter is assigned to a layer: an engine is given a program whose operations have names, and which records the module
 that each operation was exported from (`Operation`). An operation belongs to the layer that has nodes of that module; if several
 do (a ReLU that is called three times), to the first one that does not run before the operation's inputs exist. A counter
-belongs to the layers of the
-operations that occur as words in its name: "conv_7 + relu_3", "node_MatMul_9/MatMulAddFusion". If these are in several layers,
-only
-layers that it begins count: a convolution that also adds a shortcut's sum does not become part of the next layer. A counter
-whose name contains no operation (a copy that the engine has added) has no layer. Nothing is guessed from kinds, sizes or order.
+belongs to the layers of the operations that occur as words in its name: "conv_7 + relu_3", "node_MatMul_9/MatMulAddFusion". If
+these are in several layers, only layers that it begins count: a convolution that also adds a shortcut's sum does not become
+part of the next layer. A counter whose name contains no operation (a copy that the engine has added) has no layer. Nothing is
+guessed from kinds, sizes or order.
 """
 
 import math
@@ -33,7 +32,10 @@ __all__ = ["attributed", "counted", "looked_over"]
 def counted(
     found: Comparison, sides: Sequence[Contender], chain: Chain, progress: Callable[[str], None] = lambda words: None
 ) -> Comparison:
-    """`found` with what each engine's profiler says of the whole model, or why there is nothing. Ctrl-C: nothing, and why."""
+    """`found` with the counters of each engine's profiler for the whole model, or the reason why there are none.
+
+    Ctrl-C ends the counting; the interruption is then the reason.
+    """
     told = []
     for side, was in zip(sides, (found.ours, found.baseline), strict=True):
         progress(f"asking {side.name} for its counters")
@@ -51,7 +53,7 @@ def counted(
 
 
 def looked_over(counters: Sequence[Counter], engine: str) -> list[Counter]:
-    """The same, what cannot be printed as "?". EngineError: they are no counters of one model, and why."""
+    """The counters, with unprintable characters as "?". Raises EngineError with the reason if they are not plausible."""
     if not counters:
         raise EngineError(f"{engine} has counted nothing")
     if len(counters) > MOST_COUNTERS:
@@ -73,7 +75,7 @@ def _printable(text: str) -> str:
 
 
 def attributed(counters: Sequence[Counter], operations: Sequence[Operation], chain: Chain) -> list[Counter]:
-    """`counters` with the names of the layers that they run. One that has a layer's own name is of that layer."""
+    """`counters` with the names of the layers that they run. A counter with the name of a layer belongs to that layer."""
     places = _places(operations, chain)
     named: dict[str, list[int]] = defaultdict(list)
     for i, operation in enumerate(operations):
@@ -99,7 +101,7 @@ def attributed(counters: Sequence[Counter], operations: Sequence[Operation], cha
 
 
 def _places(operations: Sequence[Operation], chain: Chain) -> list[int | None]:
-    """The layer of each operation; None where its module is in none, or only in layers before what it reads."""
+    """The layer of each operation; None if its module is in no layer, or only in layers before the operation's inputs."""
     of_module: dict[str, set[int]] = defaultdict(set)
     of_op: dict[tuple[str, str], set[int]] = defaultdict(set)
     for i, layer in enumerate(chain.layers):

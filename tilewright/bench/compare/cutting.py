@@ -1,10 +1,9 @@
 """Builds variants as parts of one exported graph, for engines that take graphs, without tracing each variant.
 
 `Cutter` exports a chain's graph once per precision; every value that is passed between layers is among its outputs. A variant's
-program
-is then assembled layer by layer: from each of a layer's outputs back to its inputs, node by node. The result has the same nodes
-as a trace of the variant itself (a test compares them), and takes milliseconds instead of seconds. Weights are those of the
-export; second and later copies of a layer have the variant's.
+program is then assembled layer by layer: from each of a layer's outputs back to its inputs, node by node. The result has the
+same nodes as a trace of the variant itself (a test compares them), and takes milliseconds instead of seconds. Weights are those
+of the export; second and later copies of a layer have the variant's.
 
 Refused (NotCut has the reason; the variant is then traced like any module): layers that pass on other objects than tensors, and
 graphs in which two values of the chain are the same.
@@ -26,11 +25,14 @@ __all__ = ["Cutter", "NotCut", "boundaries", "instances"]
 
 
 class NotCut(ValueError):
-    """A chain, or a variant of it, that is no part of an exported graph."""
+    """A chain, or a variant of it, is not a part of an exported graph."""
 
 
 def boundaries(chain: Chain) -> list[fx.Node]:
-    """What the layers of a chain hand to each other and to the caller, in order. NotCut: some of it is no tensor."""
+    """The values that the layers of a chain pass to each other and to the caller, in order.
+
+    Raises NotCut if one is not a tensor.
+    """
     of = {node: i for i, layer in enumerate(chain.layers) for node in layer.nodes}
     final = set(chain.outputs)
     found = [n for n in of if n in final or any(of.get(user, of[n]) != of[n] for user in n.users)]
@@ -51,7 +53,7 @@ def with_boundaries(chain: Chain) -> fx.GraphModule:
 
 
 def instances(chain: Chain, variant: Variant) -> list[tuple[int, int, dict[fx.Node, Key]]]:
-    """(layer, number of the copy, what it is given: value of the chain -> value of the program), in order."""
+    """(layer, number of the copy, its inputs: value of the chain -> value of the program), in order."""
     of = {node: i for i, layer in enumerate(chain.layers) for node in layer.nodes}
     found = []
     for (layer, number), steps in groupby(variant.program.steps, lambda step: (of[step.key[0]], step.key[1])):
@@ -79,7 +81,7 @@ class Cutter:
         return found
 
     def exported(self, dtype: torch.dtype | None) -> tuple[Traced, dict[fx.Node, fx.Node]]:
-        """The graph in `dtype` (None: the model's own), and value of the chain -> its node there. NotCut: it is no graph."""
+        """(the graph in `dtype`, value of the chain -> its node there). None: the model's dtype. Raises NotCut."""
         if dtype not in self._exported:
             root, inputs = with_boundaries(self.chain), self.chain.inputs
             if dtype is not None:

@@ -15,12 +15,10 @@ DTYPE is fp32, fp16 or bf16: weights and floating-point inputs are cast once, be
 
 `Built.time(calls)` gives the seconds of that many forward passes, one after the other, each waited for: the latency of one
 answer. On a GPU this is measured from a CUDA event on an idle device to another after the last kernel. If the next call were
-issued meanwhile, a
-call would take the longer of its host time and its device time, and layers would not add up: 19 layers of a small captured
-model take
-as long as one (H100: 41 and 38 us, the host's). If one of the two engines has no such events, and on a CPU, both sides are
-timed by the wall clock. Inputs are where the engine wants them (on its device) and outputs stay there; copies within a call are
-part of its time.
+issued meanwhile, a call would take the longer of its host time and its device time, and layers would not add up: 19 layers of a
+small captured model take as long as one (H100: 41 and 38 us, the host's). If one of the two engines has no such events, and on
+a CPU, both sides are timed by the wall clock. Inputs are where the engine wants them (on its device) and outputs stay there;
+copies within a call are part of its time.
 
 Every step has a time limit. Engines in this process are stopped when they return to Python; one that never does ends the
 process after a grace period. A foreign engine that may crash should run as `cmd:`.
@@ -86,25 +84,25 @@ _GRACE_S = 20.0
 
 
 class EngineError(ValueError):
-    """An engine that cannot be had, crashed, hung, or answered something else than it should."""
+    """An engine is not available, crashed, hung, or gave a wrong answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every engine of a comparison is told alike."""
+    """The settings that are the same for all engines of a comparison."""
 
     device: torch.device
     threads: int
-    """Of one call on a CPU."""
+    """Threads of one call on a CPU."""
     build_limit_s: float = 600.0
     run_limit_s: float = 60.0
-    """Of one batch of calls, and of fetching outputs."""
+    """Time limit in seconds for one batch of calls, and for fetching outputs."""
     host_clock: bool = False
-    """On a GPU: the wall clock around waiting for the device, on both sides, since one engine has no events to offer."""
+    """On a GPU, whether both sides are timed by the wall clock and wait for the device, because one engine has no events."""
 
     @property
     def clock(self) -> str:
-        """What `timed` reads."""
+        """The name of the clock that `timed` uses."""
         return "wall clock" if self.device.type != "cuda" else "wall clock, synchronised" if self.host_clock else "cuda events"
 
 
@@ -112,71 +110,74 @@ class Built(Protocol):
     """A module inside an engine, with its example inputs."""
 
     facts: dict[str, Any]
-    """What is particular to this build: seconds, what was decided; JSON."""
+    """Facts about this build, such as its seconds and decisions, as JSON values."""
 
     def time(self, calls: int) -> float:
         """Seconds of `calls` forward passes."""
         ...
 
     def outputs(self) -> list[Tensor]:
-        """Of the example inputs, flattened, on the CPU; floating-point ones in float64."""
+        """The outputs for the example inputs, flattened, on the CPU; floating-point outputs are float64."""
         ...
 
     def close(self) -> None:
-        """Give back memory and processes."""
+        """Free memory and end processes."""
         ...
 
 
 class Engine(Protocol):
-    """A black box. `Engine(option, settings)` starts it and raises EngineError when it cannot be had here."""
+    """An engine as a black box. `Engine(option, settings)` starts it, and raises EngineError if it is not available here."""
 
     facts: dict[str, Any]
-    """What holds for all its builds: versions, precision asked for, threads, graph, copies, clock; JSON."""
+    """Facts about all its builds: versions, requested precision, threads, graph, copies, clock; JSON values."""
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> Built:
-        """Make `module` ready for calls with `inputs`; neither is changed. `name` is for error messages and files."""
+        """Prepare `module` for calls with `inputs`; neither is changed. `name` is used in error messages and file names."""
         ...
 
     def close(self) -> None:
-        """Give back what outlives its builds."""
+        """Free everything that remains after its builds are closed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """A node of the program that an engine was given, by which the engine's counters are found again among our layers."""
+    """A node of the program given to an engine; it is used to assign the engine's counters to our layers."""
 
     names: tuple[str, ...]
-    """The node's and those of the values that it makes."""
+    """Names of the node and of the values that it produces."""
     scope: str
-    """Path of the module that it was exported from."""
+    """Path of the module from which it was exported."""
     op: str
-    """What it was exported from: "conv2d", "layer_norm"."""
+    """The operator from which it was exported: "conv2d", "layer_norm"."""
     reads: tuple[int, ...]
-    """Places, in the program's list, of the operations whose values it reads."""
+    """Indices, in the program's list, of the operations whose values it reads."""
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A build whose engine has a profiler. Asked once, of the whole model, when everything is measured: profiling disturbs."""
+    """A build whose engine has a profiler.
+
+    Counters are requested once, for the whole model, after all measurements, because profiling disturbs them.
+    """
 
     operations: Sequence[Operation]
-    """Of the program as it was given, each behind what it reads; empty where none has a name. Read after `counters`."""
+    """Operations of the given program, in topological order; empty if none has a name. Read this after `counters`."""
     # A build may also have `exact = True`: its counters are the device's own records of its kernels (kernel_records.py).
 
     def counters(self) -> list[Counter]:
-        """What its profiler says of each of its operations in one run, the median of several. `layers` are not its business.
+        """The profiler's time of each operation in one run, as the median of several runs; `layers` stay empty.
 
-        May take as long as building the model once more. EngineError: why it does not tell.
+        May take as long as building the model again. Raises EngineError with the reason if there are none.
         """
         ...
 
 
 @runtime_checkable
 class Cutting(Protocol):
-    """An engine that can make a variant from a part of what it knows of the model, sooner than from a module.
+    """An engine that can make a variant from parts of the model that it already has, faster than from a module.
 
-    What it builds is what `build` would build. The whole model is always given to `build`, as its user has it.
+    The result is the same as that of `build`. The whole model is always given to `build`, as its user has it.
     """
 
     def build_variant(self, variant: "Variant") -> Built:
@@ -186,41 +187,41 @@ class Cutting(Protocol):
 
 @runtime_checkable
 class Stepwise(Protocol):
-    """An engine that may run a module's operators one by one, as they stand."""
+    """An engine that may run a module's operators one by one, unchanged."""
 
     stepwise: bool
-    """Whether it does: nothing is then done to what goes into a program and comes out of it."""
+    """Whether it does; then inputs and outputs of a program are not converted or copied."""
 
 
 @runtime_checkable
 class Queued(Protocol):
-    """A build whose calls are back when their last piece of work was started, while a device goes on."""
+    """A build whose calls return when their last piece of work was started, while the device still works."""
 
     def device_time(self, calls: int, *, cold: bool) -> float:
-        """Seconds that `calls` calls take the device, when all of a call's work is there before it begins.
+        """Device seconds of `calls` calls, each of which begins when all of its work is queued.
 
-        Of a captured graph that is its replay, without copies in and out, which are a call's and not a layer's.
-        `cold`: and when nothing of what a call reads is in the device's caches.
+        For a captured graph this is its replay, without copies in and out, which belong to the call and not to a layer.
+        `cold`: each call begins with none of its data in the device's caches.
         """
         ...
 
 
 @runtime_checkable
 class Launching(Queued, Protocol):
-    """One whose host starts that work piece by piece."""
+    """A queued build whose host starts the work piece by piece."""
 
     def host_time(self, calls: int) -> float:
-        """Seconds of `calls` calls until each is back; the device is waited for before each, which does not count."""
+        """Seconds of `calls` calls until each returns. Waiting for the device before each call does not count."""
         ...
 
 
 def is_stepwise(engine: Engine) -> bool:
-    """Whether it is known to run a module's operators one by one; of a foreign program it never is."""
+    """Whether the engine is known to run a module's operators one by one; never known for a foreign program."""
     return isinstance(engine, Stepwise) and engine.stepwise
 
 
 def engine_of(text: str, settings: Settings) -> Engine:
-    """The engine that a command line names."""
+    """The engine named on a command line."""
     name, colon, option = text.partition(":")
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}; wanted one of {', '.join(ENGINES)} (cmd:COMMAND for any other program)")
@@ -233,7 +234,7 @@ def engine_of(text: str, settings: Settings) -> Engine:
 
 
 def need(package: str, engine: str) -> Any:
-    """Import a package that is not among tilewright's own; EngineError says what to install."""
+    """Import an optional package. Raises EngineError if it is missing; the message says what to install."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -241,7 +242,7 @@ def need(package: str, engine: str) -> Any:
 
 
 def dtype_of(option: str, engine: str) -> torch.dtype | None:
-    """What DTYPE asks for; None: as the module is."""
+    """The dtype for DTYPE; None: that of the module."""
     if option and option not in DTYPES:
         raise EngineError(f"engine {engine}:{option} is not known; wanted {engine} or {engine}: and one of {', '.join(DTYPES)}")
     return DTYPES.get(option)
@@ -250,14 +251,14 @@ def dtype_of(option: str, engine: str) -> torch.dtype | None:
 def cast(
     module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype | None, copy: Callable[[nn.Module], nn.Module]
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """`module` and `inputs` in `dtype`, integers as they are; a copy of the module, unless there is nothing to cast."""
+    """`module` and `inputs` in `dtype`; integers are unchanged. The module is copied unless there is nothing to cast."""
     if dtype is None:
         return module, inputs
     return copy(module).to(dtype), tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
 def flat_outputs(answer: Any) -> list[Tensor]:
-    """Every tensor of an answer in the order of its structure, as `Built.outputs` has them."""
+    """All tensors of an answer in the order of its structure, in the form of `Built.outputs`."""
     from torch.utils._pytree import tree_leaves
 
     tensors = [x.detach().cpu() for x in tree_leaves(answer) if isinstance(x, Tensor)]
@@ -265,7 +266,7 @@ def flat_outputs(answer: Any) -> list[Tensor]:
 
 
 def repeated(call: Callable[[], Any]) -> int:
-    """Calls it for a quarter of a second, 3 to 50 times, and returns how often: as many runs as a median of counters needs."""
+    """Make calls for a quarter of a second, 3 to 50 times, for a median of counters; return their number."""
     began, calls = time.perf_counter(), 0
     while calls < 3 or (calls < 50 and time.perf_counter() - began < 0.25):
         call()
@@ -275,9 +276,9 @@ def repeated(call: Callable[[], Any]) -> int:
 
 @contextmanager
 def limited(seconds: float, what: str) -> Iterator[None]:
-    """EngineError when the block takes longer; the process ends when the block does not come back to Python after that.
+    """Raise EngineError if the block takes longer; end the process if the block does not return to Python after that.
 
-    The signal needs the main thread; in another one only the second limit holds.
+    The signal works only in the main thread; in another thread only the second limit applies.
     """
 
     def late(number: int, frame: FrameType | None) -> None:
@@ -301,6 +302,6 @@ def limited(seconds: float, what: str) -> Iterator[None]:
         if main:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
-            if left:  # somebody around this block has a limit too
+            if left:  # an outer block has a limit, too
                 signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), every)
         watchdog.cancel()

@@ -1,9 +1,8 @@
 """Decides whether an engine fuses two layers: which boundary explains the residuals of a fit, and whether that is chance.
 
 Programs deviate from additivity by more than noise, each in its own way, and not because of a single boundary. So what a
-boundary
-explains (t squared) is measured in units of the remaining variance, but at least of ADDITIVE: an F statistic, the largest of
-many. Its distribution without any special boundary is simulated, with deviations of the observed size.
+boundary explains (t squared) is measured in units of the remaining variance, but at least of ADDITIVE: an F statistic, the
+largest of many. Its distribution without any special boundary is simulated, with deviations of the observed size.
 """
 
 from collections.abc import Collection

@@ -63,17 +63,17 @@ class Layer:
     """An anchor and what follows it, in a `Chain`."""
 
     name: str
-    """The anchor's module path; where a module has several anchors, and the function's name."""
+    """The anchor's module path, with the function's name if a module has several anchors."""
     kind: str
     """conv, linear, matmul, attention, embedding, norm, pool or other."""
     anchor: fx.Node | None
-    """None where a model has no anchor at all."""
+    """None if a model has no anchor at all."""
     nodes: tuple[fx.Node, ...]
     signature: str
-    """Operations, options and shapes: equal for layers that compute the same."""
+    """Operations, options and shapes; equal for layers that compute the same."""
     flops: float
     bytes: float
-    """Inputs, weights and outputs once."""
+    """Bytes of inputs, weights and outputs, each counted once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,18 +85,18 @@ class Chain:
     inputs: tuple[Tensor, ...]
     layers: tuple[Layer, ...]
     shapes: dict[fx.Node, Shape]
-    """Of every node that is one tensor."""
+    """Shapes of all nodes that are single tensors."""
     outputs: tuple[fx.Node, ...]
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Of each layer: those that compute the same behind a layer that computes the same are of one group."""
+        """The group of each layer: layers in a group compute the same, and so do the layers before them."""
         signs = [layer.signature for layer in self.layers]
         found: dict[tuple[str, str], int] = {}
         return tuple(found.setdefault(pair, len(found)) for pair in zip(["", *signs], signs, strict=False))
 
     def live(self, stop: int) -> list[fx.Node]:
-        """What layers before `stop` have made and later ones, or the caller, read."""
+        """Values that layers before `stop` have produced and that later layers, or the caller, read."""
         made = {node: i for i, layer in enumerate(self.layers) for node in layer.nodes}
         final = set(self.outputs)
         return [
@@ -107,15 +107,15 @@ class Chain:
         ]
 
     def size(self, node: fx.Node) -> int:
-        """Bytes of its tensor."""
+        """Size of a node's tensor in bytes."""
         shape, dtype = self.shapes[node]
         return int(torch.Size(shape).numel()) * dtype.itemsize
 
 
 def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) -> Chain:
-    """Cut `model` into layers, for inputs of these shapes. It runs once or twice, and is not changed.
+    """Cut `model` into layers, for inputs of these shapes. The model runs once or twice, and is not changed.
 
-    whole: one that cannot be cut is one layer.
+    whole: treat a model that cannot be cut as one layer. Raises Untraceable with the reason.
     """
     if model.training:
         raise Untraceable("the model is in training mode; call model.eval() first")

@@ -52,21 +52,21 @@ __all__ = ["Clock", "Contender", "build_all", "build_everywhere", "race", "truth
 
 _LEAST_BATCH_S, _MOST_BATCH_S = 1e-3, 50e-3
 _ROUNDS = 200
-"""Aimed at: what a bootstrap wants, and what a report can show."""
+"""The intended number of rounds, which is enough for a bootstrap and can be shown in a report."""
 _WARM_UP_ROUNDS = 2
 _LEAST_ROUNDS = 3
-"""Of fewer nothing can be said: an interrupt then ends everything."""
+"""Fewest rounds for a result: an interrupt before that ends the comparison."""
 _FIRST_LOOK = 8
 _PACES, _PACE_CALLS = 9, 4
 _SETTLE_S = 3.0
-"""Before a round counts, and before a verdict is looked at: clocks rise, and a side's first rounds were 10 % slower (H100, 8
-rounds in 1.5 s). At most a tenth of the time there is."""
+"""Seconds before rounds count and before the verdict is checked, because clocks rise at first: a side's first rounds were 10 %
+slower (H100, 8 rounds in 1.5 s). At most a tenth of the available time."""
 _MOST_AHEAD = 8
-"""Calls of a batch by the device's clock: each waits for its host first, and says the same to 0.3 %."""
+"""Most calls of a batch by the device's clock: each waits for its host first, and their times agree to 0.3 %."""
 _LONG_CALL_S = 5e-3
-"""A call this long does not notice what it finds in the caches."""
+"""The time of a call this long does not depend on the contents of the caches."""
 _NEEDED_SHARE, _SPARE_SHARE = 0.8, 0.5
-"""Of the budget that may go into building the variants that every layer needs, and into those beyond."""
+"""Shares of the budget for building the variants that are needed to tell layers apart, and for further variants."""
 # Largest error before an engine's numbers count as wrong: five times what bf16 loses over 70 layers; and, for an engine that
 # says it computes in 8 or 4 bits, what no rounding explains.
 _WRONG_FLOAT, _WRONG_CODES = 0.1, 0.5
@@ -84,26 +84,26 @@ class Contender:
     """One side of the comparison while it runs."""
 
     name: str
-    """As it was asked for: "optimize:fp16"."""
+    """The engine as it was named by the user: "optimize:fp16"."""
     engine: Engine
     settings: Settings
     built: dict[str, Built] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    """Of a batch, by variant."""
+    """Variant -> calls of a batch."""
     call_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of one call, as first seen."""
+    """Variant -> seconds of one call in the first measurement."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Relative error of the outputs, by variant."""
+    """Variant -> relative error of its outputs."""
     build_s: float = 0.0
-    """Of all variants together."""
+    """Seconds for building all variants."""
     clock: Clock = "call"
-    """What programs but the whole model are timed by: a call as a user has it, what it takes the host, or the device alone."""
+    """The clock for all programs except the whole model: a call as a user sees it, the host's part, or the device's part."""
     cold: bool = False
-    """Whether by the device's clock each call begins with empty caches."""
+    """Whether each call begins with empty caches, if the device's clock is used."""
     runs: list[Run] = field(default_factory=list)
 
     def build(self, variant: "Variant", truth: Sequence[Tensor]) -> None:
-        """Build, check and warm up. EngineError: it cannot, or what it answers is wrong."""
+        """Build, check and warm up a variant. Raises EngineError if this fails or if its answer is wrong."""
         began, what = time.monotonic(), f"{self.name} building {variant.name}"
         built = self._guarded(what, self.settings.build_limit_s, lambda: self._made(variant))
         try:
@@ -118,7 +118,7 @@ class Contender:
 
     def _made(self, variant: "Variant") -> Built:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the engines' own making, of no use to whoever compares them
+            warnings.simplefilter("ignore")  # warnings of the engines do not help a user who compares them
             if isinstance(self.engine, Cutting) and variant.name != "whole":
                 return self.engine.build_variant(variant)
             return self.engine.build(variant.module, variant.inputs, variant.name)
@@ -132,9 +132,9 @@ class Contender:
         return self._guarded(f"{self.name} running {name}", self.settings.run_limit_s, lambda: clock(calls))
 
     def _guarded(self, what: str, limit_s: float, step: Callable):
-        """`step()` within its time; whatever it raises says what it was."""
+        """Run `step()` within its time limit; its errors get the name of the step."""
         try:
-            # A little more than the limit that a foreign engine is held to: its own message says more.
+            # A little more than the limit inside a foreign engine, whose own message is more precise.
             with limited(1.1 * limit_s + 1, what):
                 return step()
         except EngineError:
@@ -158,18 +158,18 @@ class Contender:
         return error
 
     def seconds(self, name: str, calls: int) -> float:
-        """Of one call of a variant, from a batch of `calls`."""
+        """Seconds of one call of a variant, from a batch of `calls` calls."""
         return self._time(self.built[name], name, calls) / calls
 
     def pace(self) -> float:
-        """The host's share of a call of the whole model; 0 where the engine is not known to start operators one by one."""
+        """The host's share of a call of the whole model; 0 if the engine is not known to start operators one by one."""
         whole = self.built["whole"]
         if not is_stepwise(self.engine) or not isinstance(whole, Launching):
             return 0.0
         return median(whole.host_time(_PACE_CALLS) / _PACE_CALLS / self.seconds("whole", _PACE_CALLS) for _ in range(_PACES))
 
     def share(self) -> float:
-        """The device's share of a call of the whole model, where the host replays what was captured; else 0."""
+        """The device's share of a call of the whole model, if the host replays a captured graph; else 0."""
         whole = self.built["whole"]
         if not self.engine.facts.get("graph") or not isinstance(whole, Queued):
             return 0.0
@@ -177,32 +177,32 @@ class Contender:
         return median(whole.device_time(calls, cold=False) / calls / self.seconds("whole", calls) for _ in range(_PACES))
 
     def take(self, clock: Clock, *, cold: bool = False) -> None:
-        """From now on, and for what is built."""
+        """Use this clock from now on, also for variants that are built already."""
         self.clock, self.cold = clock, cold
         for name in self.built:
             self.call_s[name] = min(self.seconds(name, 1) for _ in range(3))
 
     def counters(self) -> list[Counter]:
-        """What the engine's own profiler says of the whole model. EngineError: it has none, or it failed."""
+        """The counters of the engine's own profiler for the whole model. Raises EngineError if it has none or it fails."""
         built = self.built["whole"]
         if not isinstance(built, Counting):
             raise EngineError(f"{self.name} has no counters of its own")
         return self._guarded(f"{self.name} counting", self.settings.build_limit_s, built.counters)
 
     def forget(self, names: set[str]) -> None:
-        """Close variants that are of no use."""
+        """Close variants that are no longer needed."""
         for name in names:
             self.built.pop(name).close()
             del self.call_s[name], self.errors[name]
 
     def choose_batches(self, batch_s: float) -> None:
-        """Calls of a batch that takes about `batch_s`, for every variant."""
+        """Choose for every variant the calls of a batch, so that it takes about `batch_s` seconds."""
         for name, one in self.call_s.items():
             most = _MOST_AHEAD if self.clock == "device" and name != "whole" else math.inf
             self.calls[name] = math.ceil(min(max(batch_s / max(one, 1e-7), 1), most))
 
     def turn(self, name: str, started: float) -> Run:
-        """A batch of one variant."""
+        """Run and time a batch of one variant."""
         if self.call_s[name] < _LONG_CALL_S:
             self.seconds(name, 1)
         at = time.monotonic() - started
@@ -214,7 +214,7 @@ class WrongNumbers(EngineError):
 
 
 def _worst(answer: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
-    """The element that is farthest off, with both values."""
+    """The element with the largest error, with both values, as text."""
     offs = [apart(got, want).abs() for got, want in zip(answer, truth, strict=True)]
     offs = [torch.where(off.isnan(), math.inf, off) for off in offs]
     i = max(range(len(offs)), key=lambda k: float(offs[k].max()) if offs[k].numel() else -1.0)
@@ -223,9 +223,9 @@ def _worst(answer: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
 
 
 def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Outputs of `module` in float64, on the device where it is; the module and the inputs stay as they are.
+    """Outputs of `module` in float64, on its device; the module and the inputs are not changed.
 
-    ValueError: its code makes tensors of another type, so that it cannot run in float64."""
+    Raises ValueError if its code makes tensors of another type, so that it cannot run in float64."""
     given = (x.double() if x.is_floating_point() else x.clone() for x in inputs)
     with torch.inference_mode():
         try:
@@ -241,12 +241,12 @@ def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 def build_all(
     sides: Sequence[Contender], plans: Sequence["Plan"], budget_s: float, progress: Progress, since: float | None = None
 ) -> tuple[list[list[str]], float]:
-    """Build the variants of each side's plan, the best first, while the budget lasts; those that are there stay.
+    """Build the variants of each side's plan, the best first, as long as the budget lasts. Existing variants are kept.
 
-    Returns the names of those that are there, of each side, and when (`time.monotonic()`) the first was: the budget counts from
-    there (or from `since`), since libraries, compilers and caches that are used for the first time are no cost of a variant.
-    Variants that are needed to tell every layer apart come before those beyond, and the sides take turns. A plan that two sides
-    share is built on both, or none. EngineError: see `build_everywhere`.
+    Returns for each side the names of its variants, and the time (`time.monotonic()`) at which the first one was built. The
+    budget counts from there (or from `since`), because the first use of libraries, compilers and caches is not a cost of a
+    variant. Variants that are needed to tell every layer apart come first, and the sides take turns. If two sides share a plan,
+    a variant is built on both or on none. Raises EngineError: see `build_everywhere`.
     """
     began, last = time.monotonic() if since is None else since, 0.0
     ready: list[list[str]] = [[] for _ in sides]
@@ -275,8 +275,9 @@ def build_all(
 def build_everywhere(
     sides: Sequence[Contender], variant: "Variant", variants: Sequence["Variant"], design: "Design", progress: Progress
 ) -> None:
-    """Build a variant on every side. EngineError: see `Contender.build`; where numbers are wrong it names the first layer of
-    whose prefix, among `variants`, they are."""
+    """Build a variant on every side. Raises EngineError, as `Contender.build`.
+
+    If numbers are wrong, the message names the first layer at which the outputs of a prefix, among `variants`, are wrong."""
     truth = truth_of(variant.module, variant.inputs)
     for side in sides:
         if variant.name in side.built:
@@ -291,7 +292,7 @@ def build_everywhere(
 
 def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], design: "Design") -> str:
     """ "; first wrong at LAYER", by halving the prefixes among the variants."""
-    prefixes: dict[int, str] = {}  # of programs of the same layers the one with no more outputs than it needs, the first
+    prefixes: dict[int, str] = {}  # the first program with these layers, which has no additional outputs
     for name, part in design.parts.items():
         if part == tuple(range(len(part))):
             prefixes.setdefault(len(part), name)
@@ -307,7 +308,7 @@ def _guilty(side: Contender, wrong: "Variant", variants: Sequence["Variant"], de
             side.build(variant, truth_of(variant.module, variant.inputs))
         except WrongNumbers as error:
             high, said = middle, f"; there: {error}"
-        except EngineError:  # what cannot be built alone says nothing of its numbers
+        except EngineError:  # a prefix that cannot be built shows nothing about its numbers
             break
         else:
             right, low = depths[middle], middle + 1
@@ -320,11 +321,11 @@ def race(
     sides: Sequence[Contender], decided: Callable[[], bool], until: float, seed: int, started: float, progress: Progress,
     look_at_machine: Callable[[], None] = lambda: None,
 ) -> str:  # fmt: skip
-    """Rounds until `decided()`, asked whenever their number has doubled, or `time.monotonic()` reaches `until`.
+    """Run rounds until `decided()`, which is called whenever their number has doubled, or until `time.monotonic()` is `until`.
 
-    Returns why it ended: "decided", "budget" or "interrupted" (Ctrl-C: what was measured stays).
+    Returns the reason for the end: "decided", "budget" or "interrupted" (Ctrl-C; the measurements are kept).
 
-    KeyboardInterrupt: Ctrl-C before there was enough to say anything.
+    Raises KeyboardInterrupt after Ctrl-C if there are too few rounds for a result.
     """
     turns = [(side, name) for side in sides for name in side.built]
     settle_s = min(_SETTLE_S, max(until - time.monotonic(), 0) / 10)
@@ -359,7 +360,7 @@ def race(
 
 
 def _choose_batches(sides: Sequence[Contender], left_s: float) -> None:
-    """As long as gives `_ROUNDS` rounds, within limits."""
+    """Choose the length of batches, within limits, so that there is time for `_ROUNDS` rounds."""
     single = sum(min(one, _LONG_CALL_S) for side in sides for one in side.call_s.values())
     turns = sum(len(side.built) for side in sides)
     batch_s = (left_s / _ROUNDS - single) / max(turns, 1)

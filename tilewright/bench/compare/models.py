@@ -10,9 +10,8 @@
 
 A name may include a batch: "resnet50@32". `module:function` is a user's own, imported from the current directory: the function
 takes no arguments and returns (model, example inputs). FILE.onnx is a model of another framework. No model here uses
-tilewright's own layers,
-and nothing is downloaded: speed does not depend on the values of weights, and correctness is measured against the same weights
-in float64.
+tilewright's own layers, and nothing is downloaded: speed does not depend on the values of weights, and correctness is measured
+against the same weights in float64.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -46,15 +46,15 @@ class Plan:
     chain: Chain
     variants: list[Variant]
     needed: list[Variant]
-    """The beginning of `variants` that tells every layer apart, with some to spare."""
+    """The first of the `variants`: enough to tell every layer apart, and some more."""
     design: Design
-    """Of all of them."""
+    """The design of all variants."""
     rest: list[Variant]
-    """Beyond the budget, best first."""
+    """Variants beyond the budget, best first."""
     silent: frozenset[str] = frozenset()
     """Variants that say nothing of layers; of these only "whole" is in `variants`."""
     alike: bool = False
-    """Whether a piece cut out of the model is as exact as what begins where the model begins."""
+    """Whether a piece cut out of the model is as exact as a program that begins where the model begins."""
 
     def more(self, count: int) -> list[Variant]:
         """The next best `count` variants; `design` has them already."""
@@ -77,8 +77,8 @@ def design_of(chain: Chain, found: list[Variant]) -> Design:
 def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None, *, whole: bool = False) -> Plan:
     """At most `budget` variants of `model` (None: as many as twice the unknowns), "whole" first.
 
-    With fewer than `needed` some layers cannot be told apart: `attribute` then joins them. `whole`: of a model that cannot be
-    cut the plan is the model alone. Untraceable: see layers.py.
+    With fewer than `needed` variants some layers cannot be told apart; `attribute` then joins them. `whole`: if a model cannot
+    be cut, the plan is the whole model only. Raises Untraceable: see layers.py.
     """
     if budget is not None and budget < 1:
         raise ValueError(f"budget is {budget} variants, wanted at least 1: the whole model")
@@ -124,7 +124,7 @@ def guesses(chain: Chain) -> Floats:
 
 
 def only_needed(planned: Plan) -> Plan:
-    """Without those beyond what tells every layer apart."""
+    """The plan without the variants that are not needed to tell every layer apart."""
     return replace(planned, variants=planned.needed, rest=[*planned.variants[len(planned.needed) :], *planned.rest])
 
 

@@ -20,10 +20,10 @@ FORMAT = 1
 """Version of the JSON."""
 
 MOST_COUNTERS, MOST_NAME, MOST_KIND = 4096, 1000, 100
-"""Counters of an engine, and characters of what it calls them: what more would be is no operation of one model."""
+"""Most counters of an engine, and most characters in their names and kinds; more is not plausible for one model."""
 
 MOST_RATIO = 1e6
-"""Stands for a ratio without a bound: the time of ours cannot be told from none."""
+"""Stands for an unbounded ratio: our time cannot be distinguished from 0."""
 
 
 class Interval(NamedTuple):
@@ -36,7 +36,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One timed call: when (seconds from the start of measuring), of which variant, how long."""
+    """One timed call: its time (seconds from the start of measuring), its variant and its duration."""
 
     at: float
     variant: str
@@ -45,52 +45,52 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Counter:
-    """What an engine's own profiler says of one of its operations: the engine's claim. No interval or verdict knows of it."""
+    """The time of one operation by the engine's own profiler. It is the engine's claim, and affects no interval or verdict."""
 
     name: str
-    """As the engine calls it."""
+    """The engine's name of the operation."""
     kind: str = ""
     """The operator or kernel, in the engine's words."""
     seconds: float
-    """Of one run of the whole model."""
+    """Seconds in one run of the whole model."""
     layers: list[str] = field(default_factory=list)
-    """Ours that it runs, as far as its name tells."""
+    """Our layers that it runs, as far as its name shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One engine: what it is, what it took, and how well its layers add up to it."""
+    """One engine: its facts, its times, and how well its layers add up to the whole model."""
 
     engine: str
-    """As it was asked for: "eager", "optimize:int8", "cmd:./engine.sh"."""
+    """The engine as it was named by the user: "eager", "optimize:int8", "cmd:./engine.sh"."""
     facts: dict[str, Any]
-    """What the engine says of itself: versions, precision asked for, threads, graph capture, copies, build seconds."""
+    """Facts that the engine reports: versions, requested precision, threads, graph capture, copies, build seconds."""
     whole: Interval
-    """The whole model."""
+    """Seconds of the whole model."""
     layers: dict[str, Interval]
-    """Seconds of each segment by its name."""
+    """Name of each segment -> its seconds."""
     overhead: Interval
-    """What a call costs with no layer in it."""
+    """Seconds of a call without any layer."""
     residual: float
     """Root mean square of (measured - fitted) over the variants, relative to the whole model."""
     additive: bool
-    """Whether the residual is what the noise of single runs explains."""
+    """Whether the noise of single runs explains the residual."""
     output_error: float
     """|| output - float64 output || / || float64 output ||."""
     precision: str
-    """What that error is typical of: "fp32", "tf32", "fp16", "bf16", "int8" ..."""
+    """The precision for which that error is typical: "fp32", "tf32", "fp16", "bf16", "int8" ..."""
     runs: list[Run]
     counters: list[Counter] = field(default_factory=list)
-    """In the engine's order; empty where it was not asked or does not tell."""
+    """The engine's counters in its order; empty if they were not requested or are not available."""
     counters_exact: bool = False
-    """Whether they are the device's own records of every kernel, each known to be of one layer."""
+    """Whether the counters are the device's own records of all kernels, each assigned to exactly one layer."""
     counters_note: str = ""
-    """Why there are none, where it was asked."""
+    """The reason why there are no counters, if they were requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A layer, or several that an engine evidently fuses, on both sides."""
+    """A layer, or several layers that an engine evidently fuses, with its times on both sides."""
 
     name: str
     layers: list[str]
@@ -108,22 +108,22 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """How many times as fast as one engine the whole model is, and what is equal on both sides."""
+    """The speed of the whole model relative to one engine, and the conditions that are equal on both sides."""
 
     engine: str
-    """As it was asked for: "graph:fp16"."""
+    """The engine as it was named by the user: "graph:fp16"."""
     precision: str
-    """What it says it computes in."""
+    """The precision in which it says that it computes."""
     launch: str
-    """How it starts its work: "CUDA graph", "calls" or "not told"."""
+    """The way in which it starts its work: "CUDA graph", "calls" or "not told"."""
     seconds: Interval
-    """Of its whole model."""
+    """Seconds of the whole model on this engine."""
     ratio: Interval
-    """Its time over ours. An interval of its own, not simultaneous with those of the segments."""
+    """Its time over ours. This interval is separate, not simultaneous with those of the segments."""
     equal: bool
     """Whether it computes in our precision and starts its work as ours does."""
     words: str
-    """What is equal, or what differs."""
+    """A text that says what is equal or different."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,31 +141,31 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything that was found out about one model."""
+    """All results for one model."""
 
     model: str
     claim: float
     confidence: float
-    """Of the simultaneous intervals: 0.95."""
+    """Confidence of the simultaneous intervals: 0.95."""
     verdict: Verdict
-    """Of the claim: pass when every segment passes, fail when one fails, else undecided."""
+    """Verdict on the claim: pass if every segment passes, fail if one fails, else undecided."""
     ratio: Interval
-    """Of the whole model."""
+    """Ratio of the whole model."""
     segments: list[Segment]
     ours: Side
     baseline: Side
     card: list[Point]
     fusions: list[dict[str, Any]] = field(default_factory=list)
-    """What `optimize` decided, when it is one side: see tilewright.fuse."""
+    """The decisions of `optimize`, if it is one of the engines: see tilewright.fuse."""
     tuning: list[dict[str, Any]] = field(default_factory=list)
-    """Op, implementation, config and where it came from, for each launch of ours."""
+    """For each of our launches, the op, the implementation, the config and the origin of the config."""
     claims: list[Claim] = field(default_factory=list)
-    """Of the whole model against the baseline and the engines beside it, the one at equal precision and launch mode first."""
+    """Claims for the whole model against the baseline and further engines; equal precision and launch mode come first."""
     ceilings: dict[str, float] = field(default_factory=dict)
-    """Measured: "bytes_per_s", and "flops_per_s.<dtype>"; empty where the machine has not been measured."""
+    """Measured ceilings: "bytes_per_s" and "flops_per_s.<dtype>"; empty if the machine has not been measured."""
     environment: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    """How long the comparison took."""
+    """Seconds that the comparison took."""
 
     @property
     def fair(self) -> bool:
@@ -173,12 +173,12 @@ class Comparison:
         return not any(point.open for point in self.card)
 
     def to_json(self) -> dict[str, Any]:
-        """As `json.dumps` takes it; intervals are [value, low, high], numbers that JSON lacks "inf", "-inf" and "nan"."""
+        """Values for `json.dumps`. Intervals are [value, low, high]; infinities and NaN are "inf", "-inf" and "nan"."""
         return _finite({"format": FORMAT, "fair": self.fair, **asdict(self)})
 
     @classmethod
     def from_json(cls, data: Any) -> "Comparison":
-        """What `to_json` gave. Raises ValueError naming the first places that are not as they should be."""
+        """The comparison from a result of `to_json`. Raises ValueError; the message names the first wrong places."""
         from pydantic import TypeAdapter, ValidationError
 
         if not isinstance(data, dict) or data.get("format") != FORMAT:

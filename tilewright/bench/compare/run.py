@@ -36,7 +36,7 @@ __all__ = ["compare"]
 CONFIDENCE = 0.95
 _MULTIPLY = ("conv", "linear", "matmul", "attention", "embedding")
 _PROBING = 0.3
-"""Of the budget: after that nothing is built to find out whether a call hides its layers."""
+"""Share of the budget after which nothing more is built to find out whether a call hides its layers."""
 _NO_EVENTS = ("cmd", "onnxruntime")
 """Engines whose work does not go through PyTorch's stream."""
 
@@ -55,23 +55,24 @@ def compare(
     counters: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Comparison:
-    """Whether every layer of `model` is at least `claim` times faster on engine `ours` than on engine `baseline`.
+    """Test whether every layer of `model` is at least `claim` times faster on engine `ours` than on engine `baseline`.
 
     Args:
-        model: on the device where both run.
+        model: the model, on the device where both engines run.
         ours, baseline: NAME or NAME:OPTION, see `tilewright.bench.compare.engine`.
         claim: the ratio that every layer must reach, above 0.
-        budget_s: for building variants, at most 80 % of it, and measuring together; it counts from when the whole model stands
-            on both engines. Eight rounds are run however long they take.
-        seed: of the order of runs.
-        threads: of a call on a CPU; default: PyTorch's number.
-        whole: the whole model as one segment: nothing else is built, for engines that take minutes to build.
-        beside: further engines, measured as the whole model alone (`tilewright.bench.compare.beside`).
-        counters: ask both engines for their own counters when everything is measured.
-        progress: told where it is.
+        budget_s: seconds for building variants (at most 80 % of it) and measuring together, from the time at which the whole
+            model is built on both engines. Eight rounds are run however long they take.
+        seed: seed of the order of runs.
+        threads: threads of a call on a CPU; default: PyTorch's number.
+        whole: treat the whole model as one segment and build nothing else, for engines that take minutes to build.
+        beside: further engines, for which only the whole model is measured (`tilewright.bench.compare.beside`).
+        counters: request the counters of both engines after all measurements.
+        progress: called with a short text at each stage.
 
-    Raises EngineError (a ValueError): an engine that cannot be had, crashes, hangs or answers wrong. ValueError: a claim or a
-    budget that is none. Ctrl-C while it measures ends measuring; before that it raises KeyboardInterrupt.
+    Raises EngineError (a ValueError) if an engine is not available, crashes, hangs or gives wrong answers. Raises ValueError if
+    the claim or the budget is not positive. Ctrl-C during measuring ends the measurement; before that, it raises
+    KeyboardInterrupt.
     """
     if not claim > 0 or not budget_s > 0:
         raise ValueError(f"claim is {claim} and the budget {budget_s} s, wanted both above 0")
@@ -102,7 +103,7 @@ def compare(
 
 
 def _enough(sides: list[Contender], design: Design, claim: float) -> bool:
-    """Whether the claim is decided, and would be if every ratio were off by what the sides have drifted apart."""
+    """Whether the claim is decided, even if every ratio were wrong by the drift between the two sides."""
     ours, baseline = sides[0].runs, sides[1].runs
     if not decided(ours, baseline, design, claim):
         return False
@@ -121,7 +122,7 @@ def _started(name: str, settings: Settings, ends: ExitStack, progress: Callable[
 def _built(
     sides: list[Contender], looked: Looked, budget_s: float, since: float, progress: Callable[[str], None]
 ) -> tuple[Looked, list[list[str]]]:
-    """The plans in the end, and the names of what each side has of its own, built as far as the budget goes."""
+    """Build variants as far as the budget allows; return the final plans, and the names of the variants of each side."""
     first = True
     while True:
         short = only_needed(looked.plans[0])
@@ -139,13 +140,13 @@ def _built(
 
 @dataclass(frozen=True)
 class _Run:
-    """What was measured, before it is told. Of lists of two, the first is of ours."""
+    """The measurements from which the result is made. In lists of two, the first item is for ours."""
 
     model: Model
     design: Design
     sides: list[Contender]
     others: list[Contender]
-    """Engines beside them, of which the whole model alone was timed."""
+    """Further engines, for which only the whole model was timed."""
     looked: Looked
     ready: list[list[str]]
     before: State
@@ -154,11 +155,11 @@ class _Run:
 
     @property
     def short(self) -> bool:
-        """Whether the budget ended before everything was built that tells layers apart."""
+        """Whether the budget ended before all variants were built that are needed to tell layers apart."""
         return any(len(ready) < len(plan.needed) for ready, plan in zip(self.ready, self.looked.plans, strict=True))
 
     def comparison(self, found: Attribution, claim: float, asked: dict[str, Any], seconds: float) -> Comparison:
-        """Everything in one place."""
+        """The complete result."""
         depth = sum(layer.kind in _MULTIPLY for layer in self.looked.plans[0].chain.layers)
         ours, baseline = (_side(side, fit, depth) for side, fit in zip(self.sides, (found.ours, found.baseline)))
         names = dict.fromkeys(name for ready in self.ready for name in ready)
@@ -167,7 +168,7 @@ class _Run:
             model=self.model.name,
             claim=claim,
             confidence=CONFIDENCE,
-            # Layers that nobody tried to tell apart prove nothing of each.
+            # Layers that were not told apart prove nothing about single layers.
             verdict="undecided" if found.verdict == "pass" and self.short else found.verdict,
             ratio=found.ratio,
             segments=found.segments,
@@ -197,7 +198,7 @@ class _Run:
         return found if calls is None else [*found, calls]
 
     def _told_apart(self, segments: int) -> Point:
-        """Whether the budget sufficed to build what tells every layer apart."""
+        """The point of the fairness card that says whether the budget was enough to tell every layer apart."""
         why = (
             "The budget ended before all were built, so layers are joined: give it more."
             if self.short
@@ -215,7 +216,7 @@ def _look(device: torch.device) -> State:
 
 @contextmanager
 def _threads(wanted: int | None) -> Iterator[int]:
-    """PyTorch's number of threads inside; as it was afterwards."""
+    """Set PyTorch's number of threads inside the block, and restore it afterwards."""
     before = torch.get_num_threads()
     if wanted is not None and not 1 <= wanted <= 1024:
         raise ValueError(f"threads is {wanted}, wanted 1 to 1024")
@@ -247,7 +248,7 @@ def _side(side: Contender, fit: SideFit, depth: int) -> Side:
 
 
 def _measured_whole(found: Attribution, claim: float) -> Attribution:
-    """Where all layers are one segment, it is the whole model as measured, not what a fit leaves of it beside the overhead."""
+    """If all layers are one segment, give it the measured time of the whole model instead of that of the fit."""
     if len(found.segments) > 1:
         return found
     ratio, name = found.ratio, found.segments[0].name
@@ -260,17 +261,17 @@ def _measured_whole(found: Attribution, claim: float) -> Attribution:
 
 
 def _reported(side: Contender, what: str) -> list[dict[str, Any]]:
-    """A list of what `optimize` says of the whole model; of another engine there is none."""
+    """A list that `optimize` reports for the whole model; empty for other engines."""
     return list(side.built["whole"].facts.get("report", {}).get(what, []))
 
 
 def _ceilings(device: torch.device) -> dict[str, float]:
-    """Measured ones, or none: a data sheet's are no ceilings that anything was seen to reach."""
+    """The measured ceilings, or none: a data sheet's values were not reached by any measurement."""
     if device.type != "cuda":
         return {}
     try:
         found = ceilings(device_of(device.index or 0))
-    except ValueError:  # a card that nobody has described
+    except ValueError:  # an unknown card
         return {}
     if not found.measured:
         return {}

@@ -50,7 +50,7 @@ _LOOK_DRAWS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class SideFit:
-    """One engine's times, as results.Side has them."""
+    """One engine's times, in the form of results.Side."""
 
     whole: Interval
     layers: dict[str, Interval]
@@ -62,12 +62,12 @@ class SideFit:
     noise: float
     """Relative noise of one run."""
     located: str
-    """What stands for a variant's time."""
+    """The statistic that is used as a variant's time, as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """What the run times of both sides say."""
+    """The result of both sides' run times."""
 
     segments: list[Segment]
     verdict: Verdict
@@ -76,7 +76,7 @@ class Attribution:
     baseline: SideFit
 
     def holds(self, claim: float, apart: float) -> bool:
-        """Whether the verdict would be the same if every ratio were off by a share of `apart`, against it."""
+        """Whether the verdict stays the same if every ratio is wrong by a share of `apart`, in the worse direction."""
         if self.verdict == "pass":
             return min(segment.ratio.low for segment in self.segments) >= claim * (1 + apart)
         return self.verdict == "fail" and min(segment.ratio.high for segment in self.segments) * (1 + apart) < claim
@@ -84,7 +84,7 @@ class Attribution:
 
 @dataclass(frozen=True)
 class _Taken:
-    """One side's sample: what the layers are fitted to, and the whole model."""
+    """One side's sample: the variants to which the layers are fitted, and the whole model."""
 
     side: str
     fitted: Sample
@@ -113,7 +113,7 @@ class _Cut:
     kinds: dict[Kind, str] = field(default_factory=dict)
     """Boundary -> reason."""
     below: set[Kind] = field(default_factory=set)
-    """Those of them that join a layer whose time comes out below nothing: the fit contradicts itself there."""
+    """Boundaries that join a layer whose fitted time is below 0: the fit contradicts itself there."""
     joint: dict[str, list[Kind]] = field(default_factory=lambda: defaultdict(list))
     """Side -> those of them, and of a layer with its own copy, at which two take another time together than apart: unknowns of
     that side's fit. Of the other's they would be in the way: what says nothing of them there says less of the layers."""
@@ -150,7 +150,7 @@ class _Cut:
 
 
 def _join_unknown(cut: _Cut, sides: Sequence[_Taken]) -> None:
-    """Join what the variants do not tell apart, with the neighbour that makes it known soonest."""
+    """Join layers that the variants do not tell apart, each with the neighbour that makes it known soonest."""
     while True:
         segments = cut.segments()
         if len(segments) == 1:
@@ -165,7 +165,7 @@ def _join_unknown(cut: _Cut, sides: Sequence[_Taken]) -> None:
 
 
 def _join_fused(cut: _Cut, one: "_Taken") -> bool:
-    """Join boundaries of one side until its fit is additive, or no boundary explains what is left. Whether any was joined."""
+    """Join boundaries of one side until its fit is additive or no boundary explains the rest; return whether any was joined."""
     if one.stepwise:
         return False
     side, draws_DV = one.side, one.draws_DV
@@ -214,7 +214,7 @@ def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bo
 
 
 def _beside(cut: _Cut, segment: list[int]) -> int:
-    """The boundary at which a segment joins its neighbour: of its module where there is one, else the one before it."""
+    """The boundary at which a segment joins its neighbour: one in the same module if there is one, else the one before."""
     names = cut.design.layers
     before = segment[0] > 0 and (
         segment[-1] == len(names) - 1 or _parent(names[segment[-1]]) != _parent(names[segment[-1] + 1])
@@ -299,7 +299,7 @@ def _ratios(times: tuple[Floats, Floats], moved: tuple[Floats, Floats], confiden
 
 
 def _located(sides: Sequence[Sequence[Run]], design: Design) -> tuple[list[Sample], str]:
-    """Both sides' samples, located alike: by the middle of the runs, unless the fastest of them agree much better."""
+    """Both sides' samples with the same statistic: the middle of the runs, unless the fastest runs agree much better."""
     found = {name: [sample(runs, design, trim) for runs in sides] for name, trim in TRIMS.items()}
     noise = {name: sum(one.single**2 for one in samples) for name, samples in found.items()}
     middle, fastest = TRIMS
@@ -325,8 +325,8 @@ def attribute(
 ) -> Attribution:
     """Segments with their times, ratios and verdicts, and the verdict on "every layer is at least `claim` times faster".
 
-    The i-th run of a variant is of round i. The two sides need not have run the same variants, but "whole" on both.
-    ValueError: no "whole", a variant that the design does not have, fewer than 3 runs of one.
+    The i-th run of a variant belongs to round i. The two sides may have run different variants, but both must have run "whole".
+    Raises ValueError if there is no "whole", if a variant is not in the design, or if one has fewer than 3 runs.
     """
     taken, where = _located((runs_ours, runs_baseline), design)
     for side, one in zip(_SIDES, taken, strict=True):
@@ -364,7 +364,7 @@ def attribute(
 def decided(runs_ours: Sequence[Run], runs_baseline: Sequence[Run], design: Design, claim: float) -> bool:
     """Whether more runs would change nothing: the claim passes, or a segment fails, at 99 % instead of 95 %.
 
-    Ask when the runs have doubled. Looking more often makes false verdicts likelier than the confidence says.
+    Call this when the number of runs has doubled. Calling it more often makes false verdicts likelier than the confidence says.
     """
     fewest = min((sum(r.variant == "whole" for r in runs) for runs in (runs_ours, runs_baseline)), default=0)
     if fewest < 5:

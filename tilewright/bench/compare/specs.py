@@ -21,7 +21,7 @@ _SAME_GROUP = 2  # layers of one group that are left out or repeated: a second o
 
 @dataclass(frozen=True)
 class Edit:
-    """Layers [start, stop) run `times` times in a row; 0: not at all."""
+    """The layers [start, stop) run `times` times in a row; 0: they are left out."""
 
     start: int
     stop: int
@@ -30,7 +30,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Spec:
-    """Layers [start, stop) with edits, in order, of different layers; answers also with what is live behind `giving` layers."""
+    """The layers [start, stop) with edits of different layers, in order. Also returns the values live after `giving` layers."""
 
     name: str
     start: int
@@ -40,7 +40,7 @@ class Spec:
 
 
 def specs(chain: Chain) -> Iterator[Spec]:
-    """Every program that is worth trying; not all can be made."""
+    """All programs that are worth trying; not all of them can be built."""
     layers, count = chain.layers, len(chain.layers)
     yield Spec("whole", 0, count)
     for stop in range(1, count):
@@ -77,7 +77,7 @@ def specs(chain: Chain) -> Iterator[Spec]:
 
 
 def heavy_specs(chain: Chain, ballast: Edit, near: Sequence[Edit] = ()) -> Iterator[Spec]:
-    """The programs that hold `ballast` (ballast.py), and short ones around each layer of `near`, which is theirs."""
+    """The programs with `ballast` (ballast.py), and short ones around each layer of `near`, which is their ballast."""
     yield from _heavy_anywhere(chain, ballast)
     layers, count = chain.layers, len(chain.layers)
     for edit in near:
@@ -134,19 +134,19 @@ def _most_tensors(chain: Chain) -> int:
 
 
 def alone(chain: Chain, edit: Edit) -> Spec:
-    """The layers of an edit, and nothing else."""
+    """A program with only the layers of an edit."""
     many = f" x{edit.times}" if edit.times > 1 else ""
     return Spec(f"only {label(chain, edit)}{many}", edit.start, edit.stop, (edit,))
 
 
 def label(chain: Chain, edit: Edit) -> str:
-    """The layers of an edit."""
+    """The names of the layers of an edit."""
     first, last = chain.layers[edit.start].name, chain.layers[edit.stop - 1].name
     return first if first == last else f"{first} ... {last}"
 
 
 def repeatable(chain: Chain) -> list[Edit]:
-    """Layers that can stand several times in a row, else blocks of as few as there are that can; once each."""
+    """Layers that can be repeated several times in a row; if there are none, the smallest such blocks. One edit for each."""
     count = len(chain.layers)
     for length in range(1, count + 1):
         found = [i for i in range(count - length + 1) if span_of(chain, i, i + length) is not None]

@@ -30,12 +30,12 @@ __all__ = [
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.MultiheadAttention, nn.Transformer, nn.TransformerEncoder,
                nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # fmt: skip
-"""Modules of torch.nn that are looked into."""
+"""Modules of torch.nn whose inner calls are traced."""
 
 TRACE_ERRORS = (
     TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError, NameError,
 )  # fmt: skip
-"""What tracing code that cannot be traced ends in."""
+"""The exceptions that are raised if code cannot be traced."""
 
 
 class Untraceable(ValueError):
@@ -66,7 +66,7 @@ def difference(got: list[Tensor], wanted: list[Tensor]) -> str:
 
 
 class _Proxy(fx.Proxy):
-    """A tensor in a trace that knows its shape, type and device: code that asks for them goes on with the numbers."""
+    """A tensor in a trace with a known shape, type and device, so that code can compute with them."""
 
     tracer: "_Tracer"
 
@@ -82,7 +82,7 @@ class _Proxy(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Traces for the inputs it is given: what is computed from shapes alone is a number, not a node."""
+    """Traces for the given inputs: a value that is computed from shapes only is a number, not a node."""
 
     def __init__(self, inputs: tuple[Tensor, ...]):
         super().__init__()
@@ -105,11 +105,11 @@ class _Tracer(fx.Tracer):
         return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        """A proxy as fx makes it; the value itself where no tensor is in it."""
+        """A proxy as fx makes it; the value itself if it contains no tensor."""
         made = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         try:
             value = self._value(kind, target, args, kwargs)
-        except TRACE_ERRORS:  # also what asks for numbers that only the data say
+        except TRACE_ERRORS:  # also raised by code that reads numbers from the data
             return made
         if kind.startswith("call_") and not flat(value):
             self.graph.erase_node(made.node)
@@ -157,13 +157,13 @@ def exported(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
 
 
 def functional(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
-    """As `exported`, with what is written to parts of a tensor out of place too."""
+    """As `exported`, and also replaces writes to parts of a tensor by out-of-place operations."""
     with quietly():
         return _as_graph(torch.export.export(model, inputs).run_decompositions({}))
 
 
 def opaque(model: nn.Module, inputs: tuple[Tensor, ...]) -> fx.GraphModule:
-    """The model as one node, for a comparison that looks at no layers."""
+    """The model as one node, for a comparison without layers."""
     graph = fx.Graph()
     given = tuple(graph.placeholder(f"input_{i}") for i in range(len(inputs)))
     graph.output(graph.call_module("model", given))
@@ -180,7 +180,8 @@ def _as_graph(program: torch.export.ExportedProgram) -> fx.GraphModule:
 
 
 def out_of_place(root: fx.GraphModule) -> None:
-    """In-place operations out of place, later readers of the old name given the new value; dead code and assertions away."""
+    """Replace in-place operations by out-of-place ones, pass the new values to later readers, and remove dead code and
+    assertions."""
     for node in list(root.graph.nodes):
         twin = _twin(root, node)
         if twin is None:
@@ -203,7 +204,7 @@ def out_of_place(root: fx.GraphModule) -> None:
 
 
 def _twin(root: fx.GraphModule, node: fx.Node) -> Any:
-    """The target that does the same out of place; None: the node writes to nothing."""
+    """The target that does the same out of place; None if the node does not write to a tensor."""
     target = node.target
     if node.op == "call_module":
         module = root.get_submodule(str(target))

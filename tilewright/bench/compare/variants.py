@@ -36,7 +36,7 @@ from tilewright.bench.compare.specs import Edit, Spec, heavy_specs, span_of, spe
 __all__ = ["Key", "Program", "Variant", "candidates", "copy_of", "variants", "variants_of"]
 
 Key = tuple[fx.Node, int]
-"""A value: what a node makes, in which copy of its layer."""
+"""A value: its node, and the copy of its layer."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Program:
-    """What a spec comes to."""
+    """The steps and outputs of a spec."""
 
     steps: list[_Step]
     inputs: list[fx.Node]
@@ -64,9 +64,9 @@ class Variant:
         self.name = spec.name
         self.spec = spec
         self.part = program.part
-        """Numbers of its layers, in order, with repetitions."""
+        """Indices of its layers, in order, with repetitions."""
         self.counts = {layer.name: program.part.count(i) for i, layer in enumerate(chain.layers)}
-        """Layer -> how often it runs."""
+        """Layer -> number of times that it runs."""
         inputs, outputs = program.inputs, [n for n, _ in program.outputs]
         moved = (sum(chain.size(n) for n in nodes if n in chain.shapes) for nodes in (inputs, outputs))
         self.border = Border(*map(float, (*moved, len(inputs), len(outputs))))
@@ -74,37 +74,37 @@ class Variant:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The program. Of the whole model it is the user's own module."""
+        """The program as a module. For the whole model it is the user's own module."""
         if self.name == "whole":
             return self.chain.model
         return _built(self.chain, self.program, self.inputs)
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
-        """What it is called with: the example inputs, or what these become up to the cut."""
+        """The inputs: the example inputs, or for a later part the values at its cut."""
         if self.name == "whole":
             return self.chain.inputs
         return _values(self.chain, self.program.inputs)
 
     def release(self) -> None:
-        """Forget module and inputs; they are made again when asked for."""
+        """Free module and inputs; they are made again when needed."""
         self.__dict__.pop("module", None)
         self.__dict__.pop("inputs", None)
 
 
 def variants(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Variant]:
-    """Every candidate, the whole model first. Untraceable: see layers.py."""
+    """All candidates, the whole model first. Raises Untraceable: see layers.py."""
     return candidates(trace(model, inputs))
 
 
 def candidates(chain: Chain, ballast: Edit | None = None, near: Sequence[Edit] = ()) -> list[Variant]:
-    """Every variant of the chain that can be built, the whole model first; with `ballast` also those that hold it, or one of
+    """All variants of the chain that can be built, the whole model first; with `ballast` also those that contain it or one of
     `near`."""
     return variants_of(chain, specs(chain) if ballast is None else (*specs(chain), *heavy_specs(chain, ballast, near)))
 
 
 def variants_of(chain: Chain, wanted: Iterable[Spec]) -> list[Variant]:
-    """Those of them that can be built; of several that are the same the first."""
+    """The wanted variants that can be built, without duplicates."""
     found: dict[str, Variant] = {}
     seen: set[tuple[Any, ...]] = set()
     for spec in wanted:
@@ -122,7 +122,7 @@ def variants_of(chain: Chain, wanted: Iterable[Spec]) -> list[Variant]:
 
 
 def _program(chain: Chain, spec: Spec) -> Program | None:
-    """Steps of a spec; None where its edit is not possible, or would leave something without a reader."""
+    """The steps of a spec; None if its edit is not possible, or would leave a value without a reader."""
     env: dict[fx.Node, Key] = {}
     inputs: list[fx.Node] = []
     steps: list[_Step] = []
@@ -169,7 +169,7 @@ def _outputs(chain: Chain, spec: Spec, env: dict[fx.Node, Key], steps: list[_Ste
 
 
 def _live(chain: Chain, start: int, stop: int, env: dict[fx.Node, Key], steps: list[_Step]) -> list[Key]:
-    """What layers [start, stop) have made and others read, less what another of these is computed from."""
+    """Values that layers [start, stop) have produced and others read, except those from which another one is computed."""
     made = {step.key for step in steps}
     own = {node for layer in chain.layers[start:stop] for node in layer.nodes}
     live = [env[n] for n in chain.live(stop) if n in own and env[n] in made]
@@ -192,7 +192,7 @@ def _all_alive(steps: list[_Step], outputs: list[Key]) -> bool:
 
 
 def _values(chain: Chain, nodes: Sequence[fx.Node]) -> tuple[Tensor, ...]:
-    """What the example inputs become at these nodes."""
+    """The values of these nodes for the example inputs."""
     keep: dict[fx.Node, Tensor] = {}
 
     class _Keeper(fx.Interpreter):
@@ -216,7 +216,7 @@ def _built(chain: Chain, program: Program, inputs: tuple[Tensor, ...]) -> nn.Mod
     env: dict[Key, fx.Node] = {(n, 0): graph.placeholder(f"input_{i}") for i, n in enumerate(program.inputs)}
 
     def own(target: str, number: int) -> str:
-        """The name of a part of the model in this program; a second copy has its own weights."""
+        """The name of a part of the model in this program. Second and later copies have their own weights."""
         name = target if not number else _copied(target, number)
         if name not in parts:
             part = operator.attrgetter(target)(chain.root)
@@ -244,7 +244,7 @@ def _built(chain: Chain, program: Program, inputs: tuple[Tensor, ...]) -> nn.Mod
 
 @torch.no_grad()
 def _settle(module: fx.GraphModule, copies: dict[int, list[fx.Node]], inputs: tuple[Tensor, ...]) -> None:
-    """Scale the matrices of each copy of a layer so that it gives out numbers as large as it is given."""
+    """Scale the matrices of each copy of a layer so that its outputs are as large as its inputs."""
     last = {nodes[-1]: number for number, nodes in copies.items()}
 
     class _Settler(fx.Interpreter):
@@ -268,7 +268,7 @@ def _settle(module: fx.GraphModule, copies: dict[int, list[fx.Node]], inputs: tu
 
 
 def copy_of(module: nn.Module, target: str, number: int) -> Tensor | None:
-    """The weight of copy `number` that stands for `target` of the model; None: a program's copies share that one."""
+    """The weight of copy `number` for `target` of the model; None if the copies of a program share it."""
     words = target.split(".")
     for cut in range(len(words), 0, -1):
         name = ".".join([_copied(".".join(words[:cut]), number), *words[cut:]])

@@ -13,14 +13,14 @@ from tilewright.models import kv_bytes_per_token, load_config, resolve, weight_b
 __all__ = ["facts_of", "this_machine"]
 
 _REACHED = 0.6
-"""Of a card's ceilings, in steps of a model."""
+"""Share of a card's ceilings that steps of a model are assumed to reach."""
 _CUDA_STEP_S, _CPU_STEP_S = 1.5e-3, 3e-3
 _CPU_CACHE_BYTES = 1 << 30
-"""What the engine takes for its cache on a CPU."""
+"""Bytes that the engine uses for its cache on a CPU."""
 
 
 def facts_of(model: str) -> Facts:
-    """Of a model by its name or folder. Raises ModelError where it cannot be had."""
+    """The facts of a model, given by its name or folder. Raises ModelError if it cannot be found."""
     config = load_config(resolve(model))
     dtype = config.dtype if default_device().type == "cuda" else torch.float32
     return Facts(
@@ -32,7 +32,7 @@ def facts_of(model: str) -> Facts:
 
 
 def this_machine(weights_bytes: int) -> Machine:
-    """Its cards by their ceilings; without one the processor, measured for a moment."""
+    """This machine: its cards by their ceilings, or without a card its processor, by a short measurement."""
     count = cuda_count()
     if count:
         card = device_of(0)
@@ -61,7 +61,7 @@ def this_machine(weights_bytes: int) -> Machine:
 
 
 def _processor() -> tuple[float, float]:
-    """(FLOP/s of a float32 product, bytes/s of a copy), the best of a few."""
+    """(FLOP/s of a float32 product, bytes/s of a copy), the best of a few runs."""
     a, b = torch.randn(512, 512), torch.randn(1 << 23)
     product = min(_seconds(lambda: a @ a) for _ in range(5))
     copied = min(_seconds(b.clone) for _ in range(5))

@@ -18,7 +18,7 @@ __all__ = ["Facts", "Machine", "Point", "Prediction", "Workload", "machines_arou
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Point:
-    """A configuration. None: the engine's own choice, in the model's dtype."""
+    """A configuration. `quantize` and `kv_cache` None: the model's dtype."""
 
     replicas: int = 1
     max_seqs: int = 64
@@ -33,37 +33,39 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of a model."""
+    """The sizes of a model."""
 
     parameters: int
     dtype_bytes: int
     kv_elements: int
-    """Numbers that a token leaves in the cache, all layers together."""
+    """Elements that a token adds to the cache, for all layers together."""
     max_model_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What it has; rates as they are reached, not as a data sheet has them."""
+    """A machine. Rates are those that are reached in practice, not those of a data sheet."""
 
     devices: int
     flops_per_s: float
-    """In the model's dtype, a device."""
+    """FLOP/s of one device, in the model's dtype."""
     bytes_per_s: float
     memory_bytes: int
-    """A device's, for weights and cache."""
+    """Memory of one device for weights and cache."""
     step_s: float
-    """What a step costs that computes nothing: launches, scheduling, sampling."""
+    """Seconds of a step without its computations: launches, scheduling, sampling."""
     fast_formats: tuple[str, ...] = ()
     """Formats whose products run at twice the rate."""
     most_seqs: int = 512
-    """The engine takes no more on it; the same for the tokens of a step."""
+    """Most sequences at once that the engine accepts on this machine; the next field is the same for tokens in a step."""
     most_tokens: int = 8192
 
 
 def machines_around(machine: Machine, count: int, seed: int = 0) -> list[Machine]:
-    """The machine itself, and others that it may turn out to be: rates from 0.4 to 1.2 of its own, steps from half to five
-    times as long."""
+    """The machine itself, and random variants of it, since its real speed is unknown.
+
+    Their rates are 0.4 to 1.2 times those of the machine, and their steps take half to five times as long.
+    """
     rng = random.Random(seed)
 
     def other() -> Machine:
@@ -89,7 +91,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """`goodput`: requests a second within the objectives. `limit`: what keeps it from being more."""
+    """A predicted steady state. `goodput`: requests per second that meet the objectives. `limit`: what limits it."""
 
     goodput: float
     batch: int
@@ -117,13 +119,13 @@ def predict(point: Point, facts: Facts, machine: Machine, workload: Workload, sl
     most = min(point.max_seqs, fits)
     limit = "memory" if fits < point.max_seqs else "max_seqs"
     low, high, best = 1, most, None
-    while low <= high:  # latencies grow with the batch: the largest that keeps the objectives, by halves
+    while low <= high:  # latencies grow with the batch: find the largest batch that meets the objectives by bisection
         batch = (low + high) // 2
         prompts = min(batch * workload.prompt / workload.output, max(1.0, point.max_tokens_per_step - batch))
         seconds = machine.step_s + max(
             (weights + batch * context * kv_token) / bandwidth, 2 * facts.parameters * (batch + prompts) / flops
         )
-        # Fewer prompt tokens fit than would keep the batch full: answers wait for prompts.
+        # Fewer prompt tokens fit into a step than are needed to keep the batch full: answers wait for prompts.
         slowed = max(1.0, batch * workload.prompt / workload.output / prompts)
         chunk = max(1, min(workload.prompt, point.max_tokens_per_step - batch))
         worst_s = machine.step_s + max(weights / bandwidth, 2 * facts.parameters * (batch + chunk) / flops)
@@ -137,6 +139,6 @@ def predict(point: Point, facts: Facts, machine: Machine, workload: Workload, sl
     if best is None:
         return Prediction(goodput=0.0, batch=0, ttft_s=math.inf, itl_s=math.inf, limit="objective")
     batch, ttft_s, seconds, rate = best
-    # Users fill the batch as far as max_seqs lets them: beyond what keeps the objectives nobody is served well.
+    # Users fill the batch up to max_seqs: if that is more than the objectives permit, nobody is served well.
     share = 1.0 if batch == most else (batch / most) ** 2
     return Prediction(goodput=rate * point.replicas * share, batch=batch, ttft_s=ttft_s, itl_s=seconds, limit=limit)

@@ -33,14 +33,14 @@ START_S = 600.0
 END_S = 30.0
 LIMITS = {
     "memory": "more would not fit into its memory",
-    "max_seqs": "more answers at once would be the next to try",
+    "max_seqs": "a larger number of answers at once would be the next to try",
     "objective": "more answers at once would miss the objective",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What is wanted. `replicas`, `quantize` and `kv_cache` are the values that may be chosen."""
+    """The task of a search. `replicas`, `quantize` and `kv_cache` are the values that may be chosen."""
 
     model: str
     slo: Slo
@@ -50,11 +50,11 @@ class Asked:
     kv_cache: tuple[str | None, ...] = (None,)
     points: int = 15
     seconds: float = 20.0
-    """Of a measurement, warm-up apart."""
+    """Seconds of a measurement, without its warm-up."""
 
 
 def candidates(asked: Asked, machine: Machine) -> list[Point]:
-    """All configurations that the engine would take."""
+    """All configurations that the engine would accept."""
     found = itertools.product(asked.replicas, SEQUENCES, STEPS, asked.quantize, asked.kv_cache)
     return [
         Point(replicas=r, max_seqs=s, max_tokens_per_step=t, quantize=q, kv_cache=k)
@@ -71,16 +71,16 @@ def configure(
     machine: Machine | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Found, list[str]]:
-    """The best configuration, and why, in sentences.
+    """The best configuration, and the reasons in sentences.
 
     Raises:
-        ValueError: nothing is predicted to keep the objectives, or a request is longer than the model takes.
+        ValueError: no configuration is predicted to meet the objectives, or a request is longer than the model permits.
     """
     facts = facts or facts_of(asked.model)
     machine = machine or this_machine(facts.parameters * facts.dtype_bytes)
     longest = asked.workload.prompt + asked.workload.output
     if longest > facts.max_model_len:
-        raise ValueError(f"a request has {longest} tokens, and the model takes {facts.max_model_len}; ask for shorter ones")
+        raise ValueError(f"a request has {longest} tokens, wanted at most {facts.max_model_len}, the longest of the model")
     points = candidates(asked, machine)
     others = machines_around(machine, MACHINES)
     predicted = np.array([[predict(p, facts, one, asked.workload, asked.slo).goodput for p in points] for one in others])
@@ -107,20 +107,23 @@ def _why(found: Found, facts: Facts, machine: Machine, asked: Asked) -> list[str
         said = f"measured {np.mean(tried):.2f}" if tried else f"expected {expected:.2f}, not measured"
         lines.append(f"Next: {point}: {said}.")
     if found.point.quantize or found.point.kv_cache:
-        lines.append("A format of fewer bits changes what the model says: look at its quality before you take it.")
+        lines.append("A format with fewer bits changes the model's answers: check their quality before you use it.")
     return lines
 
 
 def toml(model: str, point: Point, why: Sequence[str]) -> str:
-    """What `tilewright serve --config` takes; JSON's strings and numbers are TOML's."""
+    """The file for `tilewright serve --config`. Strings and numbers are written as JSON, which is valid TOML."""
     values = {"model": model, **{name: value for name, value in asdict(point).items() if value is not None}}
     head = [f"# {line}" for line in ("Written by `tilewright configure`.", *why)]
     return "\n".join([*head, *(f"{name} = {json.dumps(value)}" for name, value in values.items()), ""])
 
 
 def measured_by_load(asked: Asked, device: str | None = None) -> Callable[[Point], float]:
-    """A function that serves a configuration in a process of its own, as many users as it runs at once, and counts what is
-    good. A configuration that does not start serves nothing."""
+    """A function that measures the goodput of a configuration, in requests per second.
+
+    It serves the configuration in a separate process, with as many users as it runs sequences at once. A configuration that
+    does not start has a goodput of 0.
+    """
 
     def measure(point: Point) -> float:
         users = point.max_seqs * point.replicas
@@ -155,7 +158,7 @@ def measured_by_load(asked: Asked, device: str | None = None) -> Callable[[Point
 
 
 def _ready(url: str, server: "subprocess.Popen[bytes]", replicas: int) -> bool:
-    """Wait until all of a server is ready; False where it ends instead."""
+    """Wait until all replicas of a server are ready; False if it ends instead."""
     end_s = time.monotonic() + START_S
     while server.poll() is None and time.monotonic() < end_s:
         with suppress(urllib.error.URLError, OSError, ValueError), urllib.request.urlopen(url, timeout=5) as response:

@@ -8,9 +8,8 @@ the ranks of the values of ordered axes, and a constant for "another value" on u
 
 First the best prediction is measured, then in each step the point that improves the final choice most: by expected improvement
 for a point that was not measured, and by the knowledge gradient for one that was (Frazier, Powell, Dayanik, SIAM J. Control
-Optim. 47(5),
-2008). A point may be measured again, because the model includes noise; the answer is the best measured point by the corrected
-model.
+Optim. 47(5), 2008). A point may be measured again, because the model includes noise; the answer is the best measured point by
+the corrected model.
 """
 
 import math
@@ -24,16 +23,16 @@ from tilewright.bench.configure.predict import Point
 __all__ = ["Found", "Measured", "search"]
 
 FLOOR = 0.02
-"""Of the best predicted goodput: less counts as this, since a logarithm of nothing is none."""
+"""Smallest goodput, as a share of the best predicted one: less counts as this, because the logarithm of 0 does not exist."""
 SIGNAL, COMMON, LENGTH, NOISE = 0.3, 0.5, 0.7, 0.02
-"""Standard deviation of the unknown factor's logarithm from point to point and for all together; the distance over which it
-changes, as a share of an axis; a measurement's own."""
+"""Of the unknown factor's logarithm: its standard deviation from point to point, that of its common part, and the distance over
+which it changes, as a share of an axis. NOISE: standard deviation of a measurement."""
 OWN = 0.05
-"""Standard deviation of what is a point's alone."""
+"""Standard deviation of the part that is independent for each point."""
 OTHER = 0.3
-"""Correlation between two values of an axis without order."""
+"""Correlation between two different values of an unordered axis."""
 LEAST = 1e-4
-"""Improvement, as a share, that is worth a measurement."""
+"""Smallest expected improvement, as a share, that is worth a measurement."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Found:
-    """The answer: `expected` is the corrected model's goodput of `point`, `ranked` the next best that were not taken."""
+    """The result: `expected` is the corrected model's goodput of `point`, `ranked` are the next best points."""
 
     point: Point
     expected: float
@@ -64,16 +63,16 @@ def search(
     budget: int = 15,
     say: Callable[[Measured], None] = lambda one: None,
 ) -> Found:
-    """The point with the highest goodput, by at most `budget` calls of `measure`.
+    """Find the point with the highest goodput with at most `budget` calls of `measure`.
 
     Args:
-        predicted: machines x points, the believed machine first.
+        predicted: goodput, [machines, points], with the expected machine first.
 
-    Raises ValueError where nothing is predicted to work at all.
+    Raises ValueError if no point is predicted to work at all.
     """
     top = float(predicted.max())
     if top <= 0:
-        raise ValueError("no configuration is predicted to keep the objectives; wanted bounds that this machine can reach")
+        raise ValueError("no configuration is predicted to meet the objectives; wanted bounds that this machine can reach")
     prior = np.log(np.maximum(predicted, FLOOR * top))
     kernel = _kernel(points)
     chosen: list[int] = []
@@ -92,7 +91,7 @@ def search(
     mean, _ = _posterior(prior, kernel, chosen, values)
 
     def served(index: int) -> float:
-        """What can be expected of a measured point; where nothing worked, the floor of the model says nothing."""
+        """The expected goodput of a measured point; the measured mean if that is near 0, where the model has a lower bound."""
         seen = float(np.mean([one.goodput for one, at in zip(measured, chosen) if at == index]))
         return math.exp(mean[index]) if seen > FLOOR * top else seen
 
@@ -102,7 +101,7 @@ def search(
 
 
 def _kernel(points: Sequence[Point]) -> np.ndarray:
-    """Covariances of the factor's logarithm, points x points."""
+    """Covariances of the factor's logarithm, [points, points]."""
     correlation = np.ones((len(points), len(points)))
     rows = [asdict(point) for point in points]
     for name in rows[0]:
@@ -118,7 +117,7 @@ def _kernel(points: Sequence[Point]) -> np.ndarray:
 
 
 def _posterior(prior: np.ndarray, kernel: np.ndarray, chosen: list[int], values: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of log goodput, everywhere: of the machines' mixture, by how likely each is."""
+    """Mean and standard deviation of log goodput at all points, over the machines, weighted by how likely each is."""
     if not chosen:
         return prior[0], np.sqrt(np.diag(kernel))
     across = kernel[:, chosen]
@@ -136,14 +135,14 @@ def _posterior(prior: np.ndarray, kernel: np.ndarray, chosen: list[int], values:
 
 
 def _improve(mean: np.ndarray, deviation: np.ndarray, chosen: list[int]) -> tuple[int | None, str]:
-    """Where a measurement is worth most to the choice at the end."""
+    """The point at which a measurement improves the final choice most, and the reason; None if none is worth it."""
     best = max(chosen, key=lambda index: mean[index])
     second = max((mean[index] for index in set(chosen) - {best}), default=mean[best] - 1)
     rival = np.full(len(mean), mean[best])
     rival[best] = second
     learned = np.maximum(deviation**2 / np.sqrt(deviation**2 + NOISE**2), 1e-9)
     z = (mean - rival) / learned
-    z[chosen] = -np.abs(z[chosen])  # one of these is chosen already: what counts is that the choice may change
+    z[chosen] = -np.abs(z[chosen])  # these points were measured already: their value is that the choice may change
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
     below = 0.5 * (1 + np.array([math.erf(value / math.sqrt(2)) for value in z]))
     worth = learned * (z * below + density)

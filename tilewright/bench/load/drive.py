@@ -16,17 +16,17 @@ __all__ = ["Drive", "drive"]
 
 @dataclass(slots=True)
 class Drive:
-    """A stage while it runs, and afterwards."""
+    """The state of a stage, during and after its run."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Finished ones, in the order of their ends."""
+    """Finished requests, in the order in which they ended."""
     sent: int = 0
     in_flight: int = 0
     elapsed_s: float = 0.0
     stopped: bool = False
-    """Set to end the stage: nothing more is sent, what is in flight is waited for."""
+    """Set this to end the stage: nothing more is sent, and requests in flight are waited for."""
     stable_until_s: float | None = None
-    """When the stage had become steady, where that ended it."""
+    """The time at which the stage was found to be steady, if that ended it."""
 
 
 async def drive(
@@ -37,10 +37,10 @@ async def drive(
     look: Callable[[Drive], None] = lambda state: None,
     look_every_s: float = 0.25,
 ) -> Drive:
-    """Run one stage to its end, its last answers included.
+    """Run one stage to its end, including its last answers.
 
     Args:
-        most_in_flight: requests that are open at once at most; one that has to wait for another's end keeps its intended time.
+        most_in_flight: most requests in flight at once; a request that has to wait for another one keeps its scheduled time.
         look: called now and then while the stage runs; it may set `stopped`.
     """
     loop = asyncio.get_running_loop()
@@ -92,14 +92,14 @@ async def _open_loop(
     async with asyncio.TaskGroup() as running:
         for planned in _until(stage):
             body = target.prepare(planned)
-            # Short naps, so that `stopped` is seen in a pause of the schedule too.
+            # Sleep in short intervals, so that `stopped` is noticed during a pause of the schedule, too.
             while (left_s := planned.at_s - clock()) > 0 and not state.stopped:
                 await asyncio.sleep(min(left_s, 0.5))
             if state.stopped:
                 break
             running.create_task(within_room(body, Sample(planned_s=planned.at_s)))
             if left_s < -0.01:
-                await asyncio.sleep(0)  # behind the schedule: answers must be read all the same
+                await asyncio.sleep(0)  # behind the schedule, but answers must still be read
 
 
 def _until(stage: Stage) -> Iterable[Planned]:

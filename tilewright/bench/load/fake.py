@@ -30,7 +30,7 @@ class Script:
     pieces: int = 8
     seed: int = 0
     reject_every: int = 0
-    """Every so many-th request is refused with 429; 0: none."""
+    """Every `reject_every`-th request is refused with 429; 0: none."""
     _order: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,11 +43,11 @@ class Script:
         return (bounds[0] + share * (bounds[1] - bounds[0])) / 1000
 
     def first_s(self, number: int) -> float:
-        """Until the first piece of an answer."""
+        """Seconds until the first piece of an answer."""
         return self._at(number, self.first_ms)
 
     def gap_s(self, number: int) -> float:
-        """Between two of its pieces."""
+        """Seconds between two pieces of the answer."""
         return self._at(number, self.gap_ms)
 
     def rejects(self, number: int) -> bool:
@@ -112,7 +112,7 @@ class _Service:
 
 
 async def serve_script(script: Script, port: int = 0) -> tuple[web.AppRunner, str]:
-    """Serve on this machine; (what to clean up, the URL)."""
+    """Serve on this machine; return (the runner to clean up, the URL)."""
     runner = web.AppRunner(_Service(script).app(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", port)
@@ -126,7 +126,7 @@ async def _main() -> None:
     parser.add_argument("--first-ms", type=float, nargs=2, default=(300.0, 1200.0), help="range of the time to the first piece")
     parser.add_argument("--gap-ms", type=float, nargs=2, default=(60.0, 180.0), help="range of the time between pieces")
     parser.add_argument("--pieces", type=int, default=8, help="pieces of an answer")
-    parser.add_argument("--reject-every", type=int, default=0, help="refuse every so many-th request")
+    parser.add_argument("--reject-every", type=int, default=0, help="refuse one request in this many; 0: none")
     parser.add_argument("--port", type=int, default=0)
     given = parser.parse_args()
     script = Script(

@@ -1,8 +1,7 @@
 """Generates prompts of a given length, optionally with the shared prefixes recorded in a trace.
 
 Given as token ids, a prompt has exactly the requested length. Ids are among the first few hundred, which every vocabulary has.
-Given as
-text (chat), it consists of short words; the service reports in its usage how many tokens they were.
+Given as text (chat), it consists of short words; the service reports in its usage how many tokens they were.
 """
 
 import random
@@ -23,7 +22,7 @@ _WORDS = (
 
 @lru_cache(maxsize=4096)
 def _ids(name: str, count: int) -> tuple[int, ...]:
-    """Token ids that only depend on the name."""
+    """`count` token ids that depend only on the name."""
     return tuple(random.Random(name).choices(range(_FIRST_ID, _LAST_ID), k=count))
 
 
@@ -31,9 +30,9 @@ class Prompts:
     """Makes prompts: those of two runs with one seed are equal.
 
     Args:
-        seed: of everything drawn.
-        shared: tokens with which every prompt begins, as a system prompt would.
-        block_tokens: length of a block that a trace names.
+        seed: seed of all random choices.
+        shared: number of tokens that all prompts have in common at their beginning, like a system prompt.
+        block_tokens: length of a block that is named in a trace.
     """
 
     def __init__(self, seed: int, shared: int = 0, block_tokens: int = BLOCK_TOKENS):
@@ -41,7 +40,7 @@ class Prompts:
         self._made = 0
 
     def ids(self, tokens: int, blocks: Sequence[int] = ()) -> list[int]:
-        """Token ids: the shared beginning or the blocks, then what no other prompt has."""
+        """Token ids of a prompt: the shared beginning or the blocks, then tokens of its own."""
         self._made += 1
         found: list[int] = []
         if blocks:
@@ -56,5 +55,5 @@ class Prompts:
         return found + own.choices(range(_FIRST_ID, _LAST_ID), k=tokens - len(found))
 
     def text(self, tokens: int, blocks: Sequence[int] = ()) -> str:
-        """As many short words."""
+        """A text of as many short words."""
         return " ".join(_WORDS[token % len(_WORDS)] for token in self.ids(tokens, blocks))

@@ -41,16 +41,16 @@ _CONFIG: dict[str, Any] = {
     "text": {"color": "var(--soft)"},
 }
 MOST_POINTS = 200
-"""Points of a distribution's line."""
+"""Number of points with which the line of a distribution is drawn."""
 
 
 def write_json(outcome: Outcome, path: Path) -> None:
-    """Write what `Outcome.to_json` gives."""
+    """Write `Outcome.to_json` to a file."""
     path.write_text(json.dumps(outcome.to_json(), allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
 def write_html(outcome: Outcome, path: Path) -> None:
-    """Write the report. Raises MissingExtra where vl-convert-python is not installed, saying how to install it."""
+    """Write the report. Raises MissingExtra if vl-convert-python is not installed; the message says how to install it."""
     path.write_text(html(outcome), encoding="utf-8")
 
 
@@ -76,7 +76,7 @@ def html(outcome: Outcome) -> str:
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds with three digits or so."""
+    """Milliseconds as text with about three digits."""
     if seconds is None:
         return "–"
     value = seconds * 1000
@@ -145,7 +145,7 @@ def _charts(outcome: Outcome) -> list[tuple[str, str, str]]:
         if one.user_token_rate
     ]
     if curve:
-        about = "Up is more work done, right is faster for each user. A service is as good as the corner that it reaches."
+        about = "Higher is more throughput, further right is faster for each user. The best service is in the upper right."
         found.append(("Throughput against speed for a user", about, _curve(curve)))
     several = len(outcome.summaries) > 1
     if several:

@@ -24,30 +24,30 @@ from tilewright.bench.load.v2 import V2, describe
 __all__ = ["Outcome", "line", "load", "stages"]
 
 AGREE = 0.1
-"""Windows agree where throughput and latency differ by at most this share."""
+"""Windows agree if their throughput and latency differ by at most this share."""
 
 Look = Callable[[str, Drive], None]
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a load test found."""
+    """The result of a load test."""
 
     url: str
     model: str
     config: LoadConfig
     summaries: list[Summary] = field(default_factory=list)
     samples: list[list[Sample]] = field(default_factory=list)
-    """By stage."""
+    """Samples of each stage."""
     began_at: float = 0.0
     """Seconds since 1970."""
     tensors: str | None = None
-    """How a v2 model's tensors travelled: json, binary or shared memory."""
+    """How a v2 model's tensors were sent: json, binary or shared memory."""
     rows: int | None = None
-    """Of a v2 request, where the model leaves the first dimension open."""
+    """Rows of a v2 request, if the model leaves the first dimension open."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything but single requests."""
+        """The result as plain JSON values, without single requests."""
         config = asdict(self.config) | {"api_key": None if self.config.api_key is None else "given"}
         head = {"tilewright": __version__, "url": self.url, "model": self.model, "began_at": self.began_at}
         if self.tensors is not None:
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def stages(config: LoadConfig) -> list[Stage]:
-    """What a config asks for. Raises OSError or ValueError for a trace that cannot be read."""
+    """The stages of a config. Raises OSError or ValueError for a trace that cannot be read."""
     if config.trace is not None:
         planned = read_trace(Path(config.trace), speed=config.speed, length_scale=config.length_scale, limit=config.limit)
         return [Stage(label=Path(config.trace).name, planned=planned)]
@@ -94,11 +94,11 @@ async def load(
 
     Args:
         look: called a few times a second with the running stage.
-        say: told a line when a stage has ended.
+        say: called with one line of text when a stage has ended.
 
     Raises:
         OSError: the service cannot be reached, or is still loading after `config.wait`; or a trace cannot be read.
-        ValueError: the service is not what the config says.
+        ValueError: the service does not match the config.
     """
     url = url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
@@ -154,7 +154,7 @@ def _summary(stage: Stage, state: Drive, config: LoadConfig, rows: int | None) -
         end_s = state.stable_until_s
         begin_s = end_s - WINDOWS * config.until_stable
     elif end_s is None or config.limit is not None:
-        # A stage that ends with its last request: what was sent, and until the last answer.
+        # A stage that ends with its last request is measured from its beginning to the last answer.
         end_s = max((sample.end_s for sample in state.samples), default=0.0) + 1e-9
         begin_s = begin_s if begin_s < end_s / 2 else 0.0
     bounds = {"begin_s": begin_s, "end_s": end_s}
@@ -162,7 +162,7 @@ def _summary(stage: Stage, state: Drive, config: LoadConfig, rows: int | None) -
 
 
 def line(summary: Summary) -> str:
-    """A stage in a line."""
+    """The summary of a stage as one line of text."""
     parts = [f"{summary.label}: {summary.request_rate:.2f} requests/s"]
     if summary.row_rate is not None:
         parts.append(f"{summary.row_rate:.0f} rows/s")

@@ -32,7 +32,7 @@ class Sample:
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token; None where the service does not stream, or did not answer."""
+        """Time to the first token; None if the service does not stream or did not answer."""
         return self.pieces_s[0] - self.planned_s if self.pieces_s and self.status == OK else None
 
     @property
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token behind the first."""
+        """Time per output token after the first."""
         if self.status != OK or self.output_tokens < 2 or len(self.pieces_s) < 2:
             return None
         return (self.pieces_s[-1] - self.pieces_s[0]) / (self.output_tokens - 1)
@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def latencies(self) -> dict[str, float | None]:
-        """By metric, as objectives name them; `itl` is the 95th percentile of this request's gaps."""
+        """Latency by metric, with the names used in objectives; `itl` is the 95th percentile of this request's gaps."""
         gaps = self.gaps
         itl = float(np.percentile(gaps, 95)) if gaps else None
         return {"ttft": self.ttft, "itl": itl, "tpot": self.tpot, "e2e": self.e2e}

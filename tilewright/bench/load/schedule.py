@@ -1,4 +1,4 @@
-"""What to request and when: rates, steps of concurrency, and recorded traces, as values that a run follows.
+"""The schedule of a load test, which says what to request and when: rates, steps of concurrency, and recorded traces.
 
 A trace is a CSV or JSON-lines file, compressed with xz or gzip or not. Known names of its fields:
 
@@ -25,42 +25,42 @@ from typing import IO, Any, cast
 __all__ = ["BLOCK_TOKENS", "Planned", "Stage", "arrivals", "read_trace", "span"]
 
 BLOCK_TOKENS = 512
-"""Tokens of a block that a trace names by a hash id."""
+"""Tokens of a block, which a trace names by a hash id."""
 _PROMPT = ("ContextTokens", "input_length", "prompt_tokens")
 _ANSWER = ("GeneratedTokens", "output_length", "output_tokens")
 MAX_TOKENS = 1 << 24
-"""Longest prompt or answer that a trace may name."""
+"""Longest prompt or answer that a trace may have, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request as it is meant to be sent."""
+    """A scheduled request."""
 
     at_s: float
-    """Intended time, from the beginning of its stage."""
+    """Scheduled time, in seconds from the beginning of its stage."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Hash ids of the prompt's blocks; () is a prompt that shares nothing."""
+    """Hash ids of the prompt's blocks; () for a prompt that shares nothing with others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of a run under one load.
+    """A part of a run with constant load.
 
-    Open loop: `planned` says when each request is sent, whatever became of those before. Closed loop: `concurrency` users each
-    send their next request when the last has been answered.
+    Open loop: `planned` says when each request is sent, whether or not earlier ones were answered. Closed loop: there are
+    `concurrency` users, each of whom sends the next request when the last one has been answered.
     """
 
     label: str
     planned: Iterable[Planned] = ()
     concurrency: int | None = None
     duration_s: float | None = None
-    """When the stage ends; None: with its last request."""
+    """Seconds after which the stage ends; None: it ends with its last request."""
 
 
 def arrivals(rate: float, kind: str, seed: int) -> Iterator[float]:
-    """Times of arrivals for ever, `rate` a second: "poisson" (independent users) or "constant"."""
+    """An endless sequence of arrival times in seconds, `rate` per second: "poisson" (independent users) or "constant"."""
     rng = random.Random(seed)
     at_s = 0.0
     for count in itertools.count(1):
@@ -76,20 +76,20 @@ def span(text: str) -> tuple[int, int]:
     except ValueError:
         found = (0, 0)
     if not 1 <= found[0] <= found[1] <= MAX_TOKENS:
-        raise ValueError(f"a number of tokens is {text!r}, wanted one such as 128, or a range such as 64-256")
+        raise ValueError(f"the number of tokens is {text!r}, wanted a number such as 128 or a range such as 64-256")
     return found
 
 
 def read_trace(path: Path, *, speed: float = 1.0, length_scale: float = 1.0, limit: int | None = None) -> list[Planned]:
-    """The requests of a trace in the order of their arrival, the first at 0.
+    """The requests of a trace in the order of their arrival, the first one at time 0.
 
     Args:
-        speed: 2 sends in half of the recorded time.
-        length_scale: factor of all lengths, blocks included, for models that take less than was recorded.
-        limit: the first so many requests only.
+        speed: 2 sends the requests in half of the recorded time.
+        length_scale: factor for all lengths, including those of blocks, for models that accept less than was recorded.
+        limit: use only the first so many requests.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         ValueError: a line is not understood; the message names it.
     """
     found: list[Planned] = []
@@ -123,9 +123,9 @@ def _rows(file: IO[str], path: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"line {number} of {path} is no JSON ({error})") from None
+            raise ValueError(f"line {number} of {path} is not valid JSON ({error})") from None
         if not isinstance(row, dict):
-            raise ValueError(f"line {number} of {path} is no JSON object")
+            raise ValueError(f"line {number} of {path} is not a JSON object")
         yield row
 
 
@@ -134,7 +134,7 @@ def _arrival_s(row: dict[str, Any]) -> float:
         return float(row["arrival_s"])
     if "timestamp" in row:
         return float(row["timestamp"]) / 1000
-    # More than six digits of a second are more than Python's dates hold.
+    # Python's dates have at most six decimal digits of a second.
     date, dot, digits = row["TIMESTAMP"].partition(".")
     return datetime.fromisoformat(date).timestamp() + (float(f"0.{digits}") if dot else 0.0)
 

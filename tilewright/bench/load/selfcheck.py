@@ -1,7 +1,7 @@
 """Checks the load generator against a service in another process whose latencies are known.
 
-For each metric and percentile there are three numbers: of the script, of the service by its own clock (a busy machine delays
-it), and of the load generator. The check passes if the last two differ by at most 2 % everywhere.
+For each metric and percentile there are three numbers: the scripted one, the one that the service measured by its own clock (a
+busy machine delays it), and that of the load generator. The check passes if the last two differ by at most 2 % everywhere.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ class Check:
     percentile: str
     scripted_s: float
     done_s: float
-    """By the service's own clock."""
+    """Measured by the service's own clock."""
     measured_s: float
 
     @property
     def error(self) -> float:
-        """Measured against done, relative."""
+        """The relative difference of `measured_s` from `done_s`."""
         return self.measured_s / self.done_s - 1
 
     @property
     def holds(self) -> bool:
-        """Whether it is true."""
+        """Whether the error is small enough."""
         return abs(self.error) <= ALLOWED
 
 
 async def self_check(requests: int = 400, rate: float = 50.0) -> list[Check]:
-    """Start the service, load it for `requests` / `rate` seconds, compare. Raises OSError where it does not start."""
+    """Start the service, load it for `requests` / `rate` seconds, and compare. Raises OSError if it does not start."""
     script = Script(requests=requests)
     command = [sys.executable, "-m", "tilewright.bench.load.fake", "--requests", str(requests)]
     service = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)

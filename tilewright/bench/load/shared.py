@@ -1,8 +1,7 @@
 """Memory that a load test shares with a service on the same machine: a POSIX object, with a region for each request in flight.
 
 Objects are named after this process and a random number, so two load tests never use the same one. They are unlinked when the
-test ends,
-however it ends: `multiprocessing.shared_memory` removes them even if the process was killed.
+test ends, however it ends: `multiprocessing.shared_memory` removes them even if the process was killed.
 """
 
 import asyncio
@@ -20,12 +19,12 @@ __all__ = ["Slot", "Slots"]
 MAX_SLOTS = 1000
 """A server of this project has 1,024 regions."""
 FREE_BYTES = 1 << 20
-"""That are left of /dev/shm."""
+"""Bytes of /dev/shm that are left free."""
 CLOSE_S = 5.0
 """How long the service may take to forget the regions."""
 
 Fill = Callable[[str], tuple[bytes, bytes]]
-"""From a region's name to (the body of its requests, what the region begins with)."""
+"""A region's name -> (the body of its requests, the first bytes of the region)."""
 
 
 class Slot(NamedTuple):
@@ -37,7 +36,7 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """Regions of `size` bytes, as many as there were ever requests in flight at once."""
+    """A pool of regions of `size` bytes: as many as the most requests that were in flight at once."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, size: int, fill: Fill):
         self._session, self._url, self._size, self._fill = session, f"{url}/v2/systemsharedmemory/region", size, fill
@@ -45,25 +44,25 @@ class Slots:
         self._all, self._free = list[Slot](), list[Slot]()
 
     async def reserve(self, count: int) -> None:
-        """Have at least so many. Raises OSError or ValueError with a sentence."""
+        """Make sure that there are at least `count` regions. Raises OSError or ValueError with a sentence."""
         if count > MAX_SLOTS:
-            raise ValueError(f"{count} users want a region of shared memory each, and {MAX_SLOTS} is the most")
+            raise ValueError(f"{count} users need a region of shared memory each, wanted at most {MAX_SLOTS}")
         while len(self._all) < count:
             self._free.append(await self._open())
 
     async def take(self) -> Slot:
-        """A region that nobody uses, a new one where there is none. Raises OSError or ValueError."""
+        """Take an unused region, or make a new one if there is none. Raises OSError or ValueError."""
         return self._free.pop() if self._free else await self._open()
 
     def give(self, slot: Slot) -> None:
-        """Take it back."""
+        """Return a region to the pool."""
         self._free.append(slot)
 
     async def _open(self) -> Slot:
         if len(self._all) >= MAX_SLOTS:
-            raise ValueError(f"more than {MAX_SLOTS} requests are in flight, and each wants a region of shared memory")
+            raise ValueError(f"more than {MAX_SLOTS} requests are in flight, and each needs a region of shared memory")
         name = f"{self._prefix}-{len(self._all)}"
-        # A page of an object that /dev/shm has no room for would end this process with SIGBUS when it is written.
+        # If /dev/shm has no room for a page, writing the page would end this process with SIGBUS.
         if shutil.disk_usage("/dev/shm").free < self._size + FREE_BYTES:
             raise OSError(f"/dev/shm has no room for {len(self._all) + 1} regions of {self._size} bytes")
         body, data = self._fill(name)
@@ -80,7 +79,7 @@ class Slots:
             async with self._session.post(f"{self._url}/{path}", json=body) as response:
                 text = (await response.content.read(2048)).decode(errors="replace")
                 if response.status != 200:
-                    raise ValueError(f"the service does not take a region of shared memory: {response.status} {text[:200]}")
+                    raise ValueError(f"the service refuses a region of shared memory: {response.status} {text[:200]}")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise OSError(f"{self._url}/{path} cannot be reached: {error}") from None
 
@@ -95,4 +94,4 @@ class Slots:
                 for slot in held:
                     await self._post(f"{slot.name}/unregister", {})
         except (OSError, ValueError):
-            pass  # it is gone, or has forgotten them already
+            pass  # the service is gone, or has forgotten the regions already

@@ -13,7 +13,7 @@ _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """Upper bounds in seconds; None is no bound. `itl` holds where 95 % of a request's gaps between pieces keep it."""
+    """Upper bounds in seconds; None is no bound. A request meets `itl` if 95 % of its gaps between pieces are within it."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -22,7 +22,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """Read "ttft=200ms,itl=20ms". Raises ValueError for what is no such list."""
+        """Parse a list such as "ttft=200ms,itl=20ms". Raises ValueError if it is invalid."""
         bounds: dict[str, float] = {}
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             found = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)(us|ms|s)", part)
@@ -31,7 +31,7 @@ class Slo:
                 raise ValueError(f"the objective {part!r} is not understood; {wanted}")
             bounds[found[1]] = float(found[2]) * _UNITS[found[3]]
             if not bounds[found[1]]:
-                raise ValueError(f"the objective {part!r} can never be kept; wanted a bound above 0")
+                raise ValueError(f"the objective {part!r} can never be met; wanted a bound above 0")
         return cls(**bounds)
 
     @property
@@ -40,7 +40,7 @@ class Slo:
         return {name: bound for name in METRICS if (bound := getattr(self, name)) is not None}
 
     def kept_by(self, latencies: Mapping[str, float | None]) -> bool:
-        """Whether latencies by metric keep all bounds; None (a request of one token has no gap) keeps any."""
+        """Whether latencies by metric meet all bounds. None meets any bound: a request of one token has no gap."""
         values = ((latencies.get(name), bound) for name, bound in self.bounds.items())
         return all(value is None or value <= bound for value, bound in values)
 

@@ -19,46 +19,46 @@ __all__ = ["PERCENTILES", "Summary", "spread", "summarise"]
 
 PERCENTILES = (50, 90, 99)
 WINDOWS = 3
-"""Parts of the measured window that have to agree."""
+"""Number of parts of the measured window that have to agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One stage. Times in seconds, rates per second."""
+    """The summary of one stage. Times are in seconds, rates per second."""
 
     label: str
     concurrency: int | None
     offered_rate: float
-    """Requests that were meant to be sent."""
+    """Scheduled requests per second."""
     window_s: float
     requests: int
     completed: int
     rejected: int
     failed: int
     request_rate: float
-    """Answers that ended in the window."""
+    """Answers per second that ended in the window."""
     row_rate: float | None
-    """Rows of the answers that ended in the window; None: requests have no rows."""
+    """Rows per second of the answers that ended in the window; None: requests have no rows."""
     token_rate: float
-    """Output tokens that arrived in the window."""
+    """Output tokens per second that arrived in the window."""
     prompt_token_rate: float
     cached_share: float
-    """Of the prompts' tokens, as the service says."""
+    """Share of the prompts' tokens that the service reports as cached."""
     user_token_rate: float | None
-    """Output tokens a second of the median user, behind the first: 1 / (median TPOT)."""
+    """Output tokens per second of the median user after the first token: 1 / (median TPOT)."""
     good: int
-    """Completed requests that kept the objectives."""
+    """Completed requests that met the objectives."""
     goodput: float
     good_share: float
-    """Of all requests, rejected and failed ones too."""
+    """Good requests as a share of all requests, including rejected and failed ones."""
     latencies: dict[str, dict[str, float]]
     """Metric -> p50, p90, p99, mean, max, count."""
     lag_p99_s: float
-    """From intended to real sending: this client's own lateness, which the latencies contain."""
+    """This client's own lateness, from the scheduled to the real sending time; it is part of the latencies."""
     spread: float | None
-    """Largest relative difference between parts of the window, of throughput and latency; None: too few requests to say."""
+    """Largest relative difference in throughput or latency between parts of the window; None: too few requests."""
     problems: dict[str, int]
-    """What rejected and failed requests were told -> how many."""
+    """Error message -> number of rejected and failed requests with this message."""
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
@@ -75,7 +75,7 @@ def summarise(
     concurrency: int | None = None,
     rows: int | None = None,
 ) -> Summary:
-    """A stage's numbers over the window from `begin_s` to `end_s` seconds of it, of requests that had so many `rows`."""
+    """The summary of a stage over the window from `begin_s` to `end_s` seconds. `rows`: rows of each request."""
     window_s = max(end_s - begin_s, 1e-9)
     ours = [sample for sample in samples if begin_s <= sample.planned_s < end_s]
     states = Counter(sample.status for sample in ours)
@@ -124,7 +124,7 @@ def _percentiles(name: str, done: Sequence[Sample]) -> dict[str, float]:
 
 
 def _tokens_between(samples: Sequence[Sample], begin_s: float, end_s: float) -> float:
-    """Output tokens that arrived; those of an answer are spread evenly over its pieces."""
+    """Output tokens that arrived between two times; the tokens of an answer are spread evenly over its pieces."""
     tokens = 0.0
     for sample in samples:
         if sample.pieces_s:
@@ -134,9 +134,9 @@ def _tokens_between(samples: Sequence[Sample], begin_s: float, end_s: float) -> 
 
 
 def spread(samples: Sequence[Sample], begin_s: float, end_s: float, windows: int = WINDOWS) -> float | None:
-    """How much `windows` equal parts of a time differ: the largest of (max - min) / mean of answers and of median latency.
+    """How much `windows` equal parts of a time differ: the larger (max - min) / mean of answers and of median latency.
 
-    None where a part has fewer than five answers: nothing can be said of it.
+    None if a part has fewer than five answers, which is not enough to judge.
     """
     edges = np.linspace(begin_s, end_s, windows + 1)
     parts: list[list[float]] = [[] for _ in range(windows)]

@@ -1,8 +1,7 @@
-"""Targets of a load test: the common interface, and OpenAI's completions and chat as streams. v2.py has the others.
+"""Targets of a load test: the common interface, and OpenAI's completions and chat as streams. v2.py has the v2 protocol.
 
 A target prepares a request body before its time, so that making a long prompt does not delay the schedule, and then sends it.
-It records
-when the pieces of the answer arrive. An answer of 429 or 503 counts as a rejection.
+It records when the pieces of the answer arrive. An answer of 429 or 503 counts as a rejection.
 """
 
 import asyncio
@@ -30,16 +29,16 @@ class Target(Protocol):
     """A service."""
 
     def prepare(self, planned: Planned) -> bytes:
-        """The body of a request."""
+        """Prepare the body of a request."""
         ...
 
     async def send(self, body: bytes, sample: Sample, clock: Clock) -> None:
-        """Ask, and write into `sample` what came, with the times of `clock`. Raises nothing that the service could cause."""
+        """Send a request and write the result into `sample`, with times of `clock`. Errors of the service are not raised."""
         ...
 
 
 def open_session(timeout_s: float, api_key: str | None = None) -> aiohttp.ClientSession:
-    """A session without a cap on connections. A request as a whole may take `timeout_s`."""
+    """A session without a limit on connections. A whole request may take at most `timeout_s` seconds."""
     headers = {"content-type": "application/json"}
     if api_key is not None:
         headers["authorization"] = f"Bearer {api_key}"
@@ -49,10 +48,10 @@ def open_session(timeout_s: float, api_key: str | None = None) -> aiohttp.Client
 
 
 async def until_ready(session: aiohttp.ClientSession, url: str, most_s: float, say: Callable[[str], None]) -> None:
-    """Wait for a service as long as it says on /ready that it is loading; a service without such a path is not waited for.
+    """Wait as long as a service reports on /ready that it is loading. Does not wait if the service has no such path.
 
     Raises:
-        OSError: it is still loading after `most_s` seconds.
+        OSError: the service is still loading after `most_s` seconds.
     """
     began_s, said = time.monotonic(), False
     while (loading := await _loading(session, url, said)) is not None:
@@ -66,7 +65,10 @@ async def until_ready(session: aiohttp.ClientSession, url: str, most_s: float, s
 
 
 async def _loading(session: aiohttp.ClientSession, url: str, before: bool) -> str | None:
-    """What a service says that it is loading, if it does; `before`: it did a moment ago, and may be between two processes."""
+    """The models that a service reports as loading, or None.
+
+    `before`: whether it did so at the previous request; a service that does not answer now may be between two processes.
+    """
     try:
         async with session.get(f"{url}/ready") as response:
             said = json.loads(await response.content.read(4096)) if response.status == 503 else None
@@ -76,7 +78,7 @@ async def _loading(session: aiohttp.ClientSession, url: str, before: bool) -> st
 
 
 async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    """The JSON that a service answers. Raises OSError or ValueError with a sentence."""
+    """The JSON answer of a service. Raises OSError or ValueError with a sentence."""
     try:
         async with session.get(url) as response:
             if response.status != 200:
@@ -89,7 +91,7 @@ async def get_json(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 class Http:
-    """What both protocols do: a `Target`, and what comes before and after its stages."""
+    """The common part of both protocols: a `Target`, and the preparation and clean-up of stages."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str):
         self._session, self._url = session, url
@@ -97,10 +99,10 @@ class Http:
         """Of this target's requests, beside the session's."""
 
     async def begin(self, in_flight: int | None) -> None:
-        """Get ready for a stage with so many requests in flight; None: nobody knows how many. Raises OSError or ValueError."""
+        """Prepare for a stage with so many requests in flight; None: the number is unknown. Raises OSError or ValueError."""
 
     async def close(self) -> None:
-        """Give back what the service was given to keep. Raises nothing that the service could cause."""
+        """Make the service release what it keeps for this test. Errors of the service are not raised."""
 
     def prepare(self, planned: Planned) -> bytes:
         """See `Target`."""
@@ -142,7 +144,7 @@ class OpenAI(Http):
 
     @classmethod
     async def model_of(cls, session: aiohttp.ClientSession, url: str) -> str:
-        """The first model that a service lists."""
+        """The name of the first model that a service lists."""
         listed = await get_json(session, f"{url}/v1/models")
         models = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
@@ -161,7 +163,7 @@ class OpenAI(Http):
 
     async def _read(self, response: aiohttp.ClientResponse, sample: Sample, clock: Clock) -> None:
         if "text/event-stream" not in response.headers.get("content-type", ""):
-            raise ValueError(f"the answer is {response.headers.get('content-type')!r}, wanted a stream of events")
+            raise ValueError(f"the answer has type {response.headers.get('content-type')!r}, wanted a stream of events")
         rest, done = b"", False
         async for chunk in response.content.iter_any():
             now_s = clock()
@@ -171,12 +173,12 @@ class OpenAI(Http):
             for event in events:
                 done |= self._event(event, sample, now_s)
         if not done:
-            raise ValueError(sample.detail or "the stream ended before its end was said")
+            raise ValueError(sample.detail or "the stream ended before its last event, [DONE]")
         sample.status = OK
         sample.output_tokens = sample.output_tokens or len(sample.pieces_s)
 
     def _event(self, event: bytes, sample: Sample, now_s: float) -> bool:
-        """Whether it was the last one."""
+        """Process an event; return whether it was the last one."""
         data = b"".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if data == b"[DONE]":
             return True
@@ -203,7 +205,7 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 def _message(text: str) -> str:
-    """What an error says, in a line."""
+    """The message of an error, in one line."""
     try:
         found = json.loads(text)
         error = found.get("error", found) if isinstance(found, dict) else found

@@ -38,11 +38,11 @@ _NUMBERS = {
 _SIZES = {name: 1 if name == "BOOL" else int(name.lstrip("BUINTFP")) // 8 for name in _NUMBERS if name != "BYTES"}
 """Bytes of a number."""
 MAX_TENSOR_BYTES = 1 << 30
-"""Of one input or output."""
+"""Most bytes of one input or output."""
 MAX_POOL_BYTES = 64 << 20
-"""Of the bodies that binary requests take turns with; one body may be larger."""
+"""Most bytes of the prepared bodies that binary requests use in turn; a single body may be larger."""
 MAX_POOL = 64
-"""Their number."""
+"""Most prepared bodies."""
 
 
 class Tensor(NamedTuple):
@@ -54,16 +54,16 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int | None:
-        """Bytes; None: strings have lengths of their own."""
+        """Size in bytes; None for strings, whose lengths vary."""
         item = _SIZES.get(self.datatype)
         return None if item is None else item * prod(self.shape)
 
     def said(self, **more: Any) -> dict[str, Any]:
-        """What a request says of it."""
+        """The description of the tensor in a request."""
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape), **more}
 
     def drawn(self, rng: np.random.Generator) -> bytes:
-        """Random numbers from 0 to 1, or whole ones from 0 to 99, as the protocol's bytes."""
+        """Random numbers from 0 to 1, or integers from 0 to 99, as the protocol's bytes."""
         count, kind = prod(self.shape), _NUMBERS[self.datatype]
         if kind == "text":
             return b"\x04\0\0\0text" * count
@@ -78,32 +78,32 @@ class Tensor(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is asked of a service."""
+    """The contents of the requests to a service."""
 
     model: str
     inputs: list[Tensor]
     outputs: list[Tensor]
-    """Those whose shapes are known before the answer comes."""
+    """Outputs whose shapes are known before the answer arrives."""
     rest: list[str]
     """Names of the other outputs."""
     rows: int | None
-    """Of a request, where the first dimension of every input is open."""
+    """Rows of a request, if the first dimension of every input is open."""
     extensions: frozenset[str]
-    """That the service lists."""
+    """Extensions of the protocol that the service lists."""
 
 
 async def describe(session: aiohttp.ClientSession, url: str, model: str, batch: int) -> Asked:
-    """Read a model's metadata; dimensions that may vary are `batch`.
+    """Read a model's metadata. Open dimensions get the size `batch`.
 
     Raises:
         OSError: the service cannot be reached.
-        ValueError: it has no such model, or the metadata is not the protocol's.
+        ValueError: the service has no such model, or the metadata does not follow the protocol.
     """
     metadata = await get_json(session, f"{url}/v2/models/{model}")
     try:
         open_rows = all(one["shape"] and one["shape"][0] < 1 for one in metadata["inputs"])
         inputs = [_tensor(one, batch) for one in metadata["inputs"]]
-        # How the open dimensions of an output follow from those of the inputs is not said, but for rows.
+        # Metadata do not say how open dimensions of an output depend on those of the inputs, except for rows.
         known = [one for one in metadata.get("outputs", ()) if min(one["shape"][1:], default=1) > 0]
         known = [one for one in known if open_rows or (one["shape"] and one["shape"][0] > 0)]
         outputs = [one for one in (_tensor(one, batch) for one in known) if one.size is not None]
@@ -133,8 +133,8 @@ class V2(Http):
     """`/v2/models/NAME/infer`.
 
     Args:
-        asked: what `describe` says.
-        shared: whether tensors stay in shared memory. Raises ValueError where the service or the model has no way to do so.
+        asked: the result of `describe`.
+        shared: pass tensors in shared memory. Raises ValueError if the service or the model does not support this.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, asked: Asked, *, seed: int, shared: bool = False):
@@ -143,14 +143,14 @@ class V2(Http):
         self._bodies, self._turn, self._slots = list[bytes](), 0, None
         binary = "binary_tensor_data" in asked.extensions
         self.way = "shared memory" if shared else "binary" if binary else "json"
-        """How tensors travel."""
+        """How tensors are sent."""
         self.rows = asked.rows
         if shared:
             self._slots = self._in_memory(session, url)
         elif binary:
             self._in_bytes()
         elif any(one.datatype == "BF16" for one in asked.inputs):
-            raise ValueError(f"{asked.model!r} takes BF16, and {url}/v2 does not list binary_tensor_data: JSON cannot say it")
+            raise ValueError(f"{asked.model!r} takes BF16, which JSON lacks, and {url}/v2 does not list binary_tensor_data")
 
     async def begin(self, in_flight: int | None) -> None:
         """See `Http`."""
@@ -165,13 +165,13 @@ class V2(Http):
     # ---- requests
 
     def _in_memory(self, session: aiohttp.ClientSession, url: str) -> Slots:
-        """Places for everything whose size is known; inputs are written when a place is made."""
+        """Regions with room for all tensors of known size; the inputs are written when a region is made."""
         asked = self._asked
         if "system_shared_memory" not in asked.extensions:
             raise ValueError(f"{url}/v2 does not list system_shared_memory; is the server started with --shared-memory?")
         strings = [one.name for one in asked.inputs if one.size is None]
         if strings:
-            raise ValueError(f"the input {strings[0]!r} is BYTES, whose tensors do not go into shared memory here")
+            raise ValueError(f"the input {strings[0]!r} is BYTES, which is not supported in shared memory here")
 
         def fill(name: str) -> tuple[bytes, bytes]:
             data = [one.drawn(self._draw) for one in asked.inputs]
@@ -189,7 +189,7 @@ class V2(Http):
         return Slots(session, url, sum(one.size or 0 for one in (*asked.inputs, *asked.outputs)), fill)
 
     def _in_bytes(self) -> None:
-        """Bodies, and the header that says where their JSON ends."""
+        """Prepare the bodies, and the header that says where their JSON ends."""
         inputs, head, size = self._asked.inputs, b"", 0
         while not self._bodies or (len(self._bodies) < MAX_POOL and size + len(self._bodies[0]) <= MAX_POOL_BYTES):
             data = [one.drawn(self._draw) for one in inputs]
@@ -200,7 +200,7 @@ class V2(Http):
         self._headers = {"content-type": "application/octet-stream", "inference-header-content-length": str(len(head))}
 
     def prepare(self, planned: Planned) -> bytes:
-        """See `Target`. With shared memory the body is that of a place, which is taken when the request is sent."""
+        """See `Target`. With shared memory, the body belongs to a region, which is taken when the request is sent."""
         if self.way == "json":
             return _compact({"inputs": [one.said(data=self._numbers(one)) for one in self._asked.inputs]})
         if not self._bodies:

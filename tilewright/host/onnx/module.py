@@ -2,8 +2,7 @@
 
 There are two kinds of values. Values that depend on the inputs are tensors. Small values that do not (shapes, axes, indices)
 are NumPy arrays. Nodes with only arrays as inputs are computed by onnx's own reference implementation, whenever the module is
-called or traced; so
-`Shape -> Gather -> Concat -> Reshape` is a plain reshape in every trace, for any number of rows.
+called or traced; so `Shape -> Gather -> Concat -> Reshape` is a plain reshape in every trace, for any number of rows.
 
 Refused, each with a sentence: operators without a row in elements.py, shapes.py and layers.py (including other vendors'
 operators and loops), shapes that depend on values, and strings.
@@ -28,14 +27,14 @@ from tilewright.host.onnx.values import Unsupported, tensor_of
 __all__ = ["OPSET", "OnnxModule", "onnx_model", "read_onnx"]
 
 OPSET = 21
-"""What older files are brought to; newer ones are taken as they are, where each operator has a row."""
+"""The opset to which older files are converted; newer files are used unchanged if each of their operators is in the tables."""
 MAX_HOST = 4096
-"""Elements of a constant that may be a shape, or the indices of a gather."""
+"""Most elements of a constant that may be a shape or the indices of a gather."""
 MAX_FACTORS = 8
-"""Elements of one that may be the factors of a resize."""
+"""Most elements of a constant that may be the factors of a resize."""
 EXAMPLE_ROWS = 2
 ARRAYS_ONLY = ("Constant", "ConstantOfShape", "EyeLike", "Range", "Shape", "Size")
-"""Operators whose results do not depend on the model's inputs in any graph that can be taken."""
+"""Operators whose results do not depend on the model's inputs in any supported graph."""
 CALLS = {**ELEMENTS, **SHAPES, **LAYERS}
 
 Value = Tensor | np.ndarray | None
@@ -45,10 +44,10 @@ class OnnxModule(nn.Module):
     """A graph, ready to be called with its inputs in order; its outputs by name.
 
     Args:
-        model: in an opset that this folder is written for.
+        model: in an opset that this package supports.
 
     Raises:
-        ValueError: a node that cannot be taken; the message names it.
+        ValueError: a node is not supported; the message names it.
     """
 
     def __init__(self, model: onnx.ModelProto):
@@ -72,7 +71,7 @@ class OnnxModule(nn.Module):
         self.register_buffer(f"w{number}", tensor_of(array))
 
     def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Outputs by name. Raises ValueError: a node meets what it cannot be computed for."""
+        """Outputs by name. Raises ValueError if a node cannot be computed for its inputs."""
         values: dict[str, Value] = {"": None, **self._constants}
         values |= {name: self.get_buffer(buffer) for name, buffer in self._weights.items()}
         values |= dict(zip(self.input_names, inputs, strict=True))
@@ -117,7 +116,7 @@ class _Node:
                 given = {name: value for name, value in zip(self.inputs, values, strict=True) if name}
                 return [np.asarray(one) for one in self._reference.run(None, given)]
             if self._call is None:
-                raise Unsupported("the shape of what it makes depends on what the numbers are")
+                raise Unsupported("the shape of its output depends on values")
             like = next(value for value in values if isinstance(value, Tensor))
             first = values[0] if values[0] is None else tensor_of(values[0], like.device)
             found = self._call(self._attributes, first, *values[1:])
@@ -156,7 +155,7 @@ def _plain(attribute: onnx.AttributeProto, name: str) -> Any:
 
 
 def _last_uses(nodes: Sequence[_Node], outputs: Sequence[str]) -> list[list[str]]:
-    """For each node the values that nobody needs behind it."""
+    """For each node, the values that no later node needs."""
     seen, found = set(outputs) | {""}, list[list[str]]()
     for node in reversed(nodes):
         names = dict.fromkeys((*node.inputs, *node.outputs))
@@ -169,7 +168,7 @@ def _last_uses(nodes: Sequence[_Node], outputs: Sequence[str]) -> list[list[str]
 
 
 def read_onnx(path: Path) -> onnx.ModelProto:
-    """A file, checked and in an opset that is known here. Raises ValueError: it is none, or cannot be brought there."""
+    """Read and check a file, and convert it to a supported opset. Raises ValueError if it is invalid or cannot be converted."""
     try:
         model = onnx.load(str(path))
         onnx.checker.check_model(model, check_custom_domain=False)
@@ -187,7 +186,7 @@ def read_onnx(path: Path) -> onnx.ModelProto:
             model = version_converter.convert_version(model, OPSET)
         except (RuntimeError, ValueError, onnx.checker.ValidationError) as error:
             why = str(error).strip().splitlines()[0][:300]
-            raise ValueError(f"{path} has opset {version}, which onnx cannot bring to {OPSET}: {why}") from None
+            raise ValueError(f"{path} has opset {version}, which onnx cannot convert to {OPSET}: {why}") from None
     return model
 
 
@@ -195,11 +194,11 @@ def onnx_model(path: Path, shapes: Mapping[str, Sequence[int]] | None = None) ->
     """(the module, example inputs) of a file.
 
     Args:
-        path: of the file.
-        shapes: of inputs whose dimensions the file leaves open, by name.
+        path: the file.
+        shapes: by name, shapes of inputs with dimensions that the file leaves open.
 
     Raises:
-        ValueError: it is no ONNX file, cannot be taken, or leaves a dimension open beside the first.
+        ValueError: the file is not an ONNX file, is not supported, or leaves a dimension other than the first open.
     """
     model = read_onnx(path)
     module = OnnxModule(model).eval().requires_grad_(False)
@@ -222,10 +221,10 @@ def _example(value: onnx.ValueInfoProto, shape: Sequence[int] | None, path: Path
         if 0 in shape:
             said = f"{value.name}={','.join(str(n or 'N') for n in shape)}"
             raise ValueError(
-                f"{path}: input {value.name!r} has open dimensions; say them: tilewright export ... --shape {said}"
+                f"{path}: input {value.name!r} has open dimensions; give them: tilewright export ... --shape {said}"
             )
     elif len(shape) != len(sizes) or any(n is not None and n != s for n, s in zip(sizes, shape, strict=True)):
-        raise ValueError(f"--shape of {value.name!r} is {list(shape)}, and the file has {sizes}")
+        raise ValueError(f"--shape of {value.name!r} is {list(shape)}, but the file has {sizes}")
     dtype = tensor_of(np.zeros(0, numpy_type)).dtype
     if dtype.is_floating_point:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -20,7 +20,7 @@ class Unsupported(ValueError):
 
 
 def tensor_of(value: Any, device: torch.device | None = None) -> Tensor:
-    """A value as a tensor. Raises Unsupported: strings, and types that torch does not have."""
+    """A value as a tensor. Raises Unsupported for strings, and for types that torch does not have."""
     if isinstance(value, Tensor):
         return value
     array = np.array(value)  # a copy: torch wants memory that may be written
@@ -29,7 +29,7 @@ def tensor_of(value: Any, device: torch.device | None = None) -> Tensor:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
         return torch.from_numpy(array).to(device)
     except TypeError:
-        raise Unsupported(f"numbers of type {array.dtype.name} are not known here") from None
+        raise Unsupported(f"numbers of type {array.dtype.name} are not supported") from None
 
 
 def ints(value: Any, what: str) -> list[int]:
@@ -40,14 +40,14 @@ def ints(value: Any, what: str) -> list[int]:
 
 
 def number(value: Any, what: str) -> Any:
-    """One such number."""
+    """A number that does not depend on the inputs."""
     if isinstance(value, Tensor):
         raise Unsupported(f"{what} depend on what the numbers are")
     return np.ravel(value)[0].item()
 
 
 def pair(a: Any, b: Any) -> tuple[Any, Any]:
-    """Two operands, one of which is a tensor: a single number stays one, so that it is fused and not broadcast."""
+    """Two operands, one of which is a tensor. A single number stays a number, so that it is fused and not broadcast."""
     like = a if isinstance(a, Tensor) else b
 
     def one(value: Any) -> Any:

@@ -3,9 +3,8 @@
 A block is either left alone (autograd keeps what it needs), or checkpointed with a set of calls whose results are kept. In the
 second case its inputs and those results are kept, and every other call runs again. Both bytes and seconds add up over calls, so
 the best sets of a block are the Pareto front of a knapsack problem, and those of a model are the front of sums over its blocks.
-Both are
-exact for the memory at the start of the backward pass. (Herrmann et al., "Optimal checkpointing for heterogeneous chains",
-2019, plan whole layers in this way; Zhao et al., "Rockmate", 2023, single tensors.)
+Both are exact for the memory at the start of the backward pass. (Herrmann et al., "Optimal checkpointing for heterogeneous
+chains", 2019, plan whole layers in this way; Zhao et al., "Rockmate", 2023, single tensors.)
 
 Peak: while block i runs again, memory holds what blocks up to i keep, and everything that block i saves. A plan is the fastest
 point of the front whose peak fits. Among equal blocks, those that keep more come later, because they are freed first. Not

@@ -2,8 +2,7 @@
 
 `profile` runs a model's forward and backward pass and records two things: the tensors that autograd saves, and every call that
 reaches torch's dispatcher inside a block, with the memory that it allocates and the seconds that it takes. Then it runs once
-more with every
-block checkpointed, to see which calls a recomputation really makes: it stops at the last saved tensor.
+more with every block checkpointed, to see which calls a recomputation really makes: it stops at the last saved tensor.
 
 On "meta" nothing is computed: bytes are exact for any size, and times come from a function of the call (`seconds_of`). Memory
 is counted by storage, so two views of one buffer count once. All storages of the pass are kept alive until it ends, so a

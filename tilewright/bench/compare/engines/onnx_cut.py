@@ -1,9 +1,8 @@
 """Builds variants as parts of one exported ONNX graph, for engines that read ONNX files, because an export takes seconds.
 
 The chain is exported once, with every value that is passed between layers as an output; a variant is assembled from its layers'
-nodes, as
-`cutting.py` does with torch's graphs. The exporter transposes some weights, folds batch norms into others and merges equal
-ones. Weights of second and later copies are therefore found by their values; copies differ by a factor.
+nodes, as `cutting.py` does with torch's graphs. The exporter transposes some weights, folds batch norms into others and merges
+equal ones. Weights of second and later copies are therefore found by their values; copies differ by a factor.
 
 Refused (NotCut has the reason; the variant is then exported like any module): nodes that contain graphs (If, Loop, Scan),
 copied layers whose weights are not found in the exported graph, two values of the chain that were merged.
