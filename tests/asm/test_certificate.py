@@ -21,6 +21,7 @@ from tilewright.asm.certify import certify, configs_of, sampled
 from tilewright.asm.regressions import regressions
 from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
+from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.op import Inputs, Op
 from tilewright.ops import ALL
 
@@ -35,6 +36,11 @@ def held(op: Op) -> Any:
     if found["triton"] != triton.__version__:
         pytest.skip(f"certified with triton {found['triton']}, this is {triton.__version__}")
     return found
+
+
+def lacking() -> set[str]:
+    """Operators that refuse some of their certified configs with the installed Triton."""
+    return set() if VIEWS_REACH_ON else {"conv", "conv_codes", "conv_transpose", "conv_weight_gradient"}
 
 
 @cache
@@ -115,11 +121,14 @@ def test_every_implementation_has_its_turn_on_every_card() -> None:
 
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_every_config_is_certified(op: Op) -> None:
-    """The certificate has a line for every config of today's spaces, and for no other: nothing is compiled for this."""
+    """The certificate has a line for every config of today's spaces, and for no other: nothing is compiled for this.
+
+    With a Triton that lacks something, there may be others.
+    """
     for place, wanted in configs_today(op.name).items():
         rows = load(op.name)["configs"].get(place, [])
         have, want = ({(row["at"], config_key(row["config"])) for row in rows}, set(wanted))
-        assert have == want, (
+        assert (have >= want) if op.name in lacking() else (have == want), (
             f"{op.name} {place}: {len(want - have)} configs are not certified, {len(have - want)} are no longer there; "
             f"`make certify ARGS={op.name}` and commit the file"
         )
@@ -128,6 +137,8 @@ def test_every_config_is_certified(op: Op) -> None:
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_representatives_reach_every_value(op: Op) -> None:
     """Every value of every axis is in some certified config of some card: what no representative reaches is never offered."""
+    if op.name in lacking():
+        pytest.skip("the installed Triton has no views of shared memory that reach beyond their part, which some configs need")
     places = configs_today(op.name)
     for impl in op.impls:
         keys = [key for place, found in places.items() if place.startswith(f"{impl.name}/") for _, key in found]

@@ -12,6 +12,7 @@ from tests import conformance
 from tilewright import ops
 from tilewright.hw.device import device_named, device_of
 from tilewright.kernels.conv.conv import conv_op
+from tilewright.kernels.conv.sm90_kernel import VIEWS_REACH_ON
 from tilewright.kernels.conv.transpose.conv_transpose import conv_transpose_op
 from tilewright.kernels.conv.weight_gradient.conv_weight_gradient import conv_weight_gradient_op, divisor
 from tilewright.op import Inputs, Op, prefer
@@ -172,6 +173,8 @@ def test_integers_are_summed_exactly() -> None:
     ids=lambda value: value.name if isinstance(value, Op) else None,
 )
 def test_what_an_h100_takes(op: Op, dims: dict[str, Any], name: str) -> None:
+    if not VIEWS_REACH_ON and name in ("narrow", "phases", "sm90") and (name != "sm90" or op is conv_weight_gradient_op):
+        pytest.skip("the installed Triton has no views of shared memory that reach beyond their part, which this kernel needs")
     make: Any = op.make
     assert op.choose(device_named("h100"), op.problem(*make(Inputs("meta"), **{"N": 32, **dims}))).impl.name == name
 
