@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from math import isnan
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,12 +74,14 @@ def main(channel: socket.socket) -> None:
     instances = [_Instance(loaded, config, arena, capacity + ALIGN) for arena in arenas]
     said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
     socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd for arena in arenas])
-    while packet := channel.recv(MAX_PACKET):
-        instance, arena = instances[packet[0]], arenas[packet[0]]
+    buffer = bytearray(MAX_PACKET)  # read into: as `recv` it would be mapped and unmapped for each packet
+    view = memoryview(buffer)
+    while count := channel.recv_into(buffer):
+        instance, arena = instances[buffer[0]], arenas[buffer[0]]
         if not arena.may_begin(capacity, time.monotonic()):
             channel.send(NOT_BEGUN)
             continue
-        channel.send(instance.answer(packet[1:]))
+        channel.send(instance.answer(bytes(view[1:count])))
         if instance.broken:
             return
 
@@ -137,15 +139,33 @@ def _arenas(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[lis
     return [Arena.create(inputs + ALIGN + output_bytes) for _ in range(1 + staged)], inputs
 
 
+class _Asked(NamedTuple):
+    """What a packet says."""
+
+    parts: list[int]
+    """Rows of each request."""
+    inputs: list[Tensor]
+    """Views of shared memory."""
+
+
+class _Room(NamedTuple):
+    """Where outputs of some shapes go in shared memory."""
+
+    tensors: list[Tensor]
+    placed: list[tuple[int, str, list[int]]]
+    """(offset, datatype, shape) of each."""
+    said: bytes
+    """The answer where there are no errors."""
+
+
 class _Instance:
     """A loaded model, and the memory where its batches come and go."""
 
     def __init__(self, loaded: Loaded, config: ModelConfig, arena: Arena, outputs_at: int):
         self._loaded, self._config, self._arena, self._outputs_at = loaded, config, arena, outputs_at
-        self._views = dict[tuple[Any, ...], Tensor]()
         self._unlock: Callable[[], object] = self._locked()
-        self._asked = dict[bytes, tuple[list[int], list[tuple[int, list[int]]]]]()
-        self._said = dict[tuple[Any, ...], bytes]()
+        self._asked = dict[bytes, _Asked]()
+        self._rooms = dict[tuple[Any, ...], _Room]()
         self.broken = False
         """The device is lost: every later call would fail as well."""
 
@@ -161,39 +181,29 @@ class _Instance:
     def answer(self, packet: bytes) -> bytes:
         """Compute one batch."""
         started = time.perf_counter()
-        parts, places = self._asked.get(packet) or self._read(packet)
-        inputs = [
-            self._tensor(offset, spec.datatype, shape).detach()  # a model may unsqueeze_ its own
-            for spec, (offset, shape) in zip(self._loaded.signature.inputs, places, strict=True)
-        ]
+        parts, views = self._asked.get(packet) or self._read(packet)
+        inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
         outputs, errors = self._computed(inputs, parts)
         if outputs is not None and self._config.nan == "error":
             errors |= self._nans(inputs, outputs, parts)
-        placed = [] if outputs is None else self._placed(outputs)
+        room = None if outputs is None else self._placed(outputs)
         seconds = time.perf_counter() - started
-        kind = (self._arena.size, *[(at, name, *shape) for at, name, shape in placed])
-        said = None if errors else self._said.get(kind)
-        if said is None:
-            said = json.dumps({"outputs": placed, "errors": errors, "bytes": self._arena.size}).encode()
-            if not errors:
-                _keep(self._said, kind, said)
-        return SECONDS.pack(seconds) + said
+        if room is not None and not errors:
+            return SECONDS.pack(seconds) + room.said
+        return SECONDS.pack(seconds) + self._words([] if room is None else room.placed, errors)
 
-    def _read(self, packet: bytes) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """(rows of each request, where the inputs lie and their shapes)."""
+    def _words(self, placed: list[tuple[int, str, list[int]]], errors: dict[int, str]) -> bytes:
+        """An answer, without its seconds."""
+        return json.dumps({"outputs": placed, "errors": errors, "bytes": self._arena.size}).encode()
+
+    def _read(self, packet: bytes) -> _Asked:
+        """What a packet says that has not come before."""
         message = json.loads(packet)
-        read = message["parts"], message["inputs"]
+        specs = self._loaded.signature.inputs
+        views = [self._view(at, spec.datatype, shape) for spec, (at, shape) in zip(specs, message["inputs"], strict=True)]
+        read = _Asked(message["parts"], views)
         _keep(self._asked, packet, read)
         return read
-
-    def _tensor(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
-        """The memory there as a tensor; batches lie at the same places again and again."""
-        where = (offset, datatype, *shape)
-        found = self._views.get(where)
-        if found is None:
-            found = self._view(offset, datatype, shape)
-            _keep(self._views, where, found)
-        return found
 
     def _view(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
         dtype, count = getattr(torch, DATATYPES[datatype].torch), 1
@@ -231,9 +241,9 @@ class _Instance:
         """The model's outputs for `rows` rows."""
         if not self._loaded.signature.batched:
             return self._loaded.call(inputs)
-        inputs = self._loaded.moved(inputs)  # before zeros are added: what is put together is in no locked memory
         padded = self._loaded.padded(rows)
         if padded > rows:
+            inputs = self._loaded.moved(inputs)  # before zeros are added: what is put together is in no locked memory
             inputs = [torch.cat([x, x.new_zeros((padded - rows, *x.shape[1:]))]) for x in inputs]
         outputs = self._loaded.call(inputs)
         for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True):
@@ -249,9 +259,11 @@ class _Instance:
             # A sum is one pass; it is NaN as well where infinities of both signs are, which is looked at below.
             if x.is_floating_point() and isnan(x.sum().item())
         ]
+        if not suspect:
+            return {}
         floats = [x for x in inputs if x.is_floating_point()]
         errors, at = dict[int, str](), 0
-        for number, rows in enumerate(parts if suspect else ()):
+        for number, rows in enumerate(parts):
             mine = slice(at, at + rows) if self._loaded.signature.batched else slice(None)
             at += rows
             name = next((name for name, x in suspect if bool(torch.isnan(x[mine] if x.dim() else x).any())), None)
@@ -259,18 +271,30 @@ class _Instance:
                 errors[number] = f"the model returned NaN in output {name!r} for finite inputs"
         return errors
 
-    def _placed(self, outputs: list[Tensor]) -> list[tuple[int, str, list[int]]]:
-        """Lay outputs into the arena, which grows where they are larger than any before."""
+    def _placed(self, outputs: list[Tensor]) -> _Room:
+        """Lay outputs into the arena."""
+        kind = tuple([(x.dtype, x.shape) for x in outputs])
+        room = self._rooms.get(kind)
+        if room is None:
+            room = self._room(outputs)
+            _keep(self._rooms, kind, room)
+        for place, x in zip(room.tensors, outputs, strict=True):
+            place.copy_(x)
+        return room
+
+    def _room(self, outputs: list[Tensor]) -> _Room:
+        """Where outputs like these go. The arena grows where they are larger than any before."""
         needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
         if needed > self._arena.size:
             self._unlock()
             self._arena.grow(needed)
-            self._views.clear()  # or the memory before it would stay mapped
+            self._asked.clear()  # or the memory before it would stay mapped
+            self._rooms.clear()
             self._unlock = self._locked()
-        at, placed = self._outputs_at, []
+        at, tensors, placed = self._outputs_at, list[Tensor](), list[tuple[int, str, list[int]]]()
         for x in outputs:
-            name = DTYPE_NAMES[x.dtype]
-            self._tensor(at, name, list(x.shape)).copy_(x)
-            placed.append((at, name, list(x.shape)))
+            name, shape = DTYPE_NAMES[x.dtype], list(x.shape)
+            tensors.append(self._view(at, name, shape))
+            placed.append((at, name, shape))
             at += aligned(x.numel() * x.element_size())
-        return placed
+        return _Room(tensors, placed, self._words(placed, {}))
