@@ -44,8 +44,6 @@ LOOK_AGAIN_S = 2.0
 """How often the process is asked whether it has descriptors again."""
 CONNECTION = "tilewright.connection"
 """Where the scope of a request has its connection."""
-READ_BYTES = 64 << 10
-"""Read from a socket at once. asyncio reads up to 256 KiB, for which the C library maps and unmaps memory each time."""
 HEAD, REST = "head", "rest"
 STATUS_LINE = b"HTTP/1.1 "
 
@@ -182,7 +180,6 @@ class Connection(Shortened):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         self._real = transport
-        cast(Any, transport).max_size = READ_BYTES
         super().connection_made(cast(asyncio.Transport, _Transport(transport, self)))
         self._pool.open.add(self)
         if self._pool.make_room(self):
