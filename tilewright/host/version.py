@@ -209,30 +209,23 @@ class Version:
 
     def _pump(self) -> None:
         """Give every free instance what it should compute now, and come back when there will be more."""
-        self._soon = False
-        if not len(self._batcher):
-            self._come_back(None)
-            return
-        now_s = time.monotonic()
-        for item in self._batcher.expire(now_s):
-            self.stats.expired += 1
-            waited_s = now_s - item.arrival_s
-            fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
-        free = [instance for instance in self._instances if not instance.busy]
-        while free and (batch := self._batcher.take(now_s)) is not None:
-            self._send(free.pop(), batch, now_s)
-        if not free and len(self._batcher) and self._instances:
-            self._send_ahead(now_s)
-        again_s = self._batcher.next_s(free=bool(free)) if len(self._batcher) else None
-        self._come_back(None if again_s is None else max(0.0, again_s - now_s))
-
-    def _come_back(self, wait_s: float | None) -> None:
-        """Pump again after so long; None: when something happens."""
+        self._soon, now_s, free = False, time.monotonic(), list[Runs]()
+        if len(self._batcher):
+            for item in self._batcher.expire(now_s):
+                self.stats.expired += 1
+                waited_s = now_s - item.arrival_s
+                fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
+            free = [instance for instance in self._instances if not instance.busy]
+            while free and (batch := self._batcher.take(now_s)) is not None:
+                self._send(free.pop(), batch, now_s)
+            if not free and len(self._batcher) and self._instances:
+                self._send_ahead(now_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wait_s is not None:
-            self._timer = self._loop.call_later(wait_s, self._pump)
+        again_s = self._batcher.next_s(free=bool(free)) if len(self._batcher) else None
+        if again_s is not None:
+            self._timer = self._loop.call_later(max(0.0, again_s - now_s), self._pump)
         elif self.closed and not self._running:
             self._idle.set()
 
