@@ -166,6 +166,19 @@ def started(command: list[str], folder: Path, port: int, path: str | None, timeo
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def loaded(port: int, timeout_s: float = 180.0) -> None:
+    """Wait until tilewright has loaded its model."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        with socket.create_connection(("127.0.0.1", port)) as one:
+            one.sendall(b"GET /v2/health/ready HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            if one.recv(64).startswith(b"HTTP/1.1 200"):
+                return
+        if time.monotonic() > end_s:
+            raise SystemExit("tilewright did not load its model")
+        time.sleep(0.1)
+
+
 def drive(side: Side, clients: int, seconds: float) -> tuple[float, list[float]]:
     """(requests a second, seconds of each) of so many clients, each with one request at a time."""
     selector, times, sent = selectors.DefaultSelector(), list[float](), dict[socket.socket, float]()
@@ -272,6 +285,7 @@ def main() -> None:
                 one = started([*commands[name], *flag], folder, port, None if name == "tilewright" else asked.peer_path)
                 one.__enter__()
                 running.append(one)
+            loaded(ports["tilewright"])
             sides = [Side("tilewright", ports["tilewright"], ours(x, binary=True))]
             sides += [Side("tilewright, JSON", ports["tilewright"], ours(x, binary=False))]
             sides += [Side(name, ports[name], theirs) for name in asked.peers]

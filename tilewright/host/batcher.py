@@ -204,7 +204,7 @@ class Batcher:
         chosen, last = self._led()
         if not chosen:
             return None
-        if last is None and now_s < self._leaves_s(chosen):
+        if last is None and self.policy.max_delay_s and now_s < self._leaves_s(chosen):
             rows = sum(item.rows for item in chosen)
             size = max((size for size in self.policy.preferred if size <= rows), default=None)
             if size is None:
@@ -296,6 +296,8 @@ class Batcher:
         if leader is None:
             return [], None
         chosen, rows, most = list[Item](), 0, self._most(leader)
+        if self._waiting == 1:
+            return [leader], leader if leader.rows == most else None
         # If all of them may fit, sorting them is less work than walking.
         order = (
             (entry[2] for entry in sorted(self._heap) if not entry[2].gone) if self._rows_waiting <= most else self._in_order()

@@ -153,6 +153,7 @@ class Instance:
 
     def __init__(self, pid: int, channel: socket.socket):
         self._channel = channel
+        self._buffer = bytearray(MAX_PACKET)  # read into: as `recv` it would be mapped and unmapped for each packet
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -234,20 +235,22 @@ class Instance:
             done: called with the result; None: the process has ended.
             until_s: latest time at which the batch may begin, by `time.monotonic`.
         """
-        place = next(place for place in self._places if not place.used)
+        place = self._places[0]
+        if place.used:
+            place = next(place for place in self._places if not place.used)
         place.used = True
         if len(self._places) > 1:
             place.arena.begin_by(self.capacity, until_s)
         packet, reads = place.laid_out(parts, batch)
         handed = _Handed(place, done, packet)
         self._batches.append(handed)
-        if sum([len(read.part) for read in reads]) > INLINE_BYTES:
-            handed.jobs.extend(shared_out(reads))
-            task = self._loop.create_task(self._read_regions(handed))
-            self._reading.add(task)
-            task.add_done_callback(self._reading.discard)
-            return
         if reads:
+            if sum([len(read.part) for read in reads]) > INLINE_BYTES:
+                handed.jobs.extend(shared_out(reads))
+                task = self._loop.create_task(self._read_regions(handed))
+                self._reading.add(task)
+                task.add_done_callback(self._reading.discard)
+                return
             handed.unread = read_all(reads)
         handed.ready = True
         self._send()
@@ -291,17 +294,19 @@ class Instance:
 
     def _answered(self) -> None:
         try:
-            data = self._channel.recv(MAX_PACKET)
+            count = self._channel.recv_into(self._buffer)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             self.close()
             return
+        data = bytes(memoryview(self._buffer)[:count])
         handed = self._batches.popleft()
         handed.place.used = False
-        self._send()
+        if self._batches:
+            self._send()
         if data == NOT_BEGUN:
             handed.done(RECALLED)
             return

@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
         """Outputs in the signature's order, on the host."""
         with torch.no_grad():
             found = _named(self.module(*self.moved(inputs)))
-        return [found[spec.name].detach().to("cpu") for spec in self.signature.outputs]
+        return [found[spec.name].detach().cpu() for spec in self.signature.outputs]
 
     @property
     def optimised(self) -> bool:

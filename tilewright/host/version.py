@@ -210,16 +210,17 @@ class Version:
 
     def _pump(self) -> None:
         """Give a batch to every free instance, and schedule the next call for when there will be more to do."""
-        self._soon, now_s = False, time.monotonic()
-        for item in self._batcher.expire(now_s):
-            self.stats.expired += 1
-            waited_s = now_s - item.arrival_s
-            fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
-        free = [instance for instance in self._instances if not instance.busy]
-        while free and (batch := self._batcher.take(now_s)) is not None:
-            self._send(free.pop(), batch, now_s)
-        if not free and len(self._batcher) and self._instances:
-            self._send_ahead(now_s)
+        self._soon, now_s, free = False, time.monotonic(), list[Runs]()
+        if len(self._batcher):
+            for item in self._batcher.expire(now_s):
+                self.stats.expired += 1
+                waited_s = now_s - item.arrival_s
+                fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
+            free = [instance for instance in self._instances if not instance.busy]
+            while free and (batch := self._batcher.take(now_s)) is not None:
+                self._send(free.pop(), batch, now_s)
+            if not free and len(self._batcher) and self._instances:
+                self._send_ahead(now_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

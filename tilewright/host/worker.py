@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from math import isnan
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,12 +73,14 @@ def main(channel: socket.socket) -> None:
     instances = [_Instance(loaded, config, arena, capacity + ALIGN) for arena in arenas]
     said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
     socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd for arena in arenas])
-    while packet := channel.recv(MAX_PACKET):
-        instance, arena = instances[packet[0]], arenas[packet[0]]
+    buffer = bytearray(MAX_PACKET)  # read into: as `recv` it would be mapped and unmapped for each packet
+    view = memoryview(buffer)
+    while count := channel.recv_into(buffer):
+        instance, arena = instances[buffer[0]], arenas[buffer[0]]
         if not arena.may_begin(capacity, time.monotonic()):
             channel.send(NOT_BEGUN)
             continue
-        channel.send(instance.answer(packet[1:]))
+        channel.send(instance.answer(bytes(view[1:count])))
         if instance.broken:
             return
 
@@ -136,15 +138,33 @@ def _arenas(loaded: Loaded, config: ModelConfig, output_bytes: int) -> tuple[lis
     return [Arena.create(inputs + ALIGN + output_bytes) for _ in range(1 + staged)], inputs
 
 
+class _Asked(NamedTuple):
+    """The content of a packet."""
+
+    parts: list[int]
+    """Rows of each request."""
+    inputs: list[Tensor]
+    """Views of shared memory."""
+
+
+class _Room(NamedTuple):
+    """The place of outputs of certain shapes in shared memory."""
+
+    tensors: list[Tensor]
+    placed: list[tuple[int, str, list[int]]]
+    """(offset, datatype, shape) of each."""
+    said: bytes
+    """The answer if there are no errors."""
+
+
 class _Instance:
     """A loaded model, and the memory of its batches."""
 
     def __init__(self, loaded: Loaded, config: ModelConfig, arena: Arena, outputs_at: int):
         self._loaded, self._config, self._arena, self._outputs_at = loaded, config, arena, outputs_at
-        self._views = dict[tuple[Any, ...], Tensor]()
         self._unlock: Callable[[], object] = self._locked()
-        self._asked = dict[bytes, tuple[list[int], list[tuple[int, list[int]]]]]()
-        self._said = dict[tuple[Any, ...], bytes]()
+        self._asked = dict[bytes, _Asked]()
+        self._rooms = dict[tuple[Any, ...], _Room]()
         self.broken = False
         """Whether the device is lost, so that every later call would fail, too."""
 
@@ -160,39 +180,29 @@ class _Instance:
     def answer(self, packet: bytes) -> bytes:
         """Compute one batch."""
         started = time.perf_counter()
-        parts, places = self._asked.get(packet) or self._read(packet)
-        inputs = [
-            self._tensor(offset, spec.datatype, shape).detach()  # a model may unsqueeze_ its own
-            for spec, (offset, shape) in zip(self._loaded.signature.inputs, places, strict=True)
-        ]
+        parts, views = self._asked.get(packet) or self._read(packet)
+        inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
         outputs, errors = self._computed(inputs, parts)
         if outputs is not None and self._config.nan == "error":
             errors |= self._nans(inputs, outputs, parts)
-        placed = [] if outputs is None else self._placed(outputs)
+        room = None if outputs is None else self._placed(outputs)
         seconds = time.perf_counter() - started
-        kind = (self._arena.size, *[(at, name, *shape) for at, name, shape in placed])
-        said = None if errors else self._said.get(kind)
-        if said is None:
-            said = json.dumps({"outputs": placed, "errors": errors, "bytes": self._arena.size}).encode()
-            if not errors:
-                _keep(self._said, kind, said)
-        return SECONDS.pack(seconds) + said
+        if room is not None and not errors:
+            return SECONDS.pack(seconds) + room.said
+        return SECONDS.pack(seconds) + self._words([] if room is None else room.placed, errors)
 
-    def _read(self, packet: bytes) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """(rows of each request, offsets and shapes of the inputs)."""
+    def _words(self, placed: list[tuple[int, str, list[int]]], errors: dict[int, str]) -> bytes:
+        """An answer, without the time that its batch took."""
+        return json.dumps({"outputs": placed, "errors": errors, "bytes": self._arena.size}).encode()
+
+    def _read(self, packet: bytes) -> _Asked:
+        """Parse a packet that has not come before."""
         message = json.loads(packet)
-        read = message["parts"], message["inputs"]
+        specs = self._loaded.signature.inputs
+        views = [self._view(at, spec.datatype, shape) for spec, (at, shape) in zip(specs, message["inputs"], strict=True)]
+        read = _Asked(message["parts"], views)
         _keep(self._asked, packet, read)
         return read
-
-    def _tensor(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
-        """The memory at an offset as a tensor. Tensors are kept, because batches use the same offsets repeatedly."""
-        where = (offset, datatype, *shape)
-        found = self._views.get(where)
-        if found is None:
-            found = self._view(offset, datatype, shape)
-            _keep(self._views, where, found)
-        return found
 
     def _view(self, offset: int, datatype: str, shape: list[int]) -> Tensor:
         dtype, count = getattr(torch, DATATYPES[datatype].torch), 1
@@ -230,9 +240,9 @@ class _Instance:
         """The model's outputs for `rows` rows."""
         if not self._loaded.signature.batched:
             return self._loaded.call(inputs)
-        inputs = self._loaded.moved(inputs)  # before zeros are added: a concatenated tensor is not in locked memory
         padded = self._loaded.padded(rows)
         if padded > rows:
+            inputs = self._loaded.moved(inputs)  # before zeros are added: a concatenated tensor is not in locked memory
             inputs = [torch.cat([x, x.new_zeros((padded - rows, *x.shape[1:]))]) for x in inputs]
         outputs = self._loaded.call(inputs)
         for spec, x in zip(self._loaded.signature.outputs, outputs, strict=True):
@@ -248,9 +258,11 @@ class _Instance:
             # A sum takes one pass. It is also NaN if there are infinities of both signs, which is checked below.
             if x.is_floating_point() and isnan(x.sum().item())
         ]
+        if not suspect:
+            return {}
         floats = [x for x in inputs if x.is_floating_point()]
         errors, at = dict[int, str](), 0
-        for number, rows in enumerate(parts if suspect else ()):
+        for number, rows in enumerate(parts):
             mine = slice(at, at + rows) if self._loaded.signature.batched else slice(None)
             at += rows
             name = next((name for name, x in suspect if bool(torch.isnan(x[mine] if x.dim() else x).any())), None)
@@ -258,18 +270,30 @@ class _Instance:
                 errors[number] = f"the model returned NaN in output {name!r} for finite inputs"
         return errors
 
-    def _placed(self, outputs: list[Tensor]) -> list[tuple[int, str, list[int]]]:
-        """Write outputs into the arena, which grows if they are larger than before."""
+    def _placed(self, outputs: list[Tensor]) -> _Room:
+        """Write outputs into the arena."""
+        kind = tuple([(x.dtype, x.shape) for x in outputs])
+        room = self._rooms.get(kind)
+        if room is None:
+            room = self._room(outputs)
+            _keep(self._rooms, kind, room)
+        for place, x in zip(room.tensors, outputs, strict=True):
+            place.copy_(x)
+        return room
+
+    def _room(self, outputs: list[Tensor]) -> _Room:
+        """Choose a place for outputs of these shapes. The arena grows if they are larger than any before."""
         needed = self._outputs_at + sum(aligned(x.numel() * x.element_size()) for x in outputs)
         if needed > self._arena.size:
             self._unlock()
             self._arena.grow(needed)
-            self._views.clear()  # otherwise the previous memory would stay mapped
+            self._asked.clear()  # otherwise the previous memory would stay mapped
+            self._rooms.clear()
             self._unlock = self._locked()
-        at, placed = self._outputs_at, []
+        at, tensors, placed = self._outputs_at, list[Tensor](), list[tuple[int, str, list[int]]]()
         for x in outputs:
-            name = DTYPE_NAMES[x.dtype]
-            self._tensor(at, name, list(x.shape)).copy_(x)
-            placed.append((at, name, list(x.shape)))
+            name, shape = DTYPE_NAMES[x.dtype], list(x.shape)
+            tensors.append(self._view(at, name, shape))
+            placed.append((at, name, shape))
             at += aligned(x.numel() * x.element_size())
-        return placed
+        return _Room(tensors, placed, self._words(placed, {}))

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tilewright.server.logs import FIELDS
+from tilewright.server.logs import request_line
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.spans import RequestSpan, put_span, span_of
 
@@ -137,7 +137,7 @@ def note(
         first = "" if first_s is None else f", first byte {first_s:.3f}s"
         words.append(f"{tokens.prompt}+{tokens.completion()} tokens{first}")
     words.append(f"{fields['request_id']} {fields['client']}")
-    logger.log(level, "%s", "  ".join(words), extra={FIELDS: fields})
+    request_line(logger, level, "  ".join(words), fields)
 
 
 def request_id_from(given: str) -> str:

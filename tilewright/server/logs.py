@@ -17,10 +17,11 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
-__all__ = ["FIELDS", "Log"]
+__all__ = ["FIELDS", "Log", "request_line"]
 
 QUEUE_LINES = 10_000
 PAUSE_S = 0.05
@@ -44,8 +45,7 @@ class Log:
         self._level = level.upper()
         self._formatter = _Json() if format == "json" else _Text()
         self._writer = _Writer(descriptor)
-        self._handler = _Handler(self._writer)
-        self._handler.setFormatter(self._formatter)
+        self._handler = _Handler(self._writer, self._formatter)
         self._stage = ""
 
     def __enter__(self) -> "Log":
@@ -83,10 +83,38 @@ class Log:
         self._writer.write(line if isinstance(self._formatter, _Text) else self._formatter.format(record))
 
 
+def request_line(logger: logging.Logger, level: int, message: str, fields: dict[str, Any]) -> None:
+    """`logger.log(level, message, extra={FIELDS: fields})` without a `LogRecord`, where only the `Log` would see it.
+
+    There is one such line for each request, and making and formatting a record takes longer than all else that is done for it.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    handler = _only_handler(logger)
+    if handler is None:
+        logger.log(level, "%s", message, extra={FIELDS: fields})
+    else:
+        handler.write(time.time(), level, logger.name, message, fields)
+
+
+def _only_handler(logger: logging.Logger) -> "_Handler | None":
+    """The handler of a `Log` that is entered; None: others would see a record too, or a filter might drop or change it."""
+    if logger.filters:
+        return None
+    at = logger
+    while at.propagate and at.parent is not None:
+        if at.handlers:
+            return None
+        at = at.parent
+    only = at.handlers[0] if len(at.handlers) == 1 else None
+    return only if isinstance(only, _Handler) and not only.filters else None
+
+
 class _Handler(logging.Handler):
-    def __init__(self, writer: "_Writer"):
+    def __init__(self, writer: "_Writer", formatter: "_Text | _Json"):
         super().__init__()
-        self._writer = writer
+        self._writer, self._own = writer, formatter
+        self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -95,27 +123,49 @@ class _Handler(logging.Handler):
             line = f"a line of {record.name} could not be written: {error}"
         self._writer.write(line)
 
+    def write(self, time_s: float, level: int, name: str, message: str, fields: dict[str, Any]) -> None:
+        """Write what `emit` would write of a record with these."""
+        if level >= self.level:
+            self._writer.write(self._own.line(time_s, logging.getLevelName(level), name, message, fields))
+
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """`2026-01-31T12:00:00.123Z INFO message`, and a traceback below it."""
-        text = f"{_time(record)} {record.levelname} {record.getMessage()}"
+        text = self.line(record.created, record.levelname, record.name, record.getMessage(), {})
         return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+
+    @staticmethod
+    def line(time_s: float, level: str, name: str, message: str, fields: dict[str, Any]) -> str:
+        """A line, without a traceback."""
+        return f"{_time(time_s)} {level} {message}"
 
 
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One object in one line."""
-        entry: dict[str, Any] = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
-        entry |= {"message": record.getMessage(), **getattr(record, FIELDS, {})}
+        fields = getattr(record, FIELDS, {})
         if record.exc_info is not None:
-            entry["traceback"] = self.formatException(record.exc_info)
+            fields = {**fields, "traceback": self.formatException(record.exc_info)}
+        return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
+
+    @staticmethod
+    def line(time_s: float, level: str, name: str, message: str, fields: dict[str, Any]) -> str:
+        """The object of these fields."""
+        entry = {"time": _time(time_s), "level": level.lower(), "logger": name, "message": message, **fields}
         return json.dumps(entry, default=str)
 
 
-def _time(record: logging.LogRecord) -> str:
-    stamp = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-    return stamp.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def _time(time_s: float) -> str:
+    """As in RFC 3339, in UTC, with milliseconds."""
+    second, us = divmod(round(1e6 * time_s), 1_000_000)
+    return f"{_second(second)}.{us // 1000:03d}Z"
+
+
+@lru_cache(maxsize=2)
+def _second(second: int) -> str:
+    """All of a time but the milliseconds, which is the same for many lines."""
+    return datetime.datetime.fromtimestamp(second, datetime.UTC).isoformat().removesuffix("+00:00")
 
 
 class _Writer:
@@ -123,7 +173,7 @@ class _Writer:
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
-        self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lost = 0
         self._closing = threading.Event()
         # A daemon: a descriptor whose reader sleeps may hold it in a write when the process ends.
@@ -135,19 +185,16 @@ class _Writer:
 
     def write(self, line: str) -> None:
         """Queue a line; lose it if the queue is full."""
-        try:
-            self._lines.put_nowait(line)
-        except queue.Full:
+        if self._lines.qsize() < QUEUE_LINES:
+            self._lines.put(line)
+        else:
             self._lost += 1
 
     def close(self) -> None:
         """Wait a moment until the lines are out."""
         end_s = time.monotonic() + FLUSH_TIMEOUT_S
         self._closing.set()
-        try:
-            self._lines.put(None, timeout=FLUSH_TIMEOUT_S)
-        except queue.Full:
-            return
+        self._lines.put(None)
         self._thread.join(max(0.0, end_s - time.monotonic()))
 
     def _run(self) -> None:

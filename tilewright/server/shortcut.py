@@ -79,8 +79,10 @@ class Outbox:
         """An answer is ready to be made; `alone`: it may be now, and raise."""
         if alone and self._alone and not (self._sent_one or self._ready):
             self._sent_one = True
-            connection.loop.call_soon(self._next_turn)
-            self._send_one(connection, make)
+            try:
+                self._send_one(connection, make)
+            finally:  # later than the answer, which somebody waits for
+                connection.loop.call_soon(self._next_turn)
             return
         self._ready.append((connection, make))
         if len(self._ready) == 1:
