@@ -197,8 +197,7 @@ class Request:
         cached                   prompt tokens that were in the prefix cache when it was first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
         lease                    number of its stay in that slot, unique over all requests and stays
-        decoders                 holds `computed`, `pending` and the newest tokens while one token at a time is decoded,
-                                 else None
+        decoders                 while one token at a time is decoded: has `computed`, `pending` and the newest; else None
         digests, registered      chain hashes of its first full pages; how many of its pages the prefix cache contains
         arrival_s ...            times of the scheduler's clock
     """
@@ -288,8 +287,7 @@ class Request:
         self.stop_reason: int | None = None
         self.error: str | None = None
         self.preemptions = 0
-        self.arrival_s = time.monotonic()
-        self.started_s = 0.0
+        self.arrival_s = self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.finished_s: float | None = None
 

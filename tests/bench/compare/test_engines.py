@@ -361,7 +361,7 @@ def bad():
         ("users_models:absent", "has no attribute 'absent'"),
         ("users_models:odd", "returned Linear, wanted (torch.nn.Module, example inputs)"),
         ("users_models:nothing", "example inputs of the model users_models:nothing are tuple"),
-        ("users_models:script", "returned a module of TorchScript"),
+        ("users_models:script", "returned a TorchScript module"),
         ("users_models:bad", "users_models.py:9: RuntimeError: mat1 and mat2"),
         ("users_syntax:f", "users_syntax.py:2: SyntaxError"),
     ],
