@@ -204,7 +204,8 @@ def test_the_embedded_model_twice(tmp_path: Path) -> None:
             def both() -> bool:
                 assert process.poll() is None, "the server has ended"
                 try:
-                    return all(one["ready"] for one in httpx.get(f"{url}/health").json()["replicas"])
+                    replicas = httpx.get(f"{url}/health").json().get("replicas")  # none while they load
+                    return bool(replicas) and all(one["ready"] for one in replicas)
                 except httpx.TransportError:
                     return False
 
