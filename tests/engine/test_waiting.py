@@ -75,13 +75,19 @@ def test_where_nobody_starts_for_long_only_the_impatient_are_refused():
     assert queue.ask(19.0).state is State.WAITING
 
 
-def test_where_nobody_has_started_yet_as_many_are_expected_to_start_together_as_run():
-    """A burst: four run, and none of them has ended. After 1.5 s it is not known that the next four take 1.5 s each."""
+def burst(count: int, since_s: float) -> Queue:
+    """A queue that so many patient requests came to at once. Four of them started at once, and have run since then."""
     queue = Queue(slots=4)
-    for _ in range(4 + 40):
+    for _ in range(count):
         queue.ask(None)
     queue.sched.schedule()
-    queue.now_s += 1.5
+    queue.now_s += since_s
+    return queue
+
+
+def test_where_nobody_has_started_yet_as_many_are_expected_to_start_together_as_run():
+    """A burst: four run, and none of them has ended. After 1.5 s it is not known that the next four take 1.5 s each."""
+    queue = burst(44, since_s=1.5)
     assert len(queue.sched.running) == 4
     with pytest.raises(QueueFull, match=r"40 requests wait, and this one would wait some 15\.0 s, wanted at most 14 s"):
         queue.ask(14.0)
@@ -90,11 +96,7 @@ def test_where_nobody_has_started_yet_as_many_are_expected_to_start_together_as_
 
 def test_one_start_among_many_that_run_is_no_rate():
     """A burst: four run for 3 s each. When the first of them has ended, 20 others will not wait for 20 times as long."""
-    queue = Queue(slots=4)
-    for _ in range(4 + 20):
-        queue.ask(None)
-    queue.sched.schedule()
-    queue.now_s += 3
+    queue = burst(24, since_s=3.0)
     queue.sched.finish(next(iter(queue.sched.running)), "abort")
     queue.sched.schedule()
     assert (len(queue.sched.running), len(queue.sched.waiting)) == (4, 19)
