@@ -251,12 +251,14 @@ def offline(folder: Path, sizes: list[int], seconds: float) -> None:
 
     import torch
 
+    from tilewright.bench.provenance import environment
     from tilewright.host.config import read_config
     from tilewright.host.loaded import load, rows_of
 
     config = read_config(folder / "models" / NAME / "model.toml")
     loaded = load(dataclasses.replace(config, preferred=tuple(sizes), max_batch=max(sizes)), None)
     cuda = loaded.device.type == "cuda"
+    print(json.dumps({"what": "environment", **environment(card=cuda)}), flush=True)
     wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
     _, example = __import__("served_images").build()
     for rows in sizes:

@@ -30,7 +30,7 @@ def test_a_small_network(tmp_path: Path) -> None:
     log = (tmp_path / "out" / "server.log").read_text()
     assert done.returncode == 0, done.stderr + log
     found = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [one["what"] for one in found] == ["ready", *["served"] * 3, *["offline"] * 2], (found, log)
+    assert [one["what"] for one in found] == ["ready", *["served"] * 3, "environment", *["offline"] * 2], (found, log)
     served = [one for one in found if one["what"] == "served"]
     assert [(one["rows"], one["in_flight"], one["tensors"]) for one in served] == [
         (1, 1, "shared memory"),
