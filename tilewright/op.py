@@ -48,6 +48,7 @@ __all__ = [
     "Op",
     "Refused",
     "Scope",
+    "early_launches",
     "invariant",
     "launch",
     "on_card",
@@ -70,12 +71,13 @@ class Refused(ValueError):
 
 
 class Scope(NamedTuple):
-    """The settings of `prefer`, `invariant`, `strict` and `on_card`; part of every cache key."""
+    """The settings of `prefer`, `invariant`, `strict`, `on_card` and `early_launches`; part of every cache key."""
 
     preferred: str | None = None
     invariant: bool = False
     strict: bool = False
     card: Device | None = None
+    early: bool = False
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
@@ -124,6 +126,15 @@ def on_card(card: Device) -> Any:
     Used to record launches (`asm.compile.compile_only`). Without a recording, a launch on meta tensors fails.
     """
     return _scoped(card=card)
+
+
+def early_launches() -> Any:
+    """`with early_launches():` lets launches for a single row start while the launch before them still runs.
+
+    They wait for it before they read its results, but products fetch weights and biases before that. So the caller promises
+    that nothing launched inside writes weights. The results have the same bits (kernels/launch/early.py).
+    """
+    return _scoped(early=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ NOISE = 0.1
 """Programs whose right output rounding alone moves by more, as that of `x - x`, are not judged."""
 OPS: dict[Callable[[Draw], None], float] = {
     ops.linear: 5, ops.conv: 4, ops.conv_transposed: 1, ops.again: 2, ops.tied: 1, ops.views: 6, ops.joined: 2, ops.binary: 5,
-    ops.residual: 3, ops.activation: 5, ops.norm: 5, ops.pool: 2, ops.squeeze_excite: 0.7, ops.reduce: 1.5, shared.attention: 4,
-    shared.differential: 0.7, shared.rope: 0.7, shared.gated: 2, shared.block: 0.3,
+    ops.residual: 3, ops.activation: 5, ops.norm: 5, ops.pool: 2, ops.squeeze_excite: 0.7, ops.growing: 0.7,
+    ops.reduce: 1.5, shared.attention: 4, shared.differential: 0.7, shared.rope: 0.7, shared.gated: 2, shared.block: 0.3,
 }  # fmt: skip
 SPOKEN = frozenset({
     "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "linear", "mm", "addmm", "bmm",

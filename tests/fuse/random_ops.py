@@ -327,6 +327,19 @@ def squeeze_excite(d: Draw) -> None:
     d.step(d.one(f"{x} * {gate}", f"{gate} * {x}"))
 
 
+def growing(d: Draw) -> None:
+    """Norms of concatenations, each of which has the operands of the one before and a convolution of what was there."""
+    x = d.pick(_is(3, 4))
+    kind = len(d.shape(x)) - 2
+    last, pieces = x, [x]
+    for _ in range(d.one(1, 2, 3)):
+        pieces.append(d.step(f"{d.layer(f'nn.Conv{kind}d({d.width(last, 1)}, 4, 3, padding=1)')}({last})"))
+        cat = d.step(f"torch.cat(({', '.join(pieces)}), {d.one(1, -1 - kind)})")
+        y = f"{d.layer(f'nn.BatchNorm{kind}d({d.width(cat, 1)}, affine={_flag(d, 0.7)})')}({cat})"
+        norm = d.step(d.one(y, f"F.relu({y})", f"F.silu({y})", f"F.leaky_relu({y})"))
+        last = norm if _flag(d, 0.8) else x
+
+
 def reduce(d: Draw) -> None:
     """A softmax, a mean, a sum."""
     x = d.pick(_at_least(2))

@@ -32,6 +32,10 @@ _LOSSES = (*({"M": 4, "N": 1 << i} for i in (6, 9, 10, 11, 12, 13, 14)), {"M": 2
 _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "add_layer_norm": _ROWS[:-1],
     "add_rms_norm": _ROWS,
+    "append_affine": (
+        *({"M": 64, "N": 1 << i} for i in (4, 5, 6, 7, 8)),
+        {"M": 3136, "N": 224, "width": 256, "new": 32, "activation": "relu"},
+    ),
     "layer_norm": _ROWS,
     "layer_norm_stats": (*_ROWS, {"M": 2, "N": 131072, "dtype": torch.float32}),
     "layer_norm_backward": (

@@ -105,8 +105,20 @@ def group_norm(
     return call
 
 
+def append_affine(rows: Tensor, new: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Call:
+    """torch's concatenation of the channels so far with the new ones, its batch norm in evaluation mode, the activation."""
+    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    old = rows[:, : scale.shape[0] - new.shape[1]].contiguous()
+
+    def call() -> Tensor:
+        return _after(F.batch_norm(torch.cat((old, new), 1), zeros, ones, scale, shift, False, 0.0, 0.0), None, activation)
+
+    return call
+
+
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 PEERS: dict[str, Callable[..., Call]] = {
+    "append_affine": append_affine,
     "conv": conv,
     "conv_transpose": conv_transpose,
     "conv_weight_gradient": conv_weight_gradient,
@@ -138,6 +150,13 @@ _GROUPED = (
     *((32, 128, 56, 3, 1, 32), (32, 256, 28, 3, 1, 32), (32, 512, 14, 3, 1, 32)),
 )
 SHAPES: dict[str, tuple[str, ...]] = {
+    # layers of DenseNet-121: the first and the last of its blocks
+    "append_affine": tuple(
+        f"M={b * h * h} N={n} width={width} new=32 activation=relu"
+        for b in (1, 32)
+        for h, width, counts in ((56, 256, (96, 256)), (28, 512, (160, 512)), (14, 1024, (288, 1024)), (7, 1024, (544, 1024)))
+        for n in counts
+    ),
     "conv": (
         *(_shape(n, c, h, o, k, s, pad[0] if pad else None) for n, c, h, o, k, s, *pad in _DENSE),
         *(_shape(n, c, h, c, k, s, more=f" groups={g}") for n, c, h, k, s, g in _GROUPED),

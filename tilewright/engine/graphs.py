@@ -10,6 +10,7 @@ Graphs share one memory pool, for they run one after the other on one stream.
 
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.sampler import LogprobTensors
 from tilewright.engine.slots import row_inputs
+from tilewright.op import early_launches
 
 __all__ = [
     "Bodies",
@@ -98,13 +100,18 @@ class DecodeGraph:
         self.layout = layout_of(rows, row_tokens, kinds)
         self._buffer = torch.zeros(self.layout.nbytes, dtype=torch.uint8, device=device)
         self._table = torch.zeros(kinds, rows, max_pages, dtype=torch.int32, device=device)
-        self.inputs = inputs = _padding(self.layout, self._buffer, self._table, derive)
+        self.inputs = _padding(self.layout, self._buffer, self._table, derive)
         self.slots: np.ndarray | None = None
         """The slots that `inputs` has, of a step that is derived."""
         self.derives = derive is not None and self.layout.each is None
         """Its rows have one token each, and their inputs are derived from the state of the slots."""
         if derive is not None and self.derives:
             bodies = _derived(bodies, derive)
+        with _early(rows * row_tokens):
+            self._capture(bodies, tails, device, stream, pool)
+
+    def _capture(self, bodies: Bodies, tails: Tails, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+        inputs = self.inputs
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for body in filter(None, bodies):
@@ -151,6 +158,11 @@ class DecodeGraph:
         return sampled
 
 
+def _early(tokens: int) -> AbstractContextManager[Any]:
+    """A step of one token is captured with launches that start early: none of its launches writes weights."""
+    return early_launches() if tokens == 1 else nullcontext()
+
+
 def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive | None) -> Inputs:
     """Rows that are all padding: slot -1 writes nothing, and the sample goes to the row past the last slot."""
     if derive is not None and layout.each is None:
@@ -185,10 +197,11 @@ def rehearse(
         buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device="meta")
         table = torch.zeros(kinds, layout.seqs, max_pages, dtype=torch.int32, device="meta")
         inputs = _padding(layout, buffer, table, derive)
-        for body in filter(None, _derived(bodies, derive) if derive is not None and layout.each is None else bodies):
-            hidden = body(inputs)
-            for tail in tails:
-                tail(inputs, hidden)
+        with _early(layout.seqs * (layout.each or 1)):
+            for body in filter(None, _derived(bodies, derive) if derive is not None and layout.each is None else bodies):
+                hidden = body(inputs)
+                for tail in tails:
+                    tail(inputs, hidden)
 
 
 class DecodeGraphs:

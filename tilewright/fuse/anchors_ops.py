@@ -19,6 +19,7 @@ from tilewright.fuse import anchors
 from tilewright.fuse.anchors import Anchor, fit, same_sizes, tensor_of
 from tilewright.fuse.anchors_attention import read_product, read_sdpa
 from tilewright.fuse.anchors_rms import read_rms_written
+from tilewright.fuse.normal import BATCH_NORMS, Step, step_behind
 from tilewright.fuse.view_calls import is_view, plain_source
 from tilewright.kernels.elementwise.activation import KINDS
 
@@ -186,6 +187,21 @@ def _transposed(dims: int) -> Callable[[Node], Anchor | str]:
     return reader
 
 
+# ---- batch norms that are not folded into the weight before them
+
+
+def _batch_norm(node: Node) -> Anchor | str:
+    step = step_behind(node.args[0], node)  # pyright: ignore[reportArgumentType]
+    if not isinstance(step, Step):
+        return step or "no batch norm"
+    weight, bias, mean, variance = step.operand
+    anchor = Anchor(
+        kind="batch_norm", node=step.node, x=node.args[0], weight=weight, bias=bias, others=(mean, variance),  # pyright: ignore[reportArgumentType]
+        inside=step.inside, options={"eps": step.eps},
+    )  # fmt: skip
+    return fit(anchor)
+
+
 # ---- activations by themselves
 
 
@@ -264,6 +280,7 @@ _READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
     aten.mul.Tensor: read_rms_written,
     **dict.fromkeys(_MODES, _upsample),
     **dict.fromkeys(_NAMES, _activation),
+    **dict.fromkeys(BATCH_NORMS, _batch_norm),
 }
 
 

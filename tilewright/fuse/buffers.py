@@ -60,6 +60,8 @@ class Buffers:
         """Views made so far, so that each is made once."""
         self.merged: dict[Node, Value] = {}
         """Anchor of a linear -> the merged product that it is a part of."""
+        self.grown: dict[Node, Node] = {}
+        """First of several growing concatenations -> the rows of their buffer, after the last append so far."""
 
     # ---- tensors
 

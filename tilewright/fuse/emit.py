@@ -21,7 +21,7 @@ from tilewright.fuse.parts import FLOAT_PARTS, Part
 from tilewright.fuse.plan import Gate, Group, Unbuilt
 from tilewright.fuse.views import View, channels_last, dense
 
-__all__ = ["EMIT", "dtype_of", "emit_gate", "emit_merged", "finish"]
+__all__ = ["EMIT", "channel_rows", "dtype_of", "emit_gate", "emit_merged", "finish"]
 
 
 def _what(group: Group, shape: Any) -> str:
@@ -136,21 +136,23 @@ def _is_product(group: Group, weight: Tensor) -> bool:
     return plain and ones and (o["padding"] in ("same", "valid") or not any(o["padding"]))
 
 
+def channel_rows(b: Buffers, value: Value) -> Node:
+    """A value [N, C, *S] as rows [N * S, C]."""
+    value = b.arranged(value, True)
+    width = value.shape[1]
+    view = value.view.permute((0, *range(2, len(value.shape)), 1)).reshape((_count(value.shape) // max(1, width), width))
+    assert view is not None, "channels-last memory is rows of channels"
+    return b.tensor(Value(value.node, view))
+
+
 def _pointwise(
     b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None], shape: tuple[int, ...]
 ) -> Value:  # fmt: skip
     """A 1 x 1 convolution with stride 1 as a product of rows of channels."""
 
-    def rows(value: Value) -> Node:
-        value = b.arranged(value, True)
-        count, width = value.view.permute((0, *range(2, len(shape)), 1)), value.shape[1]
-        view = count.reshape((-1 if not width else _count(value.shape) // width, width))
-        assert view is not None, "channels-last memory is rows of channels"
-        return b.tensor(Value(value.node, view))
-
     weight, bias = _stored(b, group, (pair[0].flatten(1), pair[1]))
-    x = rows(b.values[group.anchor.x])
-    residual = None if group.residual is None else rows(b.values[group.residual])
+    x = channel_rows(b, b.values[group.anchor.x])
+    residual = None if group.residual is None else channel_rows(b, b.values[group.residual])
     flat = (_count(shape) // shape[1], shape[1])
     new = b.buffer(calls.linear, (x, weight, bias, residual, group.activation, list(flat)), dense(flat), group.anchor.node)
     return finish(b, group, "linear", Value(new.node, channels_last(shape)))

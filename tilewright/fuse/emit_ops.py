@@ -1,17 +1,20 @@
 """Emits groups with anchors of anchors_ops.py as calls of op_calls.py."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from tilewright.fuse import emit, op_calls
+from tilewright.fuse import calls, emit, op_calls
 from tilewright.fuse.anchors import tensor_of
 from tilewright.fuse.anchors_attention import MASKED
 from tilewright.fuse.buffers import Buffers, Value
 from tilewright.fuse.emit_attention import emit_attention
-from tilewright.fuse.plan import Group
+from tilewright.fuse.growing import GROWING, Growth
+from tilewright.fuse.plan import Group, Unbuilt
 from tilewright.fuse.views import channels_last, dense
 
 __all__ = ["EMIT", "IMAGES"]
@@ -42,6 +45,53 @@ def _channel_norm(b: Buffers, group: Group) -> Value:
         return _image(b, group, op_calls.instance_norm, *vectors)
     added = _vector(b, a.others[0]) if a.others else None
     return _image(b, group, op_calls.group_norm, a.options["groups"], *vectors, added, group.activation)
+
+
+def _statistics(b: Buffers, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(mean, variance, weight, bias) of a batch norm, in float64. Raises Unbuilt if they are computed."""
+    a = group.anchor
+    if not all(b.weights.known(node) for node in (a.weight, a.bias, *a.others) if node is not None):
+        raise Unbuilt("its statistics or parameters are computed", *a.inside, a.node)
+    mean, variance = map(b.weights.double, a.others)
+    weight = torch.ones_like(mean) if a.weight is None else b.weights.double(a.weight)
+    return mean, variance, weight, torch.zeros_like(mean) if a.bias is None else b.weights.double(a.bias)
+
+
+def _vectors(b: Buffers, group: Group, *values: Tensor) -> list[Node]:
+    return [b.attribute(value.float(), f"{group.name}_channels") for value in values]
+
+
+def _batch_norm(b: Buffers, group: Group) -> Value:
+    """A batch norm in evaluation that is not folded into a weight, with its activation."""
+    a, shape = group.anchor, _out(group)
+    vectors = _vectors(b, group, *_statistics(b, group))
+    x = b.opened(b.values[a.x])
+    last = x.view.strides != dense(shape).strides
+    args = (b.tensor(b.arranged(x, last)), *vectors, a.options["eps"], group.activation, last)
+    value = b.buffer(op_calls.batch_norm, args, channels_last(shape) if last else dense(shape), a.node)
+    return emit.finish(b, group, "batch_norm", value)
+
+
+def _growing_batch_norm(b: Buffers, group: Group) -> Value:
+    """A batch norm of a growing concatenation: its operands are appended to the buffer in the same launch."""
+    a, shape = group.anchor, _out(group)
+    growth: Growth = a.options["growth"]
+    mean, variance, weight, bias = _statistics(b, group)
+    scale = weight * (variance + a.options["eps"]).rsqrt()
+    vectors = _vectors(b, group, scale, bias - mean * scale)
+    *copied, new = (emit.channel_rows(b, b.values[piece]) for piece in growth.pieces)
+    flat = (math.prod(shape) // shape[1], shape[1])
+    wide, start = dense((flat[0], growth.width)), growth.start
+    if start and growth.buffer not in b.grown:
+        raise Unbuilt("the concatenation before it could not be built")
+    rows = b.grown.get(growth.buffer) or b.buffer(op_calls.room, (new, *wide.shape), wide, None).node
+    for piece, node in zip(copied, growth.pieces, strict=False):
+        rows = b.buffer(op_calls.append, (rows, piece, start), wide, None).node
+        start += b.values[node].shape[1]
+    both = b.graph.call_function(op_calls.append_affine, (rows, new, *vectors, group.activation))
+    b.grown[growth.buffer] = b.buffer(calls.part, (both, 1), wide, None).node  # pyright: ignore[reportArgumentType]
+    value = b.buffer(calls.part, (both, 0), dense(flat), a.node)
+    return emit.finish(b, group, "append, batch_norm", Value(value.node, channels_last(shape)))
 
 
 def _by_options(target: Callable[..., Any], *names: str) -> Callable[[Buffers, Group], Value]:
@@ -107,8 +157,10 @@ EMIT: dict[str, Callable[[Buffers, Group], Value]] = {
     "activation": _activation,
     "adaptive_avg_pool": _by_options(op_calls.adaptive_avg_pool, "size"),
     "avg_pool": _by_options(op_calls.avg_pool, *_POOL),
+    "batch_norm": _batch_norm,
     "conv_transpose": _conv_transpose,
     "group_norm": _channel_norm,
+    GROWING: _growing_batch_norm,
     "instance_norm": _channel_norm,
     "rms_norm": _rms_norm,
     "softmax": _softmax,

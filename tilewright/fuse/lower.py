@@ -158,6 +158,7 @@ class _Build(Buffers):
             self.trial.values = {node: value for node, value in self.trial.values.items() if node in before}
             self.memory = {node: view for node, view in self.memory.items() if node in before}
             self.merged = {node: value for node, value in self.merged.items() if value.node in before}
+            self.grown = {node: rows for node, rows in self.grown.items() if rows in before}
             for node in sorted(set(nodes), key=list(self.traced.graph.nodes).index):
                 self.plain(node)
             self._run_new()

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from tilewright.fuse.anchors import same_sizes, tensor_of
 
-__all__ = ["Activation", "Step", "activation_behind", "activation_of", "step_behind"]
+__all__ = ["BATCH_NORMS", "Activation", "Step", "activation_behind", "activation_of", "step_behind"]
 
 aten = torch.ops.aten
 
@@ -97,12 +97,15 @@ def _inverse(number: Any) -> float | None:
     return inverse if math.isfinite(inverse) else None
 
 
+BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
+
+
 def step_behind(here: Node, node: Node) -> Step | str | None:
     """The operation of a call that reads `here`; a sentence if no epilogue can compute it; None if it is unrelated to any rule.
 
     Activations are read by `activation_behind`.
     """
-    if node.target in (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default):
+    if node.target in BATCH_NORMS:
         return _batch_norm(here, node)
     if node.target not in (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor):
         return None

@@ -14,10 +14,12 @@ from torch import Tensor
 from tilewright import ops
 from tilewright.fuse.calls import Choice, as_dense, run
 from tilewright.kernels.attention.biased import biased_attention_op
+from tilewright.kernels.device.activations import activated
+from tilewright.kernels.norm.channel.append_affine import append_affine_op
 
 __all__ = [
-    "activation", "adaptive_avg_pool", "avg_pool", "biased_attention", "conv_transpose", "group_norm", "instance_norm",
-    "rms_norm", "softmax", "upsample",
+    "activation", "adaptive_avg_pool", "append", "append_affine", "avg_pool", "batch_norm", "biased_attention",
+    "conv_transpose", "group_norm", "instance_norm", "rms_norm", "room", "softmax", "upsample",
 ]  # fmt: skip
 
 
@@ -83,6 +85,38 @@ def instance_norm(
     if _by_torch(x, library):
         return as_dense(F.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
     return as_dense(ops.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
+
+
+def batch_norm(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, kind: str, last: bool,
+    library: bool = False,
+) -> Tensor:  # fmt: skip
+    """ops.batch_norm of [N, C, *S], contiguous or channels-last, by float32 [C] vectors, with its activation."""
+    if _by_torch(x, library):
+        y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+        return as_dense(y if kind == "none" else _ACTIVATIONS[kind](y), last)
+    return as_dense(ops.batch_norm(x, mean, variance, weight, bias, eps=eps, activation=kind), last)
+
+
+def room(like: Tensor, count: int, width: int) -> Tensor:
+    """A buffer of rows [count, width] for channels that are appended; for Inductor without columns."""
+    return like.new_empty(count, 0 if _by_torch(like, False) else width)
+
+
+def append(rows: Tensor, new: Tensor, start: int) -> Tensor:
+    """The buffer after its columns from `start` on are new [R, J]."""
+    if _by_torch(rows, False):
+        return torch.cat((rows, new), 1)
+    rows[:, start : start + new.shape[1]] = new
+    return rows
+
+
+def append_affine(rows: Tensor, new: Tensor, scale: Tensor, shift: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Append new [R, J], so that C columns are filled: (activation(columns * scale [C] + shift [C]), the buffer)."""
+    if _by_torch(rows, False):
+        rows = torch.cat((rows, new), 1)
+        return activated(rows * scale + shift, kind).to(rows.dtype), rows
+    return append_affine_op(rows, new, scale, shift, kind), rows
 
 
 _AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

@@ -18,7 +18,8 @@ from tilewright.tune.measure import Stopwatch
 __all__ = ["RACED", "race"]
 
 RACED = {
-    op_calls.activation: 4, op_calls.adaptive_avg_pool: 2, op_calls.avg_pool: 7, op_calls.conv_transpose: 9,
+    op_calls.activation: 4, op_calls.adaptive_avg_pool: 2, op_calls.avg_pool: 7, op_calls.batch_norm: 8,
+    op_calls.conv_transpose: 9,
     op_calls.group_norm: 7, op_calls.instance_norm: 4, op_calls.rms_norm: 4, op_calls.softmax: 2, op_calls.upsample: 5,
 }  # fmt: skip
 """Calls -> position of the argument `library`."""

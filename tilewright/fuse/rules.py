@@ -3,7 +3,7 @@
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
     conv_transpose    folds, of one group of channels  ->  activation
-    group_norm        activation
+    group_norm, batch_norm        activation
 
 A step after an anchor (normal.py) goes into the first slot that takes it, unless the group has already used a later slot. If a
 slot does not take it, there is a reason. A graph whose weights are inputs (Inductor's) has no folds, except for a bias that is
@@ -157,6 +157,7 @@ _ACTIVATION = Slot("an activation", ("activation",), _activation_refuses, _activ
 _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 
 EPILOGUES: dict[str, tuple[Slot, ...]] = {
+    "batch_norm": (_ACTIVATION,),
     "conv": (_FOLD, _RESIDUAL, _ACTIVATION),
     "conv_transpose": (_FOLD, _ACTIVATION),
     "group_norm": (_ACTIVATION,),

@@ -1,6 +1,7 @@
 """Removes calls from a graph that repeat another call or change nothing, before it is planned.
 
     pad(x, zeros), roll(x, zeros)      x
+    cat([x])                           x
     f(x), and f(x) again               one call
 
 Published models pad to a multiple although the size is one already, and apply the same activation to the same vector in each
@@ -40,6 +41,9 @@ def simplify(graph: fx.Graph) -> int:
 
 def _input_of(node: Node) -> Node | None:
     """The input that a call returns unchanged; None if it does not."""
+    if node.target is aten.cat.default:
+        joined: Any = node.args[0]
+        return joined[0] if len(joined) == 1 else None
     moves = (aten.pad.default, aten.constant_pad_nd.default, aten.roll.default)
     if node.target not in moves or len(node.args) < 2 or not isinstance(node.args[0], Node):
         return None

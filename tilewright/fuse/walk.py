@@ -21,8 +21,9 @@ from tilewright.fuse.anchors_ops import read
 from tilewright.fuse.columns import columns_of
 from tilewright.fuse.decisions import Decision
 from tilewright.fuse.gates import gate_of
+from tilewright.fuse.growing import share_buffers
 from tilewright.fuse.naming import layer_name
-from tilewright.fuse.normal import Activation, Step, activation_behind, activation_of, step_behind
+from tilewright.fuse.normal import BATCH_NORMS, Activation, Step, activation_behind, activation_of, step_behind
 from tilewright.fuse.plan import FUSED, LEFT, Gate, Group, Plan, merge_name
 from tilewright.fuse.rules import ACTIVATIONS, EPILOGUES, MERGED, Dialect, Tip, slot_of
 from tilewright.fuse.view_calls import is_part, is_view, plain_source
@@ -75,6 +76,8 @@ class _Walk:
             return self._decide(node, "constant", True, "it depends on parameters alone, and is computed once")
         if self.dialect.view(node):
             return self._view(node)
+        if node.target in BATCH_NORMS and self._offered(node) is None:
+            return None  # folded into the product or convolution before it
         found = self.dialect.read(node)
         if isinstance(found, Anchor):
             found = self.refused.get(node.name) or self.refused.get(layer_name(node)) or found
@@ -160,24 +163,33 @@ class _Walk:
         return None
 
     def _step(self, node: Node) -> None:
-        """A call that one of several groups may take; the group of the last anchor is asked first."""
+        """A call that one of several groups may take, or that is left to torch."""
+        first = self._offered(node)
+        if first is None:
+            return
+        step, tip, reason = first
+        if tip is None:
+            self._leave(node)
+        elif isinstance(step, Step):
+            self._refuse(step, tip, reason)
+        else:
+            self._decide(node, self.left, False, f"{node.target}: {reason}", tip.group)
+
+    def _offered(self, node: Node) -> tuple[Step | str, Tip | None, str] | None:
+        """Offer a call to the groups whose tips it reads, that of the last anchor first. None if one takes it; otherwise
+        (the step or why it is none, the first group's tip, the reason), without a tip if there is no such group."""
         tips = [self.tips[n] for n in node.all_input_nodes if n in self.tips]
         tips.sort(key=lambda tip: self.place[tip.group.anchor.node], reverse=True)
-        first: tuple[Step | str, Tip, str] | None = None
+        first: tuple[Step | str, Tip | None, str] | None = None
         for tip in tips:
             step = step_behind(tip.here, node)
             if step is None:
                 continue
             reason = step if isinstance(step, str) else self._offer(tip, step)
             if reason is None:
-                return
+                return None
             first = first or (step, tip, reason)
-        if first is not None and isinstance(first[0], Step):
-            self._refuse(first[0], first[1], first[2])
-        elif first is not None:
-            self._decide(node, self.left, False, f"{node.target}: {first[2]}", first[1].group)
-        else:
-            self._leave(node)
+        return first or ("", None, "")
 
     def _refuse(self, step: Step, tip: Tip, reason: str) -> None:
         kind = {"factor": "scale" if self.dialect.parameters else self.left, "sum": "residual"}.get(step.kind, step.kind)
@@ -222,8 +234,10 @@ class _Walk:
                 self.plan.merges = [b for b in self.plan.merges if b not in joined] + [batch]
 
     def finish(self) -> None:
-        """Sort groups by their last calls, and record merges."""
+        """Sort groups by their last calls, give growing concatenations a buffer, and record merges."""
         self.plan.groups.sort(key=lambda g: self.place[g.last])
+        if self.dialect.parameters:
+            share_buffers(self.plan)
         for first, *others in self.plan.merges:
             names = ", ".join(g.name for g in others)
             saved = len(others) * _bytes(first.anchor.x)

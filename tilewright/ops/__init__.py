@@ -47,6 +47,7 @@ from tilewright.kernels.gemm.weight_only.linear import mixed_linear, mixed_linea
 from tilewright.kernels.layout.permute import permute_op
 from tilewright.kernels.norm.add_layer_norm import add_layer_norm_op
 from tilewright.kernels.norm.backward import layer_norm_backward_op, rms_norm_backward_op
+from tilewright.kernels.norm.channel.append_affine import append_affine_op
 from tilewright.kernels.norm.channel.batch_norm_apply import normalize_channels_op
 from tilewright.kernels.norm.channel.batch_norm_backward import batch_norm_backward_op
 from tilewright.kernels.norm.channel.batch_statistics import batch_statistics_op

@@ -5,7 +5,8 @@ at once; warps meet nowhere before the end, so while one multiplies, the others 
 16 bytes a thread under way.
 
 PDL (programmatic dependent launch, sm_90; launch/pdl.py): the program starts while the kernel before it still runs, fetches its
-first weights and its bias, and only then waits for x. Right only when the kernel before writes neither; `optimize` knows.
+first weights and its bias, and only then waits for x. Right only when the kernel before writes neither; `optimize` and callers
+of `op.early_launches` know.
 
 Rows that do not start at multiples of 16 bytes, or are no multiple of 16 numbers long (numbers of 16 bits, without a gate): a
 program takes rows of one class, as `uneven` does (unaligned_skinny.py), so that their loads stay whole; x is read from that
@@ -24,6 +25,7 @@ from tilewright.kernels.gemm.pad_operands import aligned_base, class_count, is_a
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.gemm.unaligned_skinny import first_whole
 from tilewright.kernels.gemm.work import gemv_work
+from tilewright.kernels.launch.early import early
 from tilewright.kernels.launch.pdl import launch_options, release
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl
@@ -180,7 +182,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             x, weight, bias, residual, y, n, k, weight.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"] <= 2048,
             VECTOR=16 // x.element_size(),
-            **{**config, **launch_options(config["PDL"])},
+            **{**config, **launch_options(config["PDL"] or early(x, 1))},
         )  # fmt: skip
     return y
 

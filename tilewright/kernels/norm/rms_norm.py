@@ -19,11 +19,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import head_start, row_start
+from tilewright.kernels.launch.early import early
+from tilewright.kernels.launch.pdl import launch_options, release
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, rows_of, rows_of_heads, rows_ready
 from tilewright.kernels.norm.cooperative import RMS_SPLIT, split_first
@@ -171,8 +174,11 @@ def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
     n_rows, x_row_stride, residual_row_stride, eps,
     D: tl.constexpr, HEADS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    HELD: tl.constexpr,
+    HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    release()
+    if PDL:
+        gdc_wait()
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
         y_rows = rows * D
@@ -212,7 +218,8 @@ def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tens
         launch(
             _rms_norm_kernel, (ceil_div(rows, config["BLOCK_T"]),), (x, other, weight, y, total),
             (rows, row_stride, other_stride, eps),
-            {"D": x.shape[-1], "HEADS": heads, "HAS_RESIDUAL": residual is not None, **config},
+            {"D": x.shape[-1], "HEADS": heads, "HAS_RESIDUAL": residual is not None, **config}
+            | launch_options(early(x, rows)),
         )  # fmt: skip
     return y, total
 

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tilewright.kernels.attention.paged.decode_sm90_split_kv import (
     PANEL,
@@ -316,6 +317,7 @@ def paged_sm90_kernel(
     boxes of fewer rows for the last tiles of sequences. scale: times log2(e). N: a power of two of at least 8 that
     QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
     """
+    gdc_launch_dependents()
     dtype: gl.constexpr = k_desc.dtype
     BOXES: gl.constexpr = ROWS // k_desc.block_type.shape[0]
     END_BOXES: gl.constexpr = ROWS // k_end_desc.block_type.shape[0]

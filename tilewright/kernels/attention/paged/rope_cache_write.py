@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.attention.paged.cache_write import (
@@ -35,6 +36,8 @@ from tilewright.kernels.attention.paged.inputs import rope_write_arguments
 from tilewright.kernels.device.quantize import encode_tile, magnitude, scales_of
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.launch.early import early
+from tilewright.kernels.launch.pdl import launch_options
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -160,8 +163,10 @@ def _rope_kv_write_kernel(
     Q_HEAD_STRIDE: tl.constexpr, K_HEAD_STRIDE: tl.constexpr, V_HEAD_STRIDE: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, LARGEST: tl.constexpr, HEAD_SCALES: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -217,7 +222,7 @@ def _launch(
             H=q_heads, G=kv_heads, D=dim, R=rotated, S=k_cache.shape[2],
             HAS_NORM=q_norm is not None, INTERLEAVED=interleaved,
             BLOCK_D=next_pow2(dim), BLOCK_HALF=next_pow2(rotated // 2), BLOCK_REST=next_pow2(dim - rotated),
-            **coding(k_cache, k_scale), **config,
+            **coding(k_cache, k_scale), **config, **launch_options(early(q, tokens)),
         )  # fmt: skip
     return q_out
 

@@ -26,6 +26,7 @@ from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalis
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl, scope
 from tilewright.tune.space import Config
@@ -170,6 +171,7 @@ def _stream_kernel(
     HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    release()
     ROWS: tl.constexpr = QUERIES * GROUP
     line, share = _share_of(
         kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N

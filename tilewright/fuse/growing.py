@@ -1,0 +1,99 @@
+"""Concatenations that grow: each has the operands of the one before and a few more, as in DenseNet. They share one buffer.
+
+    b = norm(cat(x, a)),   c = norm(cat(x, a, b')),   d = norm(cat(x, a, b', c')) ...
+
+Copied anew, the channels of all layers take a number of bytes that is quadratic in the layers. Here each layer's new channels
+are appended to a buffer as wide as the last concatenation, in the launch that normalises all channels so far
+(kernels/norm/channel/append_affine.py). A channel is never written twice, so the order of later reads does not matter.
+
+Taken: concatenations of channels that only a batch norm reads. Not here: other readers, which get a copy by torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from tilewright.fuse.anchors import symbolic, tensor_of
+from tilewright.fuse.decisions import Decision
+from tilewright.fuse.plan import Group, Plan
+
+__all__ = ["GROWING", "Growth", "share_buffers"]
+
+aten = torch.ops.aten
+
+GROWING = "growing_batch_norm"
+"""Kind of an anchor that is a batch norm of such a concatenation."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A concatenation in a shared buffer."""
+
+    buffer: Node
+    """The first concatenation, which stands for the buffer."""
+    width: int
+    """Channels of the last concatenation."""
+    start: int
+    """Channels that are in the buffer before."""
+    pieces: tuple[Node, ...]
+    """The operands that are appended."""
+
+
+def share_buffers(plan: Plan) -> None:
+    """Change batch norms of growing concatenations in a plan into anchors of the kind `GROWING`. Its groups are in order."""
+    norms = {group.anchor.x: group for group in plan.groups if group.anchor.kind == "batch_norm"}
+    chains: list[list[Node]] = []
+    for cat in filter(_joins_channels, norms):
+        found = [chain for chain in chains if _extends(cat, chain[-1])]
+        if found:
+            max(found, key=lambda chain: len(_operands(chain[-1]))).append(cat)
+        else:
+            chains.append([cat])
+    for chain in chains:
+        if len(chain) > 1:
+            _share(plan, norms, chain)
+
+
+def _share(plan: Plan, norms: Mapping[Node, Group], chain: Sequence[Node]) -> None:
+    old: tuple[Node, ...] = ()
+    for cat in chain:
+        group, operands = norms[cat], _operands(cat)
+        growth = Growth(chain[0], _channels(chain[-1]), sum(map(_channels, old)), operands[len(old) :])
+        options = {**group.anchor.options, "growth": growth}
+        group.anchor = replace(group.anchor, kind=GROWING, inside=(*group.anchor.inside, cat), options=options)
+        reason = f"its new channels are appended to a buffer in the launch of {group.name}"
+        plan.decisions[cat] = Decision(
+            anchor=group.name, kind="inside", node=cat.name, taken=True, reason=reason, bytes_saved=0
+        )  # fmt: skip
+        plan.under[cat] = group.anchor.node
+        old = operands
+
+
+def _operands(cat: Node) -> tuple[Node, ...]:
+    return tuple(cat.args[0])  # pyright: ignore[reportArgumentType]
+
+
+def _channels(node: Node) -> int:
+    value = tensor_of(node)
+    assert value is not None, "_joins_channels has looked"
+    return value.shape[1]
+
+
+def _joins_channels(cat: Node) -> bool:
+    """Whether a value is a concatenation of channels that one call reads."""
+    if cat.target is not aten.cat.default or len(cat.users) != 1:
+        return False
+    whole, operands = tensor_of(cat), cat.args[0]
+    if whole is None or whole.dim() < 2 or symbolic(whole.shape) or not isinstance(operands, Sequence):
+        return False
+    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    each = [tensor_of(node) for node in operands]
+    alike = all(t is not None and t.dim() == whole.dim() and t.dtype == whole.dtype and t.shape[1] for t in each)
+    return alike and dim in (1, 1 - whole.dim())
+
+
+def _extends(cat: Node, before: Node) -> bool:
+    old = _operands(before)
+    return len(_operands(cat)) > len(old) and _operands(cat)[: len(old)] == old
