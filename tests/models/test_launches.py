@@ -1,5 +1,6 @@
 """What a forward pass launches, and that it can be captured: the number of kernels a layer is a promise of the models."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.folders import LLAMA
 from tests.models.running import make_batch, make_cache
 from tilewright.models import ModelConfig, random_model
+from tilewright.op import early_launches
 from tilewright.quant import quantize
 
 QWEN3 = ModelConfig.from_hf({**LLAMA, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "attention_bias": True})
@@ -89,3 +91,28 @@ def test_captured_forward_equals_eager(config: ModelConfig, count: int) -> None:
     graph.replay()
     assert torch.equal(captured, model(ids, batch, cache))
     assert torch.isfinite(captured).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a CUDA graph needs one")
+@pytest.mark.parametrize("config", [QWEN3, LLAMA3], ids=["qwen3", "llama"])
+def test_launches_that_start_early_have_the_same_bits(config: ModelConfig) -> None:
+    """A step of one token, captured with launches that overlap, over many inputs, and beside one without."""
+    model = random_model(config, device="cuda", dtype=torch.bfloat16)
+    batch, ids = make_batch([([3, 1], 16, 1)], 16, "cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    graphs, results = [], []
+    for scope in (nullcontext(), early_launches()):
+        cache = make_cache(model, 8, 16)
+        with scope:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                model.logits(model(ids, batch, cache))
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results.append(model.logits(model(ids, batch, cache)))
+        graphs.append((graph, cache))
+    for token in range(31):
+        ids.fill_(token)
+        for graph, _ in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(*results), token
