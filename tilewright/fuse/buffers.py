@@ -61,7 +61,7 @@ class Buffers:
         self.merged: dict[Node, Value] = {}
         """Anchor of a linear -> the merged product that it is a part of."""
         self.grown: dict[Node, Node] = {}
-        """First of several growing concatenations -> the rows of their buffer, after the last append so far."""
+        """Last of several growing concatenations -> the rows of their buffer, after the last append so far."""
 
     # ---- tensors
 

@@ -32,7 +32,7 @@ class Growth:
     """A concatenation in a shared buffer."""
 
     buffer: Node
-    """The first concatenation, which stands for the buffer."""
+    """The last concatenation, which stands for the buffer."""
     width: int
     """Channels of the last concatenation."""
     start: int
@@ -57,18 +57,22 @@ def share_buffers(plan: Plan) -> None:
 
 
 def _share(plan: Plan, norms: Mapping[Node, Group], chain: Sequence[Node]) -> None:
+    order, first = list(norms), _operands(chain[0])[0]
+    if first in norms and order.index(first) < order.index(chain[0]):
+        chain = (first, *chain)  # the first operand is normalised by itself before: it is appended there
     old: tuple[Node, ...] = ()
-    for cat in chain:
-        group, operands = norms[cat], _operands(cat)
-        growth = Growth(chain[0], _channels(chain[-1]), sum(map(_channels, old)), operands[len(old) :])
+    for value in chain:
+        group, operands = norms[value], (first,) if value is first else _operands(value)
+        growth = Growth(chain[-1], _channels(chain[-1]), sum(map(_channels, old)), operands[len(old) :])
         options = {**group.anchor.options, "growth": growth}
-        group.anchor = replace(group.anchor, kind=GROWING, inside=(*group.anchor.inside, cat), options=options)
-        reason = f"its new channels are appended to a buffer in the launch of {group.name}"
-        plan.decisions[cat] = Decision(
-            anchor=group.name, kind="inside", node=cat.name, taken=True, reason=reason, bytes_saved=0
-        )  # fmt: skip
-        plan.under[cat] = group.anchor.node
-        old = operands
+        inside = group.anchor.inside if value is first else (*group.anchor.inside, value)
+        group.anchor, old = replace(group.anchor, kind=GROWING, inside=inside, options=options), operands
+        if value is not first:
+            reason = f"its new channels are appended to a buffer in the launch of {group.name}"
+            plan.decisions[value] = Decision(
+                anchor=group.name, kind="inside", node=value.name, taken=True, reason=reason, bytes_saved=0
+            )  # fmt: skip
+            plan.under[value] = group.anchor.node
 
 
 def _operands(cat: Node) -> tuple[Node, ...]:
