@@ -14,6 +14,7 @@ from tilewright.models import Model
 from tilewright.op import invariant
 from tilewright.rl.advantages import overlong_penalty
 from tilewright.rl.batch import Batch, Totals, select, split
+from tilewright.rl.captured import CapturedPasses, check_graphs
 from tilewright.rl.config import RLConfig
 from tilewright.rl.critic import Critic, with_advantages
 from tilewright.rl.losses import ALGORITHMS
@@ -35,17 +36,22 @@ class Learner:
     """Learns from batches. Create it before anything else reads the model's parameters, because the optimizer moves them.
 
     Raises:
-        ValueError: the parameters have several dtypes.
+        ValueError: the parameters have several dtypes, or the passes cannot be captured as the config wants.
     """
 
     def __init__(self, config: RLConfig, model: Model) -> None:
         self.config, self.model = config, model
+        if config.graphs:
+            check_graphs(model)
         self._optimizer = AdamW(trainable(model), weight_decay=0.0, max_norm=config.max_norm)
         self._reference = deepcopy(model).requires_grad_(False) if config.kl else None
         self.critic: Critic | None = None
         if ALGORITHMS[config.algorithm].advantages is None:
             self.critic = Critic(model)
             self._critic_optimizer = AdamW(trainable(self.critic), weight_decay=0.0, max_norm=config.max_norm)
+        self._loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
+        self.captured = CapturedPasses(model, self._policy_pass, config.tokens_per_pass) if config.graphs else None
+        """The policy's passes, if they are captured. The optimizer has moved the parameters before."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that later updates depend on, by name. The reference is not included: it is the initial model."""
@@ -112,8 +118,7 @@ class Learner:
         results: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
         sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
         before: list[Tensor] | None = [] if self._once(update) else None
-        loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
-        policy = partial(self._policy_parts, loss_of=loss_of, bonus=left * config.entropy_bonus, before=before)
+        bonus = left * config.entropy_bonus
         for _ in range(config.epochs):
             for kept in torch.randperm(len(counts), generator=generator).chunk(config.minibatches):
                 own = [counts[i] for i in kept.tolist()]
@@ -125,7 +130,10 @@ class Learner:
                     norm, _ = self._critic_optimizer.step(grads, config.critic_learning_rate * rate)
                     results |= {"value_loss": result[0], "value_norm": norm}
                 if self.critic is None or update >= config.critic_warmup:
-                    result = running_sum(policy(chosen))
+                    if self.captured is not None:
+                        result = self.captured(chosen, bonus, before)
+                    else:
+                        result = running_sum(self._policy_parts(chosen, bonus, before))
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
                     requantise(self.model)
@@ -149,22 +157,30 @@ class Learner:
             return {"longest": config.longest}
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
-    def _policy_parts(self, batch: Batch, loss_of: Any, bonus: float, before: list[Tensor] | None) -> Iterator[list[Tensor]]:
+    def _policy_parts(self, batch: Batch, bonus: float, before: list[Tensor] | None) -> Iterator[list[Tensor]]:
         """Loss and gradients of each pass. before: collects the log-probabilities, which are also the old ones; None: the batch
         has old ones."""
         for part in split(batch, self.config.tokens_per_pass):
-            logprobs, entropies = (
-                logprobs_and_entropies_of(self.model, part) if bonus else (logprobs_of(self.model, part), None)
-            )
+            loss, logprobs = self._policy_pass(part, bonus or None, before is not None)
             if before is not None:
                 before.append(logprobs.detach())
-                part = replace(part, old=before[-1])
-            loss = loss_of(logprobs, part)
-            if entropies is not None:
-                loss = loss + entropy_bonus(entropies, part, bonus)
-            if self.config.kl:
-                loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
             yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]
+
+    def _policy_pass(self, part: Batch, bonus: float | Tensor | None, on_policy: bool) -> tuple[Tensor, Tensor]:
+        """(loss, log-probabilities [T]) of a part, with gradients. bonus: coefficient of the entropy; None: without it.
+        on_policy: the log-probabilities are also the old ones."""
+        if bonus is None:
+            logprobs, entropies = logprobs_of(self.model, part), None
+        else:
+            logprobs, entropies = logprobs_and_entropies_of(self.model, part)
+        if on_policy:
+            part = replace(part, old=logprobs.detach())
+        loss = self._loss_of(logprobs, part)
+        if bonus is not None and entropies is not None:
+            loss = loss + entropy_bonus(entropies, part, bonus)
+        if self.config.kl:
+            loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
+        return loss, logprobs
 
     def _critic_parts(self, critic: Critic, batch: Batch) -> Iterator[list[Tensor]]:
         for part in split(batch, self.config.tokens_per_pass):
