@@ -57,21 +57,21 @@ def learner_of(config: RLConfig, capture: Callable[..., Any] | None) -> Learner:
 def test_steps_are_those_of_plain_passes(algorithm: str, minibatches: int) -> None:
     config = replace(
         CONFIG, algorithm=algorithm, minibatches=minibatches, entropy_bonus=0.05, kl=0.01, tokens_per_pass=MOST, updates=20,
-        learning_rate=1e-3, max_tokens=64,
+        learning_rate=1e-3, max_tokens=64, moved_every=2,
     )  # fmt: skip
     plain, captured = (learner_of(config, capture) for capture in (None, again_in_place))
     for step, lengths in enumerate(STEPS):
         wanted, found = (learner.learn(batch_of(lengths, step), step) for learner in (plain, captured))
         assert found == pytest.approx(wanted, rel=2e-3, abs=2e-4)
     assert captured.captured is not None
-    assert 1 <= captured.captured.captures <= len(STEPS) * minibatches
+    assert 1 <= captured.captured.captures <= len(STEPS) * (minibatches + 1)
     for (name, a), b in zip(plain.model.named_parameters(), captured.model.parameters()):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def sums(learner: Learner, batch: Batch, bonus: float, before: list[Tensor] | None) -> list[Tensor]:
     if learner.captured is not None:
-        return [total.clone() for total in learner.captured(batch, bonus, before)]
+        return [total.clone() for total in learner.captured.gradients(batch, bonus, before)]
     return running_sum(learner._policy_parts(batch, bonus, before))
 
 
@@ -87,6 +87,9 @@ def test_gradients_are_the_sums_of_all_parts(kept: int) -> None:
             wanted, found = (sums(one, batch, bonus, old) for one, old in zip((plain, captured), olds))
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(torch.cat(olds[1]), torch.cat(olds[0]), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(captured._logprobs(batch), torch.cat(olds[0]), rtol=1e-5, atol=1e-5)
+    assert captured.captured is not None
+    assert captured.captured.captures <= 6 * len(STEPS)
 
 
 def test_the_host_waits_for_nothing_between_replays() -> None:
@@ -145,15 +148,17 @@ def test_a_graph_on_a_gpu(served: bool) -> None:
     passes = CapturedPasses(model, learner._policy_pass, 1024, capture=as_graph)
     for step, lengths in enumerate(((300, 7, 129, 64, 500, 1, 90), (200,) * 9, (31, 600, 2))):
         batch = learner._prepared(batch_of(lengths, step).to("cuda"), step)
+        before: list[Tensor] = []
         with learner._kernels():
-            before: list[Tensor] = []
-            found = [total.clone() for total in passes(batch, 0.1, before)]
+            found = [total.clone() for total in passes.gradients(batch, 0.1, before)]
             wanted = running_sum(learner._policy_parts(batch, 0.1, []))
-            with torch.no_grad():
-                alone = logprobs_of(model, batch)
+            scored = passes.logprobs(batch)
+            alone = learner._logprobs(batch)
         for a, b in zip(found, wanted, strict=True):
             assert (a - b).norm() <= 0.02 * b.norm() + 1e-6
+        assert (scored - alone).abs().max() < 0.1
         if served:
+            assert torch.equal(bits(scored), bits(alone))
             assert torch.equal(bits(torch.cat(before)), bits(alone))
 
 

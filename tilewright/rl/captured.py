@@ -4,8 +4,8 @@ with one call.
 Everything that differs between parts is in fixed memory that the graph reads: the tensors of the batch, its totals, and the
 coefficient of the entropy bonus. A graph has room for a number of tokens, a number of sequences, and a longest sequence. If a
 part has fewer tokens, the rest becomes further sequences without chosen tokens, which add 0 to loss and gradients. If it has
-fewer sequences, empty ones are added. One graph is kept. It is captured again if a part does not fit, or if it has far more
-room than is needed.
+fewer sequences, empty ones are added. One graph with gradients is kept, and one without. A graph is captured again if a part
+does not fit, or if it has far more room than is needed.
 
 In the invariant scope a token's log-probability has the bits that it has without a graph. Gradients may differ by rounding.
 """
@@ -19,11 +19,13 @@ from torch import Tensor
 from tilewright.kernels.launch.shapes import next_pow2
 from tilewright.models import Model
 from tilewright.rl.batch import BY_SEQUENCE, Batch, Totals, parts_of, sent, split, tensors_of
+from tilewright.rl.policy import logprobs_of
 from tilewright.train.captured import Replay, as_graph, documents_for
 from tilewright.train.step import trainable
 
 __all__ = ["CapturedPasses", "Room", "check_graphs", "even_limit"]
 
+Capture = Callable[[Callable[[], list[Tensor]]], Replay]
 PassOf = Callable[[Batch, float | Tensor | None, bool], tuple[Tensor, Tensor]]
 """(part, coefficient of the entropy bonus or None, whether the part's log-probabilities are also the old ones) -> (loss,
 log-probabilities [T])."""
@@ -103,96 +105,137 @@ class _Graph:
     bonus: Tensor
     replay: Replay
 
+    def serves(self, kind: tuple[object, ...], batch: Batch, parts: Sequence[Sequence[int]]) -> bool:
+        """Whether it can run these parts of a batch."""
+        return self.kind == kind and _width(batch) <= _width(self.inputs) and self.room.serves(parts)
+
+
+class _Runner:
+    """Runs the parts of batches by one graph. run: (part, coefficient of the entropy bonus or None, whether the part's
+    log-probabilities are also the old ones) -> log-probabilities [T]."""
+
+    def __init__(self, run: Callable[[Batch, float | Tensor | None, bool], Tensor], most: int, capture: Capture) -> None:
+        self._run, self._most, self._capture = run, most, capture
+        self._bonus, self._on_policy = 0.0, False
+        self._graph: _Graph | None = None
+        self.captures = 0
+
+    def begin(self, batch: Batch, bonus: float, on_policy: bool) -> list[Batch]:
+        """The parts of a batch. If no graph serves them, one is captured, which runs a pass without chosen tokens."""
+        parts = split(batch, even_limit(batch.sizes, self._most))
+        self._bonus, self._on_policy = bonus, on_policy
+        fitting = [part.sizes for part in parts if self._fits(part)]
+        if not fitting:
+            return parts
+        fields = ((name, x.dtype) for name, x in tensors_of(batch).items())
+        kind, graph = (bool(bonus), on_policy, batch.temperature, *fields), self._graph
+        if graph is None or not graph.serves(kind, batch, fitting):
+            graph = self._graph = None  # free its memory before another one is captured
+            room = Room.of(fitting)
+            inputs, held = _empty(batch, room), torch.zeros_like(batch.sampled[:1])[0]
+            replay = self._capture(lambda: [self._run(inputs, held if bonus else None, on_policy)])
+            graph = self._graph = _Graph(room, kind, inputs, held, replay)
+            self.captures += 1
+        graph.bonus.fill_(bonus)
+        return parts
+
+    def logprobs(self, part: Batch) -> Tensor:
+        """Run one of the parts. Returns its log-probabilities [T]."""
+        if self._graph is None or not self._fits(part):
+            return self._run(part, self._bonus or None, self._on_policy)
+        _fill(self._graph.inputs, part, self._graph.room)
+        return self._graph.replay()[0][: len(part.tokens)].clone()
+
+    def _fits(self, part: Batch) -> bool:
+        return sum(part.sizes) <= self._most
+
 
 class CapturedPasses:
-    """Loss and gradients of a batch, summed over its parts in float32, by replays of one graph.
+    """The policy's passes over the parts of a batch, by replays of graphs: one of passes with gradients, one of others.
 
     Args:
         model: the policy; its trainable parameters stay in the same memory.
-        pass_of: what is captured, without the backward pass.
+        pass_of: loss and log-probabilities of a part.
         most: most tokens of a part; a longer sequence is a part of its own, and is not captured.
         capture: makes a replay of a pass.
     """
 
-    def __init__(self, model: Model, pass_of: PassOf, most: int, *, capture: Callable[..., Replay] = as_graph) -> None:
-        self._weights = list(trainable(model).values())
-        self._pass_of, self._most, self._capture = pass_of, most, capture
-        self._graph: _Graph | None = None
+    def __init__(self, model: Model, pass_of: PassOf, most: int, *, capture: Capture = as_graph) -> None:
+        self._model, self._pass_of, self._weights = model, pass_of, list(trainable(model).values())
         self._sums: list[Tensor] = []
-        self.captures = 0
-        """How many graphs were captured."""
+        self._learning, self._scoring = (_Runner(run, most, capture) for run in (self._add, self._score))
 
-    def __call__(self, batch: Batch, bonus: float, before: list[Tensor] | None) -> list[Tensor]:
-        """[loss, gradient of each trainable parameter], float32; the next call overwrites the gradients.
+    @property
+    def captures(self) -> int:
+        """How many graphs were captured."""
+        return self._learning.captures + self._scoring.captures
+
+    def gradients(self, batch: Batch, bonus: float, before: list[Tensor] | None) -> list[Tensor]:
+        """[loss, gradient of each trainable parameter], summed over the parts in float32. The next call overwrites them.
 
         bonus: coefficient of the entropy bonus. before: collects the log-probabilities, which are also the old ones; None: the
         batch has old ones.
         """
-        parts = split(batch, even_limit(batch.sizes, self._most))
-        fitting = [part.sizes for part in parts if sum(part.sizes) <= self._most]
         if not self._sums:
             self._sums = [torch.zeros((), device=batch.tokens.device)]
             self._sums += [torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights]
-        graph = self._made(batch, fitting, bonus, before is not None) if fitting else None
+        parts = self._learning.begin(batch, bonus, before is not None)
         for total in self._sums:
             total.zero_()
         for part in parts:
-            if graph is not None and sum(part.sizes) <= self._most:
-                _fill(graph.inputs, part, graph.room)
-                logprobs = graph.replay()[0][: len(part.tokens)].clone()
-            else:
-                logprobs = self._add(part, bonus or None, before is not None)
+            logprobs = self._learning.logprobs(part)
             if before is not None:
                 before.append(logprobs)
         return [self._sums[0].clone(), *self._sums[1:]]
 
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        """[T]: the log-probabilities of all tokens, without gradients."""
+        bare = replace(batch, kept=None, advantages=None, returns=None, values=None, reference=None)
+        return torch.cat([self._scoring.logprobs(part) for part in self._scoring.begin(bare, 0.0, False)])
+
     def _add(self, part: Batch, bonus: float | Tensor | None, on_policy: bool) -> Tensor:
-        """Add the part's loss and gradients to the sums. Returns its log-probabilities."""
+        """Add the part's loss and gradients to the sums."""
         loss, logprobs = self._pass_of(part, bonus, on_policy)
         grads = torch.autograd.grad(loss, self._weights)
         for total, found in zip(self._sums, (loss.detach(), *grads), strict=True):
             total += found
         return logprobs.detach()
 
-    def _made(self, batch: Batch, parts: Sequence[Sequence[int]], bonus: float, on_policy: bool) -> _Graph:
-        """The graph, captured if there is none that serves."""
-        fields = ((name, x.dtype, x.shape[1:]) for name, x in tensors_of(batch).items())
-        kind, graph = (bool(bonus), on_policy, batch.temperature, *fields), self._graph
-        if graph is None or graph.kind != kind or not graph.room.serves(parts):
-            graph = self._graph = None  # free its memory before another one is captured
-            room = Room.of(parts)
-            inputs, held = _empty(batch, room), torch.zeros_like(batch.sampled[:1])[0]
-            replay = self._capture(lambda: [self._add(inputs, held if bonus else None, on_policy)])
-            graph = self._graph = _Graph(room, kind, inputs, held, replay)
-            self.captures += 1
-        graph.bonus.fill_(bonus)
-        return graph
+    def _score(self, part: Batch, bonus: float | Tensor | None, on_policy: bool) -> Tensor:
+        return logprobs_of(self._model, part)
+
+
+def _width(batch: Batch) -> int:
+    """Columns of the sets of tokens that were drawn from."""
+    return 0 if batch.support is None else batch.support.shape[1]
 
 
 def _empty(batch: Batch, room: Room) -> Batch:
-    """A batch that fills the room, in newly allocated memory."""
+    """A batch that fills the room, in newly allocated memory. With filters it has room for larger sets of tokens."""
     device, floats = batch.tokens.device, batch.sampled.dtype
     sizes = tuple(room.lengths(()))
     changed = {
-        name: x.new_zeros(room.sequences if name in BY_SEQUENCE else room.tokens, *x.shape[1:])
-        for name, x in tensors_of(batch).items()
+        name: x.new_zeros(room.sequences if name in BY_SEQUENCE else room.tokens) for name, x in tensors_of(batch).items()
     }
     changed["lengths"] = torch.tensor(sizes, device=device)
+    if batch.support is not None:
+        changed["support"] = batch.support.new_full((room.tokens, next_pow2(_width(batch))), -1)
     totals = Totals(tokens=torch.ones((), dtype=floats, device=device), sequences=torch.ones((), dtype=floats, device=device))
     return replace(batch, **changed, sizes=sizes, longest=room.longest, totals=totals)
 
 
 def _fill(inputs: Batch, part: Batch, room: Room) -> None:
     """Copy a part into the memory of a graph; the rest are tokens that nobody chose. Nothing waits for the device."""
-    lengths = sent(torch.tensor(room.lengths(part.sizes)), inputs.lengths.device)
     own = tensors_of(part)
+    own["lengths"] = sent(torch.tensor(room.lengths(part.sizes)), inputs.lengths.device)
     for name, x in tensors_of(inputs).items():
-        if name == "lengths":
-            x.copy_(lengths)
-            continue
-        count = len(own[name])
-        x[:count].copy_(own[name])
-        x[count:].fill_(-1 if name == "support" else 0)
+        if name == "support":
+            x.fill_(-1)
+            x[: len(own[name]), : own[name].shape[1]].copy_(own[name])
+        else:
+            x[: len(own[name])].copy_(own[name])
+            x[len(own[name]) :].zero_()
     for name in ("tokens", "sequences"):
         total = getattr(inputs.totals, name)
         assert isinstance(total, Tensor)

@@ -88,6 +88,10 @@ class Learner:
     def _over(self, batch: Batch, values_of: Callable[[Batch], Tensor]) -> Tensor:
         return torch.cat([values_of(part) for part in split(batch, self.config.tokens_per_pass)])
 
+    def _logprobs(self, batch: Batch) -> Tensor:
+        """[T]: the policy's log-probabilities, without gradients."""
+        return self._over(batch, partial(logprobs_of, self.model)) if self.captured is None else self.captured.logprobs(batch)
+
     def _prepared(self, batch: Batch, update: int) -> Batch:
         """The batch with the trainer's own log-probabilities before the first update, those of the reference, and
         advantages."""
@@ -96,7 +100,7 @@ class Learner:
             width = max(1, int(batch.known("kept").max()))
             batch = replace(batch, support=self._over(batch, partial(support_of, self.model, width=width)))
         if not self._once(update):
-            batch = replace(batch, old=self._over(batch, partial(logprobs_of, self.model)))
+            batch = replace(batch, old=self._logprobs(batch))
         if self._reference is not None:
             batch = replace(batch, reference=self._over(batch, partial(logprobs_of, self._reference)))
         rewarded = batch
@@ -131,7 +135,7 @@ class Learner:
                     results |= {"value_loss": result[0], "value_norm": norm}
                 if self.critic is None or update >= config.critic_warmup:
                     if self.captured is not None:
-                        result = self.captured(chosen, bonus, before)
+                        result = self.captured.gradients(chosen, bonus, before)
                     else:
                         result = running_sum(self._policy_parts(chosen, bonus, before))
                     grads = dict(zip(trainable(self.model), result[1:]))
@@ -148,7 +152,7 @@ class Learner:
         if not config.moved_every or (update + 1) % config.moved_every:
             return stats
         # How far the updates of this step have moved the policy.
-        moved = measure(self._over(batch, partial(logprobs_of, self.model)), batch)
+        moved = measure(self._logprobs(batch), batch)
         return stats | {f"{name}_after": moved[name] for name in ("ratio", "clip_share", "kl")}
 
     def _options(self) -> dict[str, Any]:
