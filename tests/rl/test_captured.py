@@ -69,10 +69,10 @@ def test_steps_are_those_of_plain_passes(algorithm: str, minibatches: int) -> No
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def sums(learner: Learner, batch: Batch, bonus: float, before: list[Tensor] | None) -> list[Tensor]:
+def sums(learner: Learner, batch: Batch, bonus: float, seen: list[Tensor], on_policy: bool = True) -> list[Tensor]:
     if learner.captured is not None:
-        return [total.clone() for total in learner.captured.gradients(batch, bonus, before)]
-    return running_sum(learner._policy_parts(batch, bonus, before))
+        return [total.clone() for total in learner.captured.gradients(batch, bonus, seen, on_policy)]
+    return running_sum(learner._policy_parts(batch, bonus, seen, on_policy))
 
 
 @pytest.mark.parametrize("kept", [0, 3])
@@ -150,8 +150,8 @@ def test_a_graph_on_a_gpu(served: bool) -> None:
         batch = learner._prepared(batch_of(lengths, step).to("cuda"), step)
         before: list[Tensor] = []
         with learner._kernels():
-            found = [total.clone() for total in passes.gradients(batch, 0.1, before)]
-            wanted = running_sum(learner._policy_parts(batch, 0.1, []))
+            found = [total.clone() for total in passes.gradients(batch, 0.1, before, True)]
+            wanted = running_sum(learner._policy_parts(batch, 0.1, [], True))
             scored = passes.logprobs(batch)
             alone = learner._logprobs(batch)
         for a, b in zip(found, wanted, strict=True):

@@ -170,22 +170,18 @@ class CapturedPasses:
         """How many graphs were captured."""
         return self._learning.captures + self._scoring.captures
 
-    def gradients(self, batch: Batch, bonus: float, before: list[Tensor] | None) -> list[Tensor]:
+    def gradients(self, batch: Batch, bonus: float, seen: list[Tensor], on_policy: bool) -> list[Tensor]:
         """[loss, gradient of each trainable parameter], summed over the parts in float32. The next call overwrites them.
 
-        bonus: coefficient of the entropy bonus. before: collects the log-probabilities, which are also the old ones; None: the
-        batch has old ones.
+        bonus: coefficient of the entropy bonus. seen: collects the log-probabilities. on_policy: these are also the old ones.
         """
         if not self._sums:
             self._sums = [torch.zeros((), device=batch.tokens.device)]
             self._sums += [torch.zeros_like(weight, dtype=torch.float32) for weight in self._weights]
-        parts = self._learning.begin(batch, bonus, before is not None)
+        parts = self._learning.begin(batch, bonus, on_policy)
         for total in self._sums:
             total.zero_()
-        for part in parts:
-            logprobs = self._learning.logprobs(part)
-            if before is not None:
-                before.append(logprobs)
+        seen += [self._learning.logprobs(part) for part in parts]
         return [self._sums[0].clone(), *self._sums[1:]]
 
     @torch.no_grad()

@@ -84,6 +84,14 @@ class Learner:
         policy_learns = self.critic is None or update >= config.critic_warmup
         return policy_learns and config.epochs * config.minibatches == 1 and config.correction == "none"
 
+    def _trusts(self, update: int) -> bool:
+        """Whether the sampler's log-probabilities are the old ones of several updates: the config promises that they have the
+        bits of the trainer's, and the first update's own pass shows whether this holds."""
+        config = self.config
+        policy_learns = self.critic is None or update >= config.critic_warmup
+        exact = config.invariant and not config.sampler and config.correction == "none"
+        return exact and policy_learns and not self._once(update)
+
     @torch.no_grad()
     def _over(self, batch: Batch, values_of: Callable[[Batch], Tensor]) -> Tensor:
         return torch.cat([values_of(part) for part in split(batch, self.config.tokens_per_pass)])
@@ -99,7 +107,7 @@ class Learner:
         if config.drawing.filters:
             width = max(1, int(batch.known("kept").max()))
             batch = replace(batch, support=self._over(batch, partial(support_of, self.model, width=width)))
-        if not self._once(update):
+        if not (self._once(update) or self._trusts(update)):
             batch = replace(batch, old=self._logprobs(batch))
         if self._reference is not None:
             batch = replace(batch, reference=self._over(batch, partial(logprobs_of, self._reference)))
@@ -121,7 +129,8 @@ class Learner:
         generator = torch.Generator().manual_seed(config.seed + update)
         results: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
         sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
-        before: list[Tensor] | None = [] if self._once(update) else None
+        first: tuple[Tensor, Batch] | None = None
+        """The samples of the first update, and their log-probabilities before it."""
         bonus = left * config.entropy_bonus
         for _ in range(config.epochs):
             for kept in torch.randperm(len(counts), generator=generator).chunk(config.minibatches):
@@ -134,19 +143,24 @@ class Learner:
                     norm, _ = self._critic_optimizer.step(grads, config.critic_learning_rate * rate)
                     results |= {"value_loss": result[0], "value_norm": norm}
                 if self.critic is None or update >= config.critic_warmup:
+                    seen: list[Tensor] = []
                     if self.captured is not None:
-                        result = self.captured.gradients(chosen, bonus, before)
+                        result = self.captured.gradients(chosen, bonus, seen, self._once(update))
                     else:
-                        result = running_sum(self._policy_parts(chosen, bonus, before))
+                        result = running_sum(self._policy_parts(chosen, bonus, seen, self._once(update)))
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
                     requantise(self.model)
                     results |= {"loss": result[0], "norm": norm, "applied": applied}
-                    if before is not None:
-                        batch = replace(chosen, old=torch.cat(before))
+                    first = (torch.cat(seen), chosen) if first is None else first
+        if self._once(update) and first is not None:
+            batch = replace(first[1], old=first[0])
         stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in results.items()}}
         # On policy the trainer's probabilities are set to the sampler's, and every ratio is 1; this measures the real ratios.
         stats |= measure(batch.old, replace(batch, old=batch.sampled))
+        if self._trusts(update) and first is not None:
+            real = measure(first[0], first[1])
+            stats |= {name: real[name] for name in ("ratio", "ratio_off", "clip_share", "kl")}
         if self.critic is not None:
             stats["explained"] = _explained(batch)
         if not config.moved_every or (update + 1) % config.moved_every:
@@ -161,13 +175,11 @@ class Learner:
             return {"longest": config.longest}
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
-    def _policy_parts(self, batch: Batch, bonus: float, before: list[Tensor] | None) -> Iterator[list[Tensor]]:
-        """Loss and gradients of each pass. before: collects the log-probabilities, which are also the old ones; None: the batch
-        has old ones."""
+    def _policy_parts(self, batch: Batch, bonus: float, seen: list[Tensor], on_policy: bool) -> Iterator[list[Tensor]]:
+        """Loss and gradients of each pass. seen: collects the log-probabilities. on_policy: these are also the old ones."""
         for part in split(batch, self.config.tokens_per_pass):
-            loss, logprobs = self._policy_pass(part, bonus or None, before is not None)
-            if before is not None:
-                before.append(logprobs.detach())
+            loss, logprobs = self._policy_pass(part, bonus or None, on_policy)
+            seen.append(logprobs.detach())
             yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]
 
     def _policy_pass(self, part: Batch, bonus: float | Tensor | None, on_policy: bool) -> tuple[Tensor, Tensor]:
