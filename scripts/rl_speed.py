@@ -8,9 +8,9 @@ and updates all weights once by AdamW. The transformers loop samples by its cont
 `generate` on batches of equal prompts, computes the loss by autograd over `--micro` answers at a time, and uses AdamW on
 bfloat16 weights. There, `--part N` samples only the Nth part of the prompts, and `--tokens` may be smaller. Rates refer to what
 was sampled; `whole_s` is the time of a step of all prompts with answers of `--whole` tokens at these rates, an optimistic
-estimate because longer contexts are slower. A warm-up step comes before the measured ones: as many prompts as fill a pass, with
-transformers of few tokens. Prints one JSON object per line; `idle` is the share of NVML samples without a running kernel,
-`sampling_idle` and `learning_idle` are those of the two halves of a step.
+estimate because longer contexts are slower. A warm-up step comes before the measured ones: as many prompts as fill a pass, all
+prompts with `--graphs`, with transformers of few tokens. Prints one JSON object per line; `idle` is the share of NVML samples
+without a running kernel, `sampling_idle` and `learning_idle` are those of the two halves of a step.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def trainer_of(options: argparse.Namespace, folder: Path, *, invariant: bool) ->
         environment=f"{path}:Noise", algorithm="grpo", device=options.device, dtype=options.dtype, prompts=options.prompts,
         answers=options.answers, max_tokens=options.tokens, minibatches=1, updates=1000, entropy_bonus=0.0, learning_rate=1e-5,
         tokens_per_pass=options.tokens_per_pass, reward_workers=options.workers, cache_bytes=options.cache_gib << 30,
-        moved_every=0, invariant=invariant, free_cache=options.free_cache,
+        moved_every=0, invariant=invariant, free_cache=options.free_cache, graphs=options.graphs,
     )  # fmt: skip
     shape, dtype = shape_of(options), getattr(torch, options.dtype)
     model = random_model(shape, device=torch.device(options.device), dtype=dtype, seed=0).requires_grad_(True)
@@ -157,7 +157,8 @@ def ours(options: argparse.Namespace, modes: tuple[bool, ...]) -> None:
         for invariant in modes:
             began = time.perf_counter()
             trainers[invariant] = stack.enter_context(trainer_of(options, Path(folder), invariant=invariant))
-            trainers[invariant].gatherer.prompts = min(options.prompts, -(-options.tokens_per_pass // a_prompt))
+            if not options.graphs:  # a graph is captured for the parts of a whole step
+                trainers[invariant].gatherer.prompts = min(options.prompts, -(-options.tokens_per_pass // a_prompt))
             trainers[invariant].step()  # a pass in full, so that later ones compile nothing
             trainers[invariant].gatherer.prompts = options.prompts
             say(options, {"invariant": invariant, "ready_s": time.perf_counter() - began})
@@ -301,6 +302,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--free-cache", action="store_true", help="ours: free the KV cache's memory while the trainer works")
+    parser.add_argument("--graphs", action="store_true", help="ours: replay the policy's passes as a CUDA graph")
     for name, default in (
         ("prompts", 64), ("answers", 8), ("tokens", 1024), ("prompt-tokens", 64), ("steps", 1), ("tokens-per-pass", 16384),
         ("cache-gib", 22), ("workers", 4), ("micro", 4), ("at-once", 128), ("part", 1), ("whole", 1024),

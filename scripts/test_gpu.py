@@ -31,6 +31,7 @@ TESTS = (
     "tests/kernels/test_mixed_sm90.py",
     "tests/models/test_launches.py",
     "tests/train/test_captured.py",
+    "tests/rl/test_captured.py",
     "tests/test_ops.py",
     "tests/kernels",
     "tests/ops",

@@ -1,8 +1,8 @@
 """Passes over a step's samples: how they are cut, that the host runs ahead of the device, and the gradient of served bits."""
 
+import math
 import traceback
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewright.models import Model
 from tilewright.op import invariant
 from tilewright.rl.batch import Batch, Sample, pack, select, split
 from tilewright.rl.config import RLConfig
@@ -82,9 +83,9 @@ class Waits(TorchDispatchMode):
 def test_the_host_waits_for_nothing_between_two_passes() -> None:
     learner = Learner(CONFIG, small_model(CONFIG))
     batch = learner._prepared(batch_of(), 0)
-    policy: Callable[..., Any] = learner._policy_parts
+    learner._loss_of = lambda logprobs, part: part.sums(logprobs).sum()  # pyright: ignore[reportAttributeAccessIssue]
     with Waits() as waits:
-        assert len(list(policy(batch, lambda logprobs, part: part.sums(logprobs).sum(), 0.1, []))) == len(split(batch, 20))
+        assert len(list(learner._policy_parts(batch, 0.1, [], True))) == len(split(batch, 20))
     assert not waits.found
     with Waits() as waits:  # which the numbers of a step do
         measure(batch.old, batch)
@@ -102,3 +103,28 @@ def test_served_bits_have_the_gradient_of_the_log_probability(temperature: float
             found.append((logprobs, *torch.autograd.grad((logprobs * batch.sampled).sum(), weights)))
     for plain, served in zip(*found):
         torch.testing.assert_close(served, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_promised_bits_need_no_pass_before_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler's log-probabilities are then the old ones, and the first update's own pass shows whether they are right."""
+    config = replace(CONFIG, algorithm="grpo", minibatches=2, entropy_bonus=0.0, tokens_per_pass=1000)
+    passes: list[Batch] = []
+
+    def counted(model: Model, batch: Batch) -> Tensor:
+        passes.append(batch)
+        return logprobs_of(model, batch)
+
+    monkeypatch.setattr("tilewright.rl.learner.logprobs_of", counted)
+    found = []
+    for served, wrong in ((False, 0.0), (True, 0.0), (True, 0.1)):
+        learner = Learner(replace(config, invariant=served), small_model(config))
+        with torch.no_grad(), learner._kernels():
+            sampled = logprobs_of(learner.model, batch_of()) - wrong
+        passes.clear()
+        row = learner.learn(replace(batch_of(), sampled=sampled, old=sampled), 5)
+        assert len(passes) == (2 if served else 3)
+        assert row["ratio_off"] == pytest.approx(math.exp(wrong) - 1, abs=1e-5)
+        assert row["length"] == pytest.approx(sum(LENGTHS) / len(LENGTHS) - 1)  # of all samples
+        found.append([*learner.model.parameters()])
+    for plain, promised in zip(*found[:2]):
+        torch.testing.assert_close(promised, plain, rtol=1e-4, atol=1e-5)

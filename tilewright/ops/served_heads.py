@@ -101,7 +101,7 @@ def _one_loop(
     cache, table, left = tensor(1, kv_heads, page_size, dim), tensor(1, 1, kind=torch.int32), window and window - 1
     packed = attention_op.problem(q, k, k, cu, cu, 2, 2, 1.0, True, True, left, None, 0, None, None, sink)
     paged = paged_attention_op.problem(q, cache, cache, table, cu[:1], cu, 2, 1.0, window, None, None, sink)
-    on = device_of(index)
+    on = within.card or device_of(index)
     return (attention_op.choose(on, packed).impl.name, paged_attention_op.choose(on, paged).impl.name) == (
         "sm90_invariant", "invariant_sm90",
     )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Sample", "Totals", "pack", "split"]
+__all__ = ["BY_SEQUENCE", "Batch", "Sample", "Totals", "pack", "parts_of", "select", "sent", "split", "tensors_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,20 @@ class Sample:
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """The divisors of losses: the numbers of chosen tokens, and of sequences that have any, in the whole step over all
-    ranks."""
+    ranks. In a captured pass they are 0-dim tensors that are at least 1."""
 
-    tokens: int
-    sequences: int
+    tokens: int | Tensor
+    sequences: int | Tensor
+
+    @property
+    def of_tokens(self) -> int | Tensor:
+        """The number of tokens, or 1 if there are none."""
+        return self.tokens if isinstance(self.tokens, Tensor) else max(1, self.tokens)
+
+    @property
+    def of_sequences(self) -> int | Tensor:
+        """The number of sequences, or 1 if there are none."""
+        return self.sequences if isinstance(self.sequences, Tensor) else max(1, self.sequences)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,6 +89,8 @@ class Batch:
     reference: Tensor | None = None
     sizes: tuple[int, ...] = ()
     """`lengths` on the host, so that nothing waits for the device; (): read from the device once."""
+    longest: int = 0
+    """An upper bound of the lengths; 0: the longest of `sizes`."""
 
     def __post_init__(self) -> None:
         count, size = len(self.tokens), len(self.lengths)
@@ -87,7 +99,7 @@ class Batch:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                wanted = size if field.name in _BY_SEQUENCE else count
+                wanted = size if field.name in BY_SEQUENCE else count
                 if value.shape[:1] != (wanted,) or value.dim() > 1 + (field.name == "support"):
                     raise ValueError(f"{field.name} has shape {tuple(value.shape)}; wanted ({wanted},)")
         if sum(self.sizes) != count:
@@ -133,7 +145,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch with all its tensors on a device."""
-        return replace(self, **{name: x.to(device) for name, x in _tensors(self).items()})
+        return replace(self, **{name: x.to(device) for name, x in tensors_of(self).items()})
 
     def known(self, name: str) -> Tensor:
         """A field that must have been computed.
@@ -147,7 +159,8 @@ class Batch:
         return value
 
 
-_BY_SEQUENCE = {"lengths", "rewards", "groups", "versions", "truncated"}
+BY_SEQUENCE = frozenset({"lengths", "rewards", "groups", "versions", "truncated"})
+"""The fields with a number for each sequence; the others have one for each token."""
 
 
 def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, temperature: float = 1.0) -> Batch:
@@ -198,21 +211,26 @@ def split(batch: Batch, most_tokens: int) -> list[Batch]:
     Every part keeps the whole's `totals`, so the parts' losses add up to the whole's. Compute advantages before, because they
     need whole groups. Parts are views, and nothing waits for the device.
     """
+    parts, first = [], 0
+    for begin, end in parts_of(batch.sizes, most_tokens):
+        sizes = batch.sizes[begin:end]
+        last = first + sum(sizes)
+        of = {True: slice(begin, end), False: slice(first, last)}
+        changed = {name: value[of[name in BY_SEQUENCE]] for name, value in tensors_of(batch).items()}
+        parts.append(replace(batch, **changed, sizes=sizes))
+        first = last
+    return parts
+
+
+def parts_of(sizes: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
+    """Where the parts of `split` begin and end, as indices of sequences with these lengths."""
     bounds, used = [0], 0
-    for index, length in enumerate(batch.sizes):
+    for index, length in enumerate(sizes):
         if used + length > most_tokens and index > bounds[-1]:
             bounds.append(index)
             used = 0
         used += length
-    parts, first = [], 0
-    for begin, end in pairwise([*bounds, len(batch.sizes)]):
-        sizes = batch.sizes[begin:end]
-        last = first + sum(sizes)
-        of = {True: slice(begin, end), False: slice(first, last)}
-        changed = {name: value[of[name in _BY_SEQUENCE]] for name, value in _tensors(batch).items()}
-        parts.append(replace(batch, **changed, sizes=sizes))
-        first = last
-    return parts
+    return list(pairwise([*bounds, len(sizes)]))
 
 
 def select(batch: Batch, kept: Tensor) -> Batch:
@@ -221,16 +239,17 @@ def select(batch: Batch, kept: Tensor) -> Batch:
     begins, chosen = [0, *accumulate(batch.sizes)], kept.tolist()
     spans = [np.arange(begins[i], begins[i + 1]) for i in chosen]
     tokens = torch.from_numpy(np.concatenate(spans)) if spans else kept.new_zeros(0)
-    indices = {True: _sent(kept, batch.lengths.device), False: _sent(tokens, batch.lengths.device)}
-    changed = {name: value[indices[name in _BY_SEQUENCE]] for name, value in _tensors(batch).items()}
+    indices = {True: sent(kept, batch.lengths.device), False: sent(tokens, batch.lengths.device)}
+    changed = {name: value[indices[name in BY_SEQUENCE]] for name, value in tensors_of(batch).items()}
     return replace(batch, **changed, sizes=tuple(batch.sizes[i] for i in chosen))
 
 
-def _tensors(batch: Batch) -> dict[str, Tensor]:
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The fields that are tensors, by name."""
     found = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
+def sent(x: Tensor, device: torch.device) -> Tensor:
     """Copy x from the CPU to a device; the host does not wait for earlier work of the device."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

@@ -149,6 +149,8 @@ class RLConfig:
     max_norm: float = 1.0
     tokens_per_pass: int = 16384
     """Most tokens in one forward and backward pass; it changes the results only by rounding."""
+    graphs: bool = False
+    """Capture the policy's forward and backward pass as a CUDA graph, and replay it. Needs a CUDA device."""
     reward_timeout_s: float = 5.0
     reward_workers: int = 1
     entropy_floor: float = 0.01

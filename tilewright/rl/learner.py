@@ -14,6 +14,7 @@ from tilewright.models import Model
 from tilewright.op import invariant
 from tilewright.rl.advantages import overlong_penalty
 from tilewright.rl.batch import Batch, Totals, select, split
+from tilewright.rl.captured import CapturedPasses, check_graphs
 from tilewright.rl.config import RLConfig
 from tilewright.rl.critic import Critic, with_advantages
 from tilewright.rl.losses import ALGORITHMS
@@ -35,17 +36,22 @@ class Learner:
     """Learns from batches. Create it before anything else reads the model's parameters, because the optimizer moves them.
 
     Raises:
-        ValueError: the parameters have several dtypes.
+        ValueError: the parameters have several dtypes, or the passes cannot be captured as the config wants.
     """
 
     def __init__(self, config: RLConfig, model: Model) -> None:
         self.config, self.model = config, model
+        if config.graphs:
+            check_graphs(model)
         self._optimizer = AdamW(trainable(model), weight_decay=0.0, max_norm=config.max_norm)
         self._reference = deepcopy(model).requires_grad_(False) if config.kl else None
         self.critic: Critic | None = None
         if ALGORITHMS[config.algorithm].advantages is None:
             self.critic = Critic(model)
             self._critic_optimizer = AdamW(trainable(self.critic), weight_decay=0.0, max_norm=config.max_norm)
+        self._loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
+        self.captured = CapturedPasses(model, self._policy_pass, config.tokens_per_pass) if config.graphs else None
+        """The policy's passes, if they are captured. The optimizer has moved the parameters before."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that later updates depend on, by name. The reference is not included: it is the initial model."""
@@ -78,9 +84,21 @@ class Learner:
         policy_learns = self.critic is None or update >= config.critic_warmup
         return policy_learns and config.epochs * config.minibatches == 1 and config.correction == "none"
 
+    def _trusts(self, update: int) -> bool:
+        """Whether the sampler's log-probabilities are the old ones of several updates: the config promises that they have the
+        bits of the trainer's, and the first update's own pass shows whether this holds."""
+        config = self.config
+        policy_learns = self.critic is None or update >= config.critic_warmup
+        exact = config.invariant and not config.sampler and config.correction == "none"
+        return exact and policy_learns and not self._once(update)
+
     @torch.no_grad()
     def _over(self, batch: Batch, values_of: Callable[[Batch], Tensor]) -> Tensor:
         return torch.cat([values_of(part) for part in split(batch, self.config.tokens_per_pass)])
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        """[T]: the policy's log-probabilities, without gradients."""
+        return self._over(batch, partial(logprobs_of, self.model)) if self.captured is None else self.captured.logprobs(batch)
 
     def _prepared(self, batch: Batch, update: int) -> Batch:
         """The batch with the trainer's own log-probabilities before the first update, those of the reference, and
@@ -89,8 +107,8 @@ class Learner:
         if config.drawing.filters:
             width = max(1, int(batch.known("kept").max()))
             batch = replace(batch, support=self._over(batch, partial(support_of, self.model, width=width)))
-        if not self._once(update):
-            batch = replace(batch, old=self._over(batch, partial(logprobs_of, self.model)))
+        if not (self._once(update) or self._trusts(update)):
+            batch = replace(batch, old=self._logprobs(batch))
         if self._reference is not None:
             batch = replace(batch, reference=self._over(batch, partial(logprobs_of, self._reference)))
         rewarded = batch
@@ -111,9 +129,9 @@ class Learner:
         generator = torch.Generator().manual_seed(config.seed + update)
         results: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
         sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
-        before: list[Tensor] | None = [] if self._once(update) else None
-        loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
-        policy = partial(self._policy_parts, loss_of=loss_of, bonus=left * config.entropy_bonus, before=before)
+        first: tuple[Tensor, Batch] | None = None
+        """The samples of the first update, and their log-probabilities before it."""
+        bonus = left * config.entropy_bonus
         for _ in range(config.epochs):
             for kept in torch.randperm(len(counts), generator=generator).chunk(config.minibatches):
                 own = [counts[i] for i in kept.tolist()]
@@ -125,22 +143,30 @@ class Learner:
                     norm, _ = self._critic_optimizer.step(grads, config.critic_learning_rate * rate)
                     results |= {"value_loss": result[0], "value_norm": norm}
                 if self.critic is None or update >= config.critic_warmup:
-                    result = running_sum(policy(chosen))
+                    seen: list[Tensor] = []
+                    if self.captured is not None:
+                        result = self.captured.gradients(chosen, bonus, seen, self._once(update))
+                    else:
+                        result = running_sum(self._policy_parts(chosen, bonus, seen, self._once(update)))
                     grads = dict(zip(trainable(self.model), result[1:]))
                     norm, applied = self._optimizer.step(grads, config.learning_rate * rate)
                     requantise(self.model)
                     results |= {"loss": result[0], "norm": norm, "applied": applied}
-                    if before is not None:
-                        batch = replace(chosen, old=torch.cat(before))
+                    first = (torch.cat(seen), chosen) if first is None else first
+        if self._once(update) and first is not None:
+            batch = replace(first[1], old=first[0])
         stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in results.items()}}
         # On policy the trainer's probabilities are set to the sampler's, and every ratio is 1; this measures the real ratios.
         stats |= measure(batch.old, replace(batch, old=batch.sampled))
+        if self._trusts(update) and first is not None:
+            real = measure(first[0], first[1])
+            stats |= {name: real[name] for name in ("ratio", "ratio_off", "clip_share", "kl")}
         if self.critic is not None:
             stats["explained"] = _explained(batch)
         if not config.moved_every or (update + 1) % config.moved_every:
             return stats
         # How far the updates of this step have moved the policy.
-        moved = measure(self._over(batch, partial(logprobs_of, self.model)), batch)
+        moved = measure(self._logprobs(batch), batch)
         return stats | {f"{name}_after": moved[name] for name in ("ratio", "clip_share", "kl")}
 
     def _options(self) -> dict[str, Any]:
@@ -149,22 +175,28 @@ class Learner:
             return {"longest": config.longest}
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
-    def _policy_parts(self, batch: Batch, loss_of: Any, bonus: float, before: list[Tensor] | None) -> Iterator[list[Tensor]]:
-        """Loss and gradients of each pass. before: collects the log-probabilities, which are also the old ones; None: the batch
-        has old ones."""
+    def _policy_parts(self, batch: Batch, bonus: float, seen: list[Tensor], on_policy: bool) -> Iterator[list[Tensor]]:
+        """Loss and gradients of each pass. seen: collects the log-probabilities. on_policy: these are also the old ones."""
         for part in split(batch, self.config.tokens_per_pass):
-            logprobs, entropies = (
-                logprobs_and_entropies_of(self.model, part) if bonus else (logprobs_of(self.model, part), None)
-            )
-            if before is not None:
-                before.append(logprobs.detach())
-                part = replace(part, old=before[-1])
-            loss = loss_of(logprobs, part)
-            if entropies is not None:
-                loss = loss + entropy_bonus(entropies, part, bonus)
-            if self.config.kl:
-                loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
+            loss, logprobs = self._policy_pass(part, bonus or None, on_policy)
+            seen.append(logprobs.detach())
             yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]
+
+    def _policy_pass(self, part: Batch, bonus: float | Tensor | None, on_policy: bool) -> tuple[Tensor, Tensor]:
+        """(loss, log-probabilities [T]) of a part, with gradients. bonus: coefficient of the entropy; None: without it.
+        on_policy: the log-probabilities are also the old ones."""
+        if bonus is None:
+            logprobs, entropies = logprobs_of(self.model, part), None
+        else:
+            logprobs, entropies = logprobs_and_entropies_of(self.model, part)
+        if on_policy:
+            part = replace(part, old=logprobs.detach())
+        loss = self._loss_of(logprobs, part)
+        if bonus is not None and entropies is not None:
+            loss = loss + entropy_bonus(entropies, part, bonus)
+        if self.config.kl:
+            loss = loss + penalty(logprobs, part, self.config.kl, self.config.kl_estimator)
+        return loss, logprobs
 
     def _critic_parts(self, critic: Critic, batch: Batch) -> Iterator[list[Tensor]]:
         for part in split(batch, self.config.tokens_per_pass):

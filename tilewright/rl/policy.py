@@ -65,7 +65,7 @@ def hidden_of(model: Model, batch: Batch) -> Tensor:
     ends = batch.lengths.cumsum(0)
     firsts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
-    packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=max(batch.sizes))
+    packed = Packed(positions=positions, cu_q=firsts.int(), max_q_len=batch.longest or max(batch.sizes))
     # In the invariant scope, this pass agrees with a sampler bit for bit.
     return model(batch.tokens, packed, ServedKeysValues.of(packed) if scope().invariant else PackedKeysValues())
 

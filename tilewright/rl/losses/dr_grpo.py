@@ -11,4 +11,4 @@ __all__ = ["dr_grpo"]
 def dr_grpo(logprobs_T: Tensor, batch: Batch, *, longest: int, low: float = 0.2, high: float = 0.2) -> Tensor:
     """Minus the clipped surrogate, summed over tokens, divided by `longest` (an answer's limit) times the step's answers."""
     loss = clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high)
-    return batch.total(loss) / (longest * max(1, batch.totals.sequences))
+    return batch.total(loss) / (longest * batch.totals.of_sequences)

@@ -14,4 +14,4 @@ def gspo(logprobs_T: Tensor, batch: Batch, *, low: float = 3e-4, high: float = 4
     weight = count.clamp(min=1)
     advantages = batch.sums(batch.known("advantages")) / weight
     loss = clipped(batch.sums(batch.log_ratio(logprobs_T)) / weight, advantages, low, high)
-    return (loss * (count > 0)).sum() / max(1, batch.totals.sequences)
+    return (loss * (count > 0)).sum() / batch.totals.of_sequences

@@ -38,6 +38,6 @@ def value_loss(values_T: Tensor, batch: Batch, *, clip: float | None = 0.2) -> T
     return 0.5 * token_mean(batch, error)
 
 
-def entropy_bonus(entropies_T: Tensor, batch: Batch, coefficient: float) -> Tensor:
+def entropy_bonus(entropies_T: Tensor, batch: Batch, coefficient: float | Tensor) -> Tensor:
     """A term to add to a loss so that the policy stays uncertain: -coefficient times the mean entropy."""
     return -coefficient * token_mean(batch, entropies_T)

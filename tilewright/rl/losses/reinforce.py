@@ -12,4 +12,4 @@ def reinforce(logprobs_T: Tensor, batch: Batch) -> Tensor:
 
     For samples of the current weights; if `old` differs from them, the gradient is biased.
     """
-    return -batch.sums(batch.known("advantages") * batch.chosen(logprobs_T)).sum() / max(1, batch.totals.sequences)
+    return -batch.sums(batch.known("advantages") * batch.chosen(logprobs_T)).sum() / batch.totals.of_sequences

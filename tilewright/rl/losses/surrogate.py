@@ -16,9 +16,9 @@ def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> T
 
 def token_mean(batch: Batch, loss_T: Tensor) -> Tensor:
     """Every chosen token of the step has the same weight, so long answers have more."""
-    return batch.total(loss_T) / max(1, batch.totals.tokens)
+    return batch.total(loss_T) / batch.totals.of_tokens
 
 
 def sequence_mean(batch: Batch, loss_T: Tensor) -> Tensor:
     """Every answer of the step has the same weight: the mean over its chosen tokens, then over answers."""
-    return (batch.sums(loss_T) / batch.counts().clamp(min=1)).sum() / max(1, batch.totals.sequences)
+    return (batch.sums(loss_T) / batch.counts().clamp(min=1)).sum() / batch.totals.of_sequences

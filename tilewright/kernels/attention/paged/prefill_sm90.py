@@ -26,7 +26,8 @@ from tilewright.tune.space import Config, Space
 __all__ = ["INVARIANT_SM90", "VARLEN_SM90"]
 
 _ROWS = 64  # of a consumer
-_CONSUMERS = 2
+_CONSUMERS = 2  # where a sequence brings more than one query
+_REGISTERS = 168  # of a thread when a program begins; the group that multiplies then takes more, as the others need fewer
 _BLOCK_N = 128
 _PANEL = 64  # columns of a box
 
@@ -69,8 +70,8 @@ def _launch(
         tiles, units, int(single), batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
         block_table.stride(0), scale * LOG2_E,
         G=kv_heads, GROUP=heads // kv_heads, PACK=pack, D=dim, S=page_size, BLOCK_N=_BLOCK_N,
-        STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None,
-        num_warps=4,
+        STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None, CONSUMERS=1 if single else _CONSUMERS,
+        num_warps=4, maxnreg=_REGISTERS,
     )  # fmt: skip
     return o
 

@@ -8,7 +8,9 @@ for all its heads. And keys and values come from pages: the producer, one warp, 
 Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on, at least ceil(its queries / BLOCK_Q) of them; what is too many is
 passed over. A warp of each program draws its tiles from a counter, the last ones, which see the most keys, first. Where all
 sequences have one query each, b owns tile b: to look for it takes eight trips to L2 one after the other with 256 sequences,
-longer than a block of keys. That is decided at run time, so that both ways are one binary with the same bits.
+longer than a block of keys. Such a tile has at most 64 rows, and one group of warps multiplies: a second one would have only
+rows that nobody stores, and take half of the tensor cores' time. Each group's rows go through the same instructions in both
+ways, and have the same bits.
 
 Limited by the tensor cores, where a sequence brings many queries. The host side is prefill_sm90.py, which refuses
 what does not fit.
@@ -30,13 +32,14 @@ from tilewright.kernels.hopper.ring import barriers
 __all__ = ["paged_varlen_sm90_kernel"]
 
 
-CONSUMERS = gl.constexpr(2)
 BEHIND = gl.constexpr(4)  # blocks of a tile left to fetch when the next one is asked for: finding it takes several trips to L2
 Q_BUFS = gl.constexpr(2)  # the next tile's queries come under the end of this one
 
 
 @gluon.jit
-def _tile_of(ticket, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr):
+def _tile_of(
+    ticket, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr, CONSUMERS: gl.constexpr
+):  # fmt: skip
     """(first row, unit, start of q, queries, sequence, keys, last block, blocks, whole, cut) of a tile.
 
     The last four are as in attention/sm90_schedule.py. Rows count PACK heads of each query. A tile that was numbered for
@@ -70,13 +73,16 @@ def _tile_of(ticket, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, L
 
 
 @gluon.jit
-def _next(ticket, counter_ptr, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr):
+def _next(
+    ticket, counter_ptr, grid, lengths, left,
+    PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
     """(ticket, tile) of the first tile from `ticket` on that has queries, drawing others if it has none."""
     total = grid[0] * grid[1]
-    place = _tile_of(gl.minimum(ticket, total - 1), grid, lengths, left, PACK, N, LEFT)
+    place = _tile_of(gl.minimum(ticket, total - 1), grid, lengths, left, PACK, N, LEFT, CONSUMERS)
     while (ticket < total) & (place[0] >= place[3] * PACK):
         ticket = next_tile(counter_ptr, total)
-        place = _tile_of(gl.minimum(ticket, total - 1), grid, lengths, left, PACK, N, LEFT)
+        place = _tile_of(gl.minimum(ticket, total - 1), grid, lengths, left, PACK, N, LEFT, CONSUMERS)
     return ticket, place
 
 
@@ -112,6 +118,7 @@ def _fetch(
 def _load(
     descs, boxes, bars, slots_ptr, grid, table_ptr, table_row_stride,
     G: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     q_desc, q_boxes = descs[0], boxes[0]
     q_full, q_empty, tile_full, tile_empty = bars[0], bars[1], bars[6], bars[7]
@@ -143,16 +150,20 @@ def _load(
 
 
 @gluon.jit
-def _deal(bars, counter_ptr, slots_ptr, grid, lengths, left, PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr):
+def _deal(
+    bars, counter_ptr, slots_ptr, grid, lengths, left,
+    PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
     tile_full, tile_empty, asked = bars[6], bars[7], bars[8]
     total = grid[0] * grid[1]
     n = 0
-    ticket, place = _next(gl.program_id(0), counter_ptr, grid, lengths, left, PACK, N, LEFT)
+    ticket, place = _next(gl.program_id(0), counter_ptr, grid, lengths, left, PACK, N, LEFT, CONSUMERS)
     hand_out(ticket, place, n, slots_ptr, tile_full, tile_empty, SLOT)
     while ticket < total:
         mbarrier.wait(asked.index(0), n & 1)
         n += 1
-        ticket, place = _next(next_tile(counter_ptr, total), counter_ptr, grid, lengths, left, PACK, N, LEFT)
+        ticket = next_tile(counter_ptr, total)
+        ticket, place = _next(ticket, counter_ptr, grid, lengths, left, PACK, N, LEFT, CONSUMERS)
         hand_out(ticket, place, n, slots_ptr, tile_full, tile_empty, SLOT)
 
 
@@ -161,15 +172,15 @@ def paged_varlen_sm90_kernel(
     q_desc, k_desc, v_desc, o_desc, out_ptr, sinks_ptr, table_ptr, kv_lens_ptr, cu_q_ptr, counter_ptr, slots_ptr,
     tiles, units, single, batch, tokens, room, left, table_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, S: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, LEFT: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, LEFT: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4 on at most tiles * units programs; the others bring their own warps.
 
     q_desc, o_desc: of q and the result [T, H, D], in boxes of 64 / PACK queries, PACK heads, 64 columns. k_desc, v_desc: of the
     caches as [P * G * S, D], in boxes of min(S, BLOCK_N) rows and 64 columns. single: 1 where all sequences have one query,
-    else 0. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys that a row of the block table has
-    pages for. scale: times log2(e). sinks_ptr: None, or [H]. counter_ptr: an int32 of zero, left as zero. slots_ptr: int32,
-    2 * SLOT a program. LEFT: a row sees keys from `left` before its own.
+    else 0. CONSUMERS: 1 with `single`, else 2. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys
+    that a row of the block table has pages for. scale: times log2(e). sinks_ptr: None, or [H]. counter_ptr: an int32 of zero,
+    left as zero. slots_ptr: int32, 2 * SLOT a program. LEFT: a row sees keys from `left` before its own.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL
@@ -195,9 +206,16 @@ def paged_varlen_sm90_kernel(
     descs = (q_desc, k_desc, v_desc)
     boxes = (q_boxes, k_boxes, v_boxes)
     where = (grid, lengths, (left, 0))
-    gl.warp_specialize([
-        (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
-        (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
-        (_load, (descs, boxes, bars, slots_ptr, grid, table_ptr, table_row_stride, G, S, GROUP, PACK, BLOCK_N, STAGES)),
-        (_deal, (bars, counter_ptr, slots_ptr, grid, lengths, left, PACK, BLOCK_N, LEFT)),
-    ], [4, 1, 1], [232, 48, 48])  # fmt: skip
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
+            (_load, (descs, boxes, bars, slots_ptr, grid, table_ptr, table_row_stride, G, S, GROUP, PACK, BLOCK_N, STAGES, 1)),
+            (_deal, (bars, counter_ptr, slots_ptr, grid, lengths, left, PACK, BLOCK_N, LEFT, 1)),
+        ], [1, 1], [48, 48])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 0, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
+            (attend, (bufs, bars, out, slots_ptr, where, scale, 1, CONSUMERS, True, LEFT, OVERLAP, False, 0, PACK)),
+            (_load, (descs, boxes, bars, slots_ptr, grid, table_ptr, table_row_stride, G, S, GROUP, PACK, BLOCK_N, STAGES, 2)),
+            (_deal, (bars, counter_ptr, slots_ptr, grid, lengths, left, PACK, BLOCK_N, LEFT, 2)),
+        ], [4, 1, 1], [232, 48, 48])  # fmt: skip
