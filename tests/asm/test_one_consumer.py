@@ -26,6 +26,7 @@ def floats(queries: int, dim: int) -> Counter[str]:
     table, lengths, starts = (inputs.randint(0, 9, *shape, dtype=torch.int32) for shape in ((4, 9), (4,), (5,)))
     args: tuple[Any, ...] = (q, k, v, table, lengths, starts, queries, dim**-0.5, None, None, None, None)
     config = INVARIANT_SM90.space.default(CARD_OF_ARCH[90], paged_attention_op.problem(*args))
+    config = {**config, "CONSUMERS": 1 if queries == 1 else 2}
     (binary,) = record(INVARIANT_SM90, config, args, 90)
     assert not facts(binary).spill_bytes
     found = instruction_mix(sass(binary))

@@ -74,7 +74,7 @@ class Played:
         self.out, self.stored = torch.zeros(0), torch.zeros(0)
 
     def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*args: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
+        def launch(*args: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             given = dict(zip(prefill_sm90_kernel.paged_varlen_sm90_kernel.arg_names, args, strict=False)) | constants
             self.consumers.append(constants["CONSUMERS"])
             self.out = given["out_ptr"]
@@ -176,7 +176,7 @@ class Played:
 
 def play(
     monkeypatch: pytest.MonkeyPatch, played: Played, lengths: tuple[tuple[int, int], ...], *, heads: tuple[int, int] = (4, 2),
-    page_size: int = 16, window: int | None = None, overlap: int = 0,
+    page_size: int = 16, window: int | None = None, overlap: int = 0, consumers: int = 1,
 ) -> None:  # fmt: skip
     """Run the launcher with the kernel played, and check what it returns."""
     made = _example("", lengths, heads, D, page_size, window).make(Inputs(seed=5))
@@ -184,7 +184,7 @@ def play(
     monkeypatch.setattr(prefill_sm90, "paged_varlen_sm90_kernel", played)
     monkeypatch.setattr(prefill_sm90, "card_of", lambda x: CARD_OF_ARCH[90])
     launch: Any = prefill_sm90._launch
-    found = launch({"OVERLAP": overlap}, *args)
+    found = launch({"OVERLAP": overlap, "CONSUMERS": consumers}, *args)
     assert (played.stored == 1).all(), "a row is missing, or written twice"
     torch.testing.assert_close(found.double(), paged_attention_op.reference(*args).double(), rtol=0.02, atol=0.01)
 
@@ -201,6 +201,7 @@ PROMPTS = ((127, 127), (33, 130), (0, 20), (1, 129), (1, 1), (31, 257), (64, 64)
         (DECODE, 1, {"heads": (8, 1), "page_size": 64}),
         (DECODE, 1, {"heads": (6, 2), "window": 150, "page_size": 32}),
         (DECODE[:1], 1, {"heads": (2, 2), "page_size": 128}),
+        (DECODE, 2, {}),
         (PROMPTS, 2, {}),
         (PROMPTS, 2, {"heads": (8, 1), "window": 50, "page_size": 32}),
     ],
@@ -211,7 +212,7 @@ def test_each_row_is_right(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
     played = Played(programs)
-    play(monkeypatch, played, lengths, overlap=overlap, **options)
+    play(monkeypatch, played, lengths, overlap=overlap, consumers=consumers, **options)
     assert played.consumers == [consumers]
 
 

@@ -26,8 +26,8 @@ from tilewright.tune.space import Config, Space
 __all__ = ["INVARIANT_SM90", "VARLEN_SM90"]
 
 _ROWS = 64  # of a consumer
-_CONSUMERS = 2  # where a sequence brings more than one query
-_REGISTERS = 168  # of a thread when a program begins; the group that multiplies then takes more, as the others need fewer
+_CONSUMERS = 2
+_REGISTERS = 168  # of a thread when a program with one consumer begins; that then takes more, as the others need fewer
 _BLOCK_N = 128
 _PANEL = 64  # columns of a box
 
@@ -37,7 +37,12 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    return {"OVERLAP": int(problem.head_dim == 128)}
+    # One consumer is right where each sequence has one query (a test plays it), but no card has run it yet.
+    return {"OVERLAP": int(problem.head_dim == 128), "CONSUMERS": _CONSUMERS}
+
+
+def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
+    return "one consumer is for one query of each sequence" if config["CONSUMERS"] == 1 and problem.queries != 1 else None
 
 
 def _pack(group: int) -> int:
@@ -60,6 +65,7 @@ def _launch(
     device = card_of(q)
     pack = _pack(heads // kv_heads)
     single = max_q_len == 1 and tokens == batch
+    one = single and config["CONSUMERS"] == 1
     units, tiles = heads // pack, batch if single else tokens * pack // (_CONSUMERS * _ROWS) + batch
     programs = min(units * tiles, device.sms)
     box = [min(page_size, _BLOCK_N), _PANEL]
@@ -70,8 +76,8 @@ def _launch(
         tiles, units, int(single), batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
         block_table.stride(0), scale * LOG2_E,
         G=kv_heads, GROUP=heads // kv_heads, PACK=pack, D=dim, S=page_size, BLOCK_N=_BLOCK_N,
-        STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None, CONSUMERS=1 if single else _CONSUMERS,
-        num_warps=4, maxnreg=_REGISTERS,
+        STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None,
+        CONSUMERS=1 if one else _CONSUMERS, num_warps=4, **({"maxnreg": _REGISTERS} if one else {}),
     )  # fmt: skip
     return o
 
@@ -85,7 +91,7 @@ def _work(device: Device, config: Config, q: Tensor, *args: object) -> Work:
 VARLEN_SM90 = Impl(
     name="varlen_sm90",
     launch=_launch,
-    space=Space(default=_default, axes={"OVERLAP": (1, 0)}),
+    space=Space(default=_default, axes={"OVERLAP": (1, 0), "CONSUMERS": (2, 1)}, refusal=_config_refusal),
     written_for=90,
     refuse=_refuse,
     work=_work,

@@ -8,9 +8,9 @@ for all its heads. And keys and values come from pages: the producer, one warp, 
 Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on, at least ceil(its queries / BLOCK_Q) of them; what is too many is
 passed over. A warp of each program draws its tiles from a counter, the last ones, which see the most keys, first. Where all
 sequences have one query each, b owns tile b: to look for it takes eight trips to L2 one after the other with 256 sequences,
-longer than a block of keys. Such a tile has at most 64 rows, and one group of warps multiplies: a second one would have only
-rows that nobody stores, and take half of the tensor cores' time. Each group's rows go through the same instructions in both
-ways, and have the same bits.
+longer than a block of keys. Such a tile has at most 64 rows. With CONSUMERS = 1 one group of warps multiplies them: a second
+one has only rows that nobody stores, and takes half of the tensor cores' time. Each group's rows go through the same
+instructions in both ways, and have the same bits.
 
 Limited by the tensor cores, where a sequence brings many queries. The host side is prefill_sm90.py, which refuses
 what does not fit.
@@ -178,7 +178,7 @@ def paged_varlen_sm90_kernel(
 
     q_desc, o_desc: of q and the result [T, H, D], in boxes of 64 / PACK queries, PACK heads, 64 columns. k_desc, v_desc: of the
     caches as [P * G * S, D], in boxes of min(S, BLOCK_N) rows and 64 columns. single: 1 where all sequences have one query,
-    else 0. CONSUMERS: 1 with `single`, else 2. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys
+    else 0. CONSUMERS: 2, or 1 with `single`. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys
     that a row of the block table has pages for. scale: times log2(e). sinks_ptr: None, or [H]. counter_ptr: an int32 of zero,
     left as zero. slots_ptr: int32, 2 * SLOT a program. LEFT: a row sees keys from `left` before its own.
     """
