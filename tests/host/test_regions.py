@@ -11,12 +11,12 @@ from tilewright.host import regions
 from tilewright.host.regions import Read, Regions, read_all, shared_out
 
 
-def open_files(folder: Path) -> list[str]:
-    """Files at or below a path that this process has open."""
+def open_files(folder: Path, process: int | str = "self") -> list[str]:
+    """Files at or below a path that a process has open."""
     found = []
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir(f"/proc/{process}/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
+            target = os.readlink(f"/proc/{process}/fd/{fd}")
         except OSError:
             continue
         if target.startswith(str(folder)):
