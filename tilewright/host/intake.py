@@ -79,8 +79,6 @@ class Intake:
         try:
             for batch in self._arriving():
                 arrived.put(batch)
-        except Exception:
-            logger.exception("the model's process cannot receive batches, and ends")
         finally:
             arrived.put(None)
 

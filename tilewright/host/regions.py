@@ -41,7 +41,7 @@ MISSING = "shared memory is off: send the tensor's data, or start the server wit
 
 
 INLINE_BYTES = 1 << 20
-"""Most bytes that one thread reads, or that are written on the event loop; more are read by several threads, or written by one."""
+"""Most bytes that are read by one thread, or written on the event loop; more are read by several threads, written by one."""
 _NUMBERS = itertools.count()
 
 
