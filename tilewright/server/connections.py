@@ -19,6 +19,7 @@ import asyncio
 import errno
 import json
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -59,6 +60,12 @@ class Connections:
         """Lowered by `run_server` to what the process may open."""
         self._lowered: int | None = None
         self.open: set[Connection] = set()
+        self.elsewhere = 0
+        """Connections that other processes serve."""
+        self.away: Callable[[Connection, bytes], bool] | None = None
+        """Gives a connection to another process, with the bytes that came; returns whether it did."""
+        self.make: Callable[[], asyncio.Protocol] | None = None
+        """Makes a connection of this server."""
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
         self.shortcuts: list[Shortcut] = []
@@ -80,7 +87,7 @@ class Connections:
 
     def make_room(self, newest: "Connection") -> bool:
         """Whether `newest` may stay; closes the longest idle connection where there are too many."""
-        if len(self.open) <= self.limit:
+        if len(self.open) + self.elsewhere <= self.limit:
             return True
         oldest = next((one for one in self._idle if one is not newest), None)
         if oldest is not None:
@@ -90,6 +97,7 @@ class Connections:
     def end(self, connection: "Connection", reason: str) -> None:
         """Cut a connection and count why."""
         self.ended[reason] += 1
+        connection.ended_for = reason
         self._idle.pop(connection, None)
         connection.abort()
 
@@ -140,6 +148,10 @@ class Connection(Shortened):
         """Of an answer whose body is not written yet."""
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
+        self.ended_for: str | None = None
+        """The reason for which the server cut it."""
+        self.plain, self.stays = 0, False
+        """Plain requests so far, and whether another process gave it back; for `Connections.away`."""
         self._inner, self.app = self.app, self._with_connection
 
     async def _with_connection(self, scope: Any, receive: Any, send: Any) -> None:
@@ -156,6 +168,17 @@ class Connection(Shortened):
     def blocked(self) -> bool:
         """Whether what is written now would have to wait, or nobody is there to read it."""
         return self.flow.write_paused or self.lingering or self._real.is_closing()
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket."""
+        return self._real.get_extra_info("socket")
+
+    @property
+    def _rests(self) -> bool:
+        """Whether no request is under way, nothing of one has come, and all answers have been sent."""
+        busy = self._short is not None or (self.cycle is not None and not self.cycle.response_complete)
+        return not (busy or self._held or self.conn.their_state is not h11.IDLE or self._real.get_write_buffer_size())
 
     def write_chunk(self, data: bytes) -> None:
         """Write a chunk of the answer that is under way, past the layers that have begun it."""
@@ -204,6 +227,8 @@ class Connection(Shortened):
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
         if self.lingering:
+            return
+        if self._pool.away is not None and not self.stays and self._rests and self._pool.away(self, data):
             return
         if self._takes(self._pool.shortcuts, data):
             return
