@@ -31,10 +31,12 @@ KEY = re.compile(r"/?(?!\.{1,2}\Z|sem\.)[A-Za-z0-9_.-]{1,128}")
 """The name of an object. Names of semaphores begin with "sem."."""
 MAX_NAME_CHARS = 256
 MAX_REGIONS = 1024
+MAX_KEPT = 1024
+"""Requests whose parts are kept."""
 MAX_BYTES = 64 << 30
 """Most bytes of all regions together."""
 JOB_BYTES = 1 << 20
-"""Bytes that one thread reads at a time."""
+"""Least bytes that one thread reads at a time, if there are as many."""
 MAX_READERS = 16
 """Most threads that read at once; more would only wait for the same memory."""
 MISSING = "shared memory is off: send the tensor's data, or start the server with --shared-memory"
@@ -119,6 +121,14 @@ class Regions:
     def __init__(self, folder: Path = FOLDER):
         self._folder = folder
         self._regions = dict[str, Region]()
+        self.kept = dict[bytes, Any]()
+        """What was made of parts for a request's bytes, as long as no region comes or goes."""
+
+    def keep(self, key: bytes, value: Any) -> None:
+        """Keep something that holds parts."""
+        if len(self.kept) >= MAX_KEPT:
+            self.kept.clear()
+        self.kept[key] = value
 
     def register(self, name: str, key: Any, offset: Any, byte_size: Any) -> None:
         """Open an object's file.
@@ -140,6 +150,7 @@ class Regions:
             raise Refused(f"{MAX_REGIONS} shared memory regions are registered, the most that this server takes")
         if sum(one.size for one in self._regions.values()) + byte_size > MAX_BYTES:
             raise Refused(f"the shared memory regions would have more than {MAX_BYTES} bytes, the most that this server takes")
+        self.kept.clear()
         self._regions[name] = Region(name, key, offset, byte_size, self._opened(key, offset + byte_size))
 
     def _opened(self, key: str, end: int) -> int:
@@ -164,6 +175,7 @@ class Regions:
 
     def unregister(self, name: str | None = None) -> None:
         """Forget a region, or all regions. An unknown name is no error. Requests that already name the region continue."""
+        self.kept.clear()
         if name is None:
             self._regions.clear()
         else:
@@ -244,16 +256,18 @@ def _readers() -> ThreadPoolExecutor:
 
 
 def shared_out(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """The reads, divided into jobs of about `JOB_BYTES` bytes, each for one thread."""
+    """The reads, divided into jobs for one thread each: of at least `JOB_BYTES` bytes, and less than twice that."""
     job, size = list[Read](), 0
-    for request, part, into in reads:
-        at = 0
-        while at < len(part):
-            end = min(len(part), at + JOB_BYTES - size)
-            job.append(Read(request, part.cut(at, end), into[at:end]))
-            size, at = size + end - at, end
-            if size == JOB_BYTES:
-                yield job
-                job, size = [], 0
+    for read in reads:
+        at, length = 0, len(read.part)
+        while length - at > JOB_BYTES:
+            job.append(Read(read.request, read.part.cut(at, at + JOB_BYTES), read.into[at : at + JOB_BYTES]))
+            yield job
+            job, size, at = [], 0, at + JOB_BYTES
+        job.append(Read(read.request, read.part.cut(at, length), read.into[at:]) if at else read)
+        size += length - at
+        if size >= JOB_BYTES:
+            yield job
+            job, size = [], 0
     if job:
         yield job

@@ -19,7 +19,6 @@ import asyncio
 import errno
 import json
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -148,10 +147,6 @@ class Connection(Shortened):
         """Of an answer whose body is not written yet."""
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
-        self.ended_for: str | None = None
-        """The reason for which the server cut it."""
-        self.plain, self.stays = 0, False
-        """Plain requests so far, and whether another process gave it back; for `Connections.away`."""
         self._inner, self.app = self.app, self._with_connection
 
     async def _with_connection(self, scope: Any, receive: Any, send: Any) -> None:
@@ -168,17 +163,6 @@ class Connection(Shortened):
     def blocked(self) -> bool:
         """Whether what is written now would have to wait, or nobody is there to read it."""
         return self.flow.write_paused or self.lingering or self._real.is_closing()
-
-    @property
-    def socket(self) -> socket.socket:
-        """The socket."""
-        return self._real.get_extra_info("socket")
-
-    @property
-    def _rests(self) -> bool:
-        """Whether no request is under way, nothing of one has come, and all answers have been sent."""
-        busy = self._short is not None or (self.cycle is not None and not self.cycle.response_complete)
-        return not (busy or self._held or self.conn.their_state is not h11.IDLE or self._real.get_write_buffer_size())
 
     def write_chunk(self, data: bytes) -> None:
         """Write a chunk of the answer that is under way, past the layers that have begun it."""

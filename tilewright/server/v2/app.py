@@ -71,11 +71,12 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
                 logger.error("%s", error)
                 server.failure = error
             app.state.loaded = loaded = asyncio.ensure_future(_load(host, server))
-            fronts = None
+            fronts = app.state.fronts = None
             if config.fronts:
                 heads = Heads(gate, counts, MAX_BODY_BYTES)
                 fronts = Fronts(host, config, server.connections, heads, counts, inference.draining, regions)
                 fronts.start()
+                app.state.fronts = fronts
             try:
                 yield
             finally:

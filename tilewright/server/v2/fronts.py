@@ -164,7 +164,8 @@ class _Link(Frames):
         self._loop = asyncio.get_running_loop()
         self._open = dict[int, Callable[[], object]]()
         """What gives up the requests that are not answered."""
-        self._keys = dict[bytes, Head]()
+        self._keys = dict[bytes, tuple[Head, str]]()
+        """Heads, and what their paths are counted as."""
         self._made = list[_Passed]()
         """Requests whose answers can be made."""
 
@@ -232,12 +233,14 @@ class _Link(Frames):
     # ---- requests
 
     def _ask(self, number: int, key: bytes, body: bytes) -> None:
-        head = self._keys.get(key)
-        if head is None:
+        known = self._keys.get(key)
+        if known is None:
             if len(self._keys) >= MAX_KEYS:
                 self._keys.clear()
-            head = self._keys[key] = _head_of(key)
-        one, self._open[number] = _Passed(self, number, head), _nothing
+            head = _head_of(key)
+            known = self._keys[key] = head, self._fronts.counts.route(head.path)
+        head, route = known
+        one, self._open[number] = _Passed(self, number, route), _nothing
         if self._fronts.draining():
             one.deliver(Unavailable("the server is shutting down and takes no new requests"))
             return
@@ -282,9 +285,9 @@ class _Link(Frames):
 class _Passed(Pending):
     """A request that a front has passed on."""
 
-    def __init__(self, link: _Link, number: int, head: Head):
+    def __init__(self, link: _Link, number: int, route: str):
         super().__init__()
-        self._link, self.number, self._head = link, number, head
+        self._link, self.number, self._route = link, number, route
 
     def ready(self, *, alone: bool) -> None:
         self._link.answered(self, alone=alone)
@@ -292,7 +295,7 @@ class _Passed(Pending):
     def frame(self, counts: HttpCounts) -> bytes:
         """The message with the answer."""
         status, headers, body = self.made()
-        counts.count(self._head.path, status)
+        counts.requests[self._route, status] += 1
         return frame(status, self.number, headers, body)
 
 

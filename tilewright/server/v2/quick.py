@@ -116,8 +116,7 @@ class Pending:
         found = self._found
         if isinstance(found, tuple):
             assert self.version is not None
-            names = [spec.name for spec in self.version.signature.outputs]
-            answer = Answer(self.version.name, self.version.number, dict(zip(names, found, strict=True)))
+            answer = Answer(self.version.name, self.version.number, dict(zip(self.version.output_names, found, strict=True)))
             if self.asked is not None and self.asked.places:
                 placed(answer, self.asked.places)
             return answer
