@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from tilewright.host.arena import NOT_BEGUN, SECONDS, Arena, aligned
 from tilewright.host.config import ModelConfig
 from tilewright.host.forking import LoadFailed, Nursery
-from tilewright.host.intake import FORGET, MAX_PACKET, READS, SHARED, ToRead, packed
+from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, ToRead, packets
 from tilewright.host.regions import Part, Region
 from tilewright.host.tensors import Signature, Wire, byte_size
 
@@ -96,7 +96,7 @@ class _Place:
         self.used = False
 
     def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[ToRead]]:
-        """Write a batch into the memory; return (its packet, what the model's process has to read)."""
+        """Write a batch into the memory; return (its JSON, what the model's process has to read)."""
         view, at, inputs, rows, reads = self.arena.view, 0, [], sum(parts), list[ToRead]()
         for column in range(len(batch[0])):
             began = at
@@ -113,8 +113,7 @@ class _Place:
         kind = (*parts, *inputs)
         packet = self.packets.get(kind)
         if packet is None:
-            words = json.dumps({"parts": parts, "inputs": inputs}).encode()
-            packet = _kept(self.packets, kind, bytes([self.number]) + words)
+            packet = _kept(self.packets, kind, json.dumps({"parts": parts, "inputs": inputs}).encode())
         return packet, reads
 
     def read(self, text: bytes) -> "_Answer":
@@ -150,6 +149,55 @@ class _Handed(NamedTuple):
     done: Done
 
 
+class _Channel:
+    """A channel to the process: packets go out as it has room for them. `broken` is called if it ends."""
+
+    def __init__(self, channel: socket.socket, broken: Callable[[], object]):
+        channel.setblocking(False)
+        self.socket, self._broken = channel, broken
+        self._outgoing = deque[tuple[bytes, Region | None]]()
+        """Packets that are still to be sent, some with a region's file."""
+        self._blocked = False
+        """Whether the channel is full."""
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, *packets: bytes, region: Region | None = None) -> None:
+        """Send packets; the file of `region` goes with the first one."""
+        for packet in packets:
+            self._outgoing.append((packet, region))
+            region = None
+        if not self._blocked:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            packet, region = self._outgoing[0]
+            try:
+                if region is None:
+                    self.socket.send(packet)
+                else:
+                    socket.send_fds(self.socket, [packet], [region.fd])
+            except BlockingIOError:
+                if not self._blocked:
+                    self._blocked = True
+                    self._loop.add_writer(self.socket.fileno(), self._flush)
+                return
+            except OSError:
+                self._broken()
+                return
+            self._outgoing.popleft()
+        if self._blocked:
+            self._blocked = False
+            self._loop.remove_writer(self.socket.fileno())
+
+    def close(self) -> None:
+        """Close it; what is not sent is lost."""
+        self._outgoing.clear()
+        self._broken = lambda: None  # otherwise a cycle would keep the instance, and its memory, until it is collected
+        self._loop.remove_writer(self.socket.fileno())
+        self.socket.close()
+
+
 class Instance:
     """One model process. Make it with `start`."""
 
@@ -167,12 +215,10 @@ class Instance:
         """Most bytes in the inputs of one batch."""
         self.most: int | None = None
         """Most rows of a batch, if the model was exported for a limited number."""
-        self._outgoing = deque[tuple[bytes, Region | None]]()
-        """Packets that are still to be sent, some with a region's file."""
+        self._out = self._ahead = _Channel(channel, self.close)
+        """Of batches for a process that has none; and of others, if it takes them, and of regions."""
         self._known = set[int]()
         """Numbers of the regions whose files the process has."""
-        self._blocked = False
-        """Whether the channel is full."""
         self._loop = asyncio.get_running_loop()
         self.closed = False
 
@@ -217,6 +263,8 @@ class Instance:
             said, fds = await self._heard()
         if "failed" in said:
             raise LoadFailed(said["failed"])
+        if len(fds) > 1:
+            self._ahead = _Channel(socket.socket(fileno=fds.pop()), self.close)
         self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
         self.capacity, self.most = said["capacity"], said["most"]
         self._loop.add_reader(self._channel.fileno(), self._answered)
@@ -226,7 +274,7 @@ class Instance:
         """The next message of a process that loads a model, and its descriptors. Raises LoadFailed: there is none."""
         await _readable(self._loop, self._channel)
         try:
-            data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 2)
+            data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 3)
         except ConnectionError:
             data, fds = b"", []
         if not data:
@@ -248,51 +296,26 @@ class Instance:
         place.used = True
         if len(self._places) > 1:
             place.arena.begin_by(self.capacity, until_s)
-        packet, reads = place.laid_out(parts, batch)
+        words, reads = place.laid_out(parts, batch)
+        for region in {part.region for _, part, _ in reads}:
+            self._share(region)
+        out = self._ahead if self._batches else self._out
         self._batches.append(_Handed(place, done))
-        if reads:
-            for region in {part.region for _, part, _ in reads}:
-                self._share(region)
-            self._outgoing.extend((READS + table, None) for table in packed(reads))
-        self._outgoing.append((packet, None))
-        self._send()
+        out.send(*packets(place.number, words, reads))
 
     def _share(self, region: Region) -> None:
         """Give the process a region's file, unless it has it, and take it back when nobody names the region any more."""
         if region.number not in self._known:
             self._known.add(region.number)
             words = json.dumps({"number": region.number, "name": region.name}).encode()
-            self._outgoing.append((SHARED + words, region))
+            self._ahead.send(SHARED + words, region=region)
             weakref.finalize(region, _forget, weakref.ref(self), region.number).atexit = False
 
     def forget(self, number: int) -> None:
         """Have the process close a region's file."""
         self._known.discard(number)
         if not self.closed:
-            self._outgoing.append((FORGET + str(number).encode(), None))
-            self._send()
-
-    def _send(self) -> None:
-        """Send packets, as far as the channel has room for them."""
-        while self._outgoing:
-            packet, region = self._outgoing[0]
-            try:
-                if region is None:
-                    self._channel.send(packet)
-                else:
-                    socket.send_fds(self._channel, [packet], [region.fd])
-            except BlockingIOError:
-                if not self._blocked:
-                    self._blocked = True
-                    self._loop.add_writer(self._channel.fileno(), self._send)
-                return
-            except OSError:
-                self.close()
-                return
-            self._outgoing.popleft()
-        if self._blocked:
-            self._blocked = False
-            self._loop.remove_writer(self._channel.fileno())
+            self._ahead.send(FORGET + str(number).encode())
 
     def recall(self) -> None:
         """Do not begin the batch behind the one that runs; its `done` is told, by RECALLED unless it has begun."""
@@ -324,9 +347,8 @@ class Instance:
             return
         self.closed = True
         self._loop.remove_reader(self._channel.fileno())
-        self._loop.remove_writer(self._channel.fileno())
-        self._outgoing.clear()
-        self._channel.close()
+        for channel in {self._out, self._ahead}:
+            channel.close()
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

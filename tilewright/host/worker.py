@@ -1,10 +1,11 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
 Messages are JSON, one per packet. The first is {"config", "folder", "threads"}. While the model is loaded, each stage is sent
-as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most"} with the descriptors of one or two arenas, or
-{"failed": sentence}. After that, each batch is one byte, which is the number of its arena, and {"parts": rows of each request,
-"inputs": [[offset, shape], ...]}. The answer is the seconds that the batch took as eight bytes, and {"outputs": [[offset,
-datatype, shape], ...], "errors": {request: sentence}, "bytes"}. Messages that occurred before are not parsed or written again.
+as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most"} with the descriptors of one arena, or of two and a
+second channel, or {"failed": sentence}. After that, each batch is {"parts": rows of each request, "inputs": [[offset, shape],
+...]}, in a packet with the number of its arena and what to read from clients' memory (intake.py). The answer is the seconds
+that the batch took as eight bytes, and {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "unread":
+{request: sentence}, "bytes"}. Messages that occurred before are not parsed or written again.
 
 Batches are answered in the order in which they arrive; with two arenas, the second may arrive while the first is computed. An
 arena contains the time until which its batch may begin. A batch that cannot begin in time is answered by NOT_BEGUN only.
@@ -72,14 +73,26 @@ def main(channel: socket.socket) -> None:
         arena.begin_by(capacity)
     instances = [_Instance(loaded, config, arena, capacity + ALIGN) for arena in arenas]
     said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
-    socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd for arena in arenas])
-    for number, packet, unread in Intake(channel, arenas, capacity):
+    ahead = _ready(channel, said, arenas)
+    for number, packet, unread in Intake(channel, ahead, arenas, capacity):
         if not arenas[number].may_begin(capacity, time.monotonic()):
             channel.send(NOT_BEGUN)
             continue
         channel.send(instances[number].answer(packet, unread))
         if instances[number].broken:
             return
+
+
+def _ready(channel: socket.socket, said: dict[str, Any], arenas: list[Arena]) -> socket.socket | None:
+    """Send the server the arenas, and an end of a second channel if there are two; return the other end."""
+    fds = [arena.fd for arena in arenas]
+    if len(arenas) < 2:
+        socket.send_fds(channel, [json.dumps(said).encode()], fds)
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(channel, [json.dumps(said).encode()], [*fds, theirs.fileno()])
+    return ours
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
