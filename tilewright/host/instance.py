@@ -1,8 +1,8 @@
 """The server's side of a model process: starts it, sends it batches, notices its end, and ends it.
 
 Everything runs on one event loop and never waits for the model: a batch is written into shared memory, a packet is sent, and
-the answer calls a function. Inputs in a client's shared memory are not copied here: the model's process gets each region's file
-once, and for each batch a table of what to read from where.
+the answer calls a function. Inputs in a client's shared memory are not copied here, unless a batch has a single small request:
+the model's process gets each region's file once, and for each batch a table of what to read from where.
 
 An instance with large inputs has room for two batches: while one is computed, the next is written and its packet is sent, so
 that the model continues without a pause. The second batch can be recalled until it begins. The model's process, not the server,
@@ -24,10 +24,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tilewright.host.arena import NOT_BEGUN, SECONDS, Arena, aligned
+from tilewright.host.channel import Channel
 from tilewright.host.config import ModelConfig
+from tilewright.host.errors import Refused
 from tilewright.host.forking import LoadFailed, Nursery
 from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, ToRead, packets
-from tilewright.host.regions import Part, Region
+from tilewright.host.regions import INLINE_BYTES, Part, Region
 from tilewright.host.tensors import Signature, Wire, byte_size
 
 __all__ = ["RECALLED", "Done", "Instance", "Reply", "Runs"]
@@ -103,7 +105,8 @@ class _Place:
             for number, request in enumerate(batch):
                 data = request[column].data
                 if isinstance(data, Part):
-                    reads.append((number, data, at))
+                    if len(batch) > 1 or not _read_here(data, view[at : at + len(data)]):
+                        reads.append((number, data, at))
                 else:
                     view[at : at + len(data)] = data
                 at += len(data)
@@ -149,55 +152,6 @@ class _Handed(NamedTuple):
     done: Done
 
 
-class _Channel:
-    """A channel to the process: packets go out as it has room for them. `broken` is called if it ends."""
-
-    def __init__(self, channel: socket.socket, broken: Callable[[], object]):
-        channel.setblocking(False)
-        self.socket, self._broken = channel, broken
-        self._outgoing = deque[tuple[bytes, Region | None]]()
-        """Packets that are still to be sent, some with a region's file."""
-        self._blocked = False
-        """Whether the channel is full."""
-        self._loop = asyncio.get_running_loop()
-
-    def send(self, *packets: bytes, region: Region | None = None) -> None:
-        """Send packets; the file of `region` goes with the first one."""
-        for packet in packets:
-            self._outgoing.append((packet, region))
-            region = None
-        if not self._blocked:
-            self._flush()
-
-    def _flush(self) -> None:
-        while self._outgoing:
-            packet, region = self._outgoing[0]
-            try:
-                if region is None:
-                    self.socket.send(packet)
-                else:
-                    socket.send_fds(self.socket, [packet], [region.fd])
-            except BlockingIOError:
-                if not self._blocked:
-                    self._blocked = True
-                    self._loop.add_writer(self.socket.fileno(), self._flush)
-                return
-            except OSError:
-                self._broken()
-                return
-            self._outgoing.popleft()
-        if self._blocked:
-            self._blocked = False
-            self._loop.remove_writer(self.socket.fileno())
-
-    def close(self) -> None:
-        """Close it; what is not sent is lost."""
-        self._outgoing.clear()
-        self._broken = lambda: None  # otherwise a cycle would keep the instance, and its memory, until it is collected
-        self._loop.remove_writer(self.socket.fileno())
-        self.socket.close()
-
-
 class Instance:
     """One model process. Make it with `start`."""
 
@@ -215,7 +169,7 @@ class Instance:
         """Most bytes in the inputs of one batch."""
         self.most: int | None = None
         """Most rows of a batch, if the model was exported for a limited number."""
-        self._out = self._ahead = _Channel(channel, self.close)
+        self._out = self._ahead = Channel(channel, self.close)
         """Of batches for a process that has none; and of others, if it takes them, and of regions."""
         self._known = set[int]()
         """Numbers of the regions whose files the process has."""
@@ -264,7 +218,7 @@ class Instance:
         if "failed" in said:
             raise LoadFailed(said["failed"])
         if len(fds) > 1:
-            self._ahead = _Channel(socket.socket(fileno=fds.pop()), self.close)
+            self._ahead = Channel(socket.socket(fileno=fds.pop()), self.close)
         self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
         self.capacity, self.most = said["capacity"], said["most"]
         self._loop.add_reader(self._channel.fileno(), self._answered)
@@ -359,6 +313,20 @@ class Instance:
         while self._batches:
             self._batches.popleft().done(told)
             told = RECALLED
+
+
+def _read_here(part: Part, into: memoryview) -> bool:
+    """Read a part in this process; return whether it was read.
+
+    For a request that has its batch to itself: few requests come then, and the model's process, which slept, reads more slowly.
+    """
+    if len(part) > INLINE_BYTES:
+        return False
+    try:
+        part.read_into(into)
+    except Refused:  # the model's process will say why
+        return False
+    return True
 
 
 def _forget(instance: "weakref.ref[Instance]", number: int) -> None:

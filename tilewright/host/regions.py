@@ -4,7 +4,7 @@ A client names a POSIX shared memory object, which is a file below /dev/shm, and
 never maps that memory, because truncating a file kills the processes that have it mapped, by SIGBUS. Instead it keeps the file
 open and uses `preadv` and `pwritev`, for which a file that has become too short is an ordinary error of the request that names
 it. A tensor in a region is a `Part`. The model's process gets the open file and reads the bytes directly into its batch, so the
-server's process never copies them.
+server's process rarely copies them.
 
 An object must be a regular file, not a link, and owned by the server's user. A file is closed when its region is unregistered
 and the last request that names it has ended.
