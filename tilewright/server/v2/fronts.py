@@ -168,6 +168,7 @@ class _Link(Frames):
         """Heads, and what their paths are counted as."""
         self._made = list[_Passed]()
         """Requests whose answers can be made."""
+        self._stream: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The stream is there."""
@@ -275,11 +276,15 @@ class _Link(Frames):
             if len(sent) < len(made):
                 self._made = made[len(sent) :] + self._made
                 self._loop.call_soon(self._send)
+            assert self._stream is not None
             self._stream.write(b"".join(sent))
 
     def end(self) -> None:
         """Have the front close its connections, and end."""
-        self._stream.write(frame(END))
+        if self._stream is None:
+            self.process.kill()
+        else:
+            self._stream.write(frame(END))
 
 
 class _Passed(Pending):
