@@ -11,7 +11,9 @@ server's log is FOLDER/server.log.
 The script ends after `--total` seconds. The most important measurements come first, and those that do not fit are left out. The
 last `--offline-seconds` are reserved for the measurement without a server.
 
-`--device cpu --model resnet18 --size 64 --sizes 1,8,16` runs the same on a machine without a GPU.
+`--device cpu --model resnet18 --size 64 --sizes 1,8,16` runs the same on a machine without a GPU. `--model first` returns the
+first 1,000 numbers of each image, which costs next to nothing, so that the server is measured alone, also on a CPU. Each result
+has the processor time of the server, its fronts (`--fronts`), the model's process and the clients.
 """
 
 import argparse
@@ -30,6 +32,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tilewright.bench.cpu_time import watched
 
 CODE = """
 import os, sys, threading, time, traceback
@@ -51,9 +55,13 @@ class Bytes(torch.nn.Module):
     def forward(self, image):
         return self.net(image.to(self.dtype) / 255)
 
+class First(torch.nn.Module):
+    def forward(self, image):
+        return image.flatten(1)[:, :1000].contiguous()
+
 def build():
     threading.Thread(target=say_where, daemon=True).start()
-    net = load_model({model!r}).module
+    net = First() if {model!r} == {first!r} else load_model({model!r}).module
     dtype = torch.float16 if {fp16!r} else torch.float32
     net = net.to(dtype)
     shape = (1, 3, {size}, {size})
@@ -62,7 +70,7 @@ def build():
         return Bytes(net, dtype), torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     return net, torch.rand(shape, generator=generator).to(dtype)
 """
-NAME = "images"
+NAME, FIRST = "images", "first"
 READY = "ready"
 """File that ends what the model's process says of its loading."""
 CASES = [
@@ -86,6 +94,8 @@ class Run:
         self.asked, self.end_s, self._began_s = asked, time.monotonic() + asked.total, time.monotonic()
         asked.out.mkdir(parents=True, exist_ok=True)
         self.results = asked.out / "results.jsonl"
+        self.server = 0
+        """The server's process number."""
 
     def left_s(self) -> float:
         """Seconds until everything has to have ended."""
@@ -101,6 +111,12 @@ class Run:
         with self.results.open("a") as file:
             file.write(line + "\n")
         self.say(line)
+
+
+def cases_of(text: str) -> list[tuple[int, int, int, bool]]:
+    """Cases from the command line. Raises ValueError."""
+    parts = [one.split(":") for one in text.split(",")]
+    return [(int(one[0]), int(one[1]), int(one[2]), one[3:] != ["bytes"]) for one in parts]
 
 
 def on_cores(cores: str | None) -> list[str]:
@@ -125,12 +141,12 @@ def end(process: "subprocess.Popen[Any]", patience_s: float) -> None:
 def written(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Write the model's code and its repository; the environment of processes that need them."""
     sizes, fp16 = [int(n) for n in asked.sizes.split(",")], asked.precision == "fp16"
-    fields = {"model": asked.model, "fp16": fp16, "size": asked.size, "uint8": asked.input == "uint8"}
+    fields = {"model": asked.model, "first": FIRST, "fp16": fp16, "size": asked.size, "uint8": asked.input == "uint8"}
     code = CODE.format(**fields, ready=str(folder / READY))
     (folder / "served_images.py").write_text(code)
     (folder / "models" / NAME / "1").mkdir(parents=True)
-    options = {"source": "served_images:build", "precision": asked.precision, "device": asked.device}
-    options |= {"max_batch": max(sizes), "preferred": sizes, "max_wait_s": 30}
+    options = {"source": "served_images:build", "device": asked.device, "max_batch": max(sizes), "max_wait_s": 30}
+    options |= {} if asked.model == FIRST else {"precision": asked.precision, "preferred": sizes}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items())
     (folder / "models" / NAME / "model.toml").write_text("[model]\n" + text)
     root = str(Path(__file__).resolve().parents[1])
@@ -150,9 +166,10 @@ def serving(run: Run, folder: Path, env: dict[str, str]) -> Iterator[str]:
     port, log = free_port(), run.asked.out / "server.log"
     words = [*on_cores(run.asked.server_cores), sys.executable, "-m", "tilewright.cli", "serve"]
     words += ["--repository", str(folder / "models"), "--package", "served_images", "--shared-memory", "--port", str(port)]
-    words += ["--max-body-mib", "64"]  # 64 images as bytes are 18 MiB
+    words += ["--max-body-mib", "64", "--fronts", str(run.asked.fronts)]  # 64 images as bytes are 18 MiB
     with log.open("wb") as file:
         server = subprocess.Popen(words, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True)
+    run.server = server.pid
     try:
         if wait_until_ready(run, server, f"http://127.0.0.1:{port}"):
             (folder / READY).touch()
@@ -206,11 +223,12 @@ def load(run: Run, url: str, env: dict[str, str], case: tuple[int, int, int, boo
     asked, words = run.asked, [*on_cores(run.asked.client_cores), sys.executable, "-m", "tilewright.cli", "load", url]
     words += ["--endpoint", "v2", "--model", NAME, "--batch", str(rows), "--concurrency", str(in_flight // processes)]
     words += ["--duration", str(asked.seconds), "--warmup", "1", "--json", *(["--shared-memory"] if shared else [])]
-    case_said = {"rows": rows, "in_flight": in_flight, "processes": processes, "shared_memory": shared}
+    case_said = {"rows": rows, "in_flight": in_flight, "processes": processes, "shared_memory": shared, "fronts": asked.fronts}
     clients = [
         subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
         for _ in range(processes)
     ]
+    used = watched(url, NAME, run.server, [client.pid for client in clients], max(0.5, asked.seconds - 2.5))
     end_s, stages, wrong = time.monotonic() + min(asked.seconds + 15, run.left_s() - asked.offline_seconds), [], ""
     for client in clients:
         try:
@@ -239,6 +257,8 @@ def load(run: Run, url: str, env: dict[str, str], case: tuple[int, int, int, boo
         failed=sum(stage["failed"] for stage in stages),
         problems={key: value for stage in stages for key, value in stage["problems"].items()},
         spread=max((stage["spread"] or 0.0) for stage in stages),
+        # From the middle of the time, in which all clients send.
+        middle=used,
     )
 
 
@@ -318,7 +338,14 @@ def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--model", default="resnet50", help="name of the model, as for `tilewright compare`")
+    parser.add_argument("--model", default="resnet50", help=f"name of the model, as for `tilewright compare`, or {FIRST}")
+    parser.add_argument("--fronts", type=int, default=0, help="processes of the server that speak HTTP")
+    parser.add_argument(
+        "--cases",
+        type=cases_of,
+        help="instead of the usual ones, such as 1:256:4,64:8:1:bytes: images in a request, requests in flight, "
+        "client processes; and bytes, if not in shared memory",
+    )
     parser.add_argument("--size", type=int, default=224, help="height and width of the images in pixels")
     parser.add_argument("--input", choices=("float", "uint8"), default="float", help="type in which images are sent")
     parser.add_argument("--device", default="cuda", help="device: cuda or cpu")
@@ -331,12 +358,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wait-for", type=Path, help="wait until this file exists before sending requests")
     parser.add_argument("--total", type=float, default=600.0, help="seconds after which the script ends")
     parser.add_argument(
-        "--offline-seconds", type=float, default=60.0, help="seconds of --total reserved for the measurement without a server"
+        "--offline-seconds",
+        type=float,
+        default=60.0,
+        help="seconds of --total reserved for the measurement without a server; 0: none",
     )
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
-    asked.precision = asked.precision or ("fp32" if asked.device == "cpu" else "fp16")
+    asked.precision = asked.precision or ("fp32" if asked.device == "cpu" and asked.model != FIRST else "fp16")
     return asked
 
 
@@ -353,7 +383,7 @@ def main() -> None:
         env = written(asked, folder)
         with serving(run, folder, env) as url:
             wait_for(run, asked.wait_for)
-            for case in CASES if url else []:
+            for case in (asked.cases or CASES) if url else []:
                 if case[0] > max(int(n) for n in asked.sizes.split(",")):
                     continue
                 if run.left_s() < asked.offline_seconds + asked.seconds + 6:
@@ -361,7 +391,8 @@ def main() -> None:
                     continue
                 load(run, url, env, case)
         run.say("the server has ended")
-        measure_offline(run, folder, env)
+        if asked.offline_seconds:
+            measure_offline(run, folder, env)
 
 
 if __name__ == "__main__":

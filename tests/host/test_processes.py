@@ -13,7 +13,8 @@ import torch
 
 from tests.host import models
 from tests.host.asking import until
-from tilewright.host import regions
+from tests.host.test_regions import open_files
+from tilewright.host import intake, regions
 from tilewright.host.compare import array_of
 from tilewright.host.config import ModelConfig
 from tilewright.host.errors import Failed, HostError, Refused
@@ -192,39 +193,111 @@ def wide_rows(value: float, count: int = 8) -> np.ndarray:
     return np.full((count, WIDTH), value, np.float32)
 
 
-def test_large_inputs_are_read_while_the_model_computes(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Six batches, each read by two threads; computing one takes a tenth of a second."""
-    version = running.host.models["slow"].versions[1]
-    assert len(version._instances[0]._places) == 2
-    for name in ("marked", "two"):  # a batch of theirs is soon laid out
-        assert len(running.host.models[name].versions[1]._instances[0]._places) == 1
-    (tmp_path / "x").write_bytes(b"".join(wide_rows(value).tobytes() for value in range(6)))
-    memory = regions.Regions(tmp_path)
+def in_memory(folder: Path, count: int) -> regions.Regions:
+    """A region `r` with `count` times `wide_rows`, of the values from 0 on."""
+    (folder / "x").write_bytes(b"".join(wide_rows(value).tobytes() for value in range(count)))
+    memory = regions.Regions(folder)
+    memory.register("r", "x", 0, count * 8 * WIDTH * 4)
+    return memory
+
+
+def row_of(memory: regions.Regions, value: int, rows: int = 8) -> dict[str, Wire]:
+    """The rows of this value, as an input."""
     size = 8 * WIDTH * 4
-    memory.register("r", "x", 0, 6 * size)
-    beside = list[bool]()
+    return {"x": Wire("FP32", (rows, WIDTH), memory.part(regions.Place("r", value * size, rows * WIDTH * 4)))}
 
-    def seen(reads: list[regions.Read]) -> dict[int, str]:
-        beside.append(version._behind is not None)
-        return read_all(reads)
 
-    read_all = regions.read_all
-    monkeypatch.setattr(regions, "read_all", seen)
-    monkeypatch.setattr(regions, "_threads", lambda: 2)
+def test_large_inputs_are_read_while_the_model_computes(running: Running, tmp_path: Path) -> None:
+    """Four batches, each read by several threads; computing one takes a tenth of a second."""
+    version = running.host.models["slow"].versions[1]
+    instance: Any = version._instances[0]
+    assert len(instance._places) == 2
+    for name in ("marked", "two"):  # a batch of theirs is soon laid out
+        other: Any = running.host.models[name].versions[1]._instances[0]
+        assert len(other._places) == 1
+    memory, before = in_memory(tmp_path, 4), version.stats.executions
 
     async def ask(value: int) -> None:
-        part = memory.part(regions.Place("r", value * size, size))
-        answer = await running.host.infer("slow", None, {"x": Wire("FP32", (8, WIDTH), part)}, Ask())
+        answer = await running.host.infer("slow", None, row_of(memory, value), Ask())
         assert (array_of(answer.outputs["output"]) == 2 * value).all()
 
+    def read_ahead() -> bool:
+        """Whether the last row of the second batch is there while the first one is computed."""
+        if len(instance._batches) < 2 or version.stats.executions > before:
+            return False
+        row = slice(7 * WIDTH * 4, 8 * WIDTH * 4)
+        return (np.frombuffer(instance._batches[1].place.arena.view[row], np.float32) == 1).all()
+
     async def all_of_them() -> None:
-        await asyncio.gather(*(ask(value) for value in range(6)))
+        asked = [asyncio.ensure_future(ask(value)) for value in range(4)]
+        await until(read_ahead)
+        await asyncio.gather(*asked)
 
     running(all_of_them())
-    assert len(beside) == 12
-    assert any(beside), "no batch was read while another one was computed"
+
+
+def test_the_process_has_a_regions_file_until_nobody_names_the_region(running: Running, tmp_path: Path) -> None:
+    version = running.host.models["slow"].versions[1]
+    instance: Any = version._instances[0]
+
+    def holders() -> int:
+        """Processes that have the file open."""
+        found = 0
+        for process in (path.name for path in Path("/proc").iterdir() if path.name.isdigit()):
+            with suppress(OSError):
+                found += bool(open_files(tmp_path, process))
+        return found
+
+    memory = in_memory(tmp_path, 3)
+
+    async def test() -> None:
+        for value in (0, 2):
+            answer = await running.host.infer("slow", None, row_of(memory, value), Ask())
+            assert (array_of(answer.outputs["output"]) == 2 * value).all()
+        assert holders() == 2  # this one, and the model's
+        # Unregistered while a batch with it is under way.
+        asked = asyncio.ensure_future(running.host.infer("slow", None, row_of(memory, 1), Ask()))
+        await until(lambda: instance.busy)
+        memory.unregister("r")
+        answer = await asked
+        assert (array_of(answer.outputs["output"]) == 2).all()
+        del asked, answer
+        await until(lambda: holders() == 0)
+
+    running(test())
+
+
+def test_what_cannot_be_read_is_the_error_of_its_request_alone(running: Running, tmp_path: Path) -> None:
+    """Two requests share a batch with one whose file was truncated; some are read by one thread, some by several."""
+    for rows in (1, 4):
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        memory = in_memory(folder, 4)
+        os.truncate(folder / "x", 2 * 8 * WIDTH * 4)
+
+        async def test(memory: regions.Regions = memory, rows: int = rows) -> None:
+            first = asyncio.ensure_future(running.host.infer("slow", None, row_of(memory, 1, 8), Ask()))
+            await asyncio.sleep(0.02)
+            ask = [running.host.infer("slow", None, row_of(memory, value, rows), Ask()) for value in (1, 3)]
+            good, bad = await asyncio.gather(*ask, return_exceptions=True)
+            assert not isinstance(good, BaseException)
+            assert (array_of(good.outputs["output"]) == 2).all()
+            assert isinstance(bad, Refused)
+            assert "is shorter than it was" in str(bad)
+            await first
+
+        running(test())
+
+
+def test_tables_of_reads_that_are_longer_than_a_packet(tmp_path: Path) -> None:
+    """More rows than a packet can name."""
+    most = intake.MAX_TABLE // 40
+    part, count = in_memory(tmp_path, 1).part(regions.Place("r", 8, 16)), 2 * most + 1
+    tables = list(intake.packed([(number, part, 16 * number) for number in range(count)]))
+    assert [len(table) // 40 for table in tables] == [most, most, 1]
+    whole = np.frombuffer(b"".join(tables), np.int64).reshape(count, 5)
+    assert (whole[:, 0] == range(count)).all()
+    assert whole[-1].tolist() == [count - 1, part.region.number, 8, 16, 16 * (count - 1)]
 
 
 def test_outputs_that_need_more_memory_come_from_both_places(running: Running) -> None:

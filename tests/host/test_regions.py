@@ -11,12 +11,12 @@ from tilewright.host import regions
 from tilewright.host.regions import Read, Regions, read_all, shared_out
 
 
-def open_files(folder: Path) -> list[str]:
-    """Files at or below a path that this process has open."""
+def open_files(folder: Path, process: int | str = "self") -> list[str]:
+    """Files at or below a path that a process has open."""
     found = []
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir(f"/proc/{process}/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
+            target = os.readlink(f"/proc/{process}/fd/{fd}")
         except OSError:
             continue
         if target.startswith(str(folder)):
@@ -112,7 +112,9 @@ def test_large_reads_are_shared_out_whole(tmp_path: Path, monkeypatch: pytest.Mo
             reads.append(Read(number, part, memoryview(into)[at : at + size]))
             at += size
         jobs = list(shared_out(reads))
-        assert [sum(len(one.part) for one in job) for job in jobs[:-1]] == [10] * (len(jobs) - 1)
+        job_sizes = [sum(len(one.part) for one in job) for job in jobs]
+        assert all(10 <= size < 20 for size in job_sizes[:-1])
+        assert all(size < 20 for size in job_sizes)
         assert [read_all(job) for job in jobs] == [{}] * len(jobs)
         right = b"".join(data[107 - 2 * n : 107 - 2 * n + size] for n, size in enumerate(sizes))
         assert bytes(into) == right

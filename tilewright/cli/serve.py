@@ -152,8 +152,10 @@ def _serve(
     options = None if model is None else EngineConfig(model=model, **engine)
     config = dataclasses.replace(config, fronts=fronts_of(config, options, beside=host is not None))
     _warn_of_strangers(config, log)
-    if config.fronts and host is not None:
-        raise ValueError("--fronts works with a language model only; serve ordinary models in a separate server")
+    if config.fronts and host is not None and model is not None:
+        raise ValueError("--fronts is for a language model alone or for ordinary models alone; serve them in separate servers")
+    if config.fronts and model is None and config.traces is not None:
+        raise ValueError("the fronts of ordinary models make no traces: leave out --fronts or --traces")
     if config.ray and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
         raise ValueError("LoRA adapters do not work with --ray: leave one of them out")
     if (config.replicas > 1 or config.ray) and options is not None and options.plan.ranks > 1:

@@ -1,7 +1,8 @@
 """The server's side of a model process: starts it, sends it batches, notices its end, and ends it.
 
-Everything runs on one event loop and never waits for the model: a batch is written into shared memory, one packet is sent, and
-the answer calls a function.
+Everything runs on one event loop and never waits for the model: a batch is written into shared memory, a packet is sent, and
+the answer calls a function. Inputs in a client's shared memory are not copied here, unless a batch has a single small request:
+the model's process gets each region's file once, and for each batch a table of what to read from where.
 
 An instance with large inputs has room for two batches: while one is computed, the next is written and its packet is sent, so
 that the model continues without a pause. The second batch can be recalled until it begins. The model's process, not the server,
@@ -13,24 +14,26 @@ import json
 import os
 import signal
 import socket
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tilewright.host.arena import NOT_BEGUN, SECONDS, Arena, aligned
+from tilewright.host.channel import Channel
 from tilewright.host.config import ModelConfig
+from tilewright.host.errors import Refused
 from tilewright.host.forking import LoadFailed, Nursery
-from tilewright.host.regions import INLINE_BYTES, Part, Read, read_all, read_beside, shared_out
+from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, ToRead, packets
+from tilewright.host.regions import INLINE_BYTES, Part, Region
 from tilewright.host.tensors import Signature, Wire, byte_size
 
 __all__ = ["RECALLED", "Done", "Instance", "Reply", "Runs"]
 
-MAX_PACKET = 1 << 17
 MAX_KEPT = 256
 """Number of messages that are kept so that they need not be written or parsed again."""
 
@@ -91,18 +94,19 @@ class _Place:
     def __init__(self, number: int, arena: Arena):
         self.number, self.arena = number, arena
         self.packets = dict[tuple[Any, ...], bytes]()
-        self.replies = dict[bytes, tuple[tuple[Wire, ...], dict[int, str]]]()
+        self.replies = dict[bytes, _Answer]()
         self.used = False
 
-    def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[Read]]:
-        """Write a batch into the memory; return (its packet, the parts that are still to be read)."""
-        view, at, inputs, rows, reads = self.arena.view, 0, [], sum(parts), list[Read]()
+    def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[ToRead]]:
+        """Write a batch into the memory; return (its JSON, what the model's process has to read)."""
+        view, at, inputs, rows, reads = self.arena.view, 0, [], sum(parts), list[ToRead]()
         for column in range(len(batch[0])):
             began = at
             for number, request in enumerate(batch):
                 data = request[column].data
                 if isinstance(data, Part):
-                    reads.append(Read(number, data, view[at : at + len(data)]))
+                    if len(batch) > 1 or not _read_here(data, view[at : at + len(data)]):
+                        reads.append((number, data, at))
                 else:
                     view[at : at + len(data)] = data
                 at += len(data)
@@ -112,11 +116,10 @@ class _Place:
         kind = (*parts, *inputs)
         packet = self.packets.get(kind)
         if packet is None:
-            words = json.dumps({"parts": parts, "inputs": inputs}).encode()
-            packet = _kept(self.packets, kind, bytes([self.number]) + words)
+            packet = _kept(self.packets, kind, json.dumps({"parts": parts, "inputs": inputs}).encode())
         return packet, reads
 
-    def read(self, text: bytes) -> tuple[tuple[Wire, ...], dict[int, str]]:
+    def read(self, text: bytes) -> "_Answer":
         """Parse a reply. A reply without errors is kept, because batches of the same shapes have the same replies."""
         known = self.replies.get(text)
         if known is not None:
@@ -129,23 +132,24 @@ class _Place:
         wires = tuple(
             Wire(kind, tuple(shape), view[offset : offset + byte_size(kind, shape)]) for offset, kind, shape in said["outputs"]
         )
-        errors = {int(number): error for number, error in said["errors"].items()}
-        return (wires, errors) if errors else _kept(self.replies, text, (wires, errors))
+        errors, unread = ({int(number): why for number, why in said[name].items()} for name in ("errors", "unread"))
+        answer = _Answer(wires, errors, unread)
+        return answer if errors or unread else _kept(self.replies, text, answer)
 
 
-@dataclass(slots=True, eq=False)
-class _Handed:
+class _Answer(NamedTuple):
+    """`Reply`, without the seconds."""
+
+    outputs: tuple[Wire, ...]
+    errors: dict[int, str]
+    unread: dict[int, str]
+
+
+class _Handed(NamedTuple):
     """A batch that was handed to an instance."""
 
     place: _Place
     done: Done
-    packet: bytes
-    jobs: deque[list[Read]] = field(default_factory=deque)
-    """Parts that threads still have to read."""
-    unread: dict[int, str] = field(default_factory=dict)
-    ready: bool = False
-    """Whether nothing is left to read."""
-    sent: bool = False
 
 
 class Instance:
@@ -165,7 +169,10 @@ class Instance:
         """Most bytes in the inputs of one batch."""
         self.most: int | None = None
         """Most rows of a batch, if the model was exported for a limited number."""
-        self._reading = set[asyncio.Task[None]]()
+        self._out = self._ahead = Channel(channel, self.close)
+        """Of batches for a process that has none; and of others, if it takes them, and of regions."""
+        self._known = set[int]()
+        """Numbers of the regions whose files the process has."""
         self._loop = asyncio.get_running_loop()
         self.closed = False
 
@@ -210,6 +217,8 @@ class Instance:
             said, fds = await self._heard()
         if "failed" in said:
             raise LoadFailed(said["failed"])
+        if len(fds) > 1:
+            self._ahead = Channel(socket.socket(fileno=fds.pop()), self.close)
         self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
         self.capacity, self.most = said["capacity"], said["most"]
         self._loop.add_reader(self._channel.fileno(), self._answered)
@@ -219,7 +228,7 @@ class Instance:
         """The next message of a process that loads a model, and its descriptors. Raises LoadFailed: there is none."""
         await _readable(self._loop, self._channel)
         try:
-            data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 2)
+            data, fds, _, _ = socket.recv_fds(self._channel, MAX_PACKET, 3)
         except ConnectionError:
             data, fds = b"", []
         if not data:
@@ -241,56 +250,31 @@ class Instance:
         place.used = True
         if len(self._places) > 1:
             place.arena.begin_by(self.capacity, until_s)
-        packet, reads = place.laid_out(parts, batch)
-        handed = _Handed(place, done, packet)
-        self._batches.append(handed)
-        if reads:
-            if sum([len(read.part) for read in reads]) > INLINE_BYTES:
-                handed.jobs.extend(shared_out(reads))
-                task = self._loop.create_task(self._read_regions(handed))
-                self._reading.add(task)
-                task.add_done_callback(self._reading.discard)
-                return
-            handed.unread = read_all(reads)
-        handed.ready = True
-        self._send()
+        words, reads = place.laid_out(parts, batch)
+        for region in {part.region for _, part, _ in reads}:
+            self._share(region)
+        out = self._ahead if self._batches else self._out
+        self._batches.append(_Handed(place, done))
+        out.send(*packets(place.number, words, reads))
 
-    async def _read_regions(self, handed: _Handed) -> None:
-        """Read the batch's inputs in threads, and send it."""
-        handed.unread = await read_beside(handed.jobs)
-        handed.ready = True
-        if handed in self._batches:
-            self._send()
-        else:
-            handed.place.used = False
+    def _share(self, region: Region) -> None:
+        """Give the process a region's file, unless it has it, and take it back when nobody names the region any more."""
+        if region.number not in self._known:
+            self._known.add(region.number)
+            words = json.dumps({"number": region.number, "name": region.name}).encode()
+            self._ahead.send(SHARED + words, region=region)
+            weakref.finalize(region, _forget, weakref.ref(self), region.number).atexit = False
 
-    def _send(self) -> None:
-        """Send the packets of the batches that are ready, in their order."""
-        for handed in list(self._batches):
-            if not handed.ready:
-                return
-            if not handed.sent:
-                try:
-                    self._channel.send(handed.packet)
-                except BlockingIOError:  # the previous packet is as long, and has not been received yet
-                    return
-                except OSError:
-                    self.close()
-                    return
-                handed.sent = True
+    def forget(self, number: int) -> None:
+        """Have the process close a region's file."""
+        self._known.discard(number)
+        if not self.closed:
+            self._ahead.send(FORGET + str(number).encode())
 
     def recall(self) -> None:
         """Do not begin the batch behind the one that runs; its `done` is told, by RECALLED unless it has begun."""
-        if len(self._batches) < 2:
-            return
-        handed = self._batches[1]
-        if handed.sent:
-            handed.place.arena.begin_by(self.capacity, 0.0)
-            return
-        handed.jobs.clear()
-        handed.place.used = not handed.ready  # threads may still write into this memory
-        self._batches.pop()
-        self._loop.call_soon(handed.done, RECALLED)
+        if len(self._batches) > 1:
+            self._batches[1].place.arena.begin_by(self.capacity, 0.0)
 
     def _answered(self) -> None:
         try:
@@ -305,13 +289,11 @@ class Instance:
         data = bytes(memoryview(self._buffer)[:count])
         handed = self._batches.popleft()
         handed.place.used = False
-        if self._batches:
-            self._send()
         if data == NOT_BEGUN:
             handed.done(RECALLED)
             return
-        wires, errors = handed.place.read(data[SECONDS.size :])
-        handed.done(Reply(wires, errors, SECONDS.unpack_from(data)[0], handed.unread))
+        outputs, errors, unread = handed.place.read(data[SECONDS.size :])
+        handed.done(Reply(outputs, errors, SECONDS.unpack_from(data)[0], unread))
 
     def close(self) -> None:
         """Kill the process. `done` of the running batch is called with None, that of a batch behind it with RECALLED."""
@@ -319,7 +301,8 @@ class Instance:
             return
         self.closed = True
         self._loop.remove_reader(self._channel.fileno())
-        self._channel.close()
+        for channel in {self._out, self._ahead}:
+            channel.close()
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -328,10 +311,28 @@ class Instance:
             place.arena.close()
         told: Reply | None = None
         while self._batches:
-            handed = self._batches.popleft()
-            handed.jobs.clear()
-            handed.done(told)
+            self._batches.popleft().done(told)
             told = RECALLED
+
+
+def _read_here(part: Part, into: memoryview) -> bool:
+    """Read a part in this process; return whether it was read.
+
+    For a request that has its batch to itself: few requests come then, and the model's process, which slept, reads more slowly.
+    """
+    if len(part) > INLINE_BYTES:
+        return False
+    try:
+        part.read_into(into)
+    except Refused:  # the model's process will say why
+        return False
+    return True
+
+
+def _forget(instance: "weakref.ref[Instance]", number: int) -> None:
+    """Tell an instance that a region is gone, if the instance is still there."""
+    if (found := instance()) is not None:
+        found.forget(number)
 
 
 def _kept(among: dict[K, V], key: K, value: V) -> V:

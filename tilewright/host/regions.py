@@ -3,13 +3,14 @@
 A client names a POSIX shared memory object, which is a file below /dev/shm, and the part of it that is a region. The server
 never maps that memory, because truncating a file kills the processes that have it mapped, by SIGBUS. Instead it keeps the file
 open and uses `preadv` and `pwritev`, for which a file that has become too short is an ordinary error of the request that names
-it. A tensor in a region is a `Part`: its bytes are read when its batch is written, directly to their destination.
+it. A tensor in a region is a `Part`. The model's process gets the open file and reads the bytes directly into its batch, so the
+server's process rarely copies them.
 
 An object must be a regular file, not a link, and owned by the server's user. A file is closed when its region is unregistered
 and the last request that names it has ended.
 """
 
-import asyncio
+import itertools
 import os
 import re
 import stat
@@ -23,24 +24,27 @@ from typing import Any, NamedTuple
 
 from tilewright.host.errors import NotFound, Refused
 
-__all__ = ["INLINE_BYTES", "MISSING", "Part", "Place", "Read", "Regions", "read_all", "read_beside", "shared_out"]
+__all__ = ["INLINE_BYTES", "MISSING", "Part", "Place", "Read", "Region", "Regions", "read_all", "read_large", "shared_out"]
 
 FOLDER = Path("/dev/shm")
 KEY = re.compile(r"/?(?!\.{1,2}\Z|sem\.)[A-Za-z0-9_.-]{1,128}")
 """The name of an object. Names of semaphores begin with "sem."."""
 MAX_NAME_CHARS = 256
 MAX_REGIONS = 1024
+MAX_KEPT = 1024
+"""Requests whose parts are kept."""
 MAX_BYTES = 64 << 30
 """Most bytes of all regions together."""
 JOB_BYTES = 1 << 20
-"""Bytes that one thread reads at a time."""
+"""Least bytes that one thread reads at a time, if there are as many."""
 MAX_READERS = 16
 """Most threads that read at once; more would only wait for the same memory."""
 MISSING = "shared memory is off: send the tensor's data, or start the server with --shared-memory"
 
 
 INLINE_BYTES = 1 << 20
-"""Most bytes that are read or written on the event loop; more are read or written in threads."""
+"""Most bytes that are read by one thread, or written on the event loop; more are read by several threads, written by one."""
+_NUMBERS = itertools.count()
 
 
 class Place(NamedTuple):
@@ -51,11 +55,12 @@ class Place(NamedTuple):
     size: int
 
 
-class _Region:
-    """An open file, and the part of it that may be used."""
+class Region:
+    """An open file, and the part of it that may be used. `number` is its own in this process."""
 
     def __init__(self, name: str, key: str, offset: int, size: int, fd: int):
         self.name, self.key, self.offset, self.size, self.fd = name, key, offset, size, fd
+        self.number = next(_NUMBERS)
         self.close = weakref.finalize(self, os.close, fd)  # when the last part of the region is gone
 
     def json(self) -> dict[str, Any]:
@@ -63,28 +68,28 @@ class _Region:
 
 
 class Part:
-    """Some bytes of a region. `len` is their number."""
+    """Some bytes of a region, from byte `at` of its file on. `len` is their number."""
 
-    __slots__ = ("_at", "_region", "_size")
+    __slots__ = ("_size", "at", "region")
 
-    def __init__(self, region: _Region, at: int, size: int):
-        self._region, self._at, self._size = region, at, size
+    def __init__(self, region: Region, at: int, size: int):
+        self.region, self.at, self._size = region, at, size
 
     def __len__(self) -> int:
         return self._size
 
     def cut(self, begin: int, end: int) -> "Part":
         """The bytes from `begin` to `end`."""
-        return Part(self._region, self._at + begin, min(end, self._size) - begin)
+        return Part(self.region, self.at + begin, min(end, self._size) - begin)
 
     def read_into(self, view: memoryview) -> None:
         """Read all bytes into `view`. Raises Refused if the file has become too short or cannot be read."""
         done = 0
         while done < self._size:
             try:
-                count = os.preadv(self._region.fd, [view[done : self._size]], self._at + done)
+                count = os.preadv(self.region.fd, [view[done : self._size]], self.at + done)
             except OSError as error:
-                raise Refused(f"the shared memory region {self._region.name!r} cannot be read: {error.strerror}") from None
+                raise Refused(f"the shared memory region {self.region.name!r} cannot be read: {error.strerror}") from None
             if not count:
                 raise self._short()
             done += count
@@ -92,20 +97,20 @@ class Part:
     def write(self, data: bytes | memoryview) -> None:
         """Write to the beginning of this part. Raises Refused if there is no room or the file has become too short."""
         if len(data) > self._size:
-            raise Refused(f"it has {len(data)} bytes, but its place in region {self._region.name!r} has {self._size}")
-        left, at = memoryview(data).cast("B"), self._at
+            raise Refused(f"it has {len(data)} bytes, but its place in region {self.region.name!r} has {self._size}")
+        left, at = memoryview(data).cast("B"), self.at
         try:
-            if os.fstat(self._region.fd).st_size < at + len(left):
+            if os.fstat(self.region.fd).st_size < at + len(left):
                 raise self._short()
             while left:
-                count = os.pwritev(self._region.fd, [left], at)
+                count = os.pwritev(self.region.fd, [left], at)
                 left, at = left[count:], at + count
         except OSError as error:
-            raise Refused(f"the shared memory region {self._region.name!r} cannot be written: {error.strerror}") from None
+            raise Refused(f"the shared memory region {self.region.name!r} cannot be written: {error.strerror}") from None
 
     def _short(self) -> Refused:
         return Refused(
-            f"the shared memory region {self._region.name!r} is shorter than it was when it was registered: "
+            f"the shared memory region {self.region.name!r} is shorter than it was when it was registered: "
             "its file ends before the tensor does"
         )
 
@@ -115,7 +120,15 @@ class Regions:
 
     def __init__(self, folder: Path = FOLDER):
         self._folder = folder
-        self._regions = dict[str, _Region]()
+        self._regions = dict[str, Region]()
+        self.kept = dict[bytes, Any]()
+        """What was made of parts for a request's bytes, as long as no region comes or goes."""
+
+    def keep(self, key: bytes, value: Any) -> None:
+        """Keep something that holds parts."""
+        if len(self.kept) >= MAX_KEPT:
+            self.kept.clear()
+        self.kept[key] = value
 
     def register(self, name: str, key: Any, offset: Any, byte_size: Any) -> None:
         """Open an object's file.
@@ -137,7 +150,8 @@ class Regions:
             raise Refused(f"{MAX_REGIONS} shared memory regions are registered, the most that this server takes")
         if sum(one.size for one in self._regions.values()) + byte_size > MAX_BYTES:
             raise Refused(f"the shared memory regions would have more than {MAX_BYTES} bytes, the most that this server takes")
-        self._regions[name] = _Region(name, key, offset, byte_size, self._opened(key, offset + byte_size))
+        self.kept.clear()
+        self._regions[name] = Region(name, key, offset, byte_size, self._opened(key, offset + byte_size))
 
     def _opened(self, key: str, end: int) -> int:
         """Open the file of an object, which must have at least `end` bytes."""
@@ -161,6 +175,7 @@ class Regions:
 
     def unregister(self, name: str | None = None) -> None:
         """Forget a region, or all regions. An unknown name is no error. Requests that already name the region continue."""
+        self.kept.clear()
         if name is None:
             self._regions.clear()
         else:
@@ -170,7 +185,7 @@ class Regions:
         """{"name", "key", "offset", "byte_size"} of a region, or of all. Raises NotFound."""
         return [one.json() for one in (self._regions.values() if name is None else [self._region(name)])]
 
-    def _region(self, name: str) -> _Region:
+    def _region(self, name: str) -> Region:
         found = self._regions.get(name)
         if found is None:
             raise NotFound(f"there is no shared memory region {name[:MAX_NAME_CHARS]!r}; register it first")
@@ -207,11 +222,14 @@ def read_all(reads: Iterable[Read]) -> dict[int, str]:
     return wrong
 
 
-async def read_beside(jobs: deque[list[Read]]) -> dict[int, str]:
-    """`read_all` for all jobs, in threads. Clearing the queue ends it early."""
-    loop, count = asyncio.get_running_loop(), min(len(jobs), _threads())
-    wrong = await asyncio.gather(*(loop.run_in_executor(_readers(), _read_jobs, jobs) for _ in range(count)))
-    return {request: why for some in wrong for request, why in some.items()}
+def read_large(reads: Sequence[Read]) -> dict[int, str]:
+    """`read_all`, with several threads if there is much to read."""
+    if sum([len(read.part) for read in reads]) <= INLINE_BYTES:
+        return read_all(reads)
+    jobs, wrong = deque(shared_out(reads)), dict[int, str]()
+    for some in _readers().map(_read_jobs, [jobs] * min(len(jobs), _threads())):
+        wrong |= some
+    return wrong
 
 
 def _read_jobs(jobs: deque[list[Read]]) -> dict[int, str]:
@@ -233,21 +251,23 @@ def _threads() -> int:
 
 @cache
 def _readers() -> ThreadPoolExecutor:
-    """A separate pool of threads, so that batches are read in the order in which they were formed, without other work."""
+    """The threads that read."""
     return ThreadPoolExecutor(_threads(), "tilewright-read")
 
 
 def shared_out(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """The reads, divided into jobs of about `JOB_BYTES` bytes, each for one thread."""
+    """The reads, divided into jobs for one thread each: of at least `JOB_BYTES` bytes, and less than twice that."""
     job, size = list[Read](), 0
-    for request, part, into in reads:
-        at = 0
-        while at < len(part):
-            end = min(len(part), at + JOB_BYTES - size)
-            job.append(Read(request, part.cut(at, end), into[at:end]))
-            size, at = size + end - at, end
-            if size == JOB_BYTES:
-                yield job
-                job, size = [], 0
+    for read in reads:
+        at, length = 0, len(read.part)
+        while length - at > JOB_BYTES:
+            job.append(Read(read.request, read.part.cut(at, at + JOB_BYTES), read.into[at : at + JOB_BYTES]))
+            yield job
+            job, size, at = [], 0, at + JOB_BYTES
+        job.append(Read(read.request, read.part.cut(at, length), read.into[at:]) if at else read)
+        size += length - at
+        if size >= JOB_BYTES:
+            yield job
+            job, size = [], 0
     if job:
         yield job

@@ -70,6 +70,7 @@ class Version:
         revive: Callable[[], Awaitable[Runs]],
     ):
         self.name, self.number, self.config, self.signature = name, number, config, signature
+        self.output_names = [spec.name for spec in signature.outputs]
         self.stats, self.circuit = Stats(), Circuit()
         self._instances = list(instances)
         self._revive, self._capacity = revive, instances[0].capacity

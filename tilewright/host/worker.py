@@ -1,10 +1,11 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
 Messages are JSON, one per packet. The first is {"config", "folder", "threads"}. While the model is loaded, each stage is sent
-as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most"} with the descriptors of one or two arenas, or
-{"failed": sentence}. After that, each batch is one byte, which is the number of its arena, and {"parts": rows of each request,
-"inputs": [[offset, shape], ...]}. The answer is the seconds that the batch took as eight bytes, and {"outputs": [[offset,
-datatype, shape], ...], "errors": {request: sentence}, "bytes"}. Messages that occurred before are not parsed or written again.
+as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most"} with the descriptors of one arena, or of two and a
+second channel, or {"failed": sentence}. After that, each batch is {"parts": rows of each request, "inputs": [[offset, shape],
+...]}, in a packet with the number of its arena and what to read from clients' memory (intake.py). The answer is the seconds
+that the batch took as eight bytes, and {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "unread":
+{request: sentence}, "bytes"}. Messages that occurred before are not parsed or written again.
 
 Batches are answered in the order in which they arrive; with two arenas, the second may arrive while the first is computed. An
 arena contains the time until which its batch may begin. A batch that cannot begin in time is answered by NOT_BEGUN only.
@@ -19,9 +20,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isnan
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,18 +31,17 @@ from torch import Tensor
 
 from tilewright.host.arena import ALIGN, NOT_BEGUN, SECONDS, Arena, aligned
 from tilewright.host.config import ModelConfig
+from tilewright.host.intake import MAX_PACKET, Intake
 from tilewright.host.loaded import NAMES as DTYPE_NAMES
 from tilewright.host.loaded import Loaded, load
 from tilewright.host.regions import INLINE_BYTES
 from tilewright.host.tensors import DATATYPES, byte_size
 from tilewright.hw.device import page_locked
 
-__all__ = ["MAX_PACKET", "main"]
+__all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 
-MAX_PACKET = 1 << 17
-"""Most bytes of a message."""
 MAX_ERROR_CHARS = 300
 MAX_STAGED_BYTES = 1 << 30
 """Size of a batch's inputs above which there is no memory for a second batch, because on a GPU its pages are locked."""
@@ -72,17 +73,26 @@ def main(channel: socket.socket) -> None:
         arena.begin_by(capacity)
     instances = [_Instance(loaded, config, arena, capacity + ALIGN) for arena in arenas]
     said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
-    socket.send_fds(channel, [json.dumps(said).encode()], [arena.fd for arena in arenas])
-    buffer = bytearray(MAX_PACKET)  # read into: as `recv` it would be mapped and unmapped for each packet
-    view = memoryview(buffer)
-    while count := channel.recv_into(buffer):
-        instance, arena = instances[buffer[0]], arenas[buffer[0]]
-        if not arena.may_begin(capacity, time.monotonic()):
+    ahead = _ready(channel, said, arenas)
+    for number, packet, unread in Intake(channel, ahead, arenas, capacity):
+        if not arenas[number].may_begin(capacity, time.monotonic()):
             channel.send(NOT_BEGUN)
             continue
-        channel.send(instance.answer(bytes(view[1:count])))
-        if instance.broken:
+        channel.send(instances[number].answer(packet, unread))
+        if instances[number].broken:
             return
+
+
+def _ready(channel: socket.socket, said: dict[str, Any], arenas: list[Arena]) -> socket.socket | None:
+    """Send the server the arenas, and an end of a second channel if there are two; return the other end."""
+    fds = [arena.fd for arena in arenas]
+    if len(arenas) < 2:
+        socket.send_fds(channel, [json.dumps(said).encode()], fds)
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        socket.send_fds(channel, [json.dumps(said).encode()], [*fds, theirs.fileno()])
+    return ours
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:
@@ -177,8 +187,8 @@ class _Instance:
                 logger.warning("inputs are copied to the GPU more slowly: %s", error)
         return lambda: None
 
-    def answer(self, packet: bytes) -> bytes:
-        """Compute one batch."""
+    def answer(self, packet: bytes, unread: Mapping[int, str] = MappingProxyType({})) -> bytes:
+        """Compute one batch. `unread`: requests whose inputs could not be read -> why; the server refuses them."""
         started = time.perf_counter()
         parts, views = self._asked.get(packet) or self._read(packet)
         inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
@@ -187,13 +197,14 @@ class _Instance:
             errors |= self._nans(inputs, outputs, parts)
         room = None if outputs is None else self._placed(outputs)
         seconds = time.perf_counter() - started
-        if room is not None and not errors:
+        if room is not None and not (errors or unread):
             return SECONDS.pack(seconds) + room.said
-        return SECONDS.pack(seconds) + self._words([] if room is None else room.placed, errors)
+        return SECONDS.pack(seconds) + self._words([] if room is None else room.placed, errors, unread)
 
-    def _words(self, placed: list[tuple[int, str, list[int]]], errors: dict[int, str]) -> bytes:
+    def _words(self, placed: list[tuple[int, str, list[int]]], errors: Mapping[int, str], unread: Mapping[int, str]) -> bytes:
         """An answer, without the time that its batch took."""
-        return json.dumps({"outputs": placed, "errors": errors, "bytes": self._arena.size}).encode()
+        said = {"outputs": placed, "errors": dict(errors), "unread": dict(unread), "bytes": self._arena.size}
+        return json.dumps(said).encode()
 
     def _read(self, packet: bytes) -> _Asked:
         """Parse a packet that has not come before."""
@@ -296,4 +307,4 @@ class _Instance:
             tensors.append(self._view(at, name, shape))
             placed.append((at, name, shape))
             at += aligned(x.numel() * x.element_size())
-        return _Room(tensors, placed, self._words(placed, {}))
+        return _Room(tensors, placed, self._words(placed, {}, {}))

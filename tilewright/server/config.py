@@ -51,7 +51,8 @@ class ServerConfig:
     fronts: int | None = option(
         None,
         "number of front processes that handle HTTP while the engine runs in a separate process; 0: one process does both; "
-        "default: 1 for a language model alone on one device, if this machine has 2 cores or more; otherwise 0",
+        "default: 1 for a language model alone on one device, if this machine has 2 cores or more; otherwise 0; for ordinary "
+        "models, fronts read and write the HTTP of small inference requests",
     )
     drain_timeout_s: float = option(60.0, "seconds to let running requests finish after SIGTERM or Ctrl-C")
     cors_origins: tuple[str, ...] | None = option(
@@ -141,8 +142,8 @@ class ServerConfig:
                 f"shared_memory is for clients of this machine, and host is {self.host!r}, which others reach as well; "
                 "listen on 127.0.0.1, or leave it out"
             )
-        if self.shared_memory and (self.ray or self.replicas > 1 or self.fronts):
-            raise ValueError("shared_memory is for a server in one process; leave out --ray, --replicas and --fronts")
+        if self.shared_memory and (self.ray or self.replicas > 1):
+            raise ValueError("shared_memory is for a server on its own; leave out --ray and --replicas")
         if self.replicas > 1 and self.fronts:
             raise ValueError(
                 f"replicas is {self.replicas} and fronts {self.fronts}; wanted one of them: replicas have one front each"

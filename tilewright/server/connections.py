@@ -59,6 +59,12 @@ class Connections:
         """Lowered by `run_server` to what the process may open."""
         self._lowered: int | None = None
         self.open: set[Connection] = set()
+        self.elsewhere = 0
+        """Connections that other processes serve."""
+        self.away: Callable[[Connection, bytes], bool] | None = None
+        """Gives a connection to another process, with the bytes that came; returns whether it did."""
+        self.make: Callable[[], asyncio.Protocol] | None = None
+        """Makes a connection of this server."""
         self.ended: Counter[str] = Counter()
         """Reason -> connections that the server ended for it."""
         self.shortcuts: list[Shortcut] = []
@@ -80,7 +86,7 @@ class Connections:
 
     def make_room(self, newest: "Connection") -> bool:
         """Whether `newest` may stay; closes the longest idle connection where there are too many."""
-        if len(self.open) <= self.limit:
+        if len(self.open) + self.elsewhere <= self.limit:
             return True
         oldest = next((one for one in self._idle if one is not newest), None)
         if oldest is not None:
@@ -90,6 +96,7 @@ class Connections:
     def end(self, connection: "Connection", reason: str) -> None:
         """Cut a connection and count why."""
         self.ended[reason] += 1
+        connection.ended_for = reason
         self._idle.pop(connection, None)
         connection.abort()
 
@@ -204,6 +211,8 @@ class Connection(Shortened):
     def data_received(self, data: bytes) -> None:
         """Bytes of the client."""
         if self.lingering:
+            return
+        if self._pool.away is not None and not self.stays and self._rests and self._pool.away(self, data):
             return
         if self._takes(self._pool.shortcuts, data):
             return

@@ -23,6 +23,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from tilewright.host.loading import Lines
 from tilewright.server.app import Server
@@ -32,7 +33,7 @@ from tilewright.server.files import connections_allowed
 from tilewright.server.logs import Log
 from tilewright.server.memory import settle
 
-__all__ = ["HttpServer", "bind", "run_server", "url_of"]
+__all__ = ["FLUSH_TIMEOUT_S", "HttpServer", "bind", "run_server", "url_of", "uvicorn_config"]
 
 BACKLOG = 2048
 """Connections that the kernel holds until they are accepted."""
@@ -89,9 +90,8 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, connection: Callable[..., Connection]) -> uvicorn.Config:
     """How uvicorn serves an app of ours: HTTP/1.1 through `Connection`, nothing else."""
-    connection = functools.partial(Connection, pool=app.state.server.connections)
     return uvicorn.Config(
         app,
         http=connection,  # pyright: ignore[reportArgumentType]  # called like the class
@@ -138,7 +138,7 @@ class HttpServer(uvicorn.Server):
     """uvicorn for an app of ours, on a bound socket: `run()` serves until `should_exit` is set."""
 
     def __init__(self, app: FastAPI, listener: socket.socket):
-        super().__init__(_config(app))
+        super().__init__(uvicorn_config(app, functools.partial(Connection, pool=app.state.server.connections)))
         self._server: Server = app.state.server
         self._listener = listener
 
@@ -151,6 +151,8 @@ class HttpServer(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(self._server.connections.on_loop_error)
         await super().startup(sockets)
         if self.started:
+            about = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+            self._server.connections.make = functools.partial(self.config.http_protocol_class, **about)
             self._listener.listen(BACKLOG)
 
 

@@ -7,6 +7,7 @@ sent at once: a turn of the event loop is time that a lone client waits for.
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -149,6 +150,21 @@ class Shortened(H11Protocol):
         self._short: Callable[[], object] | None = None
         """What gives up the shortcut's request that is being answered."""
         self._ends = False  # once the shortcut has answered
+        self.plain, self.stays = 0, False
+        """Plain requests so far, and whether another process gave it back; for `Connections.away`."""
+        self.ended_for: str | None = None
+        """The reason for which the server cut it."""
+
+    @property
+    def socket(self) -> socket.socket:
+        """The socket."""
+        return self._real.get_extra_info("socket")
+
+    @property
+    def _rests(self) -> bool:
+        """Whether no request is under way, nothing of one has come, and all answers have been sent."""
+        busy = self._short is not None or (self.cycle is not None and not self.cycle.response_complete)
+        return not (busy or self._held or self.conn.their_state is not h11.IDLE or self._real.get_write_buffer_size())
 
     def _takes(self, shortcuts: Sequence[Shortcut], data: bytes) -> bool:
         """Whether a shortcut has these bytes, or keeps them until more are there."""

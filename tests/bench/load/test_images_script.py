@@ -21,6 +21,21 @@ WORDS = ("--device", "cpu", "--model", "small_net:build", "--size", "16", "--siz
 
 
 @pytest.mark.long
+def test_the_server_alone_with_fronts(tmp_path: Path) -> None:
+    words = ["--device", "cpu", "--model", "first", "--size", "16", "--sizes", "8", "--cases", "1:8:2,2:4:1:bytes"]
+    words += ["--fronts", "1", "--seconds", "4", "--total", "200", "--offline-seconds", "0", "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts" / "measure_images.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr + (tmp_path / "server.log").read_text()
+    found = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    served = [one for one in found if one["what"] == "served"]
+    assert [(one["rows"], one["tensors"]) for one in served] == [(1, "shared memory"), (2, "binary")], found
+    for one in served:
+        assert {"server", "fronts", "model", "clients"} <= set(one["middle"]["cpu"])
+        assert not one["failed"]
+
+
+@pytest.mark.long
 def test_a_small_network(tmp_path: Path) -> None:
     (tmp_path / "small_net.py").write_text(NETWORK)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
@@ -38,5 +53,6 @@ def test_a_small_network(tmp_path: Path) -> None:
         (1, 64, "shared memory"),
     ]
     assert all(one["rows_per_s"] > 0 and one["p50_ms"] > 0 and not one["failed"] for one in served), served
+    assert all(one["middle"]["cpu"]["server"]["us_per_row"] > 0 for one in served), served
     assert [(one["rows"], one["tensors_in"]) for one in found[-2:]] == [(4, "device"), (4, "host")]
     assert all(one["rows_per_s"] > 0 for one in found[-2:])

@@ -1,9 +1,10 @@
 """Random requests to a server of models, beside a client that must not feel them.
 
-`python -m tests.server.v2.fuzz --count 20000 --seed 0`. Requests are right ones that were changed: JSON, bytes, heads,
-what is cut off, and how it is sent; some have tensors in shared memory, whose file grows and shrinks meanwhile. Every answer is
-HTTP; below 500, but where the model itself raises; errors are one sentence. The victim's answers stay right, none of its
-requests fails, and in the end nothing is left in the queue.
+`python -m tests.server.v2.fuzz --count 20000 --seed 0 --fronts 0`. Requests are right ones that were changed: JSON, bytes,
+heads, what is cut off, and how it is sent; some have tensors in shared memory, whose file grows and shrinks meanwhile. With
+fronts, each is sent over a connection that a front has. Every answer is HTTP; below 500, but where the model itself raises;
+errors are one sentence. The victim's answers stay right, none of its requests fails, and in the end nothing is left in the
+queue.
 """
 
 import argparse
@@ -20,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.awake import until
 from tests.server.v2.running import Server, serving
 from tilewright.host.config import ModelConfig
+from tilewright.server.v2.fronts import MOVES_AFTER
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 4, 64, 65, 1 << 31, 1 << 62, 1 << 64, -(1 << 63), 1.5, 1e400, float("nan"), "", "x", "y"),
@@ -62,6 +65,8 @@ KEYS = (
     "offset",
     "byte_size",
 )
+BODY = json.dumps({"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}).encode()
+PLAIN = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
 HEADS = (
     *(b"Content-Length: 5", b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Content-Encoding: gzip", b"X: \xff"),
     *(b"Inference-Header-Content-Length: 7", b"Inference-Header-Content-Length: -7", b"Origin: http://evil.example", b": x"),
@@ -125,10 +130,18 @@ def request(rng: random.Random) -> tuple[bytes, bool]:
     return bytes(raw), whole and not any(line in lines for line in WAITS)
 
 
-def send(port: int, raw: bytes, whole: bool, rng: random.Random, found: Found) -> None:
-    """Send a request in pieces, and judge the answer."""
+def send(port: int, raw: bytes, whole: bool, rng: random.Random, found: Found, before: int = 0) -> None:
+    """Send a request in pieces, and judge the answer; `before`: right ones that are sent first."""
     answer = b""
-    with socket.create_connection(("127.0.0.1", port), 20 if whole else 0.05) as one:
+    with socket.create_connection(("127.0.0.1", port), 20) as one:
+        for _ in range(before):
+            one.sendall(PLAIN)
+            while not _complete(answer):
+                answer += one.recv(1 << 16)
+            if not answer.startswith(b"HTTP/1.1 200"):
+                found.wrong.append(f"the request before it got {answer!r}")
+            answer = b""
+        one.settimeout(20 if whole else 0.05)
         cuts = sorted(rng.randrange(len(raw) + 1) for _ in range(rng.choice((0, 0, 1, 3))))
         try:
             for a, b in zip((0, *cuts), (*cuts, len(raw)), strict=True):
@@ -169,11 +182,12 @@ def victim(server: Server, found: Found, ends: threading.Event) -> int:
     return asked
 
 
-def run(count: int, seed: int) -> Found:
-    """Send so many requests."""
+def run(count: int, seed: int, fronts: int = 0) -> Found:
+    """Send so many requests, to a server with so many fronts."""
     found, ends, rng = Found(), threading.Event(), random.Random(seed)
     FILE.write_bytes(bytes(64))
-    with serving({"m": ModelConfig(source="a:b")}, max_body_bytes=1 << 16, shared_memory=True) as server:
+    with serving({"m": ModelConfig(source="a:b")}, max_body_bytes=1 << 16, shared_memory=True, fronts=fronts) as server:
+        until(lambda: sum(link.ready for link in server.state.fronts._links) == fronts if fronts else True, 30)
         beside = threading.Thread(target=victim, args=(server, found, ends))
         beside.start()
         for _ in range(count):
@@ -181,7 +195,7 @@ def run(count: int, seed: int) -> Found:
                 break
             if rng.random() < 0.2:
                 os.truncate(FILE, rng.choice((0, 15, 16, 63, 64, 64, 64, 1 << 40)))
-            send(server.port, *request(rng), rng, found)
+            send(server.port, *request(rng), rng, found, before=MOVES_AFTER + 1 if fronts else 0)
         ends.set()
         beside.join()
         end_s = time.monotonic() + 10
@@ -197,7 +211,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fronts", type=int, default=0)
     asked = parser.parse_args()
-    seen = run(asked.count, asked.seed)
+    seen = run(asked.count, asked.seed, asked.fronts)
     print(*seen.wrong, dict(sorted(seen.statuses.items())), sep="\n")
     raise SystemExit(bool(seen.wrong))

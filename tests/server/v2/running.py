@@ -36,6 +36,8 @@ class Server:
     rpc_port: int
     host: Host
     makes: Makes
+    state: Any
+    """Of its app."""
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
         """(status, headers, body) of one request on a connection of its own."""
@@ -82,7 +84,7 @@ def serving(
             assert app.state.server.failure is None
             time.sleep(0.001)
         rpc = app.state.server.rpc
-        yield Server(listener.getsockname()[1], 0 if rpc is None else rpc.port, host, makes)
+        yield Server(listener.getsockname()[1], 0 if rpc is None else rpc.port, host, makes, app.state)
     finally:
         server.should_exit = True
         thread.join(20)

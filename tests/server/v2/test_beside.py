@@ -123,6 +123,11 @@ def test_a_grpc_port_in_use_ends_the_server_with_a_sentence() -> None:
         (["m:build", "--max-batch", "0"], "max_batch is 0, wanted 1 to 65536"),
         (["m:build", "--grpc-port", "99999"], "grpc_port is 99999, wanted 0 to 65535"),
         (["a b=m:build", "--model", "x"], "the model"),
+        (
+            ["bookworm", "--model", "m:build", "--fronts", "2"],
+            "--fronts is for a language model alone or for ordinary models alone",
+        ),
+        (["m:build", "--fronts", "2", "--traces", "http://127.0.0.1:4318"], "the fronts of ordinary models make no traces"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], words: str) -> None:

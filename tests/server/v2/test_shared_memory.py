@@ -380,7 +380,7 @@ def test_off_by_default() -> None:
         assert (status, b"system_shared_memory" in body) == (200, False)
 
 
-@pytest.mark.parametrize("fields", [{"host": "0.0.0.0"}, {"ray": True}, {"replicas": 2}, {"fronts": 1}], ids=repr)
+@pytest.mark.parametrize("fields", [{"host": "0.0.0.0"}, {"ray": True}, {"replicas": 2}], ids=repr)
 def test_servers_that_cannot_have_it(fields: dict[str, Any]) -> None:
     config = ServerConfig(**{"host": "127.0.0.1", **fields})
     with pytest.raises(ValueError, match="shared_memory is for"):

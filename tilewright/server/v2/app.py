@@ -30,6 +30,8 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connections
 from tilewright.server.gate import Gate, install_gates
 from tilewright.server.metrics import CONTENT_TYPE, HttpCounts
+from tilewright.server.v2.fronts import Fronts
+from tilewright.server.v2.heading import MAX_BODY_BYTES, Heads
 from tilewright.server.v2.http import Inference
 from tilewright.server.v2.metrics import HostMetrics
 from tilewright.server.v2.quick import Quick
@@ -69,6 +71,12 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
                 logger.error("%s", error)
                 server.failure = error
             app.state.loaded = loaded = asyncio.ensure_future(_load(host, server))
+            fronts = app.state.fronts = None
+            if config.fronts:
+                heads = Heads(gate, counts, MAX_BODY_BYTES)
+                fronts = Fronts(host, config, server.connections, heads, counts, inference.draining, regions)
+                fronts.start()
+                app.state.fronts = fronts
             try:
                 yield
             finally:
@@ -76,6 +84,8 @@ def attach(app: FastAPI, host: Host, config: ServerConfig) -> None:
                 await asyncio.wait({loaded})
                 if server.rpc is not None:
                     await server.rpc.stop()
+                if fronts is not None:
+                    await fronts.close()
                 await host.close()
                 if regions is not None:
                     regions.unregister()
@@ -132,7 +142,7 @@ class ModelServer:
     def __init__(self, host: Host, config: ServerConfig):
         self.host, self.config = host, config
         self.connections = Connections(config)
-        self.counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
+        self.counts = HttpCounts(lambda: len(self.connections.open) + self.connections.elsewhere, self.connections.ended)
         self.draining = False
         self.loading: Callable[[], Loading | None] = lambda: host.loading
         """What is being loaded before the server is ready."""

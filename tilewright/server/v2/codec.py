@@ -154,7 +154,12 @@ _HEADS = dict[tuple[Any, ...], bytes]()
 
 def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> InferRequest | None:
     """A request whose JSON has been read before: clients send the same one with other numbers, over and over."""
-    known = _KNOWN.get(bytes(whole[:json_bytes])) if json_bytes <= MAX_KNOWN_BYTES else None
+    if json_bytes > MAX_KNOWN_BYTES:
+        return None
+    said = bytes(whole[:json_bytes])
+    if regions is not None and json_bytes == len(whole) and (kept := regions.kept.get(said)) is not None:
+        return kept
+    known = _KNOWN.get(said)
     if known is None or known.bytes != len(whole) - json_bytes:
         return None  # sizes that do not add up are said on the usual way
     at, inputs, request = json_bytes, dict[str, Wire](), known.request
@@ -165,7 +170,10 @@ def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> Infer
             inputs[name] = Wire(datatype, shape, whole[at : at + size])
             at += size
     places = {name: part_of(regions, place) for name, place in known.places.items()}
-    return InferRequest(inputs, request.outputs, places, request.binary, request.ask, request.id)
+    made = InferRequest(inputs, request.outputs, places, request.binary, request.ask, request.id)
+    if regions is not None and not known.bytes:  # all inputs are in regions
+        regions.keep(said, made)
+    return made
 
 
 def _parameters(of: Mapping[str, Any], whose: str) -> Mapping[str, Any]:

@@ -1,0 +1,175 @@
+"""How batches reach a model's process: it receives their packets, and reads inputs that are in clients' shared memory.
+
+| packet                             | meaning                                                                             |
+|------------------------------------|-------------------------------------------------------------------------------------|
+| SHARED, {"number", "name"}         | a region of shared memory; its file comes with the packet                           |
+| FORGET, number                     | close this region's file                                                            |
+| READS, table                       | bytes to read for the next batch: rows of five numbers, which `packed` writes       |
+| arena, bytes of table, table, JSON | a batch (worker.py), with the last or only part of its table                        |
+
+A process with two arenas has two channels. Over the second one come regions, and batches that are sent ahead: a thread receives
+and reads them while the model computes. A batch for a model that has nothing to do comes over the first one and is not passed
+from thread to thread. A batch that may not begin any more is not read.
+"""
+
+import json
+import logging
+import os
+import resource
+import select
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+
+from tilewright.host.arena import Arena
+from tilewright.host.regions import Part, Read, Region, read_large
+
+__all__ = ["FORGET", "MAX_PACKET", "SHARED", "Intake", "ToRead", "packed", "packets"]
+
+MAX_PACKET = 1 << 17
+"""Most bytes of a message."""
+MAX_TABLE = 32 << 10
+"""Most bytes of a table; a longer one is divided."""
+SHARED, FORGET, READS = b"S", b"F", b"R"
+BATCH = struct.Struct("<BI")
+FIELDS = 5
+"""(request, region, byte of its file, bytes, byte of the arena) of a read."""
+
+ToRead = tuple[int, Part, int]
+"""(request, what to read, the byte of the arena where it goes)."""
+Arrived = tuple[int, bytes, dict[int, str]]
+"""(arena of a batch, its JSON, requests that could not be read -> why)."""
+
+logger = logging.getLogger(__name__)
+
+
+def packed(reads: Sequence[ToRead]) -> Iterator[bytes]:
+    """Tables of reads, each at most `MAX_TABLE` bytes long."""
+    numbers = array("q")
+    for request, part, at in reads:
+        numbers.extend((request, part.region.number, part.at, len(part), at))
+    table = numbers.tobytes()
+    most = MAX_TABLE - MAX_TABLE % (FIELDS * numbers.itemsize)
+    yield from (table[begin : begin + most] for begin in range(0, len(table), most))
+
+
+def packets(arena: int, words: bytes, reads: Sequence[ToRead]) -> list[bytes]:
+    """The packets of a batch: its JSON, and what is to be read for it."""
+    *tables, last = list(packed(reads)) if reads else [b""]
+    return [*(READS + table for table in tables), BATCH.pack(arena, len(last)) + last + words]
+
+
+class Intake:
+    """The batches of a process, in their order, each with its inputs read; it ends when the server closes the channel.
+
+    Args:
+        channel: to the server.
+        ahead: the second channel of a process with two arenas.
+        arenas: memory of batches.
+        capacity: byte of an arena where the time stands until which its batch may begin.
+    """
+
+    def __init__(self, channel: socket.socket, ahead: socket.socket | None, arenas: Sequence[Arena], capacity: int):
+        self._channel, self._ahead, self._arenas, self._capacity = channel, ahead, arenas, capacity
+        self._regions = dict[int, Region | None]()
+        """By number; None: there was no room for another open file."""
+        self._shared = threading.Condition()
+        """Notified when a region is there."""
+        _allow_files()
+
+    def __iter__(self) -> Iterator[Arrived]:
+        direct = self._arriving(self._channel)
+        if self._ahead is None:
+            yield from direct
+            return
+        arrived, wake = SimpleQueue[Arrived | None](), os.eventfd(0, os.EFD_SEMAPHORE)
+        threading.Thread(target=self._receive, args=(self._ahead, arrived, wake), name="tilewright-intake", daemon=True).start()
+        poll = select.poll()
+        for source in (self._channel.fileno(), wake):
+            poll.register(source, select.POLLIN)
+        while True:
+            ready = [source for source, _ in poll.poll()]
+            if self._channel.fileno() in ready:  # older than what was sent ahead, because it is not sent behind a batch
+                batch = next(direct, None)
+            else:
+                os.eventfd_read(wake)
+                batch = arrived.get()
+            if batch is None:
+                return
+            yield batch
+
+    def _receive(self, ahead: socket.socket, arrived: "SimpleQueue[Arrived | None]", wake: int) -> None:
+        """Receive batches over the second channel."""
+        try:
+            for batch in self._arriving(ahead):
+                arrived.put(batch)
+                os.eventfd_write(wake, 1)
+        finally:
+            arrived.put(None)
+            os.eventfd_write(wake, 1)
+
+    def _arriving(self, channel: socket.socket) -> Iterator[Arrived]:
+        buffer = bytearray(MAX_PACKET)  # read into: as `recv` it would be mapped and unmapped for each packet
+        view, reads, room = memoryview(buffer), array("q"), socket.CMSG_SPACE(array("i", [0]).itemsize)
+        while True:
+            count, ancillary, _, _ = channel.recvmsg_into([buffer], room)
+            if not count:
+                return
+            kind = bytes(view[:1])
+            if kind == READS:
+                reads.frombytes(view[1:count])
+            elif kind == SHARED:
+                self._share(json.loads(bytes(view[1:count])), ancillary)
+            elif kind == FORGET:
+                self._regions.pop(int(bytes(view[1:count])), None)
+            else:
+                number, size = BATCH.unpack_from(buffer)
+                begin = BATCH.size + size
+                reads.frombytes(view[BATCH.size : begin])
+                yield number, bytes(view[begin:count]), self._read(self._arenas[number], reads) if reads else {}
+                reads = array("q")
+
+    def _share(self, said: dict[str, object], ancillary: list[tuple[int, int, bytes]]) -> None:
+        """Keep a region's file. It is missing if this process has too many open files."""
+        number, name = said["number"], said["name"]
+        assert isinstance(number, int)
+        fds = array("i", ancillary[0][2]) if ancillary else array("i")
+        with self._shared:
+            self._regions[number] = Region(str(name), "", 0, 0, fds[0]) if fds else None
+            self._shared.notify_all()
+
+    def _region(self, number: int) -> Region | None:
+        """A region, whose file may still be on its way over the other channel."""
+        if number not in self._regions:
+            with self._shared:
+                self._shared.wait_for(lambda: number in self._regions)
+        return self._regions[number]
+
+    def _read(self, arena: Arena, table: "array[int]") -> dict[int, str]:
+        """Read a batch's inputs; return request -> why it could not be read."""
+        if not arena.may_begin(self._capacity, time.monotonic()):
+            return {}
+        view, reads, unread = arena.view, list[Read](), dict[int, str]()
+        for i in range(0, len(table), FIELDS):
+            request, number, begin, size, at = table[i : i + FIELDS]
+            region, into = self._region(number), view[at : at + size]
+            if region is None:
+                into[:] = bytes(size)
+                unread[request] = "its shared memory region cannot be read: the model's process has too many open files"
+            else:
+                reads.append(Read(request, Part(region, begin, size), into))
+        return read_large(reads) | unread
+
+
+def _allow_files() -> None:
+    """Let this process open as many files as it may: each region is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            logger.warning("at most %d files can be open in the process %d: %s", soft, os.getpid(), error)

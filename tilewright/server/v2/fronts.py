@@ -1,0 +1,315 @@
+"""Processes that speak HTTP for a server of ordinary models, so that one core does not limit how many requests it answers.
+
+The server accepts every connection. One that sends several plain inference requests (heading.py) goes to the front that has
+the fewest connections. The front (front.py) reads its requests and passes their bodies on; the server computes the answers,
+and the front writes them. What a front does not understand comes back, the connection with it, which then stays.
+
+So everything but the reading and writing of HTTP is in one process, with and without fronts: models, batches, regions of shared
+memory, statistics. A front that ends takes its connections with it, and is started again.
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tilewright.host.errors import Unavailable
+from tilewright.host.host import Host
+from tilewright.host.regions import Regions
+from tilewright.server.config import ServerConfig
+from tilewright.server.connections import Connection, Connections
+from tilewright.server.metrics import HttpCounts
+from tilewright.server.v2.heading import Head, Heads, Request
+from tilewright.server.v2.quick import Pending, begin
+from tilewright.server.v2.relay import ASK, CANCEL, CLOSED, END, MAX_MOVED_BYTES, READY, Arrivals, Frames, frame, move
+
+__all__ = ["Fronts"]
+
+MOVES_AFTER = 3
+"""Plain requests of a connection that the server answers itself: one that lives shortly is not worth moving."""
+MAX_KEYS = 1024
+"""Heads that are remembered."""
+AGAIN_S = 1.0
+"""Pause before a front that ended is started again."""
+END_S = 12.0
+"""Time for fronts to write their last answers, before they are killed."""
+
+JSON = b"content-type: application/json\r\n"
+FAILED = json.dumps({"error": "the server failed on this request; its log has the traceback"}).encode()
+
+logger = logging.getLogger(__name__)
+
+
+class Fronts:
+    """The fronts of one server.
+
+    Args:
+        host: the models.
+        config: of the server; `fronts` is their number.
+        connections: those of this process.
+        heads: finds plain requests.
+        counts: of requests.
+        draining: whether new requests are refused.
+        regions: clients' memory; None: there is none.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        config: ServerConfig,
+        connections: Connections,
+        heads: Heads,
+        counts: HttpCounts,
+        draining: Callable[[], bool],
+        regions: Regions | None,
+    ):
+        self.host, self.counts, self.draining, self.regions = host, counts, draining, regions
+        self.connections = connections
+        self._config, self._heads = config, heads
+        self._links = set[_Link]()
+        self._loop = asyncio.get_running_loop()
+        self._tasks = set[asyncio.Task[None]]()
+        self._closing = False
+
+    def start(self) -> None:
+        """Start all of them; until they are ready, the server does everything itself."""
+        for _ in range(self._config.fronts or 0):
+            self._start_one()
+        self.connections.away = self.take
+
+    def _start_one(self) -> None:
+        if not self._closing:
+            self.do(self._started())
+
+    def do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something done beside."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _started(self) -> None:
+        stream, their_stream = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        moves, their_moves = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        theirs = their_stream.fileno(), their_moves.fileno()
+        command = [sys.executable, "-m", "tilewright.server.v2.front", *map(str, theirs)]
+        # A separate session, so that Ctrl-C on the terminal reaches only the server, which lets running requests finish.
+        process = subprocess.Popen(command, pass_fds=theirs, stdin=subprocess.DEVNULL, start_new_session=True)
+        their_stream.close()
+        their_moves.close()
+        moves.send(json.dumps(dataclasses.asdict(self._config)).encode())
+        moves.setblocking(False)
+        link = _Link(self, process, moves)
+        self._links.add(link)
+        await self._loop.create_unix_connection(lambda: link, sock=stream)
+
+    def take(self, connection: Connection, data: bytes) -> bool:
+        """Give a connection to a front, if its next request, which the data begins with, is a plain one."""
+        if self.draining() or len(data) > MAX_MOVED_BYTES or not isinstance(self._heads.find(data), Request):
+            return False
+        connection.plain += 1
+        ready = [link for link in self._links if link.ready]
+        if connection.plain <= MOVES_AFTER or not ready:
+            return False
+        return min(ready, key=lambda link: link.connections).give(connection, data)
+
+    def lost(self, link: "_Link") -> None:
+        """A front has ended."""
+        self._links.discard(link)
+        self.connections.elsewhere -= link.connections
+        if not self._closing:
+            logger.error("a front process ended; another is started")
+            self._loop.call_later(AGAIN_S, self._start_one)
+
+    async def returned(self, connection: socket.socket, data: bytes) -> None:
+        """Go on with a connection that a front gives back."""
+        make = self.connections.make
+        assert make is not None
+        try:
+            _, protocol = await self._loop.connect_accepted_socket(make, connection)
+        except OSError:
+            return
+        assert isinstance(protocol, Connection)
+        protocol.stays = True
+        protocol.data_received(data)
+
+    async def close(self) -> None:
+        """End the fronts, once they have written what is answered."""
+        self._closing, self.connections.away = True, None
+        for task in self._tasks:
+            task.cancel()
+        end_s, links = time.monotonic() + END_S, list(self._links)
+        for link in links:
+            link.end()
+        for link in links:
+            try:
+                await asyncio.to_thread(link.process.wait, max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                link.process.kill()
+                link.process.wait()
+
+
+class _Link(Frames):
+    """A front, as the server sees it."""
+
+    def __init__(self, fronts: Fronts, process: "subprocess.Popen[bytes]", moves: socket.socket):
+        super().__init__()
+        self.process, self.connections, self.ready = process, 0, False
+        self._fronts, self._moves, self._arrivals = fronts, moves, Arrivals(moves)
+        self._loop = asyncio.get_running_loop()
+        self._open = dict[int, Callable[[], object]]()
+        """What gives up the requests that are not answered."""
+        self._keys = dict[bytes, tuple[Head, str]]()
+        """Heads, and what their paths are counted as."""
+        self._made = list[_Passed]()
+        """Requests whose answers can be made."""
+        self._stream: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The stream is there."""
+        assert isinstance(transport, asyncio.Transport)
+        self._stream = transport
+        self._loop.add_reader(self._moves.fileno(), self._returned)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The front has ended."""
+        self.ready = False
+        self._loop.remove_reader(self._moves.fileno())
+        self._moves.close()
+        for give_up in self._open.values():
+            give_up()
+        self._open.clear()
+        self._fronts.lost(self)
+        self._loop.run_in_executor(None, self.process.wait)
+
+    def data_received(self, data: bytes) -> None:
+        """Messages of the front."""
+        for kind, number, text, body in self.messages(data):
+            if kind == ASK:
+                self._ask(number, text, body)
+            elif kind == CANCEL:
+                if (give_up := self._open.pop(number, None)) is not None:
+                    give_up()
+            elif kind == CLOSED:
+                self._left()
+                if text:
+                    self._fronts.connections.ended[text.decode()] += 1
+            elif kind == READY:
+                self.ready = True
+
+    def _left(self) -> None:
+        self.connections -= 1
+        self._fronts.connections.elsewhere -= 1
+
+    # ---- connections
+
+    def give(self, connection: Connection, data: bytes) -> bool:
+        """Give the front a connection, and the bytes that came; return whether it has it."""
+        try:
+            move(self._moves, connection.socket, data)
+        except OSError:  # the front is busy, or has ended
+            return False
+        self.connections += 1
+        self._fronts.connections.elsewhere += 1
+        connection.abort()  # the front has its own descriptor
+        return True
+
+    def _returned(self) -> None:
+        try:
+            arrived = self._arrivals.next()
+        except BlockingIOError:
+            return
+        except (OSError, EOFError):  # the end of the stream is noticed, too
+            self._loop.remove_reader(self._moves.fileno())
+            return
+        if arrived is not None:
+            self._left()
+            self._fronts.do(self._fronts.returned(*arrived))
+
+    # ---- requests
+
+    def _ask(self, number: int, key: bytes, body: bytes) -> None:
+        known = self._keys.get(key)
+        if known is None:
+            if len(self._keys) >= MAX_KEYS:
+                self._keys.clear()
+            head = _head_of(key)
+            known = self._keys[key] = head, self._fronts.counts.route(head.path)
+        head, route = known
+        one, self._open[number] = _Passed(self, number, route), _nothing
+        if self._fronts.draining():
+            one.deliver(Unavailable("the server is shutting down and takes no new requests"))
+            return
+        give_up = begin(self._fronts.host, self._fronts.regions, head, body, one)
+        if number in self._open:
+            self._open[number] = give_up
+
+    def answered(self, one: "_Passed", *, alone: bool) -> None:
+        """The answer of a request can be made. Those of one turn of the event loop are sent together."""
+        if self._open.pop(one.number, None) is None:
+            return  # nobody waits for it any more
+        self._made.append(one)
+        if len(self._made) > 1:
+            return
+        if alone:
+            self._send()
+        else:
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        made, sent, counts = self._made, list[bytes](), self._fronts.counts
+        self._made = []
+        try:
+            for one in made:
+                try:
+                    sent.append(one.frame(counts))
+                except BaseException:
+                    sent.append(frame(500, one.number, JSON, FAILED))
+                    raise  # to the event loop, which logs it
+        finally:
+            # What one request ran into is its own: the others are answered.
+            if len(sent) < len(made):
+                self._made = made[len(sent) :] + self._made
+                self._loop.call_soon(self._send)
+            assert self._stream is not None
+            self._stream.write(b"".join(sent))
+
+    def end(self) -> None:
+        """Have the front close its connections, and end."""
+        if self._stream is None:
+            self.process.kill()
+        else:
+            self._stream.write(frame(END))
+
+
+class _Passed(Pending):
+    """A request that a front has passed on."""
+
+    def __init__(self, link: _Link, number: int, route: str):
+        super().__init__()
+        self._link, self.number, self._route = link, number, route
+
+    def ready(self, *, alone: bool) -> None:
+        self._link.answered(self, alone=alone)
+
+    def frame(self, counts: HttpCounts) -> bytes:
+        """The message with the answer."""
+        status, headers, body = self.made()
+        counts.requests[self._route, status] += 1
+        return frame(status, self.number, headers, body)
+
+
+def _head_of(key: bytes) -> Head:
+    """The head that a front names by its path and the length of its JSON."""
+    path, _, json_bytes = key.decode().partition("\0")
+    words = path.split("/")  # /v2/models/NAME[/versions/N]/infer
+    return Head(path, words[3], words[5] if len(words) > 5 else None, 0, json_bytes or None, None)
+
+
+def _nothing() -> None:
+    """Gives up nothing."""
