@@ -40,22 +40,9 @@ from tilewright.tune.ranking import Entry
 from tilewright.tune.space import NO_CHOICES, Config, Space
 
 __all__ = [
-    "Args",
-    "Choice",
-    "Example",
-    "Impl",
-    "Inputs",
-    "Op",
-    "Refused",
-    "Scope",
-    "early_launches",
-    "invariant",
-    "launch",
-    "on_card",
-    "prefer",
-    "scope",
-    "strict",
-]
+    "Args", "Choice", "Example", "Impl", "Inputs", "Op", "Refused", "Scope", "early_launches", "invariant",
+    "launch", "on_card", "prefer", "scope", "strict",
+]  # fmt: skip
 
 P = ParamSpec("P")
 Args = tuple[Any, ...]  # the arguments of a call

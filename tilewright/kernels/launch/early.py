@@ -2,7 +2,8 @@
 
 In a decoding step of one sequence all launches are short, and starting them takes a large part of the step. Its norms,
 rotations and products start early. The first thing that they do is `gdc_wait`; products fetch weights before it. The launches
-before them, which are norms, products and attention, say `release` when they start.
+before them, which are norms, products and attention, say `release` when they start. Other launches of norms and attention say
+nothing.
 """
 
 from torch import Tensor

@@ -176,8 +176,8 @@ def _rms_norm_kernel(
     D: tl.constexpr, HEADS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    release()
     if PDL:
+        release()
         gdc_wait()
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]

@@ -18,6 +18,7 @@ from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm9
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
 from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.early import early
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl
 from tilewright.tune.model import Work
@@ -111,7 +112,7 @@ def _launch(
         "G": kv_heads, "GROUP": group, "D": dim, "N": _columns(queries * group), "S": page_size, "QUERIES": queries,
         "HAS_WINDOW": window is not None, "HAS_SINKS": sinks is not None, "BLOCK_R": block_r,
         "AT_ONCE": max(1, min(16, 64 // block_r)), "STAGES": config["STAGES"], "LONGER": config["LONGER"],
-        "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
+        "RELEASES": early(q, tokens), "num_warps": 4, "maxnreg": 256 // config["PER_SM"],
     }  # fmt: skip
     if k_scale is None:
         heights = (min(page_size, _ROWS), min(page_size, config["BOX"]))

@@ -309,15 +309,17 @@ def paged_sm90_kernel(
     batch, tokens, room, window, q_row_stride, table_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
-    LONGER: gl.constexpr,
+    LONGER: gl.constexpr, RELEASES: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4, the consumer's; the producer brings its own warp.
 
     k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows by 64; k_end_desc, v_end_desc: the same, or in
     boxes of fewer rows for the last tiles of sequences. scale: times log2(e). N: a power of two of at least 8 that
     QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
+    RELEASES: whether launches behind it may start early.
     """
-    gdc_launch_dependents()
+    if RELEASES:
+        gdc_launch_dependents()
     dtype: gl.constexpr = k_desc.dtype
     BOXES: gl.constexpr = ROWS // k_desc.block_type.shape[0]
     END_BOXES: gl.constexpr = ROWS // k_end_desc.block_type.shape[0]

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from tilewright.kernels.attention.paged.decode_sm90_kernel import (
     column_maxima,
@@ -241,14 +242,17 @@ def paged_sm90_codes_kernel(
     batch, tokens, room, window, held, q_row_stride, table_row_stride, scale,
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, N: gl.constexpr, S: gl.constexpr, QUERIES: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
-    LONGER: gl.constexpr, FORMAT: gl.constexpr, HEAD_SCALES: gl.constexpr,
+    LONGER: gl.constexpr, FORMAT: gl.constexpr, HEAD_SCALES: gl.constexpr, RELEASES: gl.constexpr,
 ):  # fmt: skip
     """Launch with num_warps=4, the consumer's; the producer brings its own warp.
 
     k_desc: of words of four codes, [P * G * S, D / 4], in boxes of min(S, 64) rows. v_desc: likewise of [P * G * D, S / 4] in
     boxes of D rows by 16 where S is 64 or more, else of [P * G * D * S / 128, 32] in boxes of one page. held: P * G. FORMAT:
-    "int8" or "e4m3". HEAD_SCALES: numbers from the scales of a page's head to the next one's.
+    "int8" or "e4m3". HEAD_SCALES: numbers from the scales of a page's head to the next one's. RELEASES: whether launches
+    behind it may start early.
     """
+    if RELEASES:
+        gdc_launch_dependents()
     BOXES: gl.constexpr = ROWS // k_desc.block_type.shape[0]
     V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
     V_COLS: gl.constexpr = v_desc.block_type.shape[1]

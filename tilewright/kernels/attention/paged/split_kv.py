@@ -26,6 +26,7 @@ from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalis
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.launch.counters import tickets
+from tilewright.kernels.launch.early import early
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl, scope
@@ -170,12 +171,12 @@ def _stream_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, QUERIES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, CODED: tl.constexpr, HEAD_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):  # fmt: skip
-    release()
+    if RELEASES:
+        release()
     ROWS: tl.constexpr = QUERIES * GROUP
-    line, share = _share_of(
-        kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N
-    )  # fmt: skip
+    line, share = _share_of(kv_lens_ptr, cu_q_ptr, batch, room, window, G, QUERIES, HAS_WINDOW, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     queries = rows // GROUP
@@ -252,7 +253,7 @@ def _launch(
         G=kv_heads, GROUP=group, D=dim, S=page_size, QUERIES=rows // group, HAS_WINDOW=window is not None,
         CODED=k_scale is not None, HEAD_SCALES=0 if k_scale is None else k_scale.stride(1), HAS_SINKS=sinks is not None,
         BLOCK_M=max(16, block_r), BLOCK_D=block_d, BLOCK_R=block_r, AT_ONCE=max(1, min(16, 8192 // (block_r * block_d))),
-        **tiles,
+        RELEASES=early(q, tokens), **tiles,
     )  # fmt: skip
     return o
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.activations import activate, activated
 from tilewright.kernels.launch.replay import launch
-from tilewright.kernels.launch.shapes import ceil_div, next_pow2
+from tilewright.kernels.launch.row_space import row_space
+from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.kernels.norm.channel.sums_and_affine import CHANNEL_SPACE
 from tilewright.op import Args, Example, Impl, Inputs, Op
 from tilewright.tune.space import Config
@@ -53,14 +54,16 @@ class _Problem(NamedTuple):
 
     dtype: torch.dtype
     channels: int
-    places: int
-    """Rows, as a power of two, at most 1024."""
     last: bool = True
     """The channels are dense in memory."""
 
 
 def _problem(rows: Tensor, new: Tensor, scale: Tensor, shift: Tensor, activation: str) -> _Problem:
-    return _Problem(rows.dtype, scale.shape[0], min(1024, next_pow2(rows.shape[0])))
+    return _Problem(rows.dtype, scale.shape[0])
+
+
+_BLOCKS = (16, 32, 64, 128, 256)
+SPACE = row_space(CHANNEL_SPACE.default, BLOCK_C=_BLOCKS, BLOCK_S=_BLOCKS, num_warps=(4, 8))
 
 
 def _arguments(
@@ -148,5 +151,5 @@ append_affine_op = Op(
     examples=EXAMPLES,
     make=_arguments,
     mutates=("rows",),
-    impls=(Impl(name="triton", launch=_launch, space=CHANNEL_SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
