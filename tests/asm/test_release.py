@@ -17,10 +17,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from tilewright.asm.compile import CompileFailed, record
+from tilewright.bench.dims import parse_dims
+from tilewright.bench.peers import default_shapes
 from tilewright.hw import env
 from tilewright.hw.device import CARD_OF_ARCH
 from tilewright.kernels.hopper.primitives import hand_out, release, take
-from tilewright.op import Impl, Inputs, Op
+from tilewright.op import Args, Impl, Inputs, Op
 from tilewright.ops import ALL
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the interpreter compiles no kernel")
@@ -117,13 +119,19 @@ def kernels() -> Iterator[Any]:
         yield from (pytest.param(op, impl, id=f"{op.name}-{impl.name}") for impl in of_hopper)
 
 
+def arguments(op: Op) -> Iterator[Args]:
+    yield from (example.make(Inputs()) for example in op.examples)
+    if op.make is not None:
+        shapes = (parse_dims(op, shape.split()) for shape in default_shapes(op.name))
+        yield from (op.make(Inputs("meta"), **shape) for shape in shapes)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("op", "impl"), tuple(kernels()))
 def test_all_hopper_kernels(op: Op, impl: Impl) -> None:
-    """With the first of the op's examples that the implementation takes."""
+    """With the first problem that the implementation takes: of the op's examples, then of its bench."""
     card = CARD_OF_ARCH[90]
-    for example in op.examples:
-        args = example.make(Inputs())
+    for args in arguments(op):
         problem = op.problem(*args)
         if impl.refusal(card, problem) is not None:
             continue
@@ -134,4 +142,4 @@ def test_all_hopper_kernels(op: Op, impl: Impl) -> None:
         found = {binary.kernel: alone(binary.ptx) for binary in binaries}
         assert not any(found.values()), found
         return
-    pytest.skip("no example of the op is for this implementation")
+    pytest.skip("no example of the op and no problem of its bench is for this implementation")

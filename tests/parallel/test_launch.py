@@ -78,6 +78,49 @@ def test_a_rank_that_falls_silent_is_named() -> None:
     first.stop()
 
 
+def test_a_rank_that_dies_before_its_first_check_is_named() -> None:
+    meeting = Store()
+    first = meeting.watch(0)
+    dead = Watch("127.0.0.1", meeting.port, 1, 2, grace_s=600, every_s=600, silent_s=600)  # nothing comes of it for ten minutes
+    assert "rank 1 is gone" in (first.verdict(30) or "")
+    first.stop()
+    dead.stop()
+
+
+@pytest.mark.long
+def test_ranks_that_were_all_stopped_do_not_take_each_other_for_gone() -> None:
+    """Stopped for three times as long as a rank may be silent; the second one goes on a little later than the first."""
+    program = """
+import sys
+from tilewright.parallel.watch import Watch
+watch = Watch("127.0.0.1", int(sys.argv[1]), int(sys.argv[2]), 2, grace_s=600, every_s=0.1, silent_s=1.0)
+for _ in sys.stdin:
+    print(watch.verdict(1.0), flush=True)
+"""
+    meeting = Store()
+    commands = [[sys.executable, "-c", program, str(meeting.port), str(rank)] for rank in range(2)]
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands]
+
+    def verdicts() -> list[str]:
+        for rank in both:
+            print(file=rank.stdin, flush=True)
+        return [rank.stdout.readline() for rank in both if rank.stdout]
+
+    try:
+        assert verdicts() == ["None\n", "None\n"]
+        for rank in reversed(both):
+            rank.send_signal(signal.SIGSTOP)
+            time.sleep(0.3)  # the first one has seen all that the second one wrote
+        time.sleep(3)
+        for rank in both:
+            rank.send_signal(signal.SIGCONT)
+            time.sleep(0.3)
+        assert verdicts() == ["None\n", "None\n"]
+    finally:
+        for rank in both:
+            rank.kill()
+
+
 def test_a_rank_that_fails_says_why_to_the_others() -> None:
     meeting = Store()
     first, second = meeting.watch(0), meeting.watch(1)

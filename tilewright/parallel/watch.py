@@ -2,12 +2,15 @@
 
 A thread of each rank writes a counter to the store every other second and reads those of the others. If a counter stops
 growing, or a rank reports an error, this is the verdict. If the store cannot be reached, the launcher or rank 0 is gone.
+
+The thread counts how often it found a counter unchanged, and not the seconds in between. So ranks that were all stopped
+for a while, as by a scheduler that suspends a job, do not take each other for gone when they continue.
 """
 
+import math
 import os
 import sys
 import threading
-import time
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -22,7 +25,8 @@ class Watch:
         address, port: of the store.
         rank, world: this rank, and the number of ranks.
         grace_s: how long the main thread may take to end by itself after a verdict.
-        every_s, silent_s: how often ranks are checked, and after what silence a rank counts as gone.
+        every_s, silent_s: how often ranks are checked, and after what silence a rank counts as gone. The silence is counted in
+            checks, `silent_s / every_s` of them.
     """
 
     def __init__(
@@ -35,6 +39,8 @@ class Watch:
         self._over, self._known = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a store's client is one connection
         self._words = ""
+        # Before the first wait: the others would never miss a rank that dies before it was heard of.
+        self._store.set(f"alive/{rank}", "0")
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -60,7 +66,7 @@ class Watch:
             return
 
     def _run(self) -> None:
-        counts: dict[int, tuple[str, float]] = {}
+        counts: dict[int, tuple[str, int]] = {}
         beat = 0
         while not self._over.wait(self._every_s):
             beat += 1
@@ -78,19 +84,18 @@ class Watch:
                     os._exit(1)
                 return
 
-    def _look(self, beat: int, counts: dict[int, tuple[str, float]]) -> str:
+    def _look(self, beat: int, counts: dict[int, tuple[str, int]]) -> str:
         """What is wrong, or ""."""
         self._store.set(f"alive/{self._rank}", str(beat))
         if self._store.check(["failed"]):
             return self._store.get("failed").decode(errors="replace")
-        now = time.monotonic()
         for other in range(self._world):
             key = f"alive/{other}"
             if other == self._rank or not self._store.check([key]):
                 continue
             count = self._store.get(key).decode()
-            if counts.get(other, ("", 0.0))[0] != count:
-                counts[other] = (count, now)
-            elif count != "done" and now - counts[other][1] > self._silent_s:
+            last, unchanged = counts.get(other, ("", 0))
+            counts[other] = (count, unchanged + 1 if count == last else 0)
+            if count != "done" and counts[other][1] >= math.ceil(self._silent_s / self._every_s):
                 return f"rank {other} is gone: nothing was heard of it for {self._silent_s:.0f} seconds"
         return ""
