@@ -118,8 +118,9 @@ def on_card(card: Device) -> Any:
 def early_launches() -> Any:
     """`with early_launches():` lets launches for a single row start while the launch before them still runs.
 
-    They wait for it before they read its results, but products fetch weights and biases before that. So the caller promises
-    that nothing launched inside writes weights. The results have the same bits (kernels/launch/early.py).
+    They wait for it before they read its results, but products fetch weights and biases that are parameters before that. So
+    the caller promises that nothing launched inside writes parameters. The results have the same bits
+    (kernels/launch/early.py).
     """
     return _scoped(early=True)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import Parameter
 
 from tilewright.asm.compile import Binary, record, stand_in
 from tilewright.hw import env
@@ -23,8 +24,10 @@ def rows(inputs: Inputs, count: int, *sizes: int) -> tuple[torch.Tensor, ...]:
     return tuple(inputs.randn(count, size, dtype=BF16) for size in sizes)
 
 
-def product(inputs: Inputs, count: int) -> tuple[Any, ...]:
-    return (*rows(inputs, count, 512), inputs.randn(256, 512, dtype=BF16), None, "none", None)
+def product(inputs: Inputs, count: int, computed: str = "") -> tuple[Any, ...]:
+    weight, bias = inputs.randn(256, 512, dtype=BF16), inputs.randn(256, dtype=BF16)
+    kept = (t if name == computed else Parameter(t, requires_grad=False) for name, t in (("weight", weight), ("bias", bias)))
+    return (*rows(inputs, count, 512), *kept, "none", None)
 
 
 def norm(inputs: Inputs, count: int) -> tuple[Any, ...]:
@@ -74,3 +77,9 @@ def test_weights_are_asked_for_before_the_wait() -> None:
     before, after = compiled(linear_op, product(Inputs(), 1), "h100", True).ptx.split("griddepcontrol.wait")
     assert "ld.global" in before
     assert "ld.global" in after
+
+
+@pytest.mark.parametrize("computed", ["weight", "bias"])
+def test_what_the_launch_before_may_have_computed_is_not_fetched_before_the_wait(computed: str) -> None:
+    """As in routers of experts, which cast their weight to float32 in each step."""
+    assert "griddepcontrol.wait" not in compiled(linear_op, product(Inputs(), 1, computed), "h100", True).ptx

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompilationError, CompiledKernel
@@ -117,14 +118,15 @@ def compile_only(arch: int, jobs: int) -> Iterator[None]:
 
 
 def stand_in(value: Any) -> Any:
-    """A meta tensor laid out and aligned like the given tensor; anything else as it is."""
+    """A meta tensor laid out and aligned like the given tensor, a parameter if that is one; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     # A meta tensor's address is its offset, so it is aligned as the real one is: allocations start at multiples of 512 bytes.
     offset = value.storage_offset()
     extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
     memory = torch.empty(offset + extent, dtype=value.dtype, device="meta")
-    return memory.as_strided(value.shape, value.stride(), offset)
+    found = memory.as_strided(value.shape, value.stride(), offset)
+    return Parameter(found, requires_grad=False) if isinstance(value, Parameter) else found
 
 
 class _Offline:

@@ -159,7 +159,7 @@ class DecodeGraph:
 
 
 def _early(tokens: int) -> AbstractContextManager[Any]:
-    """A step of one token is captured with launches that start early: none of its launches writes weights."""
+    """A step of one token is captured with launches that start early: none of its launches writes parameters."""
     return early_launches() if tokens == 1 else nullcontext()
 
 

@@ -68,9 +68,10 @@ def _share(plan: Plan, norms: Mapping[Node, Group], chain: Sequence[Node]) -> No
         inside = group.anchor.inside if value is first else (*group.anchor.inside, value)
         group.anchor, old = replace(group.anchor, kind=GROWING, inside=inside, options=options), operands
         if value is not first:
+            copied = 2 * value.meta["val"].nbytes * growth.start // _channels(value)
             reason = f"its new channels are appended to a buffer in the launch of {group.name}"
             plan.decisions[value] = Decision(
-                anchor=group.name, kind="inside", node=value.name, taken=True, reason=reason, bytes_saved=0
+                anchor=group.name, kind="inside", node=value.name, taken=True, reason=reason, bytes_saved=copied
             )  # fmt: skip
             plan.under[value] = group.anchor.node
 

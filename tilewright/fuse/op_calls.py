@@ -88,14 +88,14 @@ def instance_norm(
 
 
 def batch_norm(
-    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, kind: str, last: bool,
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, activation: str, last: bool,
     library: bool = False,
 ) -> Tensor:  # fmt: skip
     """ops.batch_norm of [N, C, *S], contiguous or channels-last, by float32 [C] vectors, with its activation."""
     if _by_torch(x, library):
         y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
-        return as_dense(y if kind == "none" else _ACTIVATIONS[kind](y), last)
-    return as_dense(ops.batch_norm(x, mean, variance, weight, bias, eps=eps, activation=kind), last)
+        return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), last)
+    return as_dense(ops.batch_norm(x, mean, variance, weight, bias, eps=eps, activation=activation), last)
 
 
 def room(like: Tensor, count: int, width: int) -> Tensor:
@@ -111,12 +111,12 @@ def append(rows: Tensor, new: Tensor, start: int) -> Tensor:
     return rows
 
 
-def append_affine(rows: Tensor, new: Tensor, scale: Tensor, shift: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def append_affine(rows: Tensor, new: Tensor, scale: Tensor, shift: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Append new [R, J], so that C columns are filled: (activation(columns * scale [C] + shift [C]), the buffer)."""
     if _by_torch(rows, False):
         rows = torch.cat((rows, new), 1)
-        return activated(rows * scale + shift, kind).to(rows.dtype), rows
-    return append_affine_op(rows, new, scale, shift, kind), rows
+        return activated(rows * scale + shift, activation).to(rows.dtype), rows
+    return append_affine_op(rows, new, scale, shift, activation), rows
 
 
 _AVERAGES = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

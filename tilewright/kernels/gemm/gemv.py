@@ -5,8 +5,8 @@ at once; warps meet nowhere before the end, so while one multiplies, the others 
 16 bytes a thread under way.
 
 PDL (programmatic dependent launch, sm_90; launch/pdl.py): the program starts while the kernel before it still runs, fetches its
-first weights and its bias, and only then waits for x. Right only when the kernel before writes neither; `optimize` and callers
-of `op.early_launches` know.
+first weights and its bias, and only then waits for x. Right only when the kernel before writes neither: `optimize` knows, and
+inside `op.early_launches` they have to be parameters.
 
 Rows that do not start at multiples of 16 bytes, or are no multiple of 16 numbers long (numbers of 16 bits, without a gate): a
 program takes rows of one class, as `uneven` does (unaligned_skinny.py), so that their loads stay whole; x is read from that
@@ -18,6 +18,7 @@ Refuses: more rows, batches of weights, operands that are not dense along K.
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import Parameter
 from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.device import Device
@@ -165,6 +166,11 @@ def _uneven_gemv_kernel(
     finish(tile[None, :] + bias, y_ptr, None, residual_ptr, 0, first_col, 1, N, 0, ACTIVATION, False, COL_STEP=CLASSES)
 
 
+def _stays(operand: Tensor | None) -> bool:
+    """Whether no launch of a step writes an operand: the kernel before may have computed it, unless it is a parameter."""
+    return operand is None or isinstance(operand, Parameter)
+
+
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     function, gated = ACTIVATIONS[activation]
     y = empty_output(x, weight, gated)
@@ -182,7 +188,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             x, weight, bias, residual, y, n, k, weight.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % config["BLOCK_K"] == 0, ONE_STEP=k <= config["BLOCK_K"] <= 2048,
             VECTOR=16 // x.element_size(),
-            **{**config, **launch_options(config["PDL"] or early(x, 1))},
+            **{**config, **launch_options(config["PDL"] or (early(x, 1) and _stays(weight) and _stays(bias)))},
         )  # fmt: skip
     return y
 

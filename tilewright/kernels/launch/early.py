@@ -1,9 +1,9 @@
 """Whether a launch for one row starts while the launch before it still runs (`op.early_launches`; pdl.py).
 
 In a decoding step of one sequence all launches are short, and starting them takes a large part of the step. Its norms,
-rotations and products start early. The first thing that they do is `gdc_wait`; products fetch weights before it. The launches
-before them, which are norms, products and attention, say `release` when they start. Other launches of norms and attention say
-nothing.
+rotations and products start early. The first thing that they do is `gdc_wait`; products fetch weights before it, and so only
+those of parameters start early: another weight may be the result of the launch before. The launches before them, which are
+norms, products and attention, say `release` when they start. Other launches of norms and attention say nothing.
 """
 
 from torch import Tensor
