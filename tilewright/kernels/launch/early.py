@@ -8,7 +8,7 @@ norms, products and attention, say `release` when they start. Other launches of 
 
 from torch import Tensor
 
-from tilewright.hw.device import CARD_OF_ARCH, device_of
+from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import overlaps
 from tilewright.op import scope
 
@@ -17,7 +17,4 @@ __all__ = ["early"]
 
 def early(x: Tensor, rows: int) -> bool:
     """Whether a launch for so many rows of x starts early."""
-    now = scope()
-    if not now.early or rows != 1:
-        return False
-    return overlaps(now.card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device()))
+    return scope().early and rows == 1 and overlaps(card_of(x))

@@ -20,16 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.hw.device import CARD_OF_ARCH, device_of
 from tilewright.kernels.attention.paged.configs import STREAM_SPACE, codes_of, room_of, stream_refusal
 from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalise, walk
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.device.row_start import row_start
+from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.early import early
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
-from tilewright.op import Impl, scope
+from tilewright.op import Impl
 from tilewright.tune.space import Config
 
 __all__ = ["STREAM"]
@@ -238,8 +238,7 @@ def _launch(
     group, block_d = heads // kv_heads, max(16, next_pow2(dim))
     rows = group * (1 if max_q_len == 1 else 16)
     block_r = next_pow2(rows)
-    # Meta tensors: compiled for a card that is not here.
-    device = scope().card or CARD_OF_ARCH[90] if q.is_meta else device_of(q.get_device())
+    device = card_of(q)
     most = batch * kv_heads * ceil_div(block_table.shape[1] * page_size, config["BLOCK_N"])
     grid = max(1, min(config["PER_SM"] * device.sms, most))
     part = torch.empty(2 * grid * rows * (block_d + 2), dtype=torch.float32, device=q.device)
