@@ -36,7 +36,7 @@ IMPLS = {impl.name: impl for impl in paged_attention_op.impls}
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short ranges, and three programs for each of PER_SM: an H100's 132 SMs would take the interpreter minutes."""
-    monkeypatch.setattr(paged_stream, "device_of", lambda index: FEW_SMS)
+    monkeypatch.setattr(paged_stream, "card_of", lambda x: FEW_SMS)
 
 
 def small(**more: Any) -> dict[str, Any]:
