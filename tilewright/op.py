@@ -120,7 +120,7 @@ def early_launches() -> Any:
 
     They wait for it before they read its results, but products fetch weights and biases that are parameters before that. So
     the caller promises that nothing launched inside writes parameters. The results have the same bits
-    (kernels/launch/early.py).
+    (kernels/hopper/early.py).
     """
     return _scoped(early=True)
 

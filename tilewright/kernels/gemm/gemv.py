@@ -26,7 +26,7 @@ from tilewright.kernels.gemm.pad_operands import aligned_base, class_count, is_a
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.gemm.unaligned_skinny import first_whole
 from tilewright.kernels.gemm.work import gemv_work
-from tilewright.kernels.launch.early import early
+from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.pdl import launch_options, release
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2
 from tilewright.op import Impl

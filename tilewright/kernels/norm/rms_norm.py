@@ -25,7 +25,7 @@ from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
 from tilewright.kernels.device.multi_pass_rows import load_block, narrow_rows, rows_space, store_block
 from tilewright.kernels.device.row_start import head_start, row_start
-from tilewright.kernels.launch.early import early
+from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.pdl import launch_options, release
 from tilewright.kernels.launch.replay import launch
 from tilewright.kernels.launch.shapes import ceil_div, check_alike, check_last_dim, rows_of, rows_of_heads, rows_ready

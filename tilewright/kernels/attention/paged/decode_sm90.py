@@ -17,8 +17,8 @@ from tilewright.kernels.attention.paged.decode_sm90_kernel import paged_sm90_ker
 from tilewright.kernels.attention.paged.decode_sm90_kernel_8bit import paged_sm90_codes_kernel
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.hopper.descriptors import SIXTEEN_BITS, card_of, descriptor
+from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.early import early
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl
 from tilewright.tune.model import Work

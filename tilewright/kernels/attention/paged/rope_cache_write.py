@@ -36,7 +36,7 @@ from tilewright.kernels.attention.paged.inputs import rope_write_arguments
 from tilewright.kernels.device.quantize import encode_tile, magnitude, scales_of
 from tilewright.kernels.device.rotary import rotated
 from tilewright.kernels.device.row_start import row_start
-from tilewright.kernels.launch.early import early
+from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.pdl import launch_options
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride, tokens_ready
 from tilewright.op import Example, Impl, Inputs, Op

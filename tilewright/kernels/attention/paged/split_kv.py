@@ -25,8 +25,8 @@ from tilewright.kernels.attention.paged.tile_mainloop import length_of, normalis
 from tilewright.kernels.attention.paged.work import stream_work
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.hopper.descriptors import card_of
+from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.counters import tickets
-from tilewright.kernels.launch.early import early
 from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import ceil_div, next_pow2, token_stride
 from tilewright.op import Impl

@@ -1,4 +1,4 @@
-"""Whether a launch for one row starts while the launch before it still runs (`op.early_launches`; pdl.py).
+"""Whether a launch for one row starts while the launch before it still runs (`op.early_launches`; launch/pdl.py).
 
 In a decoding step of one sequence all launches are short, and starting them takes a large part of the step. Its norms,
 rotations and products start early. The first thing that they do is `gdc_wait`; products fetch weights before it, and so only
