@@ -64,7 +64,8 @@ class Scope(NamedTuple):
     invariant: bool = False
     strict: bool = False
     card: Device | None = None
-    early: bool = False
+    early: int = 0
+    """The most rows of a launch that starts early."""
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
@@ -115,14 +116,14 @@ def on_card(card: Device) -> Any:
     return _scoped(card=card)
 
 
-def early_launches() -> Any:
-    """`with early_launches():` lets launches for a single row start while the launch before them still runs.
+def early_launches(rows: int = 1) -> Any:
+    """`with early_launches():` lets launches for at most so many rows start while the launch before them still runs.
 
-    They wait for it before they read its results, but products fetch weights and biases that are parameters before that. So
-    the caller promises that nothing launched inside writes parameters. The results have the same bits
+    They wait for it before they read its results, but products of one row fetch weights and biases that are parameters before
+    that. So the caller promises that nothing launched inside writes parameters. The results have the same bits
     (kernels/hopper/early.py).
     """
-    return _scoped(early=True)
+    return _scoped(early=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,12 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def step(fields: dict[str, object]) -> tuple[int, Counter[tuple[str, bool]]]:
-    """(layers, how often each kernel is launched early, and otherwise) of a step of one token on an H100."""
+def step(fields: dict[str, object], tokens: int = 1) -> tuple[int, Counter[tuple[str, bool]]]:
+    """(layers, how often each kernel is launched early, and otherwise) of a step of `tokens` sequences on an H100."""
     config = ModelConfig.from_hf(fields)
     model = random_model(config, device="cpu", dtype=torch.bfloat16).to("meta")
-    batch, ids = make_batch([([3, 1], 16, 1)], 16, "meta"), torch.zeros(1, dtype=torch.int64, device="meta")
-    with on_card(device_named("h100")), early_launches(), torch.no_grad(), compiling._recording(90) as launched:
+    batch, ids = make_batch([([3, 1], 16, 1)] * tokens, 16, "meta"), torch.zeros(tokens, dtype=torch.int64, device="meta")
+    with on_card(device_named("h100")), early_launches(tokens), torch.no_grad(), compiling._recording(90) as launched:
         model.logits(model(ids, batch, make_cache(model, 8, 16)))
     found = Counter((kernel.metadata.name, bool(getattr(kernel.metadata, "launch_pdl", False))) for kernel, *_ in launched)
     return len(model.blocks), found
@@ -39,6 +39,14 @@ def test_all_but_attention_start_early() -> None:
     layers, found = step(DENSE)
     assert found == {
         ("_rms_norm_kernel", True): 2 * layers + 1, ("_gemv_kernel", True): 4 * layers + 1,
+        ("_rope_kv_write_kernel", True): layers, ("paged_sm90_kernel", False): layers,
+    }  # fmt: skip
+
+
+def test_products_of_few_rows_too() -> None:
+    layers, found = step(DENSE, 4)
+    assert found == {
+        ("_rms_norm_kernel", True): 2 * layers + 1, ("_skinny_kernel", True): 4 * layers + 1,
         ("_rope_kv_write_kernel", True): layers, ("paged_sm90_kernel", False): layers,
     }  # fmt: skip
 
