@@ -43,10 +43,11 @@ def test_all_but_attention_start_early() -> None:
     }  # fmt: skip
 
 
-def test_products_of_few_rows_too() -> None:
-    layers, found = step(DENSE, 4)
+@pytest.mark.parametrize(("tokens", "product"), [(4, "_skinny_kernel"), (64, "sm90_kernel")])
+def test_products_of_few_rows_too(tokens: int, product: str) -> None:
+    layers, found = step(DENSE, tokens)
     assert found == {
-        ("_rms_norm_kernel", True): 2 * layers + 1, ("_skinny_kernel", True): 4 * layers + 1,
+        ("_rms_norm_kernel", True): 2 * layers + 1, (product, True): 4 * layers + 1,
         ("_rope_kv_write_kernel", True): layers, ("paged_sm90_kernel", False): layers,
     }  # fmt: skip
 

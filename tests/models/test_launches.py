@@ -95,7 +95,7 @@ def test_captured_forward_equals_eager(config: ModelConfig, count: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a CUDA graph needs one")
 @pytest.mark.parametrize("config", [QWEN3, LLAMA3], ids=["qwen3", "llama"])
-@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 40])
 def test_launches_that_start_early_have_the_same_bits(config: ModelConfig, tokens: int) -> None:
     """A step of few tokens, captured with launches that overlap, over many inputs, and beside one without."""
     model = random_model(config, device="cuda", dtype=torch.bfloat16)

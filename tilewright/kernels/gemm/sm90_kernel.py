@@ -36,7 +36,7 @@ and last window hold beyond its row belongs to the neighbours and is set to zero
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewright.kernels.gemm.sm90_mainloop import sum_piece
 from tilewright.kernels.hopper.epilogue import add_parts, finish_tile, leave_part, residual_blocks
@@ -259,14 +259,18 @@ def sm90_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, SPAN: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
+    RELEASES: gl.constexpr = False,
 ):  # fmt: skip
     """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
 
     x_low_desc, lead, x_stride: with CLASSES, x as a matrix of every CLASSES-th row for the classes which have a row less than
     the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y, whose rows are
     y_stride apart, is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program,
-    then steps of K a program, and the most programs that add to a tile. SPAN: sm90_mainloop.py.
+    then steps of K a program, and the most programs that add to a tile. SPAN: sm90_mainloop.py. PDL, RELEASES: whether the
+    program waits for the launch before it, and whether it lets the next launch start early (launch/pdl.py).
     """
+    if RELEASES:
+        gdc_launch_dependents()
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
     N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 3 if BLOCK_N % 3 == 0 else 1
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
