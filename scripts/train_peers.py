@@ -9,6 +9,15 @@
     plain          transformers' model by torch.compile, bf16 by autocast, fused AdamW, clip_grad_norm_
     plain-bf16     the same with weights and moments in bf16: less memory and work, but different numbers from all the others
 
+With `--lora RANK` all sides train LoRA adapters for every linear layer of the blocks, beside frozen weights in bf16:
+
+    python scripts/train_peers.py llama-8b --rows 1 --lora 16 --out FILE
+
+    ours           this library's update
+    ours-int4      the same beside weights of 4 bits (QLoRA)
+    peft           transformers' model with `peft`, by torch.compile, fused AdamW
+    peft-liger     the same with Liger kernels instead of torch.compile, and gradient checkpointing off
+
 Make only one GPU visible (CUDA_VISIBLE_DEVICES), because Trainer uses all it sees. Each side runs in its own process, one after
 the other; ours runs again at the end, which shows whether the GPU has slowed down. All sides have random weights, rows of one
 document of random tokens, AdamW with clipping to norm 1, no recomputation, master weights in float32 (except plain-bf16), and
@@ -32,14 +41,17 @@ import numpy as np
 import torch
 
 from tilewright.bench.provenance import environment
-from tilewright.models import SHAPES, ModelConfig, empty_model, initialise, load_config, resolve
+from tilewright.models import SHAPES, ModelConfig, empty_model, initialise, load_config, random_model, resolve
 from tilewright.models.saving import hf_config
+from tilewright.quant import quantize
 from tilewright.train.batch import pack
 from tilewright.train.config import TrainConfig
+from tilewright.train.lora import adapted
 from tilewright.train.setup import build_optimizer, learning_rate
 from tilewright.train.step import NextToken, running_sum, train_step
 
 SIDES = ("ours", "plain", "trainer-liger", "trainer", "plain-bf16")
+LORA_SIDES = ("ours", "peft", "peft-liger", "ours-int4")
 LR, BETAS, DECAY = 1e-4, (0.9, 0.95), 0.1
 
 
@@ -90,10 +102,17 @@ def ours(asked: argparse.Namespace, device: torch.device) -> dict[str, float]:
     shape = shape_of(asked.shape).limited(asked.length)
     config = TrainConfig(
         model=asked.shape, init="random", row_tokens=asked.length, micro_rows=asked.rows, steps=asked.untimed + asked.updates,
-        schedule="constant", warmup=0, lr=LR, beta1=BETAS[0], beta2=BETAS[1], weight_decay=DECAY,
+        schedule="constant", warmup=0, lr=LR, beta1=BETAS[0], beta2=BETAS[1], weight_decay=DECAY, lora_rank=asked.lora,
+        lora_base="int4" if asked.side == "ours-int4" else "float",
     )  # fmt: skip
-    model = empty_model(shape, device=device, dtype=torch.bfloat16).requires_grad_(True)
-    initialise(model, std=0.02)
+    if asked.lora:
+        model = random_model(shape, device=device, dtype=torch.bfloat16)
+        if config.lora_base == "int4":
+            quantize(model, "int4")
+        model = adapted(config, model)
+    else:
+        model = empty_model(shape, device=device, dtype=torch.bfloat16).requires_grad_(True)
+        initialise(model, std=0.02)
     optimizer, objective = build_optimizer(config, model), NextToken(deterministic=config.deterministic)
     clock, loss = Clock(device, asked.untimed, asked.rows * asked.length), torch.zeros(())
     for update, ids in zip(range(config.steps), rows_of(shape.vocab_size, asked.rows, asked.length)):
@@ -137,6 +156,40 @@ def plain_bf16(asked: argparse.Namespace, device: torch.device) -> dict[str, flo
     return plain(asked, device, torch.bfloat16)
 
 
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def peft(asked: argparse.Namespace, device: torch.device, liger: bool = False) -> dict[str, float]:
+    """Adapters by `peft`, on transformers' model: compiled, or with Liger kernels."""
+    from peft import LoraConfig, get_peft_model
+
+    model = theirs(asked, device, torch.bfloat16)
+    if liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    settings = LoraConfig(r=asked.lora, lora_alpha=2 * asked.lora, target_modules=LAYERS, task_type="CAUSAL_LM")
+    model = get_peft_model(model, settings)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+    called = model if liger else torch.compile(model)
+    clock, loss = Clock(device, asked.untimed, asked.rows * asked.length), torch.zeros(())
+    for _, ids in zip(range(asked.untimed + asked.updates), rows_of(model.config.vocab_size, asked.rows, asked.length)):
+        clock()
+        there = torch.from_numpy(ids[:, :-1]).to(device)
+        loss = called(input_ids=there, labels=there).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {**clock.result(), "last_loss": loss.item()}
+
+
+def peft_liger(asked: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """`peft` with Liger kernels."""
+    return peft(asked, device, liger=True)
+
+
 def trainer(asked: argparse.Namespace, device: torch.device, liger: bool = False) -> dict[str, float]:
     """transformers' Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -172,6 +225,7 @@ def trainer_liger(asked: argparse.Namespace, device: torch.device) -> dict[str, 
 
 WAYS: dict[str, Callable[[argparse.Namespace, torch.device], dict[str, float]]] = {
     "ours": ours, "plain": plain, "plain-bf16": plain_bf16, "trainer": trainer, "trainer-liger": trainer_liger,
+    "ours-int4": ours, "peft": peft, "peft-liger": peft_liger,
 }  # fmt: skip
 
 
@@ -219,25 +273,31 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096, help="length of a row in tokens")
     parser.add_argument("--updates", type=int, default=8, help="number of timed updates")
     parser.add_argument("--untimed", type=int, default=3, help="updates before the timed ones")
-    parser.add_argument("--sides", nargs="*", default=list(SIDES), choices=SIDES)
+    every = (*SIDES, *(name for name in LORA_SIDES if name not in SIDES))
+    parser.add_argument("--sides", nargs="*", choices=every, help="default: all of the list above that applies")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=600, help="most seconds for each side")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=every, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="JSON file for the results, written after each side")
     asked = parser.parse_args()
+    known = LORA_SIDES if asked.lora else SIDES
+    asked.sides = asked.sides or list(known)
+    if wrong := [name for name in asked.sides if name not in known]:
+        parser.error(f"{wrong[0]} is a side of runs {'without' if asked.lora else 'with'} --lora")
     if asked.side is not None:
         print(json.dumps(side(asked)))
         return
     words = [asked.shape, "--device", asked.device]
-    words += [word for name in ("length", "updates", "untimed") for word in (f"--{name}", str(getattr(asked, name)))]
-    packages = {name: installed(name) for name in ("transformers", "accelerate", "liger-kernel")}
+    words += [word for name in ("length", "updates", "untimed", "lora") for word in (f"--{name}", str(getattr(asked, name)))]
+    packages = {name: installed(name) for name in ("transformers", "accelerate", "liger-kernel", "peft")}
     said = {
         "what": "python scripts/train_peers.py",
         **environment(card=asked.device != "cpu"),
         "peers": packages,
         "model": asked.shape,
     }
-    said |= {"row_tokens": asked.length, "rows": []}
+    said |= {"row_tokens": asked.length, "lora_rank": asked.lora, "rows": []}
     for name in [*asked.sides, *(["ours"] if "ours" in asked.sides and len(asked.sides) > 1 else [])]:
         said["rows"].append(in_a_process(name, asked.rows, words, asked.limit))
         print(json.dumps(said["rows"][-1]), flush=True)

@@ -65,6 +65,12 @@ OPTIONS = {
         *("--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--settle", "--out", "--resume", "--json"),
     },
     "bench front": {"--fronts", "-f", "--streams", "--tokens", "--rate", "--idle", "--json"},
+    "bench structured": {
+        *("--tokenizer", "--share", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--out", "--json"),
+    },
+    "bench adapters": {
+        *("--adapters", "--rank", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--out", "--json"),
+    },
     "bench served": {"--fronts", "-f", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--json"},
     "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},

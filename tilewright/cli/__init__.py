@@ -10,6 +10,7 @@ try:
     import tilewright.cli.asm
     import tilewright.cli.bench
     import tilewright.cli.bench_all
+    import tilewright.cli.bench_extras
     import tilewright.cli.bench_front
     import tilewright.cli.bench_served
     import tilewright.cli.compare
