@@ -89,10 +89,7 @@ def _layer_kernel(
     D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program processes the same part of ROWS rows and reads that part of weight and bias once.
-
-    The first of the rows always exists; the others may be beyond the last row.
-    """
+    """A program processes the same part of ROWS rows; only the first one surely exists. Reads weight and bias once for all."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     place = draw(counters_ptr)
     group, part = (place // PARTS).to(tl.int64), place % PARTS

@@ -201,7 +201,7 @@ def _layer_norm_kernel(
         mask = (rows < n_rows) & (block < D)
         x = tl.load(x_ptr + x_rows + block, mask=mask, other=0.0).to(tl.float32)
         # Where registers have room, load weight and bias before the reductions. At 16384 columns the early loads would leave
-        # one resident program per SM instead of two (H100, 8192 rows: 236 us early, 182 us late; no difference at 4096 columns).
+        # one resident program per SM instead of two (H100, 8192 rows: 236 us early, 182 late; no difference at 4096 columns).
         if BLOCK_D <= 4096:
             weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
             bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
