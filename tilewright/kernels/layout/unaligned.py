@@ -41,8 +41,8 @@ _VECTOR_BYTES = 16
 
 # (BLOCK_A, BLOCK_B, num_warps) by (bytes per element, sides whose rows are unaligned), the default first. BLOCK_A is at least
 # 32 words: fewer do not use all banks of shared memory. The comments give the fraction of the speed of a copy (H100, Triton
-# 3.6). For (1, "x") the first two are equally fast. The default is the one that needs fewer than 128 registers with Triton 3.7.1
-# too: 92, not 155.
+# 3.6). For (1, "x") the first two are equally fast. The default is the one that needs fewer than 128 registers with Triton
+# 3.7.1 too: 92, not 155.
 _TILES = {
     (1, "x"): ((128, 256, 16), (128, 256, 8), (128, 128, 4)),  # 16384 x 8193: 0.871, 0.873, 0.864 (`triton`: 0.772)
     (1, "y"): ((128, 128, 8), (128, 256, 8), (128, 256, 16)),  # 8193 x 16384: 0.888, 0.882, 0.876 (0.529)

@@ -30,7 +30,7 @@ def _geometry(S: int, K: int, stride: int, adaptive: int) -> tuple[int, tuple[li
 def max_pool_arguments(
     inputs: Inputs, *, B: int, N: int, S: int = 14, K: int = 3, stride: int = 2, adaptive: int = 0, dtype: torch.dtype = _BF16
 ) -> Args:
-    """x [B, 1, S, S, N], padded by K // 2; the op also returns indices. `adaptive`: height of the result instead of a window."""
+    """x [B, 1, S, S, N], padded by K // 2; the op also returns indices. `adaptive`: height of the result, without a window."""
     return inputs.randn(B, 1, S, S, N, dtype=dtype), *_geometry(S, K, stride, adaptive)[1], [] if adaptive else [1, 1, 1], True
 
 
