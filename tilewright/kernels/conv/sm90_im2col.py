@@ -81,8 +81,8 @@ def _cheapest(rows: int, images: int, height: int, width: int, column: bool, cos
 def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Three:
     """(height, images, width) of a box of `rows` pixels, each a power of two, with little waste at the edges.
 
-    column: a box is loaded with some additional rows, so a high box is better. Otherwise boxes with the smallest border per
-    pixel are preferred: their neighbourhoods overlap the most, and filters of 3 x 3 load less from beyond L2.
+    column: a box is loaded with some additional rows, so a high box is better. Among boxes that are equal in this, the one with
+    the smallest border per pixel is preferred: filters of 3 x 3 then load less from beyond L2.
     """
 
     def cost(h: int, w: int) -> float:

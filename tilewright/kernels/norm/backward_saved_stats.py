@@ -58,9 +58,9 @@ def _own_sums(x, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, VECTOR: gl.conste
 def _unpacked(weight):
     """The weight in float32.
 
-    With more than 8 columns per thread, an opaque `mov` hides the conversion from the compiler. Otherwise it would keep float32
-    copies of the weight, which need twice the registers and spill. With 8 columns the copies fit and save 24 instructions per
-    block.
+    With more than 8 columns per thread, 16-bit weights first pass through a `mov` that is opaque to the compiler. Otherwise it
+    would keep float32 copies of the weights, which need twice the registers and spill. With 8 columns the copies fit and save
+    24 instructions per block.
     """
     if weight.dtype.primitive_bitwidth == 16 and weight.shape[1] > 8 * 32 * gl.num_warps():
         weight = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=2)

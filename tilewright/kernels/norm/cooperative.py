@@ -89,7 +89,7 @@ def _layer_kernel(
     D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program processes the same part of ROWS rows; only the first one surely exists. Reads weight and bias once for all."""
+    """Processes the same part of ROWS rows, of which only the first surely exists. Reads weight and bias once for all rows."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     place = draw(counters_ptr)
     group, part = (place // PARTS).to(tl.int64), place % PARTS

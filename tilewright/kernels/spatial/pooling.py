@@ -102,7 +102,7 @@ def window_matrices(
 
 
 def windows(size: int, out: int, kernel: int, stride: int, padding: int, cut: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """(first, end, size with padding) of each window along an axis, int64 [out]. kernel 0: adaptive. `cut`: at the borders."""
+    """(first, end, size with padding) of each window along an axis, int64 [out]. kernel 0: adaptive. `cut`: to the image."""
     o = torch.arange(out)
     if not kernel:
         start, stop = o * size // out, ((o + 1) * size + out - 1) // out
