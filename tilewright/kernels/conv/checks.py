@@ -1,4 +1,4 @@
-"""What the public convolutions ask of their arguments before an op sees them: sizes, padding, dtypes, devices, scales."""
+"""Checks of the arguments of the public convolutions, before an op is called: sizes, padding, dtypes, devices, scales."""
 
 # d spatial dims, N images, C channels of x, O of y
 
@@ -29,19 +29,19 @@ Padding = int | str | Sequence[int] | Sequence[tuple[int, int]]
 """The same, or (low, high) for each, or "same" or "valid"."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""float64 on a CPU alone, where the definition runs."""
+"""float64 only on a CPU, where the reference runs."""
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 
 class Window(NamedTuple):
-    """Where a filter stands, each a number for each spatial dim."""
+    """Stride, padding (low and high sides), dilation and output size. Each has one number per spatial dim."""
 
     stride: list[int]
     low: list[int]
     high: list[int]
     dilation: list[int]
     size: list[int]
-    """Of the result."""
+    """Spatial size of the result."""
 
 
 def _each(op: str, name: str, value: Int, dims: int, least: int) -> list[int]:
@@ -117,7 +117,7 @@ def check_operands(
 def check_scales(
     op: str, x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype of the result. Raise ValueError unless int8 comes with both scales, and nothing else with one."""
+    """The dtype of the result. Raises ValueError unless int8 operands have both scales, and all others have none."""
     if x.dtype != torch.int8:
         if x_scales is not None or w_scales is not None:
             raise ValueError(f"{op}: scales belong to int8 operands; x is {x.dtype}")

@@ -1,26 +1,27 @@
-"""Convolution with its epilogue, channels-last, in one, two or three spatial dims.
+"""Convolution with a fused epilogue, channels-last, in one, two or three spatial dims.
 
     y[n, p, o] = activation(sum over taps k and channels c of x[n, p * stride - padding + k * dilation, c] * weight[o, k, c]
                             + bias[o] + residual[n, p, o])
 
-    x [N, *S, C], weight [O, *K, C / groups], residual and y [N, *P, O], all contiguous: channels are dense, as torch's
-    channels_last formats have them in memory. bf16, fp16 or fp32, one dtype throughout. Pixels outside of x are zero.
-    int8 x and weight come with float32 scales, one for each image and one for each output channel, and y is bf16 or fp16:
-    the integer sum is multiplied by both before the bias.
+    x [N, *S, C], weight [O, *K, C / groups], residual and y [N, *P, O]. All are contiguous, so channels are dense, as in
+    torch's channels_last formats. bf16, fp16 or fp32; all tensors have the same dtype. Pixels outside of x are zero.
+    int8: x and weight have float32 scales, one per image and one per output channel. The integer sum is multiplied by both
+    before the bias is added. y is bf16 or fp16.
 
-Accumulated in float32 (int8: int32); the epilogue is float32, with one rounding at the end. The residual is added before the
-activation, as in residual networks (He et al., "Deep Residual Learning for Image Recognition", 2015). `padding` is that of the
-low side; the high side follows from the output's size. Limited by the tensor cores from some 64 channels on, else by bytes.
+Sums are accumulated in float32 (int8: int32). The epilogue is float32, with one rounding at the end. The residual is added
+before the activation, as in residual networks (He et al., "Deep Residual Learning for Image Recognition", 2015). `padding` is
+the padding of the low side; that of the high side follows from the size of the output. Limited by the tensor cores from about
+64 channels on, otherwise memory-bound.
 
-    linear       a 1 x 1 filter with stride 1 is a matrix product of the pixels: the implementations of `linear`
+    linear       a 1 x 1 filter with stride 1 is a matrix product of the pixels: uses the implementations of `linear`
     vendor       cuDNN
-    sm90         Hopper: Gluon, boxes of pixels fetched by the copy engine, shifted for each tap
-    narrow       Hopper: groups of up to 64 channels, or 64 without groups, whose weights stay in shared memory
-    depthwise    one channel each: multiply and add, without tensor cores
-    few          few pixels, as of one image: small tiles that programs share along K
+    sm90         Hopper, in Gluon: the copy engine (TMA) loads boxes of pixels, shifted for each filter position
+    narrow       Hopper: groups of up to 64 channels, or 64 channels without groups; the weights stay in shared memory
+    depthwise    one input channel per group: multiply-adds without tensor cores
+    few          few pixels, as in a single image: small tiles, split along K between programs
     triton       any shape, from sm_80 on
 
-Not supported: gradients (ops.conv2d has them, by ops of their own), float64, scales for int8 channels of x.
+Not supported: gradients (ops.conv2d has them; they are separate ops), float64, one scale per channel of an int8 x.
 """
 
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ def _launch_linear(
 def _plan_linear(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, *_: Any
 ) -> Plan:  # fmt: skip
-    """1 x 1: what `linear` has chosen for the pixels [N S, C]."""
+    """The plan of a 1 x 1 filter: the implementation that `linear` has chosen for the pixels [N S, C]."""
     pixels, (o, c), shape = x.numel() // x.shape[-1], (weight.shape[0], x.shape[-1]), (*x.shape[:-1], weight.shape[0])
     order = (0, x.dim() - 1, *range(1, x.dim() - 1))
     rows = None if residual is None else residual.view(pixels, o)
@@ -119,24 +120,26 @@ def _plan_linear(
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """Where the Hopper kernel goes before cuDNN: H100, fp16, 3 x 3 1.05 to 1.7 times as fast, stems 1.45.
+    """The implementation that is preferred to cuDNN on Hopper, or None.
 
-    Not where a strided filter leaves fewer tiles than there are SMs (0.8), nor for 1 x 1 with stride 1, a matrix product.
+    H100, fp16: `sm90` is 1.05 to 1.7 times as fast as cuDNN with 3 x 3 filters, and 1.45 times with stems. It is not preferred
+    where a strided filter leaves fewer tiles than there are SMs (0.8 times as fast), nor for 1 x 1 filters with stride 1, which
+    are matrix products.
     """
     if not device.is_hopper or problem.dtype.itemsize != 2 or problem.empty:
         return None
     if problem.groups > 1:
-        # ResNeXt-50 32x4d, 32 images: 26.4 us, cuDNN 50.1, at 128 channels of 56 x 56; 9.7, 10.6, at 1024 of 7 x 7.
+        # ResNeXt-50 32x4d, 32 images. 128 channels of 56 x 56: 26.4 us, cuDNN 50.1; 1024 channels of 7 x 7: 9.7 us, cuDNN 10.6.
         return "narrow" if NARROW.refusal(device, problem) is None else None
     summed = problem.taps * problem.c
     small = problem.pixels * problem.o <= 64 * 64 * device.sms
     if small and summed >= 256:
-        # One image of ResNet-50: 4.1 us against cuDNN's 5.5 at 64 channels of 56 x 56, 7.4 against 12.3 at 512 of 7 x 7.
+        # One image of ResNet-50. 64 channels of 56 x 56: 4.1 us, cuDNN 5.5; 512 channels of 7 x 7: 7.4 us, cuDNN 12.3.
         return "few"
     if problem.pointwise and problem.residual:
         if problem.activation not in ("none", "relu"):
             return "sm90"
-        # 32 images, 64 -> 256 channels of 56 x 56: 47.7 us against cuDNN's 54.5; 256 -> 1024 of 14 x 14: 18.3 against 15.1.
+        # 32 images. 64 -> 256 channels of 56 x 56: 47.7 us, cuDNN 54.5; 256 -> 1024 channels of 14 x 14: 18.3 us, cuDNN 15.1.
         if small and summed >= 128:
             return "triton"  # 128 -> 512 of 28 x 28, one image: 3.3 us, cuDNN 4.6
         return "sm90" if problem.pixels * problem.o >= 10_000_000 and problem.c <= 128 else None
@@ -157,7 +160,7 @@ conv_op = Op(
     first=_first,
     rows_in_problem=True,
     impls=(
-        # `linear` may take cuBLAS, which rounds before our epilogue.
+        # `linear` may choose cuBLAS, which rounds the product before the epilogue of this package.
         Impl(name="linear", launch=_launch_linear, refuse=_refuse_linear, plan=_plan_linear, extra_roundings=1),
         DEPTHWISE,
         VENDOR,

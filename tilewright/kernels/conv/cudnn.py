@@ -1,11 +1,12 @@
-"""`conv` through torch, which means cuDNN: the implementation `vendor`.
+"""`conv` through torch, which calls cuDNN: the implementation `vendor`.
 
-Its tensors are channels-last already, so cuDNN takes them as they are. It tries its kernels on the first call of a shape, as
-with `torch.backends.cudnn.benchmark`: that call waits for the device, and may not be the one that a CUDA graph records.
-float32 is multiplied as such, without TF32. Low and high sides that differ are padded in memory first.
+The tensors are channels-last already, so cuDNN reads them without a copy. On the first call with a shape it benchmarks its
+kernels, as with `torch.backends.cudnn.benchmark`. This call waits for the device, so it must not be recorded in a CUDA graph.
+float32 is multiplied in full precision, without TF32. If the padding of the low and high sides differs, x is padded in memory
+first.
 
-With a relu at the end cuDNN runs bias, residual and activation in its epilogue. Otherwise the product is rounded before bias,
-residual and activation, each of which rounds again.
+If the activation is relu, cuDNN applies bias, residual and activation in its epilogue. Otherwise the convolution is rounded
+before bias, residual and activation, and each of these rounds again.
 """
 
 from functools import lru_cache
@@ -32,13 +33,14 @@ _FLAGS: tuple[tuple[Any, Any], ...] = (
 
 
 class cudnn_choosing:
-    """The scope in which cuDNN tries its kernels on a shape's first call and multiplies float32 as such.
+    """A scope in which cuDNN benchmarks its kernels on the first call with a shape, and multiplies float32 without TF32.
 
-    deterministic: it takes only kernels that give the same bits every time, as gradients want it; it does so as well where
-    `torch.backends.cudnn.deterministic` asks for it.
+    deterministic: cuDNN uses only kernels that return the same bits every time; gradients need this. Setting
+    `torch.backends.cudnn.deterministic` has the same effect.
     """
 
-    # torch.backends.cudnn.flags does the same in 20 microseconds, as long as a convolution; a generator takes 3 more than this.
+    # torch.backends.cudnn.flags does the same in 20 microseconds, as long as a convolution. A context manager that is made of a
+    # generator would take 3 microseconds more than this class.
     __slots__ = ("_before", "_deterministic", "_tf32", "_wanted")
 
     def __init__(self, *, deterministic: bool):
@@ -70,12 +72,12 @@ def _launch(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *_: Any,
 ) -> Tensor:  # fmt: skip
-    weight = weight.contiguous()  # a depthwise one may stand with dense channels
+    weight = weight.contiguous()  # a depthwise weight may have dense channels in memory
     window = (tuple(stride), tuple(padding), tuple(dilation))
     plain = takes_padding(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size))
     with cudnn_choosing(deterministic=False):
         if activation == "relu" and plain and x.dim() == 4 and x.is_cuda:
-            # torch knows no shapes of the fused call without a GPU
+            # without a GPU, torch cannot infer the shapes of the fused call
             return _with_relu(x, weight, bias, residual, *window, groups)
         if plain:
             order = _TO_FIRST[x.dim()]
@@ -93,7 +95,10 @@ _TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
 
 @lru_cache(maxsize=4096)
 def takes_padding(x: torch.Size, kernel: torch.Size, *window: tuple[int, ...]) -> bool:
-    """`plain_padding` of the sizes of x, filter, stride, padding, dilation and y, remembered: it takes as long as a launch."""
+    """`plain_padding` for the sizes of x, filter, stride, padding, dilation and y.
+
+    Results are cached, because computing one takes as long as a launch.
+    """
     return plain_padding(torch.empty(1, *x, 1, device="meta"), torch.empty(1, *kernel, 1, device="meta"), *window)
 
 
@@ -110,7 +115,10 @@ def _plan(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *_: Any,
 ) -> Plan | None:  # fmt: skip
-    """The same convolution of torch's own shapes, channels dense: one call of torch. None where it takes more than one."""
+    """The same convolution as one call of torch, on tensors of torch's shapes with dense channels.
+
+    None if it needs more than one call.
+    """
     window = (tuple(stride), tuple(padding), tuple(dilation))
     fused = activation == "relu" and x.dim() == 4
     if not takes_padding(x.shape[1:-1], weight.shape[1:-1], *window, tuple(size)) or not (

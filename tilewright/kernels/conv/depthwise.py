@@ -1,13 +1,13 @@
 """`conv` with one input channel for each output channel: the implementation `depthwise`.
 
-Nothing is shared between channels, so there is no matrix product; a pixel is read once for each tap, and reading must not
-become the limit. A thread holds 16 bytes of channels of COLS neighbouring outputs and slides over a row of x: each vector is
-loaded once and multiplied into every output whose window holds it, in float32. Rows of the filter follow in a loop, whose
-repeated reads of x come from L1. Filters of up to 9 taps are kept in registers whole, and a thread's outputs may span LINES
-rows of y.
+Channels share nothing, so there is no matrix product. Each pixel is needed once per tap, and these reads must not become the
+limit. So a thread computes COLS neighbouring outputs of one vector of channels (16 bytes) and slides along a row of x. It loads
+each vector once and multiplies it into every output whose window contains it, in float32. A loop goes over the rows of the
+filter; its repeated reads of x come from L1. Filters of up to 9 taps stay completely in registers, and the outputs of a thread
+may then span LINES rows of y.
 
-Limited by bytes up to 3 x 3, by multiply-adds at 7 x 7. The weight is read as [*K, O], channels dense: `nn.Conv2d` keeps it so
-in memory, another one is copied first. Refuses: int8, and what is not depthwise.
+Memory-bound up to 3 x 3; limited by multiply-adds at 7 x 7. The weight is read as [*K, O], channels dense. `nn.Conv2d` keeps it
+in this order in memory; any other weight is copied first. Refuses: int8, and convolutions that are not depthwise.
 """
 
 import torch
@@ -23,7 +23,7 @@ from tilewright.tune.space import Config, Space
 __all__ = ["DEPTHWISE", "depthwise_weight"]
 
 SMALL = tl.constexpr(9)
-"""Taps whose weights fit into registers beside the accumulators."""
+"""The largest number of taps whose weights fit in registers together with the accumulators."""
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -37,10 +37,11 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 def _default(device: Device, problem: Problem) -> Config:
     width, itemsize = problem.y[2], problem.dtype.itemsize
-    # 7 divides what ImageNet's 224 leaves: 56, 28, 14, 7. A wide step keeps each loaded vector for fewer outputs.
+    # 7 divides the widths that follow from ImageNet's 224: 56, 28, 14, 7. With a stride above 1 each loaded vector serves fewer
+    # outputs, so COLS is smaller (below).
     cols = 7 if width % 7 == 0 else 4 if width > 2 else 2
     if _small(problem) and width > 2 and problem.y[1] > 1:
-        # H100, 3 x 3, 144 channels of 56 x 56: 25.7 us against 27.3 with one row of 7; stride 2 15.8 against 17.0.
+        # H100, 3 x 3, 144 channels of 56 x 56: 25.7 us, or 27.3 with one row of 7 outputs; with stride 2 15.8, or 17.0.
         strided = problem.stride[2] > 1
         return {"LINES": 2, "COLS": 2 if strided else 4, "num_warps": 4 if strided else 2}
     if problem.stride[2] > 1 or itemsize == 4:
@@ -49,7 +50,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _small(problem: Problem) -> bool:
-    """Whether the weights of all taps stay in registers: at most 9, in a plane."""
+    """Whether the weights of all taps stay in registers: at most 9 taps, without a depth."""
     flat = (problem.x[0], problem.y[0], problem.kernel[0], problem.padding[0]) == (1, 1, 1, 0)
     return flat and problem.kernel[1] * problem.kernel[2] <= SMALL.value
 
@@ -76,7 +77,7 @@ def _slide(
     acc, x_ptr, w_ptr, w0, row_mask, channel_mask, XW,
     O: tl.constexpr, MULT: tl.constexpr, KW: tl.constexpr, SW: tl.constexpr, DW: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """acc (COLS tiles [ROWS, VECTOR]) with one row of the filter added; x_ptr stands at column w0 of the row of x."""
+    """acc (COLS tiles [ROWS, VECTOR]) plus the products of one row of the filter. x_ptr points to column w0 of the row of x."""
     weights = ()
     for k in tl.static_range(0, KW):
         weights = weights + (tl.load(w_ptr + k * O, mask=channel_mask, other=0.0).to(tl.float32),)
@@ -98,7 +99,7 @@ def _tap(
     total, x, weights, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,
 ):  # fmt: skip
-    """total + x * its weight, if one stands DOWN pixels below and ACROSS beside the window's first."""
+    """total + x * weight, for the tap that is DOWN pixels below and ACROSS pixels right of the window's first pixel, if any."""
     if DOWN >= 0 and ACROSS >= 0 and DOWN % DH == 0 and ACROSS % DW == 0 and DOWN // DH < KH and ACROSS // DW < KW:
         return total + x * weights[DOWN // DH * KW + ACROSS // DW]
     else:
@@ -111,7 +112,10 @@ def _whole_filter(
     C: tl.constexpr, O: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """acc (LINES x COLS tiles) with a small filter added: its weights in registers, each row of x loaded once for all lines."""
+    """acc (LINES x COLS tiles) plus the products of a small filter, whose weights are in registers.
+
+    Each row of x is loaded once for all lines.
+    """
     weights = ()
     for k in tl.static_range(0, KH * KW):
         weights = weights + (tl.load(w_ptr + k * O, mask=channel_mask, other=0.0).to(tl.float32),)
@@ -137,7 +141,8 @@ def _depthwise_kernel(
 ):  # fmt: skip
     MULT: tl.constexpr = O // C
     UNITS: tl.constexpr = (O + VECTOR - 1) // VECTOR
-    # A thread's vector of channels, then its group of outputs: beside each other in memory, whatever the number of channels.
+    # Neighbouring threads have neighbouring vectors of channels, then the next group of outputs. So they access neighbouring
+    # memory, whatever the number of channels.
     units = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     channels = units % UNITS * VECTOR + tl.arange(0, VECTOR)[None, :]
     channel_mask = channels < O

@@ -1,21 +1,22 @@
-"""`conv` as an implicit matrix product, for every shape and card: `triton`, and `few` for the layers of one image.
+"""`conv` as an implicit matrix product, for every shape and card: the implementation `triton`, and `few` for a single image.
 
-A program computes a tile of BLOCK_M output pixels by BLOCK_N output channels. It walks K, the filter's taps times the channels
-of a group, in steps of BLOCK_K that Triton pipelines through shared memory; no image is unfolded in memory. Where a pixel's
-window starts is computed once a program; a step adds one number to the addresses of a tile and compares a pixel's coordinates
-with the image's borders. With few channels (PACKED) a step spans several taps, and each column of the tile has its own.
+A program computes a tile of BLOCK_M output pixels by BLOCK_N output channels. It loops over K (the taps of the filter times the
+channels of a group) in steps of BLOCK_K, which Triton pipelines through shared memory. No im2col matrix is written to memory.
+The start of each pixel's window is computed once per program. Each step adds one number to the addresses of a tile and compares
+the coordinates of the pixels with the borders of the image. With few channels (PACKED), a step spans several taps, and each
+column of the tile has a tap of its own.
 
-Groups that are narrower than a tile share one (TOGETHER of them): their weights stand in a block-diagonal tile whose other
-entries are not loaded but zero. That wastes multiplications, of which the tensor cores have enough: such a convolution is
-limited by its bytes.
+Several groups (TOGETHER) that are narrower than a tile share one. Their weights form a block-diagonal tile; its other entries
+are zero and are not loaded. This wastes multiplications, but such a convolution is memory-bound, and the tensor cores have
+capacity left.
 
-`few` is the same kernel where tiles are few, as in a network that sees one image: with small ones, of which SPLIT_K programs
-share the steps. Each leaves its part in memory, and the last one to come adds them in the order of their numbers: the same bits
-every time.
+`few` is the same kernel for problems with few tiles, as in a network that processes a single image. It uses small tiles, and
+SPLIT_K programs share the steps of a tile. Each program stores its partial sum in memory. The last program to finish adds the
+partial sums in the order of their numbers, so the result has the same bits every time.
 
-Channels, filter, stride, dilation and groups are compile-time constants, as a layer's are; images of any number and size run
-the same kernel. int8 is summed in int32 and scaled in the epilogue. float32 is multiplied in IEEE precision: without tensor
-cores.
+Channels, filter, stride, dilation and groups are compile-time constants, since a layer fixes them. Any number and size of
+images runs the same kernel. int8 is summed in int32 and scaled in the epilogue. float32 is multiplied in IEEE precision,
+without tensor cores.
 """
 
 from typing import Any
@@ -49,18 +50,21 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def tiles_of(channels: int, groups: int, block_n: int) -> tuple[int, int]:
-    """(tiles of BLOCK_N output channels, groups of a tile)."""
+    """(number of tiles of BLOCK_N output channels, groups per tile)."""
     own = channels // groups
     together = min(groups, max(1, block_n // own))
     return -(-groups // together) * -(-own // block_n), together
 
 
 def estimate(device: Device, block_m: int, block_n: int, tiles: int) -> float:
-    """How long a step of K of all tiles takes, in cycles that only compare: tiles run in waves of one or two an SM."""
+    """The estimated time of one step of K of all tiles, in cycles that serve only for comparison.
+
+    Tiles run in waves of one or two per SM.
+    """
     together = min(2 if block_m * block_n <= 128 * 128 else 1, -(-tiles // device.sms))
     waves = tiles / (device.sms * max(together, 1))
     step = max(block_m * block_n / 2048, (block_m + block_n) / 20)
-    # A started wave costs about a whole one; of many, only the last is ragged.
+    # A partial wave takes about as long as a full one. Among many waves the partial last one hardly counts.
     return together * step * (-(-waves // 1) if waves < 4 else waves)
 
 
@@ -74,7 +78,7 @@ def _smem_bytes(c: Config, itemsize: int) -> int:
 
 
 def _block_k(problem: Problem) -> int:
-    """128 bytes of K a step; half of that for narrow layers, whose last step would be mostly padding."""
+    """Elements of K per step: 128 bytes, or half of that for narrow layers, whose last step would be mostly padding."""
     wide = 128 // problem.dtype.itemsize
     k = problem.c // problem.groups
     return wide // 2 if problem.dtype.itemsize < 4 and k % wide and (k % (wide // 2) == 0 or k < wide) else wide
@@ -86,7 +90,7 @@ def _default(device: Device, problem: Problem) -> Config:
     block_k = _block_k(problem)
     best, least = None, float("inf")
     for block_m, block_n, warps in tiles:
-        # Two programs an SM are worth more than a fourth stage: 3 x 3 with 128 channels on an H100 23.3 us against 28.0.
+        # Two programs per SM are worth more than a fourth stage: on an H100, 3 x 3 with 128 channels takes 23.3 us, not 28.0.
         stages = 4 if itemsize < 4 and block_m * block_n <= 64 * 64 else 3
         config = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "num_stages": stages}
         if _refuse_config(device, problem, config) is not None:
@@ -134,7 +138,7 @@ SPACE = Space(
 
 
 def _few_tiles(problem: Problem) -> int:
-    """Tiles of 64 pixels by 32 channels."""
+    """The number of tiles of 64 pixels by 32 channels."""
     return -(-problem.pixels // 64) * -(-problem.o // 32)
 
 
@@ -152,7 +156,8 @@ def _refuse_few(device: Device, problem: Problem) -> str | None:
     return None
 
 
-# Microseconds on an H100, ResNet-50 of one image: what it costs to share a tile, and a step of K, of a filter and of 1 x 1.
+# Microseconds on an H100, ResNet-50 with one image. _SHARING: the cost of sharing a tile, by the number of programs. _STEP: the
+# time of a step of K with filters of more than one tap; _POINTWISE_STEP: with 1 x 1 filters.
 _SHARING = {1: 0.0, 2: 1.7, 4: 2.2, 8: 3.0, 16: 5.2}
 _STEP, _POINTWISE_STEP = 0.2, 0.16
 
@@ -184,11 +189,11 @@ FEW_SPACE = Space(
 
 @triton.jit
 def _weights(w_ptr, cols, k, TAP_K: tl.constexpr, C_G: tl.constexpr, O_G: tl.constexpr, TAPS: tl.constexpr, mask):
-    """Rows `cols` [BLOCK_N, 1] of the weight at K `k` of a tile whose groups span TAP_K channels of a tap (see `conv_tile`)."""
+    """Rows `cols` [BLOCK_N, 1] of the weight at the positions `k` of K. The groups of the tile have TAP_K channels per tap."""
     if TAP_K == C_G:
         return tl.load(w_ptr + cols.to(tl.int64) * (TAPS * C_G) + k, mask=mask & (k < TAPS * C_G), other=0.0)
     else:
-        # `cols` counts from the tile's first group, and so do a tap's channels.
+        # `cols` and the channels of a tap are counted from the first group of the tile.
         channel = k % TAP_K
         own = channel // C_G == cols // O_G
         at = cols * (TAPS * C_G) + (k // TAP_K) * C_G + channel % C_G
@@ -204,9 +209,9 @@ def _walk_taps(
 ):  # fmt: skip
     """acc + x's windows @ weight^T over this program's share of K.
 
-    x_ptr [BLOCK_M, 1] stands at (d0, h0, w0), which may be outside of the image.
+    x_ptr [BLOCK_M, 1] points to the pixel (d0, h0, w0), which may be outside of the image.
 
-    `left`: channels of x from the tile's first to the last one.
+    `left`: number of channels of x from the first one of the tile to the last one of x.
     """
     TAPS: tl.constexpr = KD * KH * KW
     BLOCKS: tl.constexpr = (TAP_K + BLOCK_K - 1) // BLOCK_K
@@ -250,9 +255,9 @@ def _finish(
     acc, y_ptr, bias_ptr, residual_ptr, x_scales_ptr, w_scales_ptr, image, pixels, channels, row_mask, mask, O: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Scales, then the epilogue and the store. image, pixels, row_mask: [BLOCK_M, 1]; channels: [1, BLOCK_N].
+    """Apply the scales, then the epilogue, and store. image, pixels, row_mask: [BLOCK_M, 1]; channels: [1, BLOCK_N].
 
-    Where the result is codes (int8.py), an image's scale comes last.
+    If the result is int8 (int8.py), the scale of the image is applied last.
     """
     factor = None
     if x_scales_ptr is not None:
@@ -272,13 +277,13 @@ def _finish_or_join(
     row_mask, mask, O: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A whole tile is finished. Of a shared one a part is left, and the last program to come adds them all."""
+    """Finish a whole tile. For a shared tile, store a partial sum; the last program to arrive adds all of them and finishes."""
     if SPLIT_K > 1:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         part_ptrs = parts_ptr + tl.program_id(0).to(tl.int64) * (SPLIT_K * SIZE) + inside
         tl.store(part_ptrs + tl.program_id(1) * SIZE, acc)
-        # One thread draws the ticket for all: every thread's part must be out before.
+        # One thread increments the counter for the whole program. Before that, all threads must have stored their parts.
         tl.debug_barrier()
         if tl.atomic_add(tickets_ptr + tl.program_id(0), 1, sem="acq_rel") == SPLIT_K - 1:
             tl.store(tickets_ptr + tl.program_id(0), 0)
@@ -342,7 +347,7 @@ def _first_launch(
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
     w_scales: Tensor | None, dtype: torch.dtype,
 ) -> Plan:  # fmt: skip
-    """Fill y."""
+    """Fill y. Returns the plan of the launch."""
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     (kd, kh, kw), (sd, sh, sw), (dd, dh, dw) = s.kernel, s.stride, s.dilation
     tiles, together = tiles_of(s.o, groups, config["BLOCK_N"])
@@ -350,7 +355,7 @@ def _first_launch(
     scratch = tiles * split * config["BLOCK_M"] * config["BLOCK_N"] if split > 1 else 0
     parts, counters = _shared(scratch, tiles, x.device)
     operands = (x, weight, y, bias, residual, x_scales, w_scales, parts, counters)
-    owners = (0, 1, 3, 4, 2, 5, 6, 7, 8)  # which operand each of the kernel's first arguments is
+    owners = (0, 1, 3, 4, 2, 5, 6, 7, 8)  # for each of the kernel's first arguments, the index of its operand
     arguments = (*(operands[i] for i in owners), s.n, *s.x, *s.y, *s.padding)
     constants = {
         "C": s.c, "O": s.o, "GROUPS": groups, "KD": kd, "KH": kh, "KW": kw, "SD": sd, "SH": sh, "SW": sw, "DD": dd, "DH": dh,
@@ -377,12 +382,12 @@ _launch = launcher(_PLANS)
 
 
 def planned(config: Config, *args: Any) -> Plan | None:
-    """The plan of a call of `TRITON` or `FEW`; None where they made none."""
+    """The plan of a call of `TRITON` or `FEW`, or None if there is none."""
     return _PLANS.plan(config if "BLOCK_M" in config else _few_config(config), *args)
 
 
 def _shared(scratch: int, tiles: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for the parts of tiles that programs share along K, and tickets; none without `scratch` numbers of it."""
+    """Memory for `scratch` numbers (partial sums of tiles that programs share along K), and counters. None if scratch is 0."""
     if not scratch:
         return None, None
     return torch.empty(scratch, dtype=torch.float32, device=device), tickets(device, tiles)
@@ -393,7 +398,7 @@ def _launch_few(config: Config, *args: Any) -> Tensor:
 
 
 def _few_config(config: Config) -> Config:
-    """As the kernel is launched: six stages of narrow tiles, so that a short K is asked for at once."""
+    """The full config of the launch. Narrow tiles have six stages, so that all loads of a short K are in flight at once."""
     return {"BLOCK_M": 64, "num_warps": 4, "num_stages": 6 if config["BLOCK_N"] == 32 else 4, **config}
 
 

@@ -1,4 +1,4 @@
-"""Example arguments of the convolutions from dimensions: the `Op.make` of each."""
+"""Example arguments of the convolutions, made from dimensions: the `Op.make` of each op."""
 
 # N images, C channels, O output channels, H = height and width (depth, length) of x, K of the filter, S stride, P padding
 
@@ -22,9 +22,9 @@ def conv_arguments(
     groups: int = 1, dims: int = 2, bias: bool = False, residual: bool = False, activation: str = "none",
     dtype: torch.dtype = torch.float16,
 ) -> Args:  # fmt: skip
-    """x [N, H, H, C] and weight [O, K, K, C / groups]; `dims` 1 or 3: as many H and K. P: K // 2 unless given.
+    """x [N, H, H, C] and weight [O, K, K, C / groups]; with `dims` 1 or 3, as many H and K. P: K // 2 unless given.
 
-    Scaled such that the result is about 1. int8 comes with scales and makes bf16.
+    The operands are scaled so that the result is about 1. int8 operands have scales, and the result is bf16.
 
     Raises:
         ValueError: channels do not divide into groups, dims is not 1, 2 or 3, or there is no output.
@@ -60,7 +60,9 @@ def conv_transpose_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 2, S: int = 1, P: int = 0, dilation: int = 1, groups: int = 1,
     dims: int = 2, bias: bool = False, activation: str = "none", dtype: torch.dtype = torch.float16,
 ) -> Args:  # fmt: skip
-    """x [N, H, H, C] and weight [C, K, K, O / groups]; `dims` 1 or 3: as many H and K. P: of the convolution transposed.
+    """x [N, H, H, C] and weight [C, K, K, O / groups]; with `dims` 1 or 3, as many H and K.
+
+    P: padding of the convolution that is transposed.
 
     Raises:
         ValueError: channels do not divide into groups, dims is not 1, 2 or 3, or there is no output.
@@ -87,7 +89,7 @@ def conv_weight_gradient_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 3, S: int = 1, P: int | None = None, dilation: int = 1,
     groups: int = 1, dims: int = 2, dtype: torch.dtype = torch.float16,
 ) -> Args:  # fmt: skip
-    """dy and x of the `conv` of these dimensions, scaled such that the result is about 1. Raises ValueError as that does."""
+    """dy and x of the `conv` of these dimensions, scaled so that the result is about 1. Raises ValueError like `conv`."""
     meta = conv_arguments(
         Inputs("meta"), N=N, C=C, H=H, O=O, K=K, S=S, P=P, dilation=dilation, groups=groups, dims=dims, dtype=dtype
     )  # fmt: skip
@@ -100,7 +102,7 @@ def conv_codes_arguments(
     inputs: Inputs, *, N: int, C: int, H: int, O: int, K: int = 3, S: int = 1, P: int | None = None, groups: int = 1,
     dims: int = 2, bias: bool = False, residual: bool = False, activation: str = "none", dtype: torch.dtype = torch.int8,
 ) -> Args:  # fmt: skip
-    """x [N, H, H, C] and weight [O, K, K, C / groups] of codes, scaled such that the result is some 30 of 127 codes.
+    """int8 x [N, H, H, C] and weight [O, K, K, C / groups], scaled so that the results are about 30, where 127 is the maximum.
 
     Raises:
         ValueError: channels do not divide into groups, or there is no output.

@@ -1,18 +1,19 @@
-"""Convolution from int8 codes to int8 codes, for chains of quantised layers: nothing of 16 bits lies between two of them.
+"""Convolution from int8 to int8 (quantised values), for chains of quantised layers without 16-bit tensors between them.
 
     y[n, p, o] = codes(factors[n] * activation(w_scales[o] * sum over taps and channels of x * weight + bias[o] + residual))
 
     x [N, *S, C], weight [O, *K, C / groups], residual and y [N, *P, O]: int8, channels-last and contiguous; w_scales, bias [O]
-    and factors [N]: float32. codes: to nearest even, saturated at +-127; what is NaN (bias or scales were) is 0.
+    and factors [N]: float32. codes() rounds to nearest even and saturates at +-127. NaN (from NaN in bias or scales) becomes 0.
 
-The one scale behind the activation does for the residual too, which is codes of another scale: max(s x, 0) = s max(x, 0) for
-s > 0. `conv_codes` folds the scales of x, weight, residual and y into these two factors, once. Against `conv` with a 16-bit
-result and a quantiser, a fourth of the bytes moves between two layers; a bottleneck's residual stream is half as wide.
+The residual has a scale of its own. One scale after the activation is nevertheless enough, because max(s x, 0) = s max(x, 0)
+for s > 0. `conv_codes` combines the scales of x, weight, residual and y into w_scales and factors, once. Compared with `conv`
+with a 16-bit result followed by a quantiser, a quarter of the bytes moves between two layers, and the residual stream of a
+bottleneck is half as wide.
 
     sm90       Hopper: the Gluon kernel of `conv`
-    triton     any shape, from sm_80 on: its portable kernel
+    triton     any shape, from sm_80 on: the portable kernel of `conv`
 
-Not supported: gradients, zero points, results of 16 bits (`conv` has them), a residual before another activation than relu.
+Not supported: gradients, zero points, 16-bit results (`conv` has them), a residual with an activation other than none or relu.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def _reference(
 ) -> Tensor:  # fmt: skip
     if not x.shape[0]:
         return x.new_empty((0, *size, weight.shape[0]))
-    # Sums of some 2000 products of codes are no longer exact in float32.
+    # Sums of about 2000 products of int8 values are no longer exact in float32.
     y = convolved(x.double(), weight.double(), None, stride, padding, dilation, groups, size).float() * w_scales
     y = y if bias is None else y + bias
     y = activated(y if residual is None else y + residual, activation) * factors.view(-1, *(1,) * (x.dim() - 1))
@@ -63,7 +64,7 @@ def _problem(
 
 
 def _as_conv(*args: Any) -> tuple[Any, ...]:
-    """The arguments of `conv` that such a call hands on."""
+    """The arguments of `conv` for a call with these arguments."""
     return *args[:-2], args[-1], args[-2], torch.int8
 
 
@@ -120,7 +121,7 @@ conv_codes_op = Op(
 def folded_scales(
     x_scale: Tensor, w_scales: Tensor, bias: Tensor | None, residual_scale: Tensor | None, y_scale: Tensor, images: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(w_scales [O], bias [O], factors [N]) of `conv_codes_op`, from what a step of the codes of each tensor means.
+    """(w_scales [O], bias [O], factors [N]) of `conv_codes_op`, from the scale of each tensor: the value of one integer step.
 
     Args:
         x_scale, residual_scale, y_scale: one float32 each, positive; without a residual None.
@@ -138,16 +139,17 @@ def conv_codes(
     residual: Tensor | None = None, residual_scale: Tensor | None = None, stride: Int = 1, padding: Padding = 0,
     dilation: Int = 1, groups: int = 1, *, activation: str = "none",
 ) -> Tensor:  # fmt: skip
-    """The codes of activation(conv(x, weight) + bias + residual), all int8 with one known scale each.
+    """activation(conv(x, weight) + bias + residual) in int8. x, residual and the result have one known scale each.
 
     Args:
         x: [N, C, *S], int8, one to three spatial dims; channels-last memory is read as it is.
         weight: [O, C / groups, *K], int8.
-        x_scale: one float32: what a step of x's codes means. So y_scale, which y's codes are made with.
+        x_scale, y_scale: one float32 each: the value of one integer step of x, and of the result.
         w_scales: [O], float32.
         bias: [O], float32 or of 16 bits.
-        residual: codes of the result's shape, with a residual_scale; added before the activation, which is none or relu then.
-        stride, padding, dilation, groups: as `conv2d`'s.
+        residual: int8, of the result's shape. It needs a residual_scale. It is added before the activation, which must be none
+            or relu.
+        stride, padding, dilation, groups: as for `conv2d`.
         activation: none, relu, gelu, gelu_tanh or silu.
 
     Returns:

@@ -1,7 +1,7 @@
-"""A convolution to be made again: `Impl.plan` of the implementations of `conv`.
+"""Plans for repeated convolutions: `Impl.plan` of the implementations of `conv`.
 
-A plan takes torch's tensors and leaves the host nothing but memory for the result, addresses and the launch, or one call of
-cuDNN. It keeps no tensor alive.
+A plan accepts tensors of torch's shapes. When it runs, the host only allocates the result, reads addresses and launches the
+kernel, or makes one call of cuDNN. A plan keeps no tensor alive.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,14 @@ Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """(x [N, C, *S], weight [O, C / groups, *K], bias, residual [N, O, *P]) -> [N, O, *P], all with dense channels."""
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions."""
+"""Memory formats by the number of dimensions."""
 
 
 def plan_of(planned: Callable[..., launch_plan.Plan | None]) -> Callable[..., Plan | None]:
-    """`Impl.plan` from (config, *args) -> the launches of such a call, on x, weight, y, bias, residual and scales, or None."""
+    """Make an `Impl.plan` from `planned`: (config, *args) -> the launch plan of such a call, or None.
+
+    The operands of the launch plan are x, weight, y, bias, residual and scales.
+    """
 
     def plan(config: Config, *args: Any) -> Plan | None:
         found = planned(config, *args)
@@ -45,7 +48,7 @@ def plan_of(planned: Callable[..., launch_plan.Plan | None]) -> Callable[..., Pl
 
 
 def launcher(plans: launch_plan.Planned, *, dense_weight: bool = True) -> Callable[..., Tensor]:
-    """`Impl.launch` by these plans; dense_weight: of a weight without gaps."""
+    """Make an `Impl.launch` that uses these plans. dense_weight: a weight that is not contiguous is copied first."""
 
     def launch(
         config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,

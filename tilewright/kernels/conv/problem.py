@@ -1,7 +1,7 @@
-"""What the implementations of convolution share: sizes, the problem they choose by, the epilogue in Triton.
+"""Shared by the implementations of convolution: sizes, the problem on which their choice depends, the epilogue in Triton.
 
 Tensors are channels-last and contiguous: x [N, *S, C], weight [O, *K, C / groups], y [N, *P, O] with one, two or three spatial
-dims. Kernels always see three, the missing ones in front with size 1 (`Sizes`).
+dims. Kernels always see three: missing dims are added in front, with size 1 (`Sizes`).
 """
 
 # N images, C channels, O output channels; D, H, W spatial dims of x, P of y; K of the filter
@@ -26,7 +26,7 @@ Three = tuple[int, int, int]
 
 
 class Sizes(NamedTuple):
-    """A convolution in numbers, with three spatial dims: D, H, W."""
+    """The sizes of a convolution, with three spatial dims: D, H, W."""
 
     n: int
     c: int
@@ -41,12 +41,12 @@ class Sizes(NamedTuple):
     kernel: Three
     stride: Three
     padding: Three
-    """Of the low side; the high side follows from y's size. May be negative."""
+    """Padding of the low side; that of the high side follows from the size of y. May be negative."""
     dilation: Three
 
     @property
     def pixels(self) -> int:
-        """Rows of the matrix product: outputs of one channel."""
+        """Rows of the matrix product: output pixels of all images."""
         return self.n * self.y[0] * self.y[1] * self.y[2]
 
     @property
@@ -82,7 +82,7 @@ def output_size(size: int, kernel: int, stride: int, low: int, high: int, dilati
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on. The number of images is rounded up to a power of two."""
+    """Everything that a choice may depend on. The number of images is rounded up to a power of two."""
 
     dtype: torch.dtype
     out: torch.dtype
@@ -104,7 +104,7 @@ class Problem(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Rows of the matrix product with as many images as the bucket holds."""
+        """Rows of the matrix product with n_bucket images."""
         return self.n_bucket * self.y[0] * self.y[1] * self.y[2]
 
     @property
@@ -124,7 +124,7 @@ class Problem(NamedTuple):
 
     @property
     def pointwise(self) -> bool:
-        """Whether it is a matrix product of x's pixels as they stand."""
+        """Whether the convolution is a matrix product of the pixels of x, without rearranging them."""
         return (
             self.groups == 1
             and self.x == self.y
@@ -169,10 +169,11 @@ def empty_output(x: Tensor, weight: Tensor, size: Sequence[int], dtype: torch.dt
 
 @triton.jit
 def finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels, channels, mask, O, ACTIVATION: tl.constexpr, factor=None):
-    """Bias, residual, activation and the one rounding of a float32 tile; then its store.
+    """Add bias and residual to a float32 tile, apply the activation, round once and store.
 
-    pixels [BLOCK_M, 1] int64: where a row is in y and in the residual; channels [1, BLOCK_N]; O: elements from pixel to pixel.
-    bias_ptr and residual_ptr may be None. factor: to multiply the activation by where y is int8, codes: saturated, a NaN is 0.
+    pixels [BLOCK_M, 1] int64: the pixels of y and of the residual; channels [1, BLOCK_N]; O: elements per pixel. bias_ptr and
+    residual_ptr may be None. factor: only for an int8 y. The activation is multiplied by it, rounded and saturated; NaN becomes
+    0.
     """
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + channels, mask=channels < O, other=0.0).to(tl.float32)
@@ -185,5 +186,6 @@ def finish_pixels(acc, y_ptr, bias_ptr, residual_ptr, pixels, channels, mask, O,
     else:
         y *= factor
         held = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
-        # From 2^23 to 2^24 a float32 counts in ones: the sum is rounded to even, its low bits are the integer.
+        # From 2^23 to 2^24, float32 numbers are integers. So the sum is rounded to nearest even, and its low bits are the
+        # integer.
         tl.store(y_ptr + at, (held + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), mask=mask)

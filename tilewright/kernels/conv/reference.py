@@ -30,7 +30,7 @@ def convolved(
 def _high(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], size: Sequence[int]
 ) -> list[int]:
-    """Padding of the high sides that the size of the output asks for."""
+    """Padding of the high sides, which follows from the size of the output."""
     spatial = zip(x.shape[1:-1], weight.shape[1:-1], stride, padding, dilation, size, strict=True)
     return [(p - 1) * s + d * (k - 1) + 1 - low - n for n, k, s, low, d, p in spatial]
 
@@ -38,7 +38,10 @@ def _high(
 def plain_padding(
     x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], size: Sequence[int]
 ) -> bool:
-    """Whether torch's one number a dimension says it: a high side less than a stride below the low one reads the same."""
+    """Whether torch's padding, which is one number per dimension, is sufficient.
+
+    It is if the high side is equal to the low side, or smaller by less than a stride: the filter then reads the same pixels.
+    """
     high = _high(x, weight, stride, padding, dilation, size)
     return min(padding) >= 0 and all(0 <= low - up < s for low, up, s in zip(padding, high, stride, strict=True))
 
@@ -48,7 +51,7 @@ def reference(
     padding: Sequence[int], dilation: Sequence[int], groups: int, size: Sequence[int], x_scales: Tensor | None,
     w_scales: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """activation(conv(x, weight) * scales + bias + residual), formed in float32 (float64 for float64), rounded once."""
+    """activation(conv(x, weight) * scales + bias + residual), computed in float32 (float64 for float64), rounded once."""
     given = x.dtype if x_scales is None else x_scales.dtype
     wide = torch.promote_types(given, torch.float32)
     out = torch.float64 if wide == torch.float64 else dtype

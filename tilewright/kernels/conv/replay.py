@@ -1,10 +1,11 @@
-"""A convolution that was called before: the way from torch's tensors straight to its launch.
+"""Repeats a convolution that was called before: goes from torch's tensors directly to the launch.
 
-What a layer does a thousand times, with tensors of the same shapes and other memory, is checked, viewed, summarised, chosen for
-and laid out once: the host takes longer for that than a card for a convolution of one image. `again` gives what is left over,
-the plan of the implementation that was chosen.
+A layer calls the same convolution a thousand times, with tensors of the same shapes at other addresses. The checks, the views,
+the choice of an implementation and the set-up of the launch are needed only once. On the host they take longer than a card
+needs for the convolution of one image. `again` returns the part that is needed for every call: the plan of the implementation
+that was chosen.
 
-Not for int8, gradients, convolutions whose operands are copied first, implementations without a plan.
+Not for int8, gradients, convolutions whose operands are copied first, and implementations without a plan.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ __all__ = ["FORMATS", "Plan", "again", "cudnn_choosing", "takes_padding"]
 
 
 def again(*args: Any) -> Plan | None:
-    """What makes a call of `conv_op` again that was made with these arguments, on tensors that differ in their memory alone."""
+    """The plan that repeats the call of `conv_op` with these arguments on tensors at other addresses, or None."""
     x, weight, _, residual, *_, x_scales, _, _ = args
     if x_scales is not None or not x.is_cuda or x.dim() not in FORMATS or not x.numel():
         return None

@@ -1,7 +1,7 @@
 """The host side of `conv` on Hopper: exports the Impl `sm90`.
 
 Refuses: groups, float32, three spatial dims, strides other than 1, 2 and 4 (unless a filter is as wide as its stride), output
-channels that are no multiple of 16 bytes. One spatial dim is two with one row.
+channels that are no multiple of 16 bytes. One spatial dim is treated as two with a single row.
 """
 
 from typing import Any
@@ -80,7 +80,7 @@ def _first_launch(
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], x_scales: Tensor | None,
     w_scales: Tensor | None, dtype: torch.dtype,
 ) -> Plan:  # fmt: skip
-    """Fill y. The plan of operands that go to windows makes those first."""
+    """Fill y. If operands are copied to windows (sm90_space_to_depth.py), the plan makes these copies first."""
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     fold, plane = fold_of(s, x.dtype), (s.n, *s.y[1:], s.o)
     view = folded(fold, x, weight, s)
@@ -98,7 +98,7 @@ _launch = launcher(_PLANS, dense_weight=False)
 
 
 def planned(config: Config, *args: Any) -> Plan | None:
-    """The plan of a call of `SM90`; None where it made none, or copies operands first, for which it reads their strides."""
+    """The plan of a call of `SM90`. None if there is none, or if it copies operands first: it then reads their strides."""
     plan = _PLANS.plan(config, *args)
     return None if plan is None or plan.copies else plan
 

@@ -2,21 +2,23 @@
 
     y[n, p, q, o] = activation(sum over r, s, c of x[n, p * stride + r - padding, ..., first(o) + c] * weight[o, r, s, c] + ...)
 
-x [N, H, W, C], weight [O, KH, KW, C / groups], channels-last, fp16 or bf16. Grouped convolutions as ResNeXt has them (Xie et
-al., "Aggregated Residual Transformations for Deep Neural Networks", 2017), with 4, 8, 16, 32 or 64 channels a group and as
-many of y.
+x [N, H, W, C], weight [O, KH, KW, C / groups], channels-last, fp16 or bf16. These are grouped convolutions as in ResNeXt (Xie
+et al., "Aggregated Residual Transformations for Deep Neural Networks", 2017). A group has 4, 8, 16, 32 or 64 channels of x and
+as many of y.
 
-The weight of 64 output channels is small, at most 9 positions of 64 x 64 numbers: a program reads it once and keeps it in
-shared memory for all the pixels that it walks. Groups narrower than 64 stand on the diagonal of such a square, whose
-other entries are zeros: they cost products, of which the tensor cores have enough. What moves is x, and the copy engine's 4.6
-cycles a pixel (sm90_kernel.py) are what bounds it, so one box serves as many filter positions as it can: those of a column of
-the filter, with a stride of 2 those of a column whose rows lie in the same phase. A phase is a dimension of x as the copy
-engine sees it, [H / stride, stride, N, W / stride, stride * C], so two descriptors do for all: of a box, and of the rows below.
+The weight of 64 output channels is small: at most 9 filter positions of 64 x 64 numbers. A program loads it once and keeps it
+in shared memory for all pixels that it processes. Groups narrower than 64 channels lie on the diagonal of a 64 x 64 matrix,
+whose other entries are zeros. The additional products cost little, because the tensor cores are not the limit here.
 
-A producer warp, two consumer warpgroups that take turns at tiles, so that one's epilogue runs under the other's products. The
-residual comes into the buffer that the tile leaves by, and is asked for before the tile's products begin.
+The limit is loading x: the copy engine needs 4.6 cycles per pixel (sm90_kernel.py). So one box serves as many filter positions
+as possible. With a stride of 1, these are the positions of a column of the filter; with a stride of 2, those of a column whose
+rows are in the same phase. The copy engine sees x as [H / stride, stride, N, W / stride, stride * C], where the phase of the
+rows is a dimension of its own. So two descriptors are enough: one for a box, and one for the rows below it.
 
-Not here: dilation, filters of more than 3 x 3, channels that are no multiple of 64, odd sizes under a stride of 2, int8,
+A producer warp loads. Two consumer warpgroups take turns at tiles, so that the epilogue of one overlaps the products of the
+other. The residual is loaded into the buffer from which the tile is stored; the load starts before the products of the tile.
+
+Not here: dilation, filters of more than 3 x 3, channels that are no multiple of 64, odd sizes with a stride of 2, int8,
 three spatial dims, Triton from 3.8 on (`VIEWS_REACH_ON`).
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -55,7 +57,7 @@ from tilewright.tune.space import Config, Space
 __all__ = ["NARROW"]
 
 _SIDE = 64
-"""Channels of x and of y of a tile: 128 bytes, a row of the swizzle."""
+"""Channels of x, and channels of y, in a tile: 128 bytes, which is one row of the swizzle pattern."""
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -77,11 +79,11 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 _PRODUCT_CYCLES = 2.3
-"""A pixel, 64 channels of x by 64 of y: 2 at the tensor cores' best."""
+"""Cycles per pixel and filter position, for 64 channels of x by 64 of y. At the peak rate of the tensor cores it would be 2."""
 
 
 def _box(block_m: int, images: int, y: Three, kernel: Three, stride: int) -> tuple[Three, int, int]:
-    """(box of pixels, rows below it, boxes in all)."""
+    """(box of pixels, number of rows below it, total number of boxes)."""
     (_, rows, cols), (_, kh, kw), images = y, kernel, next_pow2(images)
     below = next_pow2(ceil_div(kh, stride) - 1) if kh > stride else 0
     box = fetched_box(block_m, images, rows, cols, kw * min(kh, stride), kw * below, _PRODUCT_CYCLES * kh * kw)
@@ -89,7 +91,7 @@ def _box(block_m: int, images: int, y: Three, kernel: Three, stride: int) -> tup
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    """The tile whose last round wastes less; a smaller one has more rows below its boxes."""
+    """The tile that wastes less in the last round. For smaller boxes, the rows below them are a larger share of the loads."""
     walkers = max(1, device.sms // (problem.o // _SIDE))
     boxes = {m: _box(m, problem.n_bucket, problem.y, problem.kernel, problem.stride[2])[2] for m in (64, 128)}
     rounds = {m: ceil_div(count, walkers) * m for m, count in boxes.items()}
@@ -97,7 +99,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 SPACE = Space(default=_default, axes={"BLOCK_M": (64, 128)}, refusal=lambda device, problem, config: None)
-"""BLOCK_M: pixels of a tile, which is one consumer's."""
+"""BLOCK_M: pixels of a tile. Each tile is computed by one consumer."""
 
 # ---- kernel
 
@@ -108,7 +110,7 @@ def _load_column(
     s: gl.constexpr, rows: gl.constexpr, KH: gl.constexpr, STRIDE: gl.constexpr, PAD_H: gl.constexpr,
     PAD_W: gl.constexpr,
 ):  # fmt: skip
-    """Load what the positions of column `s` of the filter read whose rows of x are in phase `rows`."""
+    """Load the pixels for column `s` of the filter: for those of its positions that read rows of x in phase `rows`."""
     FIRST: gl.constexpr = (rows + PAD_H) % STRIDE
     BOX: gl.constexpr = x_desc.block_type.shape
     BELOW: gl.constexpr = below_desc.block_type.shape if FIRST + STRIDE < KH else [0, 1, 1, 1, 1]
@@ -149,7 +151,10 @@ def _load_boxes(
 
 @gluon.jit
 def _place_weights(w_ptr, w_bufs, placed, first_col, wg: gl.constexpr, OWN: gl.constexpr, TAPS: gl.constexpr):
-    """This consumer's half of the filter positions, [64 output channels, 64 of x]: groups are blocks on the diagonal."""
+    """Store this consumer's half of the filter positions in shared memory, each as [64 channels of y, 64 channels of x].
+
+    The groups are blocks on the diagonal.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     o = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
     c = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, layout)), 0)
@@ -165,7 +170,7 @@ def _sum_column(
     units, w_bufs, at, acc, s, rows: gl.constexpr, begun, KH: gl.constexpr, KW: gl.constexpr, STRIDE: gl.constexpr,
     PAD_H: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """acc + the products of the positions that `_load_column` loaded for. Gives the stage before back."""
+    """acc + the products of the filter positions of one call of `_load_column`. Releases the previous stage."""
     FIRST: gl.constexpr = (rows + PAD_H) % STRIDE
     COUNT: gl.constexpr = (KH - FIRST + STRIDE - 1) // STRIDE
     UNITS: gl.constexpr = units.shape[0] // STAGES
@@ -176,7 +181,8 @@ def _sum_column(
         x = viewed(units.index(at.stage * UNITS + i), units.dtype, shape, layout)
         w = w_bufs.index((FIRST + i * STRIDE) * KW + s).permute((1, 0))
         started = warpgroup_mma(x, w, acc, use_acc=begun | (i > 0), is_async=True)
-        # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
+        # One product stays in flight. So after the first product of a step, the last one of the previous step has ended, and
+        # its stage may be overwritten.
         acc = warpgroup_mma_wait(1, deps=(started,))
         if i == 0:
             at.give_back_last(begun)
@@ -187,7 +193,7 @@ def _sum_column(
 def _finish(
     acc, tile_box, arrived, parity, residual_desc, y_desc, bias_ptr, p, n, q, first_col, ACTIVATION: gl.constexpr
 ):  # fmt: skip
-    """Bias, residual, activation, the one rounding, the store through `tile_box`, which the residual comes to."""
+    """Add bias and residual, apply the activation, round once, store through `tile_box`. The residual is loaded there too."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     shape: gl.constexpr = acc.shape
     buf = viewed(tile_box, y_desc.dtype, shape, layout)
@@ -214,7 +220,7 @@ def _multiply_boxes(
     shape: gl.constexpr = y_desc.block_type.shape
     ROWS: gl.constexpr = shape[0] * shape[1] * shape[2]
     STEPS: gl.constexpr = KW * (STRIDE if KH >= STRIDE else KH)
-    # The first phase of rows that is met: of a filter with one row it is not always 0.
+    # The first phase of rows that the filter reads. For a filter with one row it is not always 0.
     FIRST_ROWS: gl.constexpr = 0 if PAD_H % STRIDE < KH else 1
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     walkers = gl.num_programs(0) // tiles_n
@@ -230,10 +236,11 @@ def _multiply_boxes(
             tma.store_wait(pendings=0)
             mbarrier.expect(arrived.index(wg), ROWS * 128)
             load_box(residual_desc, [p, n, q, first_col], arrived.index(wg), tile_box)
-        # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+        # The parity of a barrier distinguishes only its last two rounds. So begin only when the other consumer has seen its
+        # whole tile arrive.
         mbarrier.wait(turns.index(wg), (mine + 1 - wg) & 1)
         acc = gl.zeros([ROWS, 64], gl.float32, acc_layout)
-        for s in range(filter_w):  # not unrolled: addresses of all of the weight would be kept in registers
+        for s in range(filter_w):  # not unrolled: otherwise the addresses of all weights would stay in registers
             for rows in gl.static_range(STRIDE):
                 if (rows + PAD_H) % STRIDE < KH:
                     acc = _sum_column(
@@ -243,7 +250,7 @@ def _multiply_boxes(
         release(turns.index(1 - wg))
         acc = warpgroup_mma_wait(0, deps=(acc,))
         at.give_back_last()
-        at = at.skip(STEPS)  # the other's tile
+        at = at.skip(STEPS)  # the stages of the other consumer's tile
         _finish(acc, tile_box, arrived.index(wg), mine & 1, residual_desc, y_desc, bias_ptr, p, n, q, first_col, ACTIVATION)
     tma.store_wait(pendings=0)
 
@@ -256,9 +263,10 @@ def _narrow_kernel(
 ):  # fmt: skip
     """Launch on a multiple of tiles_n programs, at most as many as there are SMs, with num_warps=4.
 
-    A tile is a box of pixels [rows, images, columns] by 64 output channels; a program has one set of channels, and every so
-    manyeth box. x_desc: boxes [rows, 1, images, columns, 64] of x as the file's head describes it; below_desc: of the rows
-    below that the filter reaches with the same phase, None where it reaches none.
+    A tile is a box of pixels [rows, images, columns] by 64 output channels. The programs form tiles_n sets, one per 64 output
+    channels; the programs of a set process the boxes in turn. x_desc: boxes [rows, 1, images, columns, 64] of x in the form
+    that is described at the top of this file. below_desc: boxes of the rows below that the filter reads with the same phase;
+    None if there are none.
     """
     shape: gl.constexpr = x_desc.block_type.shape
     EXTRA: gl.constexpr = 0 if below_desc is None else below_desc.block_type.shape[0]
@@ -303,15 +311,15 @@ def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str,
     stride: list[int], padding: list[int], dilation: list[int], groups: int, size: list[int], *rest: Any,
 ) -> Plan:  # fmt: skip
-    """Fill y."""
+    """Fill y. Returns the plan of the launch."""
     device = card_of(x)
     s = sizes_of(x, weight, stride, padding, dilation, groups, size)
     (_, h, w), (_, rows, cols), (_, kh, kw), step = s.x, s.y, s.kernel, s.stride[2]
     box, extra, _ = _box(config["BLOCK_M"], s.n, s.y, s.kernel, step)
-    # [H / S, S, N, W / S, S * C]: rows and columns of a phase side by side.
+    # [H / S, S, N, W / S, S * C]: the rows of a phase are neighbours, and so are its columns.
     seen = x.view(s.n, h // step, step, w // step, step * s.c).permute(1, 2, 0, 3, 4)
     descs = [descriptor(seen, [height, 1, box[1], box[2], _SIDE]) if height else None for height in (box[0], extra)]
-    # A row of y above those of all images, as with x.
+    # [rows, images, columns, channels], as for x: a row of all images comes before the next row.
     planes = [None if t is None else t.view(s.n, rows, cols, s.o).transpose(0, 1) for t in (residual, y)]
     descs += [None if t is None else descriptor(t, [*box, _SIDE]) for t in planes]
     down, deep, across = ceil_div(rows, box[0]), ceil_div(s.n, box[1]), ceil_div(cols, box[2])

@@ -1,4 +1,4 @@
-"""What the launchers of sm90_kernel.py share: which box of pixels, which tile, the descriptors, the launch."""
+"""Shared by the launchers of sm90_kernel.py: the choice of the box of pixels and of the tile, the descriptors, the launch."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -44,7 +44,7 @@ Three = tuple[int, int, int]
 def refuse_boxes(
     device: Device, problem: Problem, dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16), *, groups: bool = False
 ) -> str | None:
-    """What no form that reads boxes of pixels on sm_90 takes."""
+    """Why a problem is refused by every kernel that loads boxes of pixels on sm_90, or None."""
     if problem.dtype not in dtypes:
         return f"does not take {problem.dtype}"
     if problem.empty:
@@ -55,7 +55,7 @@ def refuse_boxes(
 
 
 _FETCH_CYCLES = 4.6
-"""What a pixel of x costs the copy engine of an SM, whatever it holds (docs/log.md)."""
+"""Cycles that the copy engine of an SM needs per pixel of x, whatever the pixel holds (docs/log.md)."""
 
 
 def _blocks(size: int, block: int) -> int:
@@ -63,9 +63,9 @@ def _blocks(size: int, block: int) -> int:
 
 
 def _cheapest(rows: int, images: int, height: int, width: int, column: bool, cost: Callable[[int, int], float]) -> Three:
-    """The (height, images, width) of `rows` pixels whose boxes cost least, each `cost(height, width)`.
+    """The (height, images, width) of boxes of `rows` pixels that cost least in total. One box costs `cost(height, width)`.
 
-    column: a box is loaded with some rows more, so its rows have eight pixels at least.
+    column: a box is loaded with some additional rows, so a row (of all its images) must have at least eight pixels.
     """
     best, least = (1, rows, 1), float("inf")
     for h in (1 << i for i in range((rows // 8 if column else rows).bit_length())):
@@ -81,8 +81,8 @@ def _cheapest(rows: int, images: int, height: int, width: int, column: bool, cos
 def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Three:
     """(height, images, width) of a box of `rows` pixels, each a power of two, with little waste at the edges.
 
-    column: with some rows more a high box is better. Of equals the one whose surroundings overlap the most: filters of 3 x 3
-    fetch less from beyond L2.
+    column: a box is loaded with some additional rows, so a high box is better. Among boxes that are equal in this, the one with
+    the smallest border per pixel is preferred: filters of 3 x 3 then load less from beyond L2.
     """
 
     def cost(h: int, w: int) -> float:
@@ -93,7 +93,10 @@ def box_of(rows: int, images: int, height: int, width: int, column: bool) -> Thr
 
 @lru_cache(maxsize=1024)
 def fetched_box(rows: int, images: int, height: int, width: int, once: float, below: float, product: float) -> Three:
-    """As `box_of`, by a pixel's cycles: its products, or to fetch it `once` times, and `below` for each row of a box."""
+    """Like `box_of`, with a cost in cycles per pixel: `product` for its products, or the cost of its loads if that is higher.
+
+    A pixel is loaded `once` times; the rows below a box of height h add `below` / h loads per pixel.
+    """
 
     def cost(h: int, w: int) -> float:
         return max(product, _FETCH_CYCLES * (once + below / h)) * (1 + 0.002 * (h + 2) * (w + 2) / (h * w))
@@ -102,12 +105,12 @@ def fetched_box(rows: int, images: int, height: int, width: int, once: float, be
 
 
 def _box_count(box: Three, images: int, height: int, width: int) -> Three:
-    """Boxes down, along images and across."""
+    """The number of boxes down an image, along the images, and across an image."""
     return _blocks(height, box[0]), _blocks(images, box[1]), _blocks(width, box[2])
 
 
 def phases_of(kernel: Two, stride: Two, padding: Two, dilation: Two) -> list[Two]:
-    """Which of every so many rows and columns of x the positions of the filter meet."""
+    """The phases of x that the filter positions read: (row modulo stride, column modulo stride)."""
     rows, cols = (sorted({(k * dilation[d] - padding[d]) % stride[d] for k in range(kernel[d])}) for d in (0, 1))
     return [(row, col) for row in rows for col in cols]
 
@@ -115,7 +118,7 @@ def phases_of(kernel: Two, stride: Two, padding: Two, dilation: Two) -> list[Two
 # ---- tiles
 
 _WIDTH = 64
-"""Columns of a block of a consumer's epilogue."""
+"""Columns of a block in the epilogue of a consumer."""
 
 # BLOCK_M, BLOCK_N, whether the consumers take turns at tiles
 _TILES = (
@@ -131,13 +134,13 @@ _TILES = (
 AXES = {
     "BLOCK_M": (128, 256), "BLOCK_N": (64, 128, 256), "TURNS": (False, True), "COLUMN": (False, True), "SPLIT_K": (1, 0, 2),
 }  # fmt: skip
-"""TURNS: the consumers take turns at tiles, else each has half of the pixels of every tile. COLUMN: a step is a column of the
-filter, whose positions read one box of x with a few rows more, else one position. SPLIT_K: programs that share a tile along K;
-0 shares just the tiles that are left when no more fill the card."""
+"""TURNS: the consumers take turns at tiles; otherwise each computes half of the pixels of every tile. COLUMN: a step is a whole
+column of the filter, whose positions read one box of x with a few additional rows; otherwise a step is one position. SPLIT_K:
+programs that share a tile along K. With 0, programs share only the tiles of the last wave, which does not fill the card."""
 
 
 class Shape(NamedTuple):
-    """What a choice of tile looks at."""
+    """The sizes that the choice of a tile depends on."""
 
     images: int
     rows: int
@@ -152,11 +155,11 @@ class Shape(NamedTuple):
     """Bytes of an element of x."""
     residual: bool
     slow_activation: bool
-    """Whether it has an exponential."""
+    """Whether the activation needs an exponential."""
 
 
 def _block_k(c: int, itemsize: int) -> int:
-    """Channels of a step: 128 bytes, or 64 or 32 where there are no more."""
+    """Channels per step: 128 bytes, or 64 or 32 bytes if there are no more channels."""
     return max(32, min(128, next_pow2(c * itemsize))) // itemsize
 
 
@@ -166,7 +169,10 @@ def _box(config: Config, images: int, rows: int, cols: int) -> Three:
 
 
 def best_tile(device: Device, shape: Shape) -> Config:
-    """The tile with the least estimated time, by the estimate of `linear` (gemm/sm90.py), which takes K in 16 bits."""
+    """The tile with the shortest estimated time.
+
+    The estimate is that of `linear` (gemm/sm90_configs.py), which counts K in elements of 16 bits.
+    """
     best, best_cycles = _config(_TILES[-1], False, 1), float("inf")
     block_k, (kh, kw) = _block_k(shape.c, shape.itemsize), shape.kernel
     chunks = _blocks(shape.c, block_k)
@@ -176,14 +182,14 @@ def best_tile(device: Device, shape: Shape) -> Config:
         if tile_refusal(device, shape, config):
             continue
         if tile[2] and column and kw * chunks == 1:
-            continue  # tiles of one step: 67 us for a stem that takes 59 in halves (docs/log.md)
+            continue  # tiles of one step: 67 us for a stem, but 59 us if each consumer has half of a tile (docs/log.md)
         block_m, block_n, turns = tile
         box = _box(config, *shape[:3])
         down, deep, across = _box_count(box, *shape[:3])
         waves, left = divmod(_blocks(down * deep * across, 1 if turns else 2) * _blocks(shape.o, block_n), device.sms)
         pixels = block_m * (box[0] + kh - 1) / box[0] / kh if column else block_m
         cycles = max(
-            k * block_m * block_n * (1.02 if turns and waves else 1.15) / 2048,  # one tile a program: nobody to take turns with
+            k * block_m * block_n * (1.02 if turns and waves else 1.15) / 2048,  # with one tile per program nothing alternates
             k * (pixels + block_n) * 2 / 50,
             kh * kw * chunks * pixels * _FETCH_CYCLES,
         )
@@ -226,7 +232,7 @@ def tile_refusal(device: Device, shape: Shape, c: Config) -> str | None:
 
 
 def _ring(device: Device, c: Config, box: Three, taps: int, extra: int, step_bytes: int, width: int) -> Two:
-    """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
+    """(number of stages, buffers of a consumer's epilogue). As many stages as fit, up to eight."""
     pixels, buffers = box[0] * box[1] * box[2], min(2, c["BLOCK_N"] // width) if c["TURNS"] else 1
     loaded = c["BLOCK_M"] // box[0] * (box[0] + extra) + taps * c["BLOCK_N"]
     return min(8, (device.smem_bytes - 2 * buffers * pixels * width * 2 - 1024) // (loaded * step_bytes)), buffers
@@ -236,7 +242,10 @@ def _ring(device: Device, c: Config, box: Three, taps: int, extra: int, step_byt
 
 
 class Launch(NamedTuple):
-    """A convolution for the kernel. Tensors are views that the copy engine can address: channels dense, strides of 16 bytes."""
+    """A convolution for the kernel.
+
+    Tensors are views that the copy engine can address: channels are dense, other strides are multiples of 16 bytes.
+    """
 
     x: Tensor
     """[N, H, W, C]"""
@@ -251,7 +260,7 @@ class Launch(NamedTuple):
     """May be negative: the filter's positions then go backwards through x."""
     activation: str
     bias: Tensor | None
-    """[O], or a divisor of O: repeated."""
+    """[O], or of a length that divides O; it is then repeated."""
     residual: Tensor | None = None
     """Like y."""
     x_scales: Tensor | None = None
@@ -260,18 +269,24 @@ class Launch(NamedTuple):
 
 
 def _shared(scratch: int | None, counters: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Memory and tickets for tiles that programs share."""
+    """Scratch memory and counters for tiles that several programs share."""
     if scratch is None:
         return None, None
     return torch.empty(scratch, dtype=torch.float32, device=device), tickets(device, counters)
 
 
 _OWNERS = (0, 0, 0, 0, 1, 4, 2, 5, 6, 3, 7, 8)
-"""Which operands the kernel's first arguments point into: x, weight, y, bias, residual, scales, scratch memory, tickets."""
+"""For each of the kernel's first arguments, the index of its operand.
+
+The operands are x, weight, y, bias, residual, the two scales, scratch memory, counters."""
 
 
 def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tensor] | None = None) -> Plan:
-    """Fill work.y, which is not empty. The plan takes x, weight, y, or what is `whole` of them, bias, residual and scales."""
+    """Fill work.y, which must not be empty.
+
+    The operands of the plan are x, weight and y (or the three tensors of `whole`, of which those are views), bias, residual and
+    scales.
+    """
     x, y = work.x, work.y
     device = card_of(x)
     (n, rows, cols, o), (kh, kw), c = y.shape, work.weight.shape[1:3], x.shape[3]
@@ -282,13 +297,13 @@ def launch_boxes(config: Config, work: Launch, whole: tuple[Tensor, Tensor, Tens
     stride_h, stride_w = work.stride
     phases = phases_of((kh, kw), work.stride, work.padding, work.dilation)
     heights = (box[0], extra) if extra else (box[0],)
-    # A box is [rows, images, columns, channels]: all images of a row lie together, above those of the next.
+    # A box is [rows, images, columns, channels]: a row of all images comes before the next row.
     x_descs = [
         descriptor(x[:, h::stride_h, w::stride_w].transpose(0, 1), [height, *box[1:], block_k])
         for height, (h, w) in product(heights, phases)
     ]
     w_desc = descriptor(work.weight, [block_n, 1, 1, block_k] if work.w_major == "k" else [block_k, 1, 1, block_n])
-    # A residual comes through the stages of x, so its blocks are no wider than those.
+    # The residual is loaded through the stages of x, so its blocks must not be wider than those of x.
     y_box = [*box, _WIDTH if work.residual is None else min(_WIDTH, block_k * x.element_size() // y.element_size())]
     y_desc, residual_desc = (None if t is None else descriptor(t.transpose(0, 1), y_box) for t in (y, work.residual))
     down, deep, across = _box_count(box, n, rows, cols)

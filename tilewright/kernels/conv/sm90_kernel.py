@@ -1,26 +1,29 @@
-"""`conv` for Hopper, scheduled by hand in Gluon: the implementation `sm90`, an implicit matrix product.
+"""`conv` for Hopper as an implicit matrix product, scheduled by hand in Gluon: the implementation `sm90`.
 
     y[n, p, q, o] = activation(sum over r, s, c of x[n, p * stride + r * dilation - padding, ..., c] * weight[o, r, s, c] + ...)
 
-x [N, H, W, C] and weight [O, KH, KW, C], channels-last; fp16, bf16, or int8 with scales. On the host: sm90.py for
-`conv`, conv/transpose/sm90.py for `conv_transpose`, whose phases are convolutions too, sm90_im2col.py for what both do.
+x [N, H, W, C] and weight [O, KH, KW, C], channels-last; fp16, bf16, or int8 with scales. The host side is sm90.py for `conv`
+and conv/transpose/sm90.py for `conv_transpose`, whose phases are convolutions too. Both share sm90_im2col.py.
 
-The copy engine (TMA) does the implicit part. Outputs are cut into boxes of bn x bh x bw pixels, 64 or 128 in all, each a power
-of two; what a box needs of x for one filter position is the same box elsewhere in x, so one load brings [pixels, channels] into
-shared memory as a matrix product wants it. What a box holds outside of x arrives as zeros: that is the padding, and it is also
-why ragged sizes need no mask, the store clips. With a stride of 2 the pixels that one filter position meets are every second
-one, so x is described again for each phase it is read in (four at most), and a filter position is a phase and a shift.
+The copy engine (TMA) performs the implicit im2col. The output is divided into boxes of bn x bh x bw pixels (images, rows,
+columns). Each extent is a power of two, and a box has 64 or 128 pixels. For one filter position, such a box needs a box of x of
+the same shape, at another place. So one load brings [pixels, channels] into shared memory in the layout that a matrix product
+needs. TMA fills the elements outside of x with zeros: this implements the padding. Ragged sizes need no mask either, because
+the store clips the box. With a stride of 2, one filter position reads every second pixel. So x has one descriptor per phase in
+which it is read (four at most), and a filter position is a phase and a shift.
 
-The rest is the persistent kernel of `linear` (gemm/sm90_kernel.py, whose pieces are used here): a producer warp, two consumer
-warpgroups, barriers; tiles shared along K where they are few. A step is one filter position and BLOCK_K channels. The residual
-comes through the same ring of stages, after the last step of its tile, so its way from memory is hidden like that of x.
+The rest is the persistent kernel of `linear` (gemm/sm90_kernel.py, whose functions are used here): a producer warp and two
+consumer warpgroups, which synchronise through barriers. Where there are few tiles, several programs share a tile along K. A
+step is one filter position and BLOCK_K channels. The residual is loaded through the same ring of stages, after the last step
+of its tile, so the latency of its load is hidden like that of x.
 
-A pixel costs the copy engine 4.6 cycles whatever it holds, so narrow products wait for it (docs/log.md). Hence a step may also
-be a whole column of the filter: one box with a few rows more serves all positions of the column, each of which reads it from
-another row on. That asks for rows of eight pixels at least, which is how shared memory is swizzled; images count there.
+The copy engine needs 4.6 cycles per pixel, whatever the pixel holds, so narrow products are limited by it (docs/log.md). Hence
+a step may also be a whole column of the filter. One box with a few additional rows then serves all positions of the column, and
+each position reads the box from a different row on. This requires at least eight pixels per row, because shared memory is
+swizzled in units of eight; the pixels of all images of the box count.
 
-Not here: groups, strides other than 1, 2 and 4, channels that are no multiple of 16 bytes (sm90_space_to_depth.py makes them
-so), three spatial dims.
+Not here: groups, strides other than 1, 2 and 4, channels that are no multiple of 16 bytes (sm90_space_to_depth.py rewrites such
+convolutions), three spatial dims.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -44,12 +47,12 @@ from tilewright.kernels.hopper.ring import barriers, new_ring
 __all__ = ["VIEWS_REACH_ON", "conv_sm90_kernel", "corner"]
 
 VIEWS_REACH_ON = TRITON < (3, 8)
-"""Whether a view of shared memory may reach beyond the part it is taken of, as a column of the filter needs it."""
+"""Whether a view of shared memory may extend beyond the buffer that it is taken from. Steps of whole filter columns need it."""
 
 
 @gluon.jit
 def _as_matrices(boxes):
-    """Boxes [count, ..., columns] as [count, rows, columns]: rows lie one after the other whatever they are."""
+    """View boxes [count, ..., columns] as [count, rows, columns]. Rows are contiguous, whatever the dims between."""
     COLS: gl.constexpr = boxes.shape[len(boxes.shape) - 1]
     dtype: gl.constexpr = boxes.dtype
     shape: gl.constexpr = [boxes.shape[0], boxes.numel // (boxes.shape[0] * COLS), COLS]
@@ -59,7 +62,7 @@ def _as_matrices(boxes):
 
 @gluon.jit
 def _box_at(units, unit, dtype: gl.constexpr, desc):
-    """A box for a descriptor, from a unit on."""
+    """View the memory from `unit` on as a box of the descriptor."""
     shape: gl.constexpr = desc.block_type.shape
     layout: gl.constexpr = desc.layout
     return viewed(units.index(unit), dtype, shape, layout)
@@ -67,7 +70,7 @@ def _box_at(units, unit, dtype: gl.constexpr, desc):
 
 @gluon.jit
 def _matrix_at(units, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, SWIZZLE: gl.constexpr):
-    """ROWS pixels from a unit on, as a matrix."""
+    """View ROWS pixels from `unit` on as a matrix [ROWS, COLS]."""
     layout: gl.constexpr = gl.NVMMASharedLayout(SWIZZLE, dtype.primitive_bitwidth, 2)
     shape: gl.constexpr = [ROWS, COLS]
     return viewed(units.index(unit), dtype, shape, layout)
@@ -75,7 +78,7 @@ def _matrix_at(units, unit, dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.co
 
 @gluon.jit
 def corner(box, boxes_h, boxes_w, shape: gl.constexpr):
-    """(row, image, column) of the first pixel of a box; an image that does not exist for boxes beyond the last one."""
+    """(row, image, column) of the first pixel of a box. For a box beyond the last one the image does not exist."""
     row = box // boxes_w
     return row % boxes_h * shape[0], row // boxes_h * shape[1], box % boxes_w * shape[2]
 
@@ -88,12 +91,12 @@ def _load_x(
     x_desc, x1_desc, x2_desc, x3_desc, units, unit, bar, h, n, w, c,
     STRIDE_H: gl.constexpr, STRIDE_W: gl.constexpr, PHASES: gl.constexpr, EXTRA: gl.constexpr,
 ):  # fmt: skip
-    """Load the box of x whose first pixel is (h, w), which may lie outside, and whose others are strides apart.
+    """Load the box of x whose first pixel is (h, w). Its pixels are one stride apart; they may lie outside of x.
 
-    With EXTRA so many rows below it as well, by x1_desc: it is the only phase then.
+    With EXTRA, also load EXTRA rows below the box, through x1_desc. There is only one phase then.
     """
     dtype: gl.constexpr = x_desc.dtype
-    row = h >> (STRIDE_H // 2)  # of a phase; strides are 1, 2 or 4
+    row = h >> (STRIDE_H // 2)  # row within a phase; strides are 1, 2 or 4
     col = w >> (STRIDE_W // 2)
     box = _box_at(units, unit, dtype, x_desc)
     if len(PHASES) == 1:
@@ -120,7 +123,7 @@ def _load_weight(
     w_desc, w_boxes, bar, stage, col, r, s, c,
     W_MAJOR: gl.constexpr, TAPS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Load the weight's boxes of a step: of one filter position, or of a column of them from r on."""
+    """Load the weights of a step: of the filter position (r, s), or of TAPS positions of a column, from row r on."""
     for t in gl.static_range(TAPS):
         buf = w_boxes.index(stage * TAPS + t)
         if W_MAJOR == "k":
@@ -134,7 +137,7 @@ def _load_residual(
     residual_desc, x_units, at, corners, first_col,
     UNITS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load a tile of the residual, a block of columns a stage; the place afterwards."""
+    """Load a tile of the residual, one block of columns per stage. Returns the place in the ring after it."""
     WIDTH: gl.constexpr = residual_desc.block_type.shape[3]
     M_BOXES: gl.constexpr = len(corners)
     for j in gl.static_range(BLOCK_N // WIDTH):
@@ -205,12 +208,12 @@ def _sum_steps(
     x_units, w_bufs, at, turns, first, end, wg: gl.constexpr, W_MAJOR: gl.constexpr, TAPS: gl.constexpr,
     BACKWARD: gl.constexpr, ROWS: gl.constexpr, M_BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One consumer's product over the steps of a piece, [rows, columns]; gives the stages back as it goes."""
+    """One consumer's product over the steps of a piece of work, [rows, columns]. Releases each stage after its use."""
     UNITS: gl.constexpr = x_units.shape[0] // (STAGES * M_BOXES)
     dtype: gl.constexpr = x_units.dtype
     BLOCK_K: gl.constexpr = x_units.shape[4]
     COLS: gl.constexpr = w_bufs.shape[1 if W_MAJOR == "k" else 2]
-    # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
+    # A wgmma instruction processes 32 bytes of K. Triton supports the int8 instructions up to 224 columns.
     INTEGERS: gl.constexpr = dtype == gl.int8
     SWIZZLE: gl.constexpr = x_units.layout.swizzle_byte_width
     N: gl.constexpr = 128 if INTEGERS and COLS > 128 else COLS
@@ -227,7 +230,8 @@ def _sum_steps(
             if W_MAJOR == "k":
                 w = w.permute((1, 0))
             started = warpgroup_mma(x, w, acc, use_acc=(step > first) | (t > 0), is_async=True)
-            # One product stays in flight. After the first of a step that before is over: what it read may be overwritten.
+            # One product stays in flight. So after the first product of a step, the last one of the previous step has ended,
+            # and its stage may be overwritten.
             acc = warpgroup_mma_wait(1, deps=(started,))
             if t == 0:
                 at.give_back_last(pred=step > first)
@@ -241,7 +245,7 @@ def _sum_steps(
 
 @gluon.jit
 def _image_scales(x_scale_ptr, box, N, boxes_h, boxes_w, shape: gl.constexpr, block):
-    """Every row's scale: that of its image."""
+    """The scale of each row, which is the scale of its image."""
     rows = gl.arange(0, block.shape[0], layout=gl.SliceLayout(1, block.type.layout))
     n = box // boxes_w // boxes_h * shape[1] + rows // shape[2] % shape[1]
     return gl.expand_dims(gl.load(x_scale_ptr + n, mask=n < N, other=0.0), 1)
@@ -258,9 +262,9 @@ def _finish(
     blocks, tile_boxes, x_units, ring, residual_desc, y_desc, x_scale_ptr, w_scale_ptr, bias_ptr, passed, box, first_col,
     N, O, period, boxes_h, boxes_w, wg: gl.constexpr, M_BOXES: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, residual, activation, the one rounding, the store: a block of columns at a time, through shared memory.
+    """Apply scales, bias, residual and activation; round once and store. One block of columns at a time, via shared memory.
 
-    Where the result is codes (int8.py), an image's scale comes last.
+    If the result is int8 (int8.py), the scale of the image is applied last.
     """
     COUNT: gl.constexpr = len(blocks)
     CODES: gl.constexpr = y_desc.dtype == gl.int8
@@ -268,7 +272,7 @@ def _finish(
     COLS: gl.constexpr = blocks[0].shape[1]
     UNITS: gl.constexpr = x_units.shape[0] // (STAGES * M_BOXES)
     OWN: gl.constexpr = tile_boxes.shape[0] // 2
-    BUFS: gl.constexpr = OWN if OWN < COUNT else COUNT  # taken in turn: a tile uses each equally often
+    BUFS: gl.constexpr = OWN if OWN < COUNT else COUNT  # used in turn: a tile uses each buffer equally often
     box_shape: gl.constexpr = y_desc.block_type.shape
     # A residual's boxes are as wide as y's.
     SWIZZLE: gl.constexpr = y_desc.layout.swizzle_byte_width
@@ -314,12 +318,13 @@ def _multiply_boxes(
     FIRST: gl.constexpr = 0 if M_BOXES == 2 else wg
     w_bufs = _as_matrices(w_boxes)
     WIDTH: gl.constexpr = tile_boxes.shape[4]
-    passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
+    passed = steps * FIRST  # stages that the producer filled before this piece, including those for the other consumer
     for i in range(FIRST, piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
         if TURNS == 2:
-            # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+            # The parity of a barrier distinguishes only its last two rounds. So begin only when the other consumer has seen its
+            # whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
         acc = _sum_steps(
             x_units, w_bufs, ring.after(passed), turns, first, end, wg, W_MAJOR, TAPS, BACKWARD, ROWS, M_BOXES, STAGES
@@ -356,21 +361,22 @@ def conv_sm90_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, TILE_BUFS: gl.constexpr,
     STREAM: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+    """Launch on at most as many programs as there are SMs, with num_warps=4 (warp specialisation adds the other warps).
 
-    A consumer's box of x is [rows, images, columns, BLOCK_K]; two of them make a tile, or, where one has BLOCK_M pixels, the
-    consumers take turns at tiles. w_desc: [O, KH, KW, C] with W_MAJOR "k", [C, KH, KW, O] with "n". x_desc and the others: one
-    for each of PHASES, numbered row * STRIDE_W + column; None beyond. filter_h, filter_w: positions of the filter, each a step.
-    boxes, boxes_h, boxes_w: boxes of pixels, in all, down and across an image. Padding and dilation may be negative. The bias
-    repeats after `period` columns. waves, share, PARTS: as in gemm/sm90_kernel.py.
+    A consumer's box of x is [rows, images, columns, BLOCK_K]. Two boxes make a tile, one per consumer; or, if a box has BLOCK_M
+    pixels, the consumers take turns at whole tiles. w_desc: [O, KH, KW, C] with W_MAJOR "k", [C, KH, KW, O] with "n". x_desc to
+    x3_desc: one per entry of PHASES, the others None; a phase has the number row * STRIDE_W + column. filter_h, filter_w: size
+    of the filter; each position is a step. boxes, boxes_h, boxes_w: number of boxes of pixels: in total, down an image, across
+    an image. Padding and dilation may be negative. The bias repeats after `period` columns. waves, share, PARTS: as in
+    gemm/sm90_kernel.py.
 
-    With TAPS above 1 a step is a column of the filter, of as many positions, with a stride of 1: EXTRA rows below a box are
-    loaded with it, by x1_desc, and each position reads it a row lower. A row of a box, of all its images, is then a multiple
-    of eight pixels. filter_h is 1; dilation_h is 1, or with BACKWARD -1.
+    With TAPS above 1, a step is a column of the filter with TAPS positions, and the stride is 1. EXTRA rows below a box are
+    loaded with it, through x1_desc, and each position reads the box from one row further down. The number of pixels in a row of
+    a box, over all its images, is then a multiple of eight. filter_h is 1; dilation_h is 1, or -1 with BACKWARD.
     """
     x_shape: gl.constexpr = x_desc.block_type.shape
     M_BOXES: gl.constexpr = BLOCK_M // (x_shape[0] * x_shape[1] * x_shape[2])
-    # The memory of x in units that a product can begin with: boxes, or their rows.
+    # The memory of x is divided into units at which a product can begin: boxes, or rows of boxes.
     UNITS: gl.constexpr = x_shape[0] + EXTRA if TAPS > 1 else 1
     UNIT_H: gl.constexpr = 1 if TAPS > 1 else x_shape[0]
     x_units = gl.allocate_shared_memory(

@@ -1,19 +1,21 @@
-"""Convolutions as others with more channels and narrower filters, before sm90_kernel.py takes them.
+"""Rewrites a convolution for sm90_kernel.py as one with more channels and a narrower filter.
 
-A step of that kernel is one filter position and up to 128 bytes of channels, in words of 16 bytes. Where a pixel has less, or
-no whole words, neighbouring pixels of a row that a filter meets together are taken for one:
+A step of that kernel is one filter position and up to 128 bytes of channels, in words of 16 bytes. Where the channels of a
+pixel are fewer, or are not whole words, neighbouring pixels of a row that the filter reads together are treated as one pixel:
 
-    patches   a filter as wide as its stride, without padding there: x [N, H, W, C] is [N, H, W / S, S * C] as it stands
-    windows   channels that are no whole words (the 3 of an image): x is copied once, its padding included, S rows that lie a
-              stride apart from the next ones side by side: [N, I, J, S * C], a few channels more where that makes no words.
-              Windows of a row of that start at whole words, and overlap: [N, I, Q, KW * S * C]
+    patches   for a filter as wide as its stride, without padding along the width. x [N, H, W, C] is viewed as
+              [N, H, W / S, S * C]; nothing is copied
+    windows   for channels that are not whole words (the 3 of an image). x is copied once, with its padding. The copy is
+              [N, I, J, S * C]: pixel j of row i has the channels of pixel j in the S rows of x from i * S on, with some padding
+              channels where whole words need them. Overlapping windows of a row of the copy start at whole words:
+              [N, I, Q, KW * S * C]
 
-A filter of KH x KW is then one of KH x 1, with windows one of KH / S x 1 and a stride of 1. The weight of patches is as it
-stands, that of windows is arranged as they are; one launch makes both copies, in a time near that of reading x and writing the
-copy.
+A filter of KH x KW then becomes one of KH x 1. With windows it becomes one of KH / S x 1 with a stride of 1. Patches use the
+weight as it is. Windows use a copy of the weight in the order of the windows. One launch makes both copies, in about the time
+that it takes to read x and write the copy.
 
-Where S does not divide KH, windows have a row more than the filter, which meets zeros of the weight: an infinity or NaN there
-spoils an output that it should not.
+Where S does not divide KH, windows have more rows than the filter. The weights of these rows are zero. So an infinity or NaN in
+such a row makes an output NaN although the output does not depend on that row.
 """
 
 from math import gcd
@@ -34,13 +36,13 @@ Two = tuple[int, int]
 
 
 class Fold(NamedTuple):
-    """Which of the ways, and what the convolution is afterwards; numbers of rows and columns without the depth."""
+    """How a convolution is rewritten, and its sizes afterwards: (rows, columns), without the depth."""
 
     way: Literal["none", "patches", "windows"]
     c: int
-    """Channels as the kernel sees them."""
+    """Channels that the kernel sees."""
     channels: int
-    """Channels of a pixel in memory: C, or those of the copy."""
+    """Channels per pixel in memory: C, or the channels of the copy."""
     kernel: Two
     stride: Two
     padding: Two
@@ -48,7 +50,10 @@ class Fold(NamedTuple):
 
 
 def fold_of(s: Sizes | Problem, dtype: torch.dtype) -> Fold:
-    """How a convolution of two spatial dims is taken. `dtype` is that of x. A dilated filter has no windows: KW is 1 there."""
+    """How a convolution of two spatial dims is rewritten. `dtype` is that of x.
+
+    Windows are not possible for a filter that is dilated along the width, unless KW is 1.
+    """
     (_, kh, kw), (_, sh, sw), (_, ph, pw), (_, dh, dw) = s.kernel, s.stride, s.padding, s.dilation
     word = 16 // dtype.itemsize
     if kw > 1 and kw == sw and pw == 0 and dw == 1 and s.x[2] % sw == 0 and sw * s.c % word == 0:
@@ -56,13 +61,13 @@ def fold_of(s: Sizes | Problem, dtype: torch.dtype) -> Fold:
     if s.c % word == 0:
         return Fold("none", s.c, s.c, (kh, kw), (sh, sw), (ph, pw), (dh, dw))
     side = sh if dh == 1 else 1
-    apart = word // gcd(word, sw)  # channels are a multiple of this, or windows do not start at whole words
+    apart = word // gcd(word, sw)  # channels must be a multiple of this, so that windows start at whole words
     channels = -(-side * s.c // apart) * apart
     return Fold("windows", kw * channels, channels, (-(-kh // side), 1), (sh // side, 1), (0, 0), (dh, 1))
 
 
 class Folded(NamedTuple):
-    """Operands as the kernel takes them."""
+    """The operands of the kernel."""
 
     x: Tensor
     """[N, H, W', C'], channels dense; windows overlap."""
@@ -71,7 +76,7 @@ class Folded(NamedTuple):
 
 
 def folded(fold: Fold, x: Tensor, weight: Tensor, s: Sizes) -> Folded:
-    """x and the weight, contiguous, as the fold has them: views, or for windows copies."""
+    """x and the weight, both contiguous, in the form of `fold`: views, or copies for windows."""
     (_, h, w), filters = s.x, (s.o, *fold.kernel)
     if fold.way == "none":
         return Folded(x.view(s.n, h, w, s.c), weight.view(*filters, s.c))
@@ -100,9 +105,10 @@ def _widen(
     from_ptr, to_ptr, block, H, W, pad_h, pad_w, high, length, C: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of row i of images [high, J, CHANNELS], where channel side * C + c of pixel j is that of x's row i * SIDE + side.
+    """Write one block of a row i of images [high, J, CHANNELS].
 
-    Rows and pixels count from `pad_h` and `pad_w` before the first ones of x [H, W, C]. `length`: elements of a row.
+    Channel side * C + c of pixel j is channel c of pixel j in row i * SIDE + side of x [H, W, C]. Here rows are counted from
+    `pad_h` rows above x, and pixels from `pad_w` pixels to its left. `length`: elements per row.
     """
     blocks = tl.cdiv(length, BLOCK)
     row = block // blocks

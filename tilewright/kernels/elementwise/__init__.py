@@ -1,1 +1,1 @@
-"""Operators that take every element, or pair of elements, by itself."""
+"""Operators that process each element, or each pair of elements, independently."""

@@ -7,10 +7,10 @@
     mish        x tanh(log(1 + exp(x)))      (Misra, "Mish", 2019)
     gelu        x Phi(x) with erf; gelu_tanh: the tanh form (Hendrycks and Gimpel, "GELUs", 2016)
 
-    x: any shape, bf16, fp16 or fp32; dense memory is walked as it lies and y has x's strides, anything else is copied
-    first. f is float32, rounded once. NaN stays NaN.
+    x: any shape, bf16, fp16 or fp32. Dense memory is processed in storage order, and y has the strides of x. Any other x is
+    copied first. f is computed in float32 and rounded once. NaN stays NaN.
 
-Limited by bytes: one element in, one out. tanh, elu and what is built of them keep their relative accuracy around 0.
+Memory-bound: one element in, one out. tanh, elu and the functions built from them keep their relative accuracy around 0.
 Not supported: in place (it saves no bytes), integer and complex types, a learnt slope (PReLU).
 """
 
@@ -58,14 +58,14 @@ def _cost(x: Tensor, kind: str, alpha: float) -> Cost:
 
 
 class FlatProblem(NamedTuple):
-    """A walk over memory has no sizes to choose by."""
+    """Everything that a config may depend on. The kernel runs over flat memory, so sizes do not matter."""
 
     dtype: torch.dtype
     kind: str
 
 
 FLAT_SPACE = Space(
-    # 32 bytes of each operand a thread: two loads of 16.
+    # 32 bytes of each operand per thread: two loads of 16 bytes.
     default=lambda device, problem: {"BLOCK": 4096 // problem.dtype.itemsize, "num_warps": 4},
     axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
     refusal=lambda device, problem, c: "under 16 bytes a thread" if c["BLOCK"] < 256 * c["num_warps"] else None,
@@ -73,7 +73,7 @@ FLAT_SPACE = Space(
 
 
 def float32_at_most(device: Device, problem: Any) -> str | None:
-    """Why a kernel that computes in float32 does not take a problem."""
+    """Why a kernel that computes in float32 refuses a problem, or None."""
     return "computes in float32, and float64 wants more" if problem.dtype == torch.float64 else None
 
 
@@ -104,7 +104,7 @@ EXAMPLES = (
 
 @triton.jit
 def _activate(x, alpha, KIND: tl.constexpr):
-    """f(x) of float32."""
+    """f(x), x in float32."""
     if KIND == "relu":
         y = tl.where(x < 0, 0.0, x)
     elif KIND == "leaky_relu":
@@ -123,11 +123,11 @@ def _activate(x, alpha, KIND: tl.constexpr):
     elif KIND == "hardswish":
         y = x * tl.where(x < -3, 0.0, tl.where(x > 3, 6.0, x + 3)) * 0.16666666666666667
     elif KIND == "mish":
-        # tanh(log(1 + e)) = (e^2 + 2 e) / (e^2 + 2 e + 2), which is 1 in float32 from 20 on.
+        # With e = exp(x): tanh(log(1 + e)) = (e^2 + 2 e) / (e^2 + 2 e + 2), which is 1 in float32 from x = 20 on.
         e = tl.exp(tl.where(x > 20, 20.0, x))
         y = x * (e * (e + 2.0) / (e * (e + 2.0) + 2.0))
     else:
-        # exp(x) - 1 = tanh(x / 2) (exp(x) + 1), without the difference of two numbers near 1.
+        # exp(x) - 1 = tanh(x / 2) (exp(x) + 1): this avoids the difference of two numbers near 1.
         below = tl.where(x > 0, 0.0, x)
         y = tl.where(x > 0, x, alpha * (tanh(0.5 * below) * (tl.exp(below) + 1.0)))
     return y
@@ -172,13 +172,13 @@ activation_op = Op(
 
 
 def activation(x: Tensor, kind: str, alpha: float = 1.0) -> Tensor:
-    """Without gradients; `ops.activation` says what it takes."""
+    """The activation without gradients. `ops.activation` describes the arguments."""
     check(x, kind)
     return activation_op(dense(x), kind, float(alpha))
 
 
 def check(x: Tensor, kind: str) -> None:
-    """Raise ValueError for a kind or a dtype that there is not."""
+    """Raise ValueError for an unknown kind or an unsupported dtype."""
     if kind not in KINDS:
         raise ValueError(f"activation: kind is {kind!r}, wanted one of {', '.join(KINDS)}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

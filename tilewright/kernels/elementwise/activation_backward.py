@@ -1,10 +1,10 @@
 """The gradient of an activation: dx = dy f'(x), elementwise, for the kinds of kernels/elementwise/activation.py.
 
-    dy, x, dx: one shape and one dtype of bf16, fp16 or fp32, dense memory in the same order. f' is float32, from x again: the
-    forward pass keeps nothing but its argument. At a kink the gradient is torch's: 0 for relu at 0, and for hardswish the piece
-    that torch takes.
+    dy, x, dx: the same shape, the same dtype (bf16, fp16 or fp32), dense memory in the same order. f' is computed in float32
+    from x, so the forward pass saves only its argument. At a kink the gradient is that of torch: 0 for relu at 0, and for
+    hardswish the slope of the same side that torch uses.
 
-Limited by bytes: two elements in, one out.
+Memory-bound: two elements in, one out.
 Not supported: a gradient of the gradient, or of alpha.
 """
 
@@ -38,7 +38,7 @@ def _reference(dy: Tensor, x: Tensor, kind: str, alpha: float) -> Tensor:
         dx = aten.threshold_backward(g, z, 0.0)
     elif kind == "leaky_relu":
         dx = aten.leaky_relu_backward(g, z, alpha, False)
-    else:  # two are told the result, not what it was made of
+    else:  # the gradients of tanh and sigmoid need the result instead of x
         dx = getattr(aten, f"{kind}_backward")(g, getattr(z, kind)() if kind in ("tanh", "sigmoid") else z)
     return dx.to(x.dtype)
 
@@ -82,7 +82,7 @@ def gelu_tanh_slope(x):
 
 @triton.jit
 def _slope(x, alpha, KIND: tl.constexpr):
-    """f'(x) of float32."""
+    """f'(x), x in float32."""
     if KIND == "relu":
         slope = tl.where(x <= 0, 0.0, 1.0)
     elif KIND == "leaky_relu":

@@ -1,16 +1,17 @@
-"""Dropout by a counter-based generator: an element's fate depends on the seed, the offset and its place, on nothing else.
+"""Dropout with a counter-based random generator: whether an element is dropped depends only on seed, offset and position.
 
     y[i] = x[i] / (1 - p) if r[i] >= p 2^32 else 0      (Srivastava et al., "Dropout", 2014, scaled while training)
 
-    x: any shape, bf16, fp16 or fp32, dense memory in any order; i is the element's place in that memory. state: int64 [2],
-    (seed, offset), read on the device: a captured graph draws anew when the two numbers are changed under it. r: the words of
-    Philox4x32-10 (kernels/device/philox.py), key = the seed, counter = (c low, c high, offset low, offset high), where
+    x: any shape, bf16, fp16 or fp32, dense memory in any order; i is the position of the element in that memory. state: int64
+    [2], (seed, offset). It is read on the device, so a captured graph uses new random numbers once these two numbers are
+    changed in memory. r: the words of Philox4x32-10 (kernels/device/philox.py), key = the seed, counter = (c low, c high,
+    offset low, offset high), where
 
         element i  <->  word (i // LANES) % 4 of counter  c = i // (4 LANES) * LANES + i % LANES
 
-The gradient is the same function of the gradient, with the same state: no mask is ever stored. p is exact to 2^-32.
+The gradient is the same function, applied to dy with the same state. So no mask is ever stored. p is exact to 2^-32.
 
-Limited by bytes: one element in, one out; a quarter of ten Philox rounds an element stays below that.
+Memory-bound: one element in, one out. Each element needs a quarter of ten Philox rounds, which take less time than that.
 Not supported: whole channels at once (torch's Dropout2d), alpha dropout.
 """
 
@@ -39,7 +40,7 @@ _LOW = 0xFFFFFFFF
 def _words(state: Tensor, size: int) -> Tensor:
     """The random word of each of `size` elements, int64 in [0, 2^32)."""
     blocks = -(-size // (4 * LANES))
-    # Fewer elements than lanes need no counters beyond them.
+    # If there are fewer elements than lanes, the remaining counters are not needed.
     lanes = min(LANES, size)
     counter = torch.arange(blocks * lanes, device=state.device)
     seed, offset = state[:1], state[1:]
@@ -129,7 +130,7 @@ def _dropout_kernel(x_ptr, state_ptr, y_ptr, size, threshold, scale, LANES: tl.c
 def _launch(config: Config, x: Tensor, state: Tensor, p: float) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
-        # As a signed number the threshold is an int32 whatever p is, and one kernel serves all.
+        # Shifted by -2^31, the threshold is an int32 for every p, so one binary serves all values.
         _dropout_kernel[(ceil_div(x.numel(), 4 * LANES),)](
             x, state, y, x.numel(), _threshold(p) - 2**31, 1 / (1 - p), LANES=LANES, **config
         )
@@ -149,10 +150,10 @@ dropout_op = Op(
 
 
 def dropout(x: Tensor, state: Tensor, p: float) -> Tensor:
-    """x with a share p of its elements zero and the rest scaled by 1 / (1 - p), without gradients; `ops.dropout` has
-    them, and says what it takes.
+    """x with a share p of its elements set to zero and the rest scaled by 1 / (1 - p), without gradients.
 
-    state: int64 [2] on x's device, (seed, offset): which of the elements.
+    `ops.dropout` has gradients and describes the arguments. state: int64 [2] on x's device, (seed, offset). It determines which
+    elements become zero.
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout: p is {p}, wanted 0 <= p < 1")

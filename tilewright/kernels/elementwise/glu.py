@@ -5,12 +5,12 @@
     gated_mul: y = sigmoid(gate) * up (Dauphin et al., "Gated Convolutional Networks", 2017), or relu(gate) * up (Shazeer,
         "GLU Variants Improve Transformer", 2020)
 
-    gate, up, y: [..., F] of bf16, fp16 or fp32. gate and up are usually the two halves of one merged [..., 2F] projection: rows
-    may be strided, the last dimension may not. The whole expression is float32, rounded once.
+    gate, up, y: [..., F] of bf16, fp16 or fp32. gate and up are usually the two halves of one merged [..., 2F] projection, so
+    rows may be strided. The last dimension may not. The whole expression is computed in float32 and rounded once.
 
-Limited by bytes: two elements in, one out.
-Not here: backward (glu_backward.py). Not supported: a last dimension with a stride other than 1 (it is copied first by the
-public function).
+Memory-bound: two elements in, one out.
+The gradients are in glu_backward.py. Not supported: a last dimension with a stride other than 1 (the public functions copy such
+a tensor first).
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from tilewright.tune.space import Config, Space
 __all__ = ["GATES", "gated_mul", "gated_mul_op", "gelu_mul", "gelu_mul_op", "silu_mul", "silu_mul_op"]
 
 GATES = ("relu", "sigmoid")
-"""What `gated_mul` knows; silu and gelu have ops of their own, with which products and quantisers are fused."""
+"""The gates of `gated_mul`. silu and gelu have ops of their own, which are fused with products and quantisers."""
 
 
 def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -69,7 +69,8 @@ def _gelu_cost(gate: Tensor, up: Tensor, approximate: bool) -> Cost:
 
 
 def _default(device: Device, problem: Rows) -> Config:
-    # The widest block that wastes less than an eighth of the lanes at the end of a row; 16 elements of each input a thread.
+    # The widest block that wastes less than an eighth of the lanes at the end of a row; up to 16 elements of each input per
+    # thread.
     fitting = [b for b in (2048, 1024, 512, 256) if -problem.cols % b * 8 < problem.cols]
     block_f = min(fitting[0] if fitting else 256, next_pow2(problem.cols))
     return {"BLOCK_T": max(1, 1024 // block_f), "BLOCK_F": block_f, "num_warps": 4}
@@ -94,7 +95,7 @@ SPACE = Space(
 def _example(
     inputs: Inputs, shape: tuple[int, ...], dtype: torch.dtype, merged: bool, *kind: bool | str
 ) -> tuple[Tensor | bool | str, ...]:
-    """Two of a shape, or the halves of one projection (`merged`), and what the activation is told."""
+    """gate and up as two tensors, or as the halves of one projection (`merged`); then the options of the activation."""
     if not merged:
         return inputs.randn(*shape, dtype=dtype), inputs.randn(*shape, dtype=dtype), *kind
     both = inputs.randn(*shape[:-1], 2 * shape[-1], dtype=dtype)
@@ -154,7 +155,7 @@ def _gated(config: Config, gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _impl(space: Space, kind: Callable[..., str]) -> Impl:
-    """kind: what the op's arguments behind gate and up make the activation."""
+    """kind: returns the name of the activation, from the op's arguments after gate and up."""
 
     def launch(config: Config, gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
         return _gated(config, gate, up, kind(*rest))
@@ -182,7 +183,7 @@ gelu_mul_op = Op(
     impls=(_impl(SPACE, lambda approximate: "gelu_tanh" if approximate else "gelu"),),
 )
 
-# A small space: two gates that no tuned model spends its time in.
+# A small space, because no tuned model spends much time in these two gates.
 _GATED_SPACE = Space(
     default=_default,
     axes={"BLOCK_T": (1, 4, 16), "BLOCK_F": (64, 256, 1024), "num_warps": (4,)},
@@ -204,19 +205,19 @@ gated_mul_op = Op(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Without gradients; `ops.silu_mul` says what it takes."""
+    """silu(gate) * up without gradients. `ops.silu_mul` describes the arguments."""
     _check("silu_mul", gate, up)
     return silu_mul_op(rows_ready(gate), rows_ready(up))
 
 
 def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
-    """Without gradients; `ops.gelu_mul` says what it takes."""
+    """gelu(gate) * up without gradients. `ops.gelu_mul` describes the arguments."""
     _check("gelu_mul", gate, up)
     return gelu_mul_op(rows_ready(gate), rows_ready(up), approximate)
 
 
 def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """f(gate) * up, f one of `GATES`, without gradients; `ops.gated_mul` says what it takes."""
+    """f(gate) * up, f one of `GATES`, without gradients. `ops.gated_mul` describes the arguments."""
     if kind not in GATES:
         raise ValueError(f"gated_mul: kind is {kind!r}, wanted one of {', '.join(GATES)}")
     _check("gated_mul", gate, up)

@@ -1,11 +1,11 @@
 """The gradients of y = f(gate) * up, both in one pass: dgate = dy up f'(gate), dup = dy f(gate).
 
-    dy, gate, up: [..., F] of bf16, fp16 or fp32; their rows may be strided, as those of the halves of one [..., 2 F]
-    projection are. f: silu, gelu (erf), gelu_tanh, sigmoid or relu. The result is one [..., 2 F] tensor as that projection's
-    gradient wants it: dgate then dup, or dup then dgate (torch's `glu` has the gate in the second half). float32 inside,
+    dy, gate, up: [..., F] of bf16, fp16 or fp32. Their rows may be strided, like the rows of the halves of one [..., 2 F]
+    projection. f: silu, gelu (erf), gelu_tanh, sigmoid or relu. The result is one [..., 2 F] tensor, as the gradient of that
+    projection needs it: dgate then dup, or dup then dgate (torch's `glu` has the gate in the second half). Computed in float32,
     rounded once.
 
-Limited by bytes: three elements in, two out; f(gate) is computed again, nothing is kept for it by the forward pass.
+Memory-bound: three elements in, two out. f(gate) is computed again; the forward pass saves nothing for it.
 Not supported: a gradient of the gradient.
 """
 
@@ -56,7 +56,7 @@ def _cost(dy: Tensor, gate: Tensor, up: Tensor, kind: str, gate_first: bool) -> 
 
 
 def _default(device: Device, problem: Rows) -> Config:
-    # As the forward pass: the widest block that wastes less than an eighth of the lanes at the end of a row.
+    # As in the forward pass: the widest block that wastes less than an eighth of the lanes at the end of a row.
     fitting = [b for b in (1024, 256) if -problem.cols % b * 8 < problem.cols]
     block_f = min(fitting[0] if fitting else 256, next_pow2(problem.cols))
     return {"BLOCK_T": max(1, 1024 // block_f), "BLOCK_F": block_f, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""Arguments of the elementwise ops from dimensions: the `Op.make` of activations, gates, dropout and their gradients.
+"""Arguments of the elementwise ops, made from dimensions: the `Op.make` of activations, gates, dropout and their gradients.
 
 # M rows, N columns
 """
@@ -39,23 +39,23 @@ def gated_mul_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = 
 
 
 def gated_backward_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, kind: str = "silu") -> Args:
-    """The gradient [M, N] of the result, then gate, up and which gate; the gate's gradient comes first."""
+    """The gradient [M, N] of the result, then gate, up and which gate. In the op's result the gradient of gate comes first."""
     return inputs.randn(M, N, dtype=dtype), *gated_mul_arguments(inputs, M=M, N=N, dtype=dtype, kind=kind), True
 
 
 def dropout_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, p: str = "0.5") -> Args:
-    """x [M, N], a seed and an offset, and the share of elements that become zero, in words ("0.1")."""
+    """x [M, N], a seed and an offset, and the share p of elements that become zero. `p` is a string ("0.1")."""
     return inputs.randn(M, N, dtype=dtype), inputs.randint(1, 1 << 40, 2), float(p)
 
 
 def gated_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16) -> Args:
-    """gate and up [M, N], the halves of one [M, 2 N] as a merged projection gives them."""
+    """gate and up [M, N], the halves of one [M, 2 N], as a merged projection returns them."""
     both = inputs.randn(M, 2 * N, dtype=dtype)
     return both[:, :N], both[:, N:]
 
 
 def gelu_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, approximate: bool = False) -> Args:
-    """The same, and which GELU."""
+    """gate and up as in `gated_arguments`, and which form of GELU."""
     return *gated_arguments(inputs, M=M, N=N, dtype=dtype), approximate
 
 

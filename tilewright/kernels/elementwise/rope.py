@@ -1,21 +1,21 @@
-"""Rotary position embedding of queries and keys in one launch (Su et al., "RoFormer", 2021), and the tables it reads.
+"""Rotary position embedding of queries and keys in one launch (Su et al., "RoFormer", 2021), and the tables that it reads.
 
     pair i of a head, at position p:   (a, b) -> (a cos - b sin, b cos + a sin),   cos, sin = cos_sin[p, 0 | 1, i]
 
-    The first R of D dimensions rotate, the rest pass through. A pair is (i, i + R/2), "rotate half", as Llama and Qwen store
-    their weights, or (2i, 2i + 1) with `interleaved`, as GPT-J and DeepSeek do; the output keeps the layout of the input.
+    The first R of D dimensions rotate; the rest is copied. A pair is (i, i + R/2), "rotate half", as Llama and Qwen store
+    their weights, or (2i, 2i + 1) with `interleaved`, as in GPT-J and DeepSeek. The output keeps the layout of the input.
     q: [T, H, D] and k: [T, G, D] of bf16, fp16 or fp32; positions: [T] int64, below max_pos (not checked); cos_sin:
-    [max_pos, 2, R/2] float32. Products and sums are float32, rounded once. `inverse` turns the other way: a rotation's gradient
-    is the inverse rotation of the gradient (times the factor that a scaling put into cos_sin).
+    [max_pos, 2, R/2] float32. Products and sums are float32, rounded once. `inverse` rotates in the other direction. The
+    gradient of a rotation is the inverse rotation of the gradient (times the factor that a scaling put into cos_sin).
 
-`rope_table` builds cos_sin for the scalings default, linear, dynamic, llama3, yarn and longrope, as transformers'
-modeling_rope_utils does, to the same float32 operations. dynamic and longrope depend on a length. transformers takes that of
-the sequence at hand, so a key's angle changes while a text grows; here it is the table's, so that a key in a cache stays what
-it is. Both agree as long as the table is no longer than what the model was first trained with, and longrope also on longer
-sequences.
+`rope_table` builds cos_sin for the scalings default, linear, dynamic, llama3, yarn and longrope. It uses the same float32
+operations as modeling_rope_utils of transformers. dynamic and longrope depend on a length. transformers uses the length of the
+current sequence, so the angle of a key changes while a text grows. Here it is the length of the table, so that a key in a cache
+stays valid. Both agree if the table is no longer than the context that the model was first trained with; for longrope they also
+agree on longer sequences.
 
-Limited by bytes: q and k in and out; a token's row of the table is read once for BLOCK_H heads.
-Not supported: a gradient of cos_sin, tokens whose heads do not lie one after the other (the public function copies them first).
+Memory-bound: q and k in and out. A token's row of the table is read once per BLOCK_H heads.
+Not supported: a gradient of cos_sin; tokens whose heads are not contiguous (the public function copies them first).
 """
 
 import math
@@ -45,16 +45,16 @@ __all__ = ["rope", "rope_frequencies", "rope_op", "rope_table"]
 def rope_frequencies(
     rotated: int, base: float, scaling: Mapping[str, Any] | None = None, positions: int | None = None
 ) -> tuple[Tensor, float]:
-    """The angle per position of each pair, and the factor on cos and sin (of yarn and longrope, else 1).
+    """The angle per position of each pair, and the factor on cos and sin (of yarn and longrope; otherwise 1).
 
     Args:
         rotated: R, how many dimensions of a head rotate; even.
-        base: rope_theta. A "rope_theta" inside `scaling` (transformers 5) wins.
+        base: rope_theta. A "rope_theta" inside `scaling` (transformers 5) takes precedence.
         scaling: a config's `rope_scaling` (transformers 4) or `rope_parameters` (5): "rope_type" or "type", and its numbers.
-            None is "default". llama3, yarn, dynamic and longrope need "original_max_position_embeddings"; where a config has
-            none there, transformers takes its max_position_embeddings: put that in.
-        positions: how many the table has: what is more than the original ones stretches dynamic, and takes the long factors
-            of longrope. None: the original ones.
+            None means "default". llama3, yarn, dynamic and longrope need "original_max_position_embeddings". If a config has
+            none, transformers uses the config's max_position_embeddings; add that value to `scaling`.
+        positions: the number of positions in the table. If it exceeds the original number, dynamic stretches the waves, and
+            longrope uses its long factors. None: the original number.
 
     Returns:
         ([R/2] float32 on the CPU, factor).
@@ -85,7 +85,7 @@ def rope_table(
 ) -> Tensor:
     """cos and sin for every position below max_pos: [max_pos, 2, R/2] float32. Arguments and errors of `rope_frequencies`.
 
-    Computed on the CPU whatever the device, so that two machines hold the same bits.
+    It is always computed on the CPU, so that the tables of two machines have the same bits.
     """
     frequencies, factor = rope_frequencies(rotated, base, scaling, max_pos)
     angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * frequencies
@@ -105,7 +105,7 @@ def _linear_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tu
 
 
 def _llama3_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Long waves are stretched by `factor`, short ones kept, those between are interpolated (Llama 3.1's model card code)."""
+    """Stretch long waves by `factor`, keep short ones, interpolate in between (source: code of the Llama 3.1 model card)."""
     frequencies = 1.0 / _wavenumbers(rotated, base)
     context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -118,7 +118,7 @@ def _llama3_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tu
 
 
 def _yarn_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Peng et al., "YaRN", 2023: dimensions that turn often are kept, those that turn rarely are stretched, a ramp between."""
+    """Peng et al., "YaRN", 2023: keeps dimensions that rotate often, stretches those that rotate rarely, a ramp in between."""
     factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
 
     def dimension_turning(turns: float) -> float:
@@ -146,7 +146,7 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def _dynamic_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """NTK-aware scaling: the base grows with the length, so that the longest wave is stretched most and the shortest stays."""
+    """NTK-aware scaling: the base grows with the length. The longest wave is stretched most; the shortest is unchanged."""
     context, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     longer = max(scaling.get("positions") or context, context) / context
     if longer > 1.0:
@@ -157,7 +157,7 @@ def _dynamic_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> t
 
 
 def _long_scaling(rotated: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Ding et al., "LongRoPE", 2024: a factor for each pair, found by search; one set for short contexts, one for long ones."""
+    """Ding et al., "LongRoPE", 2024: one factor per pair, found by search; one set for short contexts, one for long ones."""
     context = scaling["original_max_position_embeddings"]
     name = "long_factor" if (scaling.get("positions") or context) > context else "short_factor"
     factors = torch.tensor(scaling[name], dtype=torch.float32)
@@ -200,7 +200,7 @@ def _cost(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved:
 
 
 class Problem(NamedTuple):
-    """What a model fixes; not the number of tokens."""
+    """The sizes that a model fixes. The number of tokens is not part of it."""
 
     dtype: torch.dtype
     heads: int
@@ -210,7 +210,7 @@ class Problem(NamedTuple):
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # A thread holds 16 bytes of each half of a head, for as many heads as keep 64 to 128 bytes of loads in flight.
+    # A thread holds 16 bytes of each half of a head, for so many heads that 64 to 128 bytes of loads are in flight.
     lanes = 16 // problem.dtype.itemsize
     return {
         "BLOCK_T": max(1, 128 * lanes // next_pow2(problem.rotated // 2)),
@@ -274,7 +274,7 @@ def _rotate_heads(
     HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Heads first .. first + BLOCK_H of a block of tokens. The loads of one head do not wait for those of another."""
+    """Rotate the BLOCK_H heads from `first` on, for a block of tokens. The loads of different heads overlap."""
     pair = tl.arange(0, BLOCK_HALF)[None, :]
     wide = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
@@ -369,7 +369,7 @@ rope_op = Op(
 def rope(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool = False, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Without gradients; `ops.rope` says what it takes."""
+    """Rotate q and k, without gradients. `ops.rope` describes the arguments."""
     if q.dim() != 3 or k.dim() != 3 or k.shape[::2] != q.shape[::2] or k.dtype != q.dtype:
         raise ValueError(
             f"rope: q must be [T, H, D] and k [T, G, D] of one dtype; got {tuple(q.shape)} {q.dtype}, "
@@ -385,5 +385,5 @@ def rope(
 
 
 def _heads_ready(x: Tensor) -> Tensor:
-    """x itself when the heads of a token lie one after the other, and tokens where kernels count on; else a contiguous copy."""
+    """x itself if the heads of a token are contiguous and tokens are aligned as kernels require; else a contiguous copy."""
     return tokens_ready(x) if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,11 +1,11 @@
-"""x <- factor x in place, for one number in device memory; nothing is read or written where it is 1.
+"""x <- factor x in place, for a factor in device memory. If the factor is 1, x is neither read nor written.
 
     x: [T, V] of bf16, fp16 or fp32, contiguous; factor: [] or [1], float32. The product is float32, rounded once.
 
-A gradient that was made before its factor was known waits for it here. The factor is nearly always 1, and the host would have
-to wait to know that; a few programs that look and leave cost 3 microseconds. With another factor: limited by bytes, each
-element in and out.
-Not supported: strides, a factor for each row.
+This is for a gradient that was computed before its factor was known. The factor is nearly always 1, but the host would have to
+wait for the device to know this. A few programs that read the factor and return cost 3 microseconds. With another factor the
+kernel is memory-bound: each element in and out.
+Not supported: strides, one factor per row.
 """
 
 import torch
@@ -55,7 +55,7 @@ EXAMPLES = (
 
 # ---- kernel
 
-_PROGRAMS = 1024  # at least seven for each SM of the largest card: enough to fill it, few to start when there is nothing to do
+_PROGRAMS = 1024  # at least seven per SM of the largest card: enough to fill it, and quick to launch if there is nothing to do
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["factor_ptr"])

@@ -1,18 +1,20 @@
-"""The gradient of an embedding's table, of single ids and of bags, in one fixed order of additions.
+"""The gradient of an embedding table, for single ids and for bags. Additions are made in a fixed order.
 
     dweight[v, :] = sum over t with ids[t] = v of scales[t] dy[bags[t], :]
 
     # V rows of the table, D columns, T ids, B bags
 
-    dy: [B, D] bf16, fp16 or fp32, contiguous; ids: [T] int64. bags: [T] int64, the row of dy that belongs to an id; None: its
-    own, B = T. scales: [T] float32 (1 / size of a bag, a weight, 1 / frequency) or None. chosen: int32 [B, D] from the maximum
-    of bags, or None; with it an entry counts in the columns that chose it. padding: the id whose gradient is zero, or None.
+    dy: [B, D] bf16, fp16 or fp32, contiguous; ids: [T] int64. bags: [T] int64, the row of dy that belongs to each id. None: id
+    t has row t, and B = T. scales: [T] float32 (1 / size of a bag, a weight, 1 / frequency) or None. chosen: int32 [B, D] from
+    the maximum of bags, or None. If it is given, an entry counts only in the columns in which it was chosen. padding: the id
+    whose gradient is zero, or None.
 
-The ids are sorted (stably, by torch), so that a row's entries lie together. They are cut into windows of 64 entries: what one
-id has in one window is added in order; an id that crosses windows leaves a float32 part in each, and a second launch adds those
-in order. No atomics, no host synchronisation, and a token that is half of the batch is still shared by many programs.
+The ids are sorted (stably, by torch), so that the entries of a row are neighbours. They are divided into windows of 64 entries.
+The entries of one id in one window are added in order. An id that spans several windows leaves a float32 partial sum in each,
+and a second launch adds these in order. There are no atomics and no host synchronisation, and many programs share the work even
+for a token that makes up half of the batch.
 
-Limited by bytes: T rows in, V rows out (a dense gradient is mostly the zeros that fill it).
+Memory-bound: T rows in, V rows out (a dense gradient consists mostly of zeros).
 Not supported: sparse gradients; a gradient of the scales.
 """
 
@@ -73,7 +75,7 @@ def _example(
     scaled: bool = False, maximum: bool = False, padding: int | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     which = inputs.randint(0, rows, ids)
-    which[ids - hot :] = 2  # an id that crosses windows
+    which[ids - hot :] = 2  # an id that spans several windows
     bag = inputs.randint(0, bags, ids).sort().values if bags else None
     chosen = inputs.randint(0, ids, bags, cols, dtype=torch.int32) if maximum else None
     scales = inputs.randn(ids) if scaled else None
@@ -101,7 +103,7 @@ def _windows_kernel(
     dy_ptr, sorted_ptr, order_ptr, bags_ptr, scales_ptr, chosen_ptr, dweight_ptr, parts_ptr, n_ids, n_rows, padding,
     D: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """ENTRIES sorted entries side by side: each that is its id's first in the window adds the equal ones behind it there."""
+    """Processes ENTRIES sorted entries in parallel. The first entry of an id in a window adds all entries of the id there."""
     TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     first = (tl.program_id(0) // TILES).to(tl.int64) * ENTRIES
     cols = (tl.program_id(0) % TILES) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -133,14 +135,14 @@ def _windows_kernel(
     whole = (before != own) & (after != own)
     mask = (wanted & whole)[:, None] & (cols < D)
     tl.store(dweight_ptr + own[:, None] * D + cols, acc.to(dweight_ptr.dtype.element_ty), mask=mask)
-    # What came from the window before is part 0, what starts here and goes on is part 1.
+    # Part 0 belongs to an id that began in an earlier window, part 1 to an id that begins here and continues.
     part = t // _WINDOW * 2 + (before != own).to(tl.int64)
     tl.store(parts_ptr + part[:, None] * D + cols, acc, mask=(wanted & ~whole)[:, None] & (cols < D))
 
 
 @triton.jit(do_not_specialize=["n_ids", "n_rows", "padding"])
 def _crossing_kernel(sorted_ptr, parts_ptr, dweight_ptr, n_ids, n_rows, padding, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The id that starts in a window and goes on in the next ones, if there is one."""
+    """Add the partial sums of the id that begins in a window and continues in the next ones, if there is one."""
     TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     window = (tl.program_id(0) // TILES).to(tl.int64)
     last = (window + 1) * _WINDOW - 1
@@ -175,7 +177,7 @@ def _launch(
     ordered, order = torch.sort(ids, stable=True)
     windows, tiles = -(-count // WINDOW), triton.cdiv(cols, config["BLOCK_D"])
     parts = torch.empty((2 * windows, cols), dtype=torch.float32, device=dy.device)
-    # No id is -1, so that leaves none out.
+    # No id is -1, so a padding of -1 leaves out no id.
     numbers = (count, rows, -1 if padding is None else padding)
     entries = max(2, min(16, 2048 // config["BLOCK_D"]))
     _windows_kernel[(triton.cdiv(count, entries) * tiles,)](

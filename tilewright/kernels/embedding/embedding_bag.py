@@ -1,17 +1,17 @@
-"""Embedding bags: the sum, mean or maximum of the table's rows that a bag of ids names.
+"""Embedding bags: the sum, mean or maximum of the table's rows for each bag of ids.
 
     y[b, :] = reduce over t in bag b, ids[t] != padding, of scales[t] weight[ids[t], :]
 
     # V rows of the table, D columns, T ids, B bags
 
-    weight: [V, D] bf16, fp16 or fp32, contiguous; ids: [T] int64; offsets: [B] int64, ascending, the first id of each bag, the
-    last bag ends with the ids. scales: [T] float32, or None; padding: an id that is left out of sums, counts and maxima, or
-    None. y: [B, D]; for "max" also chosen, int32 [B, D]: which t it was, the first of equals, -1 for a bag of nothing. A bag of
-    nothing is zeros. Accumulated in float32, always in the order of the ids. An id outside of the table is an error on a CPU;
-    on a GPU it reads nothing, and makes a sum or a mean NaN.
+    weight: [V, D] bf16, fp16 or fp32, contiguous; ids: [T] int64; offsets: [B] int64, ascending: the index of the first id of
+    each bag. The last bag ends with the last id. scales: [T] float32, or None; padding: an id that is left out of sums, counts
+    and maxima, or None. y: [B, D]. For "max" there is also chosen, int32 [B, D]: the t of the maximum, the first among equal
+    values, -1 for an empty bag. An empty bag gives zeros. Accumulated in float32, always in the order of the ids. An id outside
+    of the table is an error on a CPU. On a GPU nothing is read for it, and a sum or a mean becomes NaN.
 
-Limited by bytes: the rows in, B rows out. A program holds BLOCK_D columns of a bag and reads 8 ids' rows at once.
-Not supported: scales with "mean" or "max" (torch has none either), NaN in a table whose maximum is asked for.
+Memory-bound: one row in per id, B rows out. A program computes BLOCK_D columns of a bag and reads the rows of 8 ids at once.
+Not supported: scales with "mean" or "max" (torch has none either), "max" of a table that contains NaN.
 """
 
 import torch
@@ -34,7 +34,7 @@ MODES = ("max", "mean", "sum")
 
 
 def bags_of(offsets: Tensor, ids: int) -> Tensor:
-    """The bag of each of so many ids, int64."""
+    """The bag of each of `ids` ids, int64 [ids]."""
     return torch.searchsorted(offsets, torch.arange(ids, device=offsets.device), right=True) - 1
 
 
@@ -165,7 +165,7 @@ def _launch(
     y, chosen = _fake(weight, ids, offsets, scales, mode, padding)
     (bags, cols), rows = y.shape, weight.shape[0]
     if y.numel():
-        # No id is -1, so that leaves none out.
+        # No id is -1, so a padding of -1 leaves out no id.
         _bag_kernel[(bags * ceil_div(cols, config["BLOCK_D"]),)](
             weight, ids, offsets, scales, y, chosen, ids.shape[0], bags, rows, -1 if padding is None else padding,
             D=cols, MODE=mode, **config,
@@ -188,9 +188,9 @@ embedding_bag_op = Op(
 def embedding_bag(
     weight: Tensor, ids: Tensor, offsets: Tensor, mode: str = "mean", scales: Tensor | None = None, padding: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum, mean or maximum of each bag's rows, without gradients; `ops.embedding_bag` says what it takes.
+    """The sum, mean or maximum of each bag's rows, without gradients. `ops.embedding_bag` describes the arguments.
 
-    Gives ([B, D] of weight's dtype, int32 [B, D] for "max" and [0, D] else: which entry each maximum came from).
+    Returns ([B, D] of weight's dtype, int32 [B, D] for "max": the entry that each maximum came from; otherwise [0, D]).
     """
     if mode not in MODES:
         raise ValueError(f"embedding_bag: mode is {mode!r}, wanted one of {', '.join(MODES)}")

@@ -1,4 +1,4 @@
-"""Arguments of embedding_bag and of the embedding's gradient from dimensions.
+"""Arguments of embedding_bag and of the gradient of an embedding, made from dimensions.
 
 # M ids, N columns of the table, B bags, V rows of the table
 """
@@ -15,7 +15,7 @@ _BF16 = torch.bfloat16
 def embedding_bag_arguments(
     inputs: Inputs, *, M: int, N: int, B: int = 0, V: int = 1024, dtype: torch.dtype = _BF16, mode: str = "sum"
 ) -> Args:
-    """A table [V, N], ids [M], and the first of each bag: bags of one size, by default of 8 ids."""
+    """A table [V, N], ids [M], and the index of the first id of each bag. Bags have equal sizes, by default 8 ids."""
     bags = B or max(1, M // 8)
     offsets = inputs.tensor([M * b // bags for b in range(bags)], torch.int64)
     return inputs.randn(V, N, dtype=dtype), inputs.randint(0, V, M), offsets, None, mode, None

@@ -1,4 +1,4 @@
-"""Example arguments of `permute` from dimensions: the `Op.make` of each."""
+"""Example arguments of `permute`, made from dimensions: its `Op.make`."""
 
 import torch
 
@@ -12,9 +12,9 @@ _BF16 = torch.bfloat16
 def permute_arguments(
     inputs: Inputs, *, M: int, N: int, B: int = 0, dtype: torch.dtype = _BF16, int8: bool = False, rows: bool = False
 ) -> Args:  # fmt: skip
-    """x [M, N] or a batch of B, to be transposed; int8 instead of dtype, if asked.
+    """x [M, N], or a batch of B such matrices, to be transposed. `int8` overrides dtype.
 
-    rows: x [M, N, 128] instead, whose rows of 128 elements stay whole.
+    rows: x is [M, N, 128] instead, and its rows of 128 elements stay whole.
     """
     dtype = torch.int8 if int8 else dtype
     shape = (*((B,) if B else ()), M, N, *((128,) if rows else ()))

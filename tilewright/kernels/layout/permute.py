@@ -1,20 +1,21 @@
-"""A tensor's dimensions in another order, copied into a contiguous result: transposition, channels last, heads first ...
+"""Copies a tensor into a contiguous result with its dimensions in another order: transposition, channels last, heads first ...
 
     y[i_0, ..., i_n] = x[with index i_k on dimension dims[k]]
 
     x: any strides, any dtype of 1, 2, 4 or 8 bytes; y: contiguous
 
-Dimensions that stay neighbours are merged first, and those of size 1 dropped. What is left has one of two forms:
+First, dimensions that stay neighbours are merged, and dimensions of size 1 are dropped. The rest has one of two forms:
 
     rows        the last dimension stays the last: rows are copied
-    tiles       it does not: of the dimension that is dense in x and the one that is dense in y, tiles are read along the one
-                and written along the other; in between they pass shared memory, or registers of other threads
+    tiles       it does not. A tile spans the dimension that is dense in x and the one that is dense in y. It is read along the
+                former and written along the latter. In between, threads exchange elements through shared memory or shuffles
 
-All other dimensions are walked by programs, at most four after merging.
+A program copies one tile at one index of every other dimension. There are at most four others after merging.
 
-Limited by bytes, each read and written once, in vectors of 16 bytes on either side where sizes and strides allow: one that is
-not a multiple of 16 bytes makes its side go in narrower ones, element by element at worst. There, for 1 and 2 bytes,
-`words` (unaligned.py) is another way, and the one chosen for tiles of large dimensions.
+Memory-bound: each byte is read once and written once. Both sides use vectors of 16 bytes where sizes and strides allow. A size
+or stride that is not a multiple of 16 bytes makes the accesses of its side narrower: element by element in the worst case. For
+this case, with elements of 1 and 2 bytes, there is a second implementation, `words` (unaligned.py). It is chosen for tiles of
+large dimensions.
 Not supported: elements of 16 bytes, more than six merged dimensions, and inputs without a dense dimension (the public function
 copies them first).
 """
@@ -49,10 +50,11 @@ def _cost(x: Tensor, dims: list[int]) -> Cost:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, share of a copy's speed. 8192 x 8192: bf16 0.95, 64 x 64 0.92; int8 0.92 and 0.89; 4 and 8 bytes 0.95 either way.
+    # H100, fraction of the speed of a copy, 8192 x 8192, tiles of 128 x 128 and of 64 x 64: bf16 0.95 and 0.92; int8 0.92 and
+    # 0.89; 4 and 8 bytes 0.95 with both.
     block_a, block_b = (128, 128) if problem.itemsize <= 2 else (64, 64)
-    # Where `words` is not chosen.
-    # 4097 x 8192: bf16 0.79 (128 x 128: 0.64), int8 0.53 (0.41); 8192 x 4097: bf16 0.91 (0.86), int8 0.78 (0.67)
+    # Unaligned rows, where `words` is not chosen. In brackets with tiles of 128 x 128.
+    # 4097 x 8192: bf16 0.79 (0.64), int8 0.53 (0.41); 8192 x 4097: bf16 0.91 (0.86), int8 0.78 (0.67)
     if problem.itemsize <= 2 and problem.y_bytes < 16 and problem.b >= 512:
         block_a, block_b = 32, 512
     elif problem.itemsize <= 2 and problem.x_bytes < 16:
@@ -128,9 +130,9 @@ def _permute_kernel(
     x_ptr, y_ptr, a_units, b_units, n0, n1, n2, x_b, y_b, x0, x1, x2, x3, y0, y1, y2, y3,
     ROWS: tl.constexpr, X_VECTOR: tl.constexpr, Y_VECTOR: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Sizes and strides come divided by a side's vector: the compiler must see that their products are multiples of it.
+    """Sizes and strides are passed divided by the vector of their side. The kernel multiplies by it again.
 
-    y_b: in rows the stride of b in y; in tiles that of a.
+    So the compiler sees that they are multiples of the vector. y_b: with ROWS the stride of b in y, otherwise that of a.
     """
     A = a_units * X_VECTOR
     B = b_units * (1 if ROWS else Y_VECTOR)
@@ -154,10 +156,14 @@ def _permute_kernel(
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """Where words pay: sides of which one starts anywhere, both of over 512 elements; smaller ones were not measured.
+    """Choose `words` if both dimensions of the tile have over 512 elements. Smaller ones were not measured.
 
-    H100, of a copy's speed, `triton` in brackets. Rows of y odd: bf16 0.92 (0.79), int8 0.89 (0.53); of x: 0.91 (0.91), 0.87
-    (0.77); of both: 1.06 (0.70), 0.93 (0.67). What words do not take, they refuse.
+    `words` itself refuses problems whose rows are aligned. H100, fraction of the speed of a copy, `triton` in brackets:
+
+        rows of odd length      bf16           int8
+        those of y              0.92 (0.79)    0.89 (0.53)
+        those of x              0.91 (0.91)    0.87 (0.77)
+        both                    1.06 (0.70)    0.93 (0.67)
     """
     return "words" if min(problem.a, problem.b) > 512 else None
 

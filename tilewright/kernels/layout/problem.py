@@ -1,7 +1,8 @@
-"""What the implementations of `permute` share: the form of a copy, the problem, and which tile a program copies.
+"""Shared by the implementations of `permute`: the form of a copy, the problem, and the tile that a program copies.
 
-A program copies one tile: BLOCK_A elements of the dimension that is dense in x by BLOCK_B of the result's last one (in rows: of
-the one before it), at one index of each dimension that is walked, of which there are at most four.
+A tile is BLOCK_A elements of the dimension that is dense in x by BLOCK_B elements of the result's last dimension (in the form
+`rows`: of the dimension before it). A program copies one tile, at one index of each of the other dimensions. These are called
+the walked dimensions; there are at most four.
 """
 
 import math
@@ -24,12 +25,12 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Form(NamedTuple):
-    """A permutation in the order of its result, merged. `a` is the dimension that is dense in x."""
+    """A permutation after merging. Its dimensions are in the order of the result. `a` is the one that is dense in x."""
 
     sizes: tuple[int, ...]
-    """Of the result's dimensions, none of them 1."""
+    """Sizes of the dimensions; none is 1."""
     strides: tuple[int, ...]
-    """Elements from one to the next in x."""
+    """Strides of the dimensions in x, in elements."""
     a: int
     """Which of them has stride 1 in x."""
     b: int
@@ -37,7 +38,7 @@ class Form(NamedTuple):
 
 
 def form_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> Form | None:
-    """The form of a copy, or None where x has no dense dimension. Of an empty tensor nothing is asked."""
+    """The form of a copy, or None if x has no dense dimension. For an empty tensor the result has no meaning."""
     sizes: list[int] = []
     steps: list[int] = []
     for d in reversed(dims):
@@ -58,33 +59,33 @@ def form_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -
     a = dense[-1]
     if a != last:
         return Form(tuple(sizes), tuple(steps), a, last)
-    if not last:  # one dimension: rows of it, one
+    if not last:  # a single dimension is one row
         sizes, steps, last = [1, *sizes], [0, *steps], 1
     return Form(tuple(sizes), tuple(steps), last, last - 1)
 
 
 def _vectors(itemsize: int, form: Form) -> tuple[int, int]:
-    """(elements of x, of y) in an access of up to 16 bytes: the most that divide all sizes and strides of the side."""
+    """(elements per access of x, of y): the widest of up to 16 bytes that divide all sizes and strides of their side."""
     x = math.gcd(form.sizes[form.a], *(step for i, step in enumerate(form.strides) if i != form.a))
     return math.gcd(16 // itemsize, x), math.gcd(16 // itemsize, form.sizes[-1])
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on."""
+    """Everything that a config may depend on."""
 
     itemsize: int
     rows: bool
     """Whether the dense dimension stays the last."""
     a: int
-    """Elements of the tile's dimension that is dense in x, as a power of two, at most 1024; 0 where none is dense."""
+    """Elements of the tile's dimension that is dense in x, rounded up to a power of two, at most 1024. 0 if none is dense."""
     b: int
-    """Those of the other, likewise."""
+    """Elements of the tile's other dimension, in the same way."""
     walked: int
-    """Dimensions of neither."""
+    """Number of the remaining dimensions."""
     x_bytes: int
-    """Of the widest access by which x can be read."""
+    """Bytes of the widest access with which x can be read."""
     y_bytes: int
-    """The same of writing y."""
+    """Bytes of the widest access with which y can be written."""
 
 
 def problem_of(x: Tensor, dims: list[int]) -> Problem:
@@ -99,7 +100,7 @@ def problem_of(x: Tensor, dims: list[int]) -> Problem:
 
 
 def refuse_form(problem: Problem) -> str | None:
-    """Why no kernel takes this problem, or None."""
+    """Why all kernels refuse this problem, or None."""
     if problem.itemsize not in BITS:
         return f"moves elements of 1, 2, 4 or 8 bytes, not {problem.itemsize}"
     if not problem.a:
@@ -116,9 +117,9 @@ class Plan(NamedTuple):
     a: int
     """Size of the tile's dimension that is dense in x."""
     b: int
-    """Size of the other."""
+    """Size of the tile's other dimension."""
     counts: tuple[int, int, int, int]
-    """Sizes of the dimensions that are walked, 1 where there are fewer."""
+    """Sizes of the walked dimensions, filled up with 1."""
     x_b: int
     """Stride of b in x."""
     y_a: int
@@ -126,11 +127,11 @@ class Plan(NamedTuple):
     y_b: int
     """Stride of b in y: 1 unless rows are copied."""
     x_steps: tuple[int, int, int, int]
-    """Strides in x of the dimensions that are walked."""
+    """Strides in x of the walked dimensions."""
     y_steps: tuple[int, int, int, int]
-    """The same in y."""
+    """Their strides in y."""
     x_vector: int
-    """Elements of x in an access of up to 16 bytes that divide all of the above on its side."""
+    """Elements per access of x, up to 16 bytes. It divides all sizes and strides above that belong to x."""
     y_vector: int
 
 
@@ -149,14 +150,14 @@ def plan_of(x: Tensor, form: Form) -> Plan:
     return Plan(sizes[a], sizes[b], (n0, n1, n2, n3), steps[b], ys[a], ys[b], (x0, x1, x2, x3), (y0, y1, y2, y3), *vectors)
 
 
-_GROUP = tl.constexpr(8)  # tiles that write next to each other, one after the other: their pieces of a row of y join in L2
+_GROUP = tl.constexpr(8)  # so many tiles that are neighbours in y are copied in succession: L2 joins their pieces of a row
 
 
 @triton.jit
 def tile_of(tiles_a, tiles_b, n0, n1, n2, CHECKED: tl.constexpr = False):
-    """(tile_a, tile_b, and the indices of the four dimensions that are walked) of this program.
+    """(tile_a, tile_b, and the indices of the four walked dimensions) of this program.
 
-    CHECKED: where all four are 0, as they are of a matrix, nothing is divided for them: fewer instructions, more registers.
+    CHECKED: skip the divisions if all four indices are 0, as for a matrix. This takes fewer instructions but more registers.
     """
     tile, rest = tl.program_id(0) % (tiles_a * tiles_b), tl.program_id(0) // (tiles_a * tiles_b)
     first_b = tile // (tiles_a * _GROUP) * _GROUP

@@ -1,20 +1,22 @@
-"""permute: tiles of 1- and 2-byte elements where rows of a side start anywhere (an odd number of elements, say), by words.
+"""`permute` by words of 4 bytes, for tiles of 1- and 2-byte elements with unaligned rows (of odd length, say): `words`.
 
-A word is 4 bytes: U = 4 / itemsize elements. A tile passes through registers and shared memory in words alone:
+A word has U = 4 / itemsize elements. In registers and in shared memory a tile consists of words only:
 
-    load        rows of x by words of U elements along a. Where rows of x start anywhere: the aligned words that hold a row, two
-                and two shifted together by the row's own offset
-    turn        U rows' words become U words, each of U elements along b: U by U transposition in registers
-    gather      through shared memory. Row a of y begins some elements behind a multiple of 32 bytes, a sector, its tile as many
-                to the left of that of a row that begins at one. So of each row other words are fetched, two and two shifted
-                together: what is stored are whole vectors of 16 bytes, and pieces of rows that begin and end with a sector
-    store       by vectors. The up to 16 / itemsize - 1 elements at either end of a row go one by one
+    load        Rows of x are loaded as words of U elements along a. If rows of x are unaligned, the aligned words that contain
+                a row are loaded, and each pair of neighbouring words is combined with a shift by the row's own offset.
+    transpose   U words of U different rows become U words of U elements along b. This happens in registers.
+    gather      Through shared memory. Row a of y begins some elements after a multiple of 32 bytes (a sector). Its piece of the
+                tile is shifted to the left by the same number of elements. So different words are gathered for each row, and
+                pairs of neighbouring words are combined with a shift. The result consists of whole vectors of 16 bytes, and the
+                piece of a row begins and ends at a sector boundary.
+    store       By vectors. The elements at either end of a row that fill no vector (up to 16 / itemsize - 1) are copied one by
+                one.
 
-A tile loads a sector more of b than it stores. Where rows of y are whole vectors as they are, nothing is shifted: the words
-are transposed as any tile.
-No byte outside of x is read: tiles whose words may begin before x or end behind it make them of single elements.
+A tile loads one sector more along b than it stores. If rows of y consist of whole vectors, nothing is shifted, and the words
+are transposed like any tile. No byte outside of x is read: where words might begin before x or end after it, the tile assembles
+its words from single elements.
 
-Refuses elements of 4 and 8 bytes, rows that stay whole, and sides that both can be accessed by 4 bytes or more as they are.
+Refuses elements of 4 and 8 bytes, rows that stay whole, and problems where both sides allow accesses of 4 bytes or more.
 """
 
 import math
@@ -37,9 +39,10 @@ _VECTOR_BYTES = 16
 # ---- space
 
 
-# (BLOCK_A, BLOCK_B, num_warps) by (bytes of an element, sides whose rows start anywhere), the default first. BLOCK_A is 32
-# words or more: fewer do not fill the banks of shared memory. Behind each is its share of a copy's speed, H100, Triton 3.6.
-# Of bytes with x odd the first of two equals is the one that has under 128 registers with Triton 3.7.1 too: 92, not 155.
+# (BLOCK_A, BLOCK_B, num_warps) by (bytes per element, sides whose rows are unaligned), the default first. BLOCK_A is at least
+# 32 words: fewer do not use all banks of shared memory. The comments give the fraction of the speed of a copy (H100, Triton
+# 3.6). For (1, "x") the first two are equally fast. The default is the one that needs fewer than 128 registers with Triton
+# 3.7.1 too: 92, not 155.
 _TILES = {
     (1, "x"): ((128, 256, 16), (128, 256, 8), (128, 128, 4)),  # 16384 x 8193: 0.871, 0.873, 0.864 (`triton`: 0.772)
     (1, "y"): ((128, 128, 8), (128, 256, 8), (128, 256, 16)),  # 8193 x 16384: 0.888, 0.882, 0.876 (0.529)
@@ -48,8 +51,9 @@ _TILES = {
     (2, "y"): ((64, 128, 8), (64, 128, 4), (128, 128, 8)),  # 4097 x 8192: 0.920, 0.918, 0.917 (0.794)
     (2, "both"): ((64, 128, 8), (64, 128, 4), (64, 256, 8)),  # 4097 x 8191: 1.062, 1.005, 1.000 (0.704)
 }
-# Pieces of rows of y begin at multiples of a sector. At multiples of 16 bytes, so inside of one too, the same tiles were at
-# 0.78 instead of 0.91 (bf16 64 x 256) and 0.71 instead of 0.88 (int8 128 x 256); at those of 64 bytes at 0.91 and 0.87.
+# Pieces of rows of y begin at multiples of a sector. If they begin at multiples of 16 bytes, so also inside a sector, the same
+# tiles reach 0.78 instead of 0.91 (bf16 64 x 256) and 0.71 instead of 0.88 (int8 128 x 256). With multiples of 64 bytes they
+# reach 0.91 and 0.87.
 _SECTOR_BYTES = 32
 
 
@@ -76,22 +80,23 @@ SPACE = Space(
 )
 
 # ---- kernel
-# K = BLOCK_B / U, W = BLOCK_A / U. A tile of words is [K, W]; they are words along a first, then along b.
-# Addresses are a multiply-add of 32 x 32 to 64 bits each: powers of two go with the small factor, not with the stride.
+# K = BLOCK_B / U, W = BLOCK_A / U. A tile of words is [K, W]. Its words run along a at first, and along b once transposed.
+# Each address is one multiply-add of 32 x 32 to 64 bits: powers of two are put into the small factor, not into the stride.
 
 
 @triton.jit
 def _joined(low, high, shift):
-    """int32: 32 bits of the 64 that low begins and high ends, from bit `shift` on, 0 <= shift < 32."""
+    """int32: the 32 bits from bit `shift` on of the 64-bit number high:low. 0 <= shift < 32."""
     both = high.to(tl.int64) << 32 | low.to(tl.uint32, bitcast=True).to(tl.int64)
     return (both >> shift.to(tl.int64)).to(tl.int32)
 
 
 @triton.jit
 def _columns(K: tl.constexpr, W: tl.constexpr, SWIZZLED: tl.constexpr):
-    """int32 [K, W]: which of a row's W words stands where. Swizzled: eight words change place by (k // 4) % 4.
+    """int32 [K, W]: for each place in a row of W words, which word it holds. SWIZZLED: XOR with 8 * ((k // 4) % 4).
 
-    So in `_shifted` four lanes that take words 4 apart of one row, and eight that take neighbouring rows, meet 32 banks.
+    So the accesses in `_shifted` use all 32 banks: four lanes read words of one row that are 4 apart, and this for eight
+    neighbouring rows.
     """
     k, w = tl.arange(0, K), tl.arange(0, W)
     turn = (k >> 2 & 3) * 8 if SWIZZLED else k * 0
@@ -100,9 +105,9 @@ def _columns(K: tl.constexpr, W: tl.constexpr, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def _aligned_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, UNIT: tl.constexpr):
-    """int32 like w: words w of rows b0, b0 + U ..., of which rows have `left`; anything where there is none.
+    """int32 in the shape of w: words w of rows b0, b0 + U ... A row has `left` words. Undefined where there is no word.
 
-    ptr: where row b0 begins, by bytes; b0 may be negative. x_b: from one row to the next, in UNIT bytes.
+    ptr: byte pointer to the start of row b0; b0 may be negative. x_b: stride of the rows, in units of UNIT bytes.
     """
     j = tl.arange(0, w.shape[0]) * U
     rows = (ptr + (j * UNIT).to(tl.int64) * x_b).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -112,9 +117,9 @@ def _aligned_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, UNIT: tl.constexpr
 
 @triton.jit
 def _joined_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexpr):
-    """The same of rows that begin anywhere, with `left` elements of SIZE bytes, from the aligned words that hold them.
+    """The same for unaligned rows of `left` elements of SIZE bytes, from the aligned words that contain them.
 
-    Reads up to 7 bytes behind a row.
+    Reads up to 7 bytes beyond the end of a row.
     """
     j = tl.arange(0, w.shape[0]) * U
     at = ptr.to(tl.int64) + (j * SIZE).to(tl.int64) * x_b
@@ -127,7 +132,7 @@ def _joined_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexpr)
 
 @triton.jit
 def _gathered_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexpr):
-    """The same from single elements. ptr: by elements."""
+    """The same, assembled from single elements. ptr: pointer to elements."""
     j = tl.arange(0, w.shape[0]) * U
     rows = ((b0 + j).to(tl.uint32, bitcast=True) < B.to(tl.uint32, bitcast=True))[:, None]
     words = tl.zeros(w.shape, tl.int32)
@@ -141,9 +146,10 @@ def _gathered_words(ptr, x_b, b0, B, w, left, U: tl.constexpr, SIZE: tl.constexp
 @triton.jit
 def _words(x_ptr, base, x_b, b0, B, tile_a, a_units, r: tl.constexpr, U: tl.constexpr, BLOCK_A: tl.constexpr,
            BLOCK_B: tl.constexpr, X_VECTOR: tl.constexpr, SWIZZLED: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """int32 [K, W] of rows b0 + r, b0 + r + U ... of x; some of them may be outside of it.
+    """int32 [K, W]: the words of rows b0 + r, b0 + r + U ... of x. Some of these rows may be outside of x.
 
-    base, x_b, a_units: in X_VECTOR elements. WAY: "aligned", "joined" or "gathered" words, above.
+    base, x_b, a_units: in units of X_VECTOR elements. WAY: which of the functions above loads the words: "aligned", "joined" or
+    "gathered".
     """
     SIZE: tl.constexpr = 4 // U
     w = _columns(BLOCK_B // U, BLOCK_A // U, SWIZZLED)
@@ -162,7 +168,7 @@ def _words(x_ptr, base, x_b, b0, B, tile_a, a_units, r: tl.constexpr, U: tl.cons
 @triton.jit
 def _rows(x_ptr, base, x_b, b0, B, tile_a, a_units, U: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
           X_VECTOR: tl.constexpr, SWIZZLED: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """The words of all rows of the tile, every U-th in one tensor. Four tensors: of U = 2 the last two are the first two."""
+    """The words of all rows of the tile. Tensor r has rows r, r + U ... With U = 2 the last two tensors repeat the others."""
     w0 = _words(x_ptr, base, x_b, b0, B, tile_a, a_units, 0, U, BLOCK_A, BLOCK_B, X_VECTOR, SWIZZLED, WAY)
     w1 = _words(x_ptr, base, x_b, b0, B, tile_a, a_units, 1, U, BLOCK_A, BLOCK_B, X_VECTOR, SWIZZLED, WAY)
     if U == 2:
@@ -175,9 +181,9 @@ def _rows(x_ptr, base, x_b, b0, B, tile_a, a_units, U: tl.constexpr, BLOCK_A: tl
 @triton.jit
 def _reaches_out(x_ptr, x_words, base, x_b, b0, B, tile_a, a, U: tl.constexpr, BLOCK_A: tl.constexpr,
                  BLOCK_B: tl.constexpr):  # fmt: skip
-    """Whether a word that holds elements of the tile, or the next, may lie outside of x's memory, be it partly.
+    """Whether a word with elements of the tile, or the word after it, may lie outside of x's memory, even partly.
 
-    x_words: whole words from x_ptr to its end.
+    x_words: number of whole words from x_ptr to the end of x.
     """
     SIZE: tl.constexpr = 4 // U
     begin = x_ptr.to(tl.int64)
@@ -190,7 +196,10 @@ def _reaches_out(x_ptr, x_words, base, x_b, b0, B, tile_a, a, U: tl.constexpr, B
 
 @triton.jit
 def _interleaved(even, odd, SECOND: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.constexpr):
-    """Of each pair of pieces of WIDTH bits the first or second, those of `even` and `odd` in turn. LOW: all first pieces."""
+    """Pieces of WIDTH bits, from `even` and `odd` in turn: the first of each pair of pieces, or the second with SECOND.
+
+    LOW: mask of all first pieces.
+    """
     if SECOND:
         return (even >> WIDTH & LOW) | (odd & ~LOW)
     else:
@@ -199,7 +208,7 @@ def _interleaved(even, odd, SECOND: tl.constexpr, WIDTH: tl.constexpr, LOW: tl.c
 
 @triton.jit
 def _column(w0, w1, w2, w3, e: tl.constexpr, U: tl.constexpr):
-    """Elements e of the words of U rows as one word."""
+    """One word that consists of element e of the words of U rows."""
     if U == 2:
         return _interleaved(w0, w1, e, 16, 0xFFFF)
     else:
@@ -210,18 +219,19 @@ def _column(w0, w1, w2, w3, e: tl.constexpr, U: tl.constexpr):
 
 @triton.jit
 def _shifted(words, r, vector, start, U: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
-    """int32 [N, 16]: four vectors of 4 U elements; of row r[n] of words [W, K] those from start[n] + 4 U vector[n, h] on.
+    """int32 [N, 16]: four vectors of 4 U elements. Vector h begins at element start[n] + 4 U vector[n, h] of row r[n].
 
-    words: swizzled, flat. Gathers five words for a vector; of the eight that it asks for nobody uses the last three.
+    The rows are those of words [W, K], which are passed swizzled and flat. A vector needs five words. The gather has eight
+    indices; the last three results are not used.
     """
     LOG_U: tl.constexpr = U // 2
     k, behind = start >> LOG_U, start & (U - 1)
-    # where a row starts with a whole word, the fifth may not exist, and its bits are shifted out
+    # if a row starts with a whole word, the fifth word may not exist, and none of its bits is used
     e = tl.minimum(tl.minimum(tl.arange(0, 8), 4)[None, :], 3 + (behind != 0).to(tl.int32)[:, None])[:, None, :]
     q = (vector + (k >> 2)[:, None])[:, :, None]
     j, row = (k & 3)[:, None, None], r[:, None, None]
     here = (row ^ ((q & 3) * 8)) + q * (4 * W) + j * W
-    turned = (row ^ ((q + 1 & 3) * 8)) + q * (4 * W) + j * W  # of words that stand in the next four
+    turned = (row ^ ((q + 1 & 3) * 8)) + q * (4 * W) + j * W  # for words in the next group of four
     at = tl.where(j + e < 4, here, turned) + e * W
     w = tl.gather(words, tl.reshape(at, [N * 4 * 8]), 0)
     even, odd = tl.split(tl.reshape(w, [N, 4, 2, 2, 2]))
@@ -240,16 +250,17 @@ def _shifted(words, r, vector, start, U: tl.constexpr, W: tl.constexpr, N: tl.co
 @triton.jit
 def _store_shifted(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
                    K: tl.constexpr, Y_VECTOR: tl.constexpr, ALIGN: tl.constexpr):  # fmt: skip
-    """Rows e, e + U ... of the tile of y, `left` of them, from their words [K, W].
+    """Store rows e, e + U ... of the tile of y from their words [K, W]. `left`: rows of y from the tile's first row on.
 
-    y_row, y_a: to where the tile's first row of y begins, from one row to the next, in Y_VECTOR elements. b0: of the tile in x;
-    in y it begins ALIGN elements later, less what a row begins behind a multiple of ALIGN.
+    y_row, y_a: offset of the tile's first row of y, and stride of its rows, in units of Y_VECTOR elements. b0: first column of
+    the tile in x. In y, the piece of a row begins ALIGN elements later, minus the distance of the start of the row from the
+    multiple of ALIGN before it.
     """
     V: tl.constexpr = 4 * U
-    VECTORS: tl.constexpr = (K - ALIGN // U) // 4  # that are stored
+    VECTORS: tl.constexpr = (K - ALIGN // U) // 4  # vectors per row that are stored
     N: tl.constexpr = W * K // 16
     LOG_ALIGN: tl.constexpr = 4 + (ALIGN > 16)
-    # 16 words a line, so that a warp stores those of eight rows; rows of y one after the other, then their next 16 words
+    # 16 words per line n, so that a warp stores lines of eight rows. n goes over the rows of y, then to their next 16 words.
     n = tl.arange(0, N)
     r, first = n % W, n // W * 4
     a = r * U + e
@@ -259,7 +270,7 @@ def _store_shifted(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl
     out = _shifted(tl.reshape(words, [K * W]), r, vector, ALIGN - behind, U, W, N)
     h = tl.arange(0, 16)
     vector = first[:, None] + (h // 4)[None, :]
-    column = b0 + ALIGN + vector * V - behind[:, None]  # of a vector's first element
+    column = b0 + ALIGN + vector * V - behind[:, None]  # column of a vector's first element
     whole = column.to(tl.uint32, bitcast=True) < tl.maximum(B - (V - 1), 0).to(tl.uint32, bitcast=True)
     whole = whole & (vector < VECTORS) & (a < left)[:, None]
     y = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (b0 + ALIGN) // U
@@ -269,7 +280,7 @@ def _store_shifted(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl
 @triton.jit
 def _store_whole(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl.constexpr, W: tl.constexpr,
                  K: tl.constexpr, Y_VECTOR: tl.constexpr):  # fmt: skip
-    """The same where rows of y are whole vectors."""
+    """The same if rows of y consist of whole vectors."""
     m, a = tl.arange(0, K), tl.arange(0, W) * U + e
     rows = (y_row + a.to(tl.int64) * y_a) * (Y_VECTOR // U)
     y = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + b0 // U
@@ -278,9 +289,10 @@ def _store_whole(y_ptr, words, y_row, y_a, b0, B, left, e: tl.constexpr, U: tl.c
 
 @triton.jit
 def _copy_end(x_ptr, y_ptr, b, B, x_b, left, x, y, y_a, V: tl.constexpr, BLOCK_A: tl.constexpr):
-    """Of columns b [V] of the tile's rows of y, those outside of the rows' whole vectors.
+    """Copy those of the columns b [V] that are in no whole vector of their row of y, for the tile's rows of y.
 
-    x, y: elements to where the tile's first row of y begins. x_b, y_a: elements from one b to the next, from one a to the next.
+    x, y: offsets of the start of the tile's first row of y, in elements of x and of y. x_b: stride of b in x. y_a: stride of a
+    in y.
     """
     a = tl.arange(0, BLOCK_A)
     at = y + a.to(tl.int64) * y_a
@@ -302,9 +314,9 @@ def _words_kernel(
     U: tl.constexpr, X_VECTOR: tl.constexpr, Y_VECTOR: tl.constexpr, ALIGNED: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """Sizes and strides come divided by their side's vector. U: elements of a word; ALIGNED: x's rows consist of words.
+    """Sizes and strides are passed divided by the vector of their side. U: elements per word. ALIGNED: rows of x are words.
 
-    ALIGN: elements of a sector, or 0 where y's rows consist of vectors.
+    ALIGN: elements per sector, or 0 if rows of y consist of whole vectors.
     """
     V: tl.constexpr = 4 * U
     STEP: tl.constexpr = BLOCK_B - ALIGN

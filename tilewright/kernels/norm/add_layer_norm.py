@@ -1,18 +1,18 @@
-"""Layer norm over the last dimension with the residual addition before it: what stands between two blocks of a transformer.
+"""Layer norm over the last dimension, fused with the residual addition before it, as between two blocks of a transformer.
 
-    r = x + residual;     y[t, :] = (r[t, :] - mean) / sqrt(variance + eps) * weight[:] + bias[:];     gives (y, r)
+    r = x + residual;     y[t, :] = (r[t, :] - mean) / sqrt(variance + eps) * weight[:] + bias[:];     returns (y, r)
 
-    x, residual, y, r: [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be missing. r is rounded to x's dtype as
-    the eager sum would be, and y is the norm of what r then is. The residual may be one row for all (a stride of 0), and
-    without want_sum r is not written: a norm of x + a vector. Statistics are float32, the variance is that of r - mean
-    (layer_norm.py has the formula and its source).
+    x, residual, y, r: [..., D] of bf16, fp16 or fp32; weight, bias: [D]. The bias may be missing. r is rounded to x's dtype
+    like the eager sum, and y is the norm of the rounded r. The residual may be one row for all rows of x (a stride of 0).
+    Without want_sum, r is not written; together these compute the norm of x + a vector. Statistics are float32. The variance is
+    that of r - mean (the formula and its source are in layer_norm.py).
 
-Limited by bytes: D elements in twice, D out twice. A row up to 32 KB wide is held in registers.
+Memory-bound: two arrays of D columns in, two out. A row up to 32 KB wide is held in registers.
 
-    triton    rows up to 16384 columns of 16 bits, 8192 of 32
-    apart     any row: the sum by torch, its norm by `layer_norm`
+    triton    rows up to 16384 columns of 16 bits, or 8192 of 32 bits
+    apart     any row: torch computes the sum, `layer_norm` its norm
 
-Rows may be strided, the last dimension may not (the public function copies it). The gradients are backward.py's.
+Rows may be strided. The last dimension may not; the public function copies such a tensor. The gradients are in backward.py.
 """
 
 import torch
@@ -58,7 +58,7 @@ def _refuse(device: Device, problem: Rows) -> str | None:
 
 
 def _default(device: Device, problem: Rows) -> Config:
-    # 16 elements a thread, 32 of the widest rows: two 16-byte loads of each operand in flight.
+    # 16 elements per thread, or 32 for the widest rows: two 16-byte loads of each operand are in flight.
     block_d = next_pow2(problem.cols)
     block_t = max(1, min(8, 2048 // block_d))
     return {"BLOCK_T": block_t, "num_warps": max(1, min(16, next_pow2(block_t * block_d // 512)))}
@@ -84,7 +84,7 @@ def _with_residual(
 
 
 EXAMPLES = (
-    # Far from zero the rounding of the sum is nearly all of an error.
+    # "far from zero" is left out: there the error would come almost entirely from the rounding of the sum.
     *(example.then(_with_residual) for example in LAYER_EXAMPLES if example.label != "far from zero"),
     Example.sized(add_layer_norm_arguments)("several a row", 2, 5000, torch.float16),
     Example.sized(add_layer_norm_arguments)("no sum", 5, 768, torch.float16, want_sum=False),
@@ -104,7 +104,7 @@ def _add_layer_norm_kernel(
     residual = tl.load(residual_ptr + row_start(rows, residual_row_stride, D) + block, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
     bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
-    # Formed in float32, then rounded: the same bits as the eager sum, and the interpreter can do it.
+    # Computed in float32, then rounded: the same bits as the eager sum, and Triton's interpreter can compute it.
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     if WANT_SUM:
         tl.store(total_ptr + rows * D + block, total, mask=mask)
@@ -145,7 +145,7 @@ add_layer_norm_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=add_layer_norm_arguments,
-    # It rounds twice: the sum that it returns, then the norm of that sum.
+    # It rounds twice: first the sum that it returns, then the norm of that sum.
     tolerance={torch.bfloat16: (8e-3, 4e-3), torch.float16: (1e-3, 5e-4)},
     impls=(
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse, batch_invariant=True, work=add_layer_norm_work),
@@ -157,7 +157,7 @@ add_layer_norm_op = Op(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """Without gradients; `ops.add_layer_norm` says what it takes."""
+    """Residual addition and layer norm without gradients. `ops.add_layer_norm` describes the arguments."""
     check_last_dim("add_layer_norm", x, weight=weight, bias=bias)
     check_alike("add_layer_norm", "residual", residual, "x", x)
     return add_layer_norm_op(rows_ready(x), rows_ready(residual), weight, bias, eps, True)

@@ -5,20 +5,20 @@
     dx[t, :] = scale (g - mean(g) - h mean(g h)) + dmore[t, :]                 (rms_norm: without mean(g))
     dweight  = sum_t dy[t, :] h[t, :],   dbias = sum_t dy[t, :]
 
-    x, dy, dmore, dx: [..., D] of bf16, fp16 or fp32; weight, dweight, dbias: [D]. dmore may be missing: it is what else
-    reached x, as with add_rms_norm, whose sum goes on beside its norm. All arithmetic is float32.
+    x, dy, dmore, dx: [..., D] of bf16, fp16 or fp32; weight, dweight, dbias: [D]. All arithmetic is float32. dmore is a second
+    gradient that reaches x, and may be missing. add_rms_norm has one: its sum is used by later layers as well as by the norm.
 
-**Of the forward pass x is kept, and for layer_norm it may be stats**: mean and scale of each row, float32 [2, T], as
-layer_norm.py gives them. With stats one round of two sums makes a row's dx; without them mean and variance, which want
-one look at a row that is here anyway, come first: a second round. eps is not looked at where stats are given.
+**Saved by the forward pass**: x. For layer_norm it may also save stats, the mean and scale of each row, float32 [2, T], as
+layer_norm.py returns them. With stats, dx of a row needs one round of two sums. Without stats, a first round computes mean and
+variance. This reads no more memory, since the row is loaded anyway. eps is ignored where stats are given.
 
-**dweight is a sum over all rows.** A fixed number of programs walk over the rows, each with its own sum in registers, and a
-second kernel adds theirs (device/partial_sums.py): no atomics, the same bits every time on a card. The loads of the next rows
-are under way meanwhile. Rows over 8192 columns leave little or no room for sums: several programs share them
-(backward_cooperative.py, with stats backward_saved_stats.py), or, where they do not start at 16 bytes, backward_multi_pass.py
-reads them once more.
+**dweight is a sum over all rows.** A fixed number of programs loop over the rows. Each keeps its own sum in registers, and a
+second kernel adds these sums (device/partial_sums.py). There are no atomics, and a card returns the same bits every time. The
+loads of the next rows are in flight during the computation. Rows over 8192 columns leave little or no room for the sums in
+registers. Several programs then share a row (backward_cooperative.py, or backward_saved_stats.py with stats). Where rows do not
+start at multiples of 16 bytes, backward_multi_pass.py reads them once more instead.
 
-Limited by bytes: two elements in, one out.
+Memory-bound: two elements in, one out.
 Not supported: second derivatives, gradients of eps.
 """
 
@@ -94,17 +94,18 @@ def _rms_cost(dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: 
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
+    """Everything that a config may depend on. The number of rows is not part of it."""
 
     dtype: torch.dtype
     cols: int
     centered: bool
     kept: bool = False
-    """Whether the rows' statistics are given."""
+    """Whether saved statistics of the rows are given."""
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # Two sums of 16384 columns spill: H100, 8192 x 16384 bf16: 727 us, as a wide row 517; the one of rms_norm 392.
+    # The two sums of layer_norm spill at 16384 columns. H100, 8192 x 16384 bf16: 727 us, or 517 us when treated as wide rows.
+    # rms_norm has one sum: 392 us.
     if problem.cols > (8192 if problem.centered else 16384):
         odd = problem.cols * problem.dtype.itemsize % 16
         widest = 2048 if odd else 8192 if problem.cols <= 16384 else 32768 // problem.dtype.itemsize
@@ -186,7 +187,7 @@ RMS_EXAMPLES = (
 
 @triton.jit
 def _statistics(stats_ptr, rows, n_rows):
-    """(mean, 1 / deviation) of rows, [BLOCK_T, 1]; of a row that is not there 0, so that its part of the sums is 0."""
+    """(mean, 1 / deviation) of rows, [BLOCK_T, 1]. Both are 0 for rows that do not exist, so these add 0 to the sums."""
     there = rows < n_rows
     return tl.load(stats_ptr + rows, mask=there, other=0.0), tl.load(stats_ptr + n_rows + rows, mask=there, other=0.0)
 
@@ -198,7 +199,7 @@ def _norm_backward_kernel(
     D: tl.constexpr, HEADS: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """stats_ptr: the means and 1 / deviations of centered rows, [2, n_rows]; None, known to the compiler, where not given."""
+    """stats_ptr: [2, n_rows], the mean and 1 / deviation of each row (CENTERED only); None (at compile time) if not given."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     weight = tl.load(weight_ptr + cols, mask=cols < D, other=0.0)
     of_weight = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -213,9 +214,9 @@ def _norm_backward_kernel(
         dy = tl.load(dy_ptr + row_start(rows, dy_row_stride, D) + cols, mask=mask, other=0.0).to(tl.float32)
         given = weight.to(tl.float32) * dy
         if stats_ptr is not None:
-            # A block ahead, in registers: so few numbers are not worth a place in shared memory.
+            # Prefetch the statistics of the next block into registers. They are too few to need shared memory.
             mean_after, scale_after = _statistics(stats_ptr, rows + tl.num_programs(0) * BLOCK_T, n_rows)
-            # Past a row's columns h is in no sum: the weight is 0 there.
+            # h beyond the end of a row enters no sum, because the weight is 0 there.
             h = (x - mean) * scale
             c1, c2 = two_sums(given, given * h)
             given = given - c1 / D if D > 1 else tl.zeros_like(given)
@@ -227,11 +228,12 @@ def _norm_backward_kernel(
             if CENTERED:
                 mean, c1 = two_sums(x, given)
                 x = tl.where(mask, x - mean / D, 0.0)
-                # Of one column nothing is left, as in the definition; w * dy - c1 in one rounding would leave that of c1.
+                # With one column the result is exactly 0, as in the definition. A fused w * dy - c1 would leave the rounding
+                # error of c1.
                 given = given - c1 / D if D > 1 else tl.zeros_like(given)
                 of_bias += dy
             squares, crossed = two_sums(x * x, given * x)
-            # Of a row that is not there the scale is 0, whatever eps is: its part of the sums must be 0.
+            # For a row that does not exist the scale is 0, whatever eps is, so that the row adds 0 to the sums.
             scale = tl.where(rows < n_rows, tl.rsqrt(squares / D + eps), 0.0)
             of_weight += dy * (x * scale)
             dx = scale * (given - x * (crossed * scale * scale / D))
@@ -256,7 +258,7 @@ def _run(
     config: Config, dy: Tensor, x: Tensor, weight: Tensor, dmore: Tensor | None, eps: float, centered: bool,
     stats: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dx, dweight, dbias), or without the last."""
+    """(dx, dweight, dbias), without dbias unless `centered`."""
     rows, x_row_stride, heads = rows_of_heads(x)
     cols, block_t = x.shape[-1], config["BLOCK_T"]
     if not rows:

@@ -1,14 +1,16 @@
-"""The gradients of layer_norm and rms_norm for wide rows that several programs share: the implementation `split`.
+"""The gradients of layer_norm and rms_norm for wide rows, where several programs share a row: the implementation `split`.
 
-A program owns WIDTH columns. It walks over blocks of rows, holds its columns of them in shared memory, and waits for the rows'
-sums with the other programs of its group (device/cooperative_rows.py); what it adds up of dweight and dbias for its columns
-stays in registers to the end, as backward.py has it for whole rows. So memory sees each element once. The next block is on its
-way meanwhile (Gluon: copies past the registers; a thread reads what it asked for itself), and several programs share an SM.
+Each program owns WIDTH columns. It loops over blocks of rows and holds its columns of a block in shared memory. The programs of
+a group exchange partial sums to obtain the sums of each row (device/cooperative_rows.py). A program's sums of dweight and dbias
+stay in registers to the end, as in backward.py, which does so for whole rows. So each element is read from memory once. The
+next block is loaded meanwhile, by asynchronous copies that bypass the registers (this is why the kernel is written in Gluon). A
+thread reads only the elements that it copied itself. Several programs share an SM.
 
-The variance is never a difference of large sums: each part brings its own mean and the squares about it, joined by Chan's
-formula (Chan, Golub and LeVeque, 1983).
-Where the forward pass kept mean and 1 / deviation, backward_saved_stats.py goes the same way with less to add up.
-Refused: rows of which not all start at 16 bytes.
+The variance is never a difference of two large sums. Each part contributes its own mean and the sum of squares about that
+mean; Chan's formula combines them (Chan, Golub and LeVeque, 1983).
+
+Where the forward pass saved mean and 1 / deviation, backward_saved_stats.py uses the same scheme with fewer sums.
+Refused: widths that are no multiple of 8 columns, because then not all rows start at multiples of 16 bytes.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
@@ -47,13 +49,13 @@ def _add(a0, b0, a1, b1):
 
 @gluon.jit
 def _two_sums(a, b):
-    """Row sums of two tiles, [BLOCK_T] each, in one round of barriers."""
+    """Row sums of two tiles, [BLOCK_T] each. The two reductions share one round of barriers."""
     return gl.reduce((a, b), 1, _add)
 
 
 @gluon.jit
 def _part(x, given, inside, width, CENTERED: gl.constexpr):
-    """A part's sums of each row: x, w dy, (x - m)^2, w dy (x - m), m being the part's mean; not CENTERED: m is 0."""
+    """A part's sums for each row: x, w dy, (x - m)^2, w dy (x - m). m is the mean of the part, or 0 if not CENTERED."""
     if CENTERED:
         total, passed = _two_sums(x, given)
         x = gl.where(inside, x - gl.expand_dims(total / width, 1), 0.0)
@@ -69,8 +71,8 @@ def _joined(
     parts_ptr, sums, start, n_rows, D: gl.constexpr, WIDTH: gl.constexpr, PARTS: gl.constexpr, PARTS_2: gl.constexpr,
     CENTERED: gl.constexpr, BLOCK_T: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """(mean, mean of w dy, sum of squares about the mean, of w dy (x - mean)) of each row, [BLOCK_T], from all parts."""
-    # Every warp joins all: no round of barriers.
+    """(mean, mean of w dy, sum of (x - mean)^2, sum of w dy (x - mean)) of each row, [BLOCK_T] each, from all parts."""
+    # Every warp adds all parts of all rows itself, so no barriers are needed.
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, PARTS_2 // 32)], [1, 32], [1, gl.num_warps()], [1, 0])
     rows = start + gl.expand_dims(gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, layout)), 1)
     others = gl.expand_dims(gl.arange(0, PARTS_2, layout=gl.SliceLayout(0, layout)), 0)
@@ -101,10 +103,10 @@ def own_columns(
     weight_ptr, counters_ptr, D: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, BLOCK_T: gl.constexpr,
     BLOCK_D: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """A program's place by ticket, and its columns.
+    """Draw a number from the counter and derive the program's place and columns from it.
 
-    (group of programs that share rows, part of the rows, rows to the group's next block, columns of the part, which of BLOCK_D
-    there are, columns, weight, and what dweight and dbias are added up in)
+    Returns (group of programs that share rows, part of the rows, distance in rows to the group's next block, number of columns
+    of the part, mask of the BLOCK_D columns that exist, columns, weight, accumulator of dweight, accumulator of dbias).
     """
     place = gl.atomic_add(counters_ptr, 1, sem="relaxed")
     group, part = place // PARTS, place % PARTS
@@ -135,7 +137,7 @@ def _publish(
     bufs, stage, weight, inside, width, parts_ptr, sums, counters_ptr, start, n_rows, part,
     CENTERED: gl.constexpr, PARTS: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write this part's sums of a block's rows, and say so."""
+    """Write this part's sums of the rows of a block, then increment the block's counter."""
     x, given = bufs.index(2 * stage + 1).load(LAYOUT).to(gl.float32), bufs.index(2 * stage).load(LAYOUT).to(gl.float32)
     total, passed, squares, crossed = _part(x, weight.to(gl.float32) * given, inside, width, CENTERED)
     rows = start + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT))
@@ -146,7 +148,7 @@ def _publish(
     if CENTERED:
         gl.store(at + 2 * sums, total, mask=there)
         gl.store(at + 3 * sums, passed, mask=there)
-    block_barrier()  # the release below is one thread's: the others' writes come before it
+    block_barrier()  # one thread executes the release below; the writes of all threads must come before it
     gl.atomic_add(counters_ptr + 1 + start // BLOCK_T, 1, sem="release")
 
 
@@ -164,9 +166,9 @@ def _finish(
     more_ptr, dx_ptr, more_row_step, eps,
     D: gl.constexpr, CENTERED: gl.constexpr, HAS_MORE: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write dx of a block; the columns' sums with its rows."""
+    """Write dx of a block. Returns the column sums with the rows of the block added."""
     below = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT))
-    # Of a row that is not there the scale is 0, whatever eps is: its part of the sums must be 0.
+    # For a row that does not exist the scale is 0, whatever eps is, so that the row adds 0 to the sums.
     scale = gl.where(start + below < n_rows, gl.rsqrt(squares / D + eps), 0.0)
     rate = gl.expand_dims(crossed * scale * scale / D, 1)
     mean, passed, scale = gl.expand_dims(mean, 1), gl.expand_dims(passed, 1), gl.expand_dims(scale, 1)
@@ -193,8 +195,8 @@ def _split_kernel(
 ):  # fmt: skip
     """Row steps are strides in units of 8 columns.
 
-    Of three blocks of rows one is on its way, one has its sums written, and one is finished: whoever waits for sums waits for
-    those that the others wrote a block ago.
+    Three blocks of rows are in progress: the first is being loaded, the partial sums of the second are written, and the third
+    is finished. So a program waits only for sums that the others wrote one block earlier.
     """
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
@@ -215,7 +217,7 @@ def _split_kernel(
     stage = 0
     for start in range(first, n_rows, step):
         after = (stage + 1) % 3
-        # Thread by thread the memory that it overwrites has been read.
+        # No barrier is needed: each thread overwrites only elements that it has read itself.
         far = start + 2 * step + below
         fetch_block(bufs, (stage + 2) % 3, dy_ptr, x_ptr, dy_row_step, x_row_step, far, n_rows, cols, inside)
         async_copy.wait_group(1)
@@ -240,7 +242,7 @@ def _split_kernel(
 
 
 def _default(device: Device, problem: Any) -> Config:
-    # float32 takes twice the shared memory: three blocks of 4 rows would not leave room for a second program.
+    # float32 needs twice the shared memory: three blocks of 4 rows would leave no room for a second program.
     return {"BLOCK_T": 8 // problem.dtype.itemsize, "BLOCK_D": 2048, "PER_SM": 2, "num_warps": 8}
 
 
@@ -248,12 +250,12 @@ SPLIT_SPACE = row_space(_default, BLOCK_T=(2, 4), BLOCK_D=(2048,), PER_SM=(2,), 
 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
-    """Why the gradient of such rows is not made here."""
+    """Why this implementation refuses such rows, or None."""
     return "makes its own statistics: those that were kept are for `kept`" if problem.kept else refuse_rows(device, problem)
 
 
 def refuse_rows(device: Device, problem: Any) -> str | None:
-    """Why rows of this width are not shared."""
+    """Why programs do not share rows of this width, or None."""
     if problem.cols % 8:
         return "rows that start anywhere"
     if problem.cols <= 8192:
@@ -262,12 +264,16 @@ def refuse_rows(device: Device, problem: Any) -> str | None:
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """x, or a copy where its rows do not start at 16 bytes."""
+    """x, or a copy if its rows do not start at multiples of 16 bytes."""
     return x if x.data_ptr() % 16 == 0 and rows_of(x)[1] % 8 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def memory_of(config: Config, x: Tensor, vectors: int, sums: int) -> tuple[list[Tensor], Tensor, Tensor, dict[str, int]]:
-    """(`vectors` sums over rows, a row for each group of programs; `sums` for each part of a row; counters; constants)."""
+    """Memory and constants of a launch.
+
+    Returns (a list of `vectors` float32 [groups, columns] for the column sums of each group of programs, float32
+    [sums, rows, parts] for the partial sums of the rows, counters, constants).
+    """
     (rows, _), cols, block_t, warps = rows_of(x), x.shape[-1], config["BLOCK_T"], config["num_warps"]
     parts, blocks = ceil_div(cols, config["BLOCK_D"]), ceil_div(rows, block_t)
     groups = max(1, min(blocks, config["PER_SM"] * device_of(x.get_device()).sms // parts))
@@ -277,7 +283,7 @@ def memory_of(config: Config, x: Tensor, vectors: int, sums: int) -> tuple[list[
     constants = {
         "D": cols, "PARTS": parts, "PARTS_2": next_pow2(parts), "WIDTH": ceil_div(cols, 8 * parts) * 8, "BLOCK_T": block_t,
         "BLOCK_D": config["BLOCK_D"], "num_warps": warps,
-        "maxnreg": 65536 // (32 * warps * config["PER_SM"]) // 8 * 8,  # given out by eights
+        "maxnreg": 65536 // (32 * warps * config["PER_SM"]) // 8 * 8,  # registers are allocated in multiples of eight
     }  # fmt: skip
     return of_columns, of_parts, counters, constants
 
@@ -285,7 +291,7 @@ def memory_of(config: Config, x: Tensor, vectors: int, sums: int) -> tuple[list[
 def split_gradients(
     config: Config, dy: Tensor, x: Tensor, weight: Tensor, more: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, ...]:
-    """(dx, dweight, dbias), or without the last, of at least one row."""
+    """(dx, dweight, dbias), without dbias unless `centered`. There is at least one row."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy, x, more = aligned_rows(dy), aligned_rows(x), None if more is None else aligned_rows(more)
     parts, sums, counters, constants = memory_of(config, x, 1 + centered, 2 + 2 * centered)

@@ -1,9 +1,9 @@
-"""The gradients of layer_norm and rms_norm for rows that do not fit into registers: what backward.py launches for them.
+"""The gradients of layer_norm and rms_norm for rows that do not fit in registers. backward.py launches these kernels.
 
-Two kernels. The first takes a row a program: one reading for the row's sums, a second one, from L1 and L2 as far as it is still
-there, to write dx; it keeps mean and 1 / deviation of each row, or takes those that the forward pass kept. The second takes
-columns, and adds dweight and dbias over rows in two steps (device/partial_sums.py). So such rows are read twice from memory,
-where narrow ones are read once.
+In the first kernel, each program processes one row. It reads the row once for its sums, and again to write dx. The second read
+comes from L1 and L2 as far as the row is still there. The kernel stores the mean and 1 / deviation of each row, or reads those
+that the forward pass saved. In the second kernel, each program processes columns. It sums dweight and dbias over rows, in two
+steps (device/partial_sums.py). So such rows are read from memory twice; narrow rows are read once.
 """
 
 import torch
@@ -25,7 +25,7 @@ __all__ = ["wide_gradients"]
 
 @triton.jit
 def _products(dy, x, weight_ptr, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Each lane's sums of w dy and of w dy (x - shift) over a block. Past the row dy and w are 0."""
+    """Each lane's sums of w dy and of w dy (x - shift) over a block. dy and w are 0 beyond the end of the row."""
     weight = load_block(weight_ptr, block, D, BLOCK_D, MASKED, "shared", 0.0)
     given = weight.to(tl.float32) * dy.to(tl.float32)
     return tl.sum(given, axis=1), tl.sum(given * (x.to(tl.float32) - shift[:, None]), axis=1)
@@ -45,7 +45,7 @@ def _write(
 
 @triton.jit
 def _row_numbers(shift, first, second, given, crossed, eps, D: tl.constexpr, CENTERED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(mean, 1 / deviation, what dx is less, and by how much h) of a row, from its lanes' sums."""
+    """(mean, 1 / deviation, c1, c2) of a row, from the sums of its lanes. c1 and c2 are the coefficients in `_write`."""
     if CENTERED:
         mean, variance = join_lanes(shift, first, second, D, BLOCK_D)
         c1 = tl.sum(given, axis=0) / D
@@ -62,7 +62,10 @@ def _wide_kernel(
     D: tl.constexpr, CENTERED: tl.constexpr, HAS_MORE: tl.constexpr, KEPT: tl.constexpr, BLOCK_D: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
-    """stats_ptr: the rows' means and 1 / deviations; KEPT, of centered rows without more, they are given, else written."""
+    """stats_ptr: the mean and 1 / deviation of each row. With KEPT they are read, otherwise written.
+
+    KEPT requires CENTERED and excludes HAS_MORE.
+    """
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
@@ -121,7 +124,10 @@ def _weights_kernel(
     dy_ptr, x_ptr, stats_ptr, of_weight_ptr, of_bias_ptr, n_rows, dy_row_stride, x_row_stride,
     D: tl.constexpr, CENTERED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Columns of axis 0, every n-th block of rows of axis 1: their parts of dweight, and of dbias where CENTERED."""
+    """Partial sums of dweight, and of dbias where CENTERED.
+
+    Grid axis 0 selects the columns. The programs of axis 1 process the blocks of rows in turn.
+    """
     cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     of_weight = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     of_bias = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -147,9 +153,9 @@ def wide_gradients(
     config: Config, dy: Tensor, x: Tensor, weight: Tensor, more: Tensor | None, eps: float, centered: bool,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """(dx, dweight, dbias), or without the last, of at least one row wider than BLOCK_D.
+    """(dx, dweight, dbias), without dbias unless `centered`. There is at least one row, and rows are wider than BLOCK_D.
 
-    kept: the rows' means and 1 / deviations, float32 [2, rows]; of centered rows, without more.
+    kept: the saved mean and 1 / deviation of each row, float32 [2, rows]. Only with `centered` and without `more`.
     """
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (rows, x_row_stride), (_, dy_row_stride) = rows_of(x), rows_of(dy)
@@ -162,7 +168,7 @@ def wide_gradients(
         HELD=config["HELD"], num_warps=config["num_warps"],
     )  # fmt: skip
     groups = ceil_div(cols, _WEIGHT_COLS)
-    # Eight programs an SM fill a card; more would only write more parts.
+    # Eight programs per SM fill a card. More programs would only write more partial sums.
     splits = min(ceil_div(rows, _WEIGHT_ROWS), ceil_div(8 * device_of(x.get_device()).sms, groups))
     parts = [torch.empty(splits, cols, dtype=torch.float32, device=x.device) for _ in range(1 + centered)]
     _weights_kernel[(groups, splits)](

@@ -1,21 +1,24 @@
-"""The gradient of layer_norm for wide rows whose statistics the forward pass kept: the implementation `kept`.
+"""The gradient of layer_norm for wide rows whose statistics the forward pass saved: the implementation `kept`.
 
-backward_cooperative.py's way over rows that several programs share: three blocks of rows in shared memory, one on its way, one
-whose sums are written, one that is finished. With mean and 1 / deviation known (stats, layer_norm.py)
+Several programs share a row, by the scheme of backward_cooperative.py. Three blocks of rows are in shared memory: the first is
+being loaded, the partial sums of the second are written, and the third is finished. mean and 1 / deviation (scale) are known
+(stats, layer_norm.py). With
 
-    c1[t] = mean of w dy,     c2[t] = mean of w dy h,     h = (x - mean) scale,     dx = scale (w dy - c1 - h c2)
+    h = (x - mean) scale,     c1[t] = mean of w dy,     c2[t] = mean of w dy h,     dx = scale (w dy - c1 - h c2)
 
-are the only sums, plain ones: a part writes two numbers a row and adds up those of the others. What else is less work:
+only two plain sums are needed: each part writes two numbers per row and adds those of all parts. Other savings:
 
-- A thread adds its own columns; then the threads' sums change places through shared memory so that a warp adds those of one row
-  and sum. That takes 5 shuffles a warp, where every warp adding its columns of every row takes 5 a row and sum.
-- The parts' sums likewise: a warp adds those of one row and sum, and hands the result round through shared memory.
+- A thread adds up its own columns of each row. The sums of the threads are then redistributed through shared memory, so that
+  one warp adds all sums of one kind of one row. This takes 5 shuffles per warp. If every warp reduced its columns of every row,
+  it would take 5 shuffles per row and sum.
+- The sums of the parts are added in the same way: one warp adds one kind of sum of one row and broadcasts the result through
+  shared memory.
 
-H100, bf16, of a copy's speed: 8192 x 16384 0.93, 4096 x 32768 0.91, 2048 x 65536 0.90, 4096 x 131072 0.92, 2048 x 262144 0.87;
-1.2 to 1.5 times as fast as `split` (docs/log.md).
+H100, bf16, fraction of the speed of a copy: 8192 x 16384 0.93, 4096 x 32768 0.91, 2048 x 65536 0.90, 4096 x 131072 0.92,
+2048 x 262144 0.87. This is 1.2 to 1.5 times as fast as `split` (docs/log.md).
 
-Refused: what backward_cooperative.py refuses, calls without stats, and float32 where a program has less than 100 KB of shared
-memory.
+Refused: the rows that backward_cooperative.py refuses, calls without stats, and float32 where a program has less than 100 KB of
+shared memory.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
@@ -46,16 +49,18 @@ __all__ = ["KEPT_SPACE", "kept_gradients", "refuse_kept"]
 
 @gluon.jit
 def _own_sums(x, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, VECTOR: gl.constexpr):
-    """[BLOCK_T, BLOCK_D] -> what each thread holds of each row, added up: [BLOCK_T, threads]."""
+    """[BLOCK_T, BLOCK_D] -> [BLOCK_T, threads]: for each row, the sum of the elements that a thread holds."""
     THREADS: gl.constexpr = 32 * gl.num_warps()
     return gl.sum(gl.sum(gl.reshape(x, [BLOCK_T, BLOCK_D // (VECTOR * THREADS), THREADS, VECTOR]), axis=3), axis=1)
 
 
 @gluon.jit
 def _unpacked(weight):
-    """The weight in float32; of more than 8 columns a thread as the compiler has not seen it, or it would keep float32 copies.
+    """The weight in float32.
 
-    Those are twice the registers, and spill; of 8 columns they fit, and spare 24 instructions a block.
+    With more than 8 columns per thread, 16-bit weights first pass through a `mov` that is opaque to the compiler. Otherwise it
+    would keep float32 copies of the weights, which need twice the registers and spill. With 8 columns the copies fit and save
+    24 instructions per block.
     """
     if weight.dtype.primitive_bitwidth == 16 and weight.shape[1] > 8 * 32 * gl.num_warps():
         weight = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weight], dtype=weight.dtype, is_pure=False, pack=2)
@@ -67,8 +72,8 @@ def _publish(
     bufs, stage, weight, mean, parts_ptr, sums, counters_ptr, start, n_rows, part,
     PARTS: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_D: gl.constexpr, VECTOR: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write this part's sums of w dy and w dy (x - mean) of a block's rows, and say so."""
-    # Where there is no column the weight is 0.
+    """Write this part's sums of w dy and w dy (x - mean) for the rows of a block, then increment the block's counter."""
+    # The weight is 0 in columns that do not exist.
     given = _unpacked(weight) * bufs.index(2 * stage).load(LAYOUT).to(gl.float32)
     gap = bufs.index(2 * stage + 1).load(LAYOUT).to(gl.float32) - gl.expand_dims(mean, 1)
     own = gl.join(_own_sums(given, BLOCK_T, BLOCK_D, VECTOR), _own_sums(given * gap, BLOCK_T, BLOCK_D, VECTOR))
@@ -79,7 +84,7 @@ def _publish(
     rows = start + place % BLOCK_T
     at = parts_ptr + rows.to(gl.int64) * PARTS + part
     gl.store(at + gl.where(place < BLOCK_T, 0, sums), both, mask=rows < n_rows)
-    block_barrier()  # the release below is one thread's: the others' writes come before it
+    block_barrier()  # one thread executes the release below; the writes of all threads must come before it
     gl.atomic_add(counters_ptr + 1 + start // BLOCK_T, 1, sem="release")
 
 
@@ -87,7 +92,7 @@ def _publish(
 def _joined(
     parts_ptr, sums, start, n_rows, PARTS: gl.constexpr, PARTS_2: gl.constexpr, BLOCK_T: gl.constexpr, OUT: gl.constexpr
 ):
-    """The rows' sums of w dy and w dy (x - mean), [BLOCK_T] each, from all parts."""
+    """The sums of w dy and of w dy (x - mean) of each row, [BLOCK_T] each, from all parts."""
     layout: gl.constexpr = gl.BlockedLayout([1, max(1, PARTS_2 // 32)], [1, 32], [gl.num_warps(), 1], [1, 0])
     place = gl.expand_dims(gl.arange(0, 2 * BLOCK_T, layout=gl.SliceLayout(1, layout)), 1)
     others = gl.expand_dims(gl.arange(0, PARTS_2, layout=gl.SliceLayout(0, layout)), 0)
@@ -96,7 +101,7 @@ def _joined(
     each = gl.load(at, mask=(rows < n_rows) & (others < PARTS), other=0.0, cache_modifier=".cg")
     everyone: gl.constexpr = gl.BlockedLayout([2, BLOCK_T], [1, 32], [1, gl.num_warps()], [1, 0])
     both = gl.convert_layout(gl.reshape(gl.sum(each, axis=1), [2, BLOCK_T]), everyone)
-    # Each thread has both sums of every row: the choice between them is the compiler's, and costs nothing.
+    # Each thread holds both sums of every row, so the compiler resolves this selection at no cost.
     which = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, everyone)), 1)
     given = gl.sum(gl.where(which == 0, both, 0.0), axis=0)
     crossed = gl.sum(gl.where(which == 1, both, 0.0), axis=0)
@@ -108,7 +113,7 @@ def _finish(
     bufs, stage, weight, inside, of_weight, of_bias, mean, scale, c1, c2, dx_ptr, start, n_rows, cols,
     D: gl.constexpr, BLOCK_T: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write dx of a block; the columns' sums with its rows."""
+    """Write dx of a block. Returns the column sums with the rows of the block added."""
     below = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(1, LAYOUT))
     rows = gl.expand_dims((start + below).to(gl.int64), 1)
     given = bufs.index(2 * stage).load(LAYOUT).to(gl.float32)
@@ -130,7 +135,8 @@ def _kept_kernel(
 ):  # fmt: skip
     """Row steps are strides in units of 8 columns.
 
-    Statistics are on their way while programs wait for each other: a block's scales, the means of the one after the next.
+    The loads of statistics overlap the wait for other programs: the scales of this block, and the means of the block after the
+    next.
     """
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [1, 32], [1, gl.num_warps()], [1, 0])
@@ -151,7 +157,7 @@ def _kept_kernel(
     stage = 0
     for start in range(first, n_rows, step):
         after = (stage + 1) % 3
-        # Thread by thread the memory that it overwrites has been read.
+        # No barrier is needed: each thread overwrites only elements that it has read itself.
         far = start + 2 * step + below
         fetch_block(bufs, (stage + 2) % 3, dy_ptr, x_ptr, dy_row_step, x_row_step, far, n_rows, cols, inside)
         async_copy.wait_group(1)
@@ -160,7 +166,7 @@ def _kept_kernel(
             PARTS, BLOCK_T, BLOCK_D, VECTOR, layout,
         )  # fmt: skip
         mean_far = gl.load(stats_ptr + far, mask=far < n_rows, other=0.0)
-        # Of a row that is not there the scale is 0: its part of the sums must be 0.
+        # For a row that does not exist the scale is 0, so that the row adds 0 to the sums.
         scale = gl.load(stats_ptr + n_rows + start + below, mask=start + below < n_rows, other=0.0)
         wait_for(counters_ptr + 1 + start // BLOCK_T, PARTS)
         given, crossed = _joined(parts_ptr, sums, start, n_rows, PARTS, PARTS_2, BLOCK_T, of_rows)
@@ -176,7 +182,7 @@ def _kept_kernel(
 
 
 def _shared_bytes(config: Config, problem: Any) -> int:
-    """Three blocks of x and dy, and where both sums of their rows, one of each thread, change places."""
+    """Shared memory for three blocks of x and dy, and for the redistribution of both sums: one number per thread and row."""
     return config["BLOCK_T"] * (6 * config["BLOCK_D"] * problem.dtype.itemsize + 2 * 4 * 32 * config["num_warps"])
 
 
@@ -188,7 +194,7 @@ def _default(device: Device, problem: Any) -> Config:
 def _config_refusal(device: Device, problem: Any, config: Config) -> str | None:
     if _shared_bytes(config, problem) > device.smem_bytes:
         return "more shared memory than the device has"
-    # 1 KB more the card keeps of each program.
+    # The card reserves 1 KB more for each program.
     if config["PER_SM"] * (_shared_bytes(config, problem) + 1024) > 228 * 1024:
         return "more shared memory than an SM of sm_90 has"
     return None
@@ -202,15 +208,15 @@ KEPT_SPACE = Space(
 
 
 def refuse_kept(device: Device, problem: Any) -> str | None:
-    """Why the gradient of such rows is not made from kept statistics here."""
+    """Why this implementation refuses such rows, or None."""
     if not problem.kept:
         return "no statistics were kept"
-    # The default is the smallest config: where it does not fit, none does.
+    # The default is the smallest config: if it does not fit, no config does.
     return refuse_rows(device, problem) or _config_refusal(device, problem, _default(device, problem))
 
 
 def kept_gradients(config: Config, dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor) -> tuple[Tensor, ...]:
-    """(dx, dweight, dbias) of at least one row."""
+    """(dx, dweight, dbias). There is at least one row."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy, x = aligned_rows(dy), aligned_rows(x)
     parts, sums, counters, constants = memory_of(config, x, 2, 2)

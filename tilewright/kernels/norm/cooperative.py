@@ -1,11 +1,17 @@
-"""layer_norm and rms_norm of wide rows that several programs share: their implementations `split`.
+"""layer_norm and rms_norm of wide rows, where several programs share a row: the implementations `split`.
 
-A program holds 64 KB of a row as it was loaded, in slabs, writes its part's sums, waits for the others
-(device/cooperative_rows.py), and makes the result from what it holds: one reading, one writing, whatever the width. The
-variance is never a difference of large
-sums: each part brings its own mean and the squares about it, joined by Chan's formula (Chan, Golub and LeVeque, 1983).
-Of layer_norm a program takes parts of several rows, as much narrower, and reads weight and bias once for all: ROWS.
-Refused: rows of which not all start at 16 bytes. Not here: add_rms_norm, whose two rows spill (0.64 of copy against 0.92).
+A program keeps a part of a row, 64 KB, in registers, in slabs of BLOCK columns and in the dtype of x. It writes the sums of its
+part to memory, waits for the other programs of the row (device/cooperative_rows.py), and computes the result from its
+registers. So x is read once and y is written once, whatever the width.
+
+The variance is never a difference of two large sums. Each part contributes its own mean and the sum of squares about that
+mean; Chan's formula combines them (Chan, Golub and LeVeque, 1983).
+
+In layer_norm a program may process parts of ROWS rows. The parts are then narrower by this factor, and weight and bias are read
+once for all of them.
+
+Refused: widths that are no multiple of 8 columns, because then not all rows start at multiples of 16 bytes. Not here:
+add_rms_norm. A program would have to hold two rows, which spill (0.64 of the speed of a copy, against 0.92).
 """
 
 from collections.abc import Callable
@@ -27,7 +33,7 @@ __all__ = ["LAYER_SPLIT", "LAYER_STATS_SPLIT", "RMS_SPLIT", "split_first"]
 
 @triton.jit
 def _places(part, slab, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns of a slab of a part, which of them there are)."""
+    """(columns of a slab of a part, mask of the columns that exist)."""
     lane = part * WIDTH + slab * BLOCK + tl.arange(0, BLOCK // 8)[:, None] * 8
     return lane + tl.arange(0, 8)[None, :], lane < tl.minimum((part + 1) * WIDTH, D)
 
@@ -44,7 +50,7 @@ def _add_four(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def _sums(terms):
-    """The sum of each of one, two or four vectors, in one round of barriers."""
+    """The sum of each of one, two or four vectors. The reductions share one round of barriers."""
     if len(terms) == 1:
         return (tl.sum(terms[0], axis=0),)
     elif len(terms) == 2:
@@ -55,7 +61,7 @@ def _sums(terms):
 
 @triton.jit
 def _squares(held, first, mean, part, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The squares about the mean of a row's part, which is held from `first` on: 8 neighbours' each."""
+    """Sums of squares about the mean, one per 8 neighbouring columns, of a part whose slabs begin at held[first]."""
     lanes = tl.zeros([BLOCK // 8], tl.float32)
     for slab in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
         _, mask = _places(part, slab, D, WIDTH, BLOCK)
@@ -66,7 +72,7 @@ def _squares(held, first, mean, part, D: tl.constexpr, WIDTH: tl.constexpr, BLOC
 
 @triton.jit
 def _joined(of_row, n_rows, there, D: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """(mean, squares about it) of a row from all parts; of a row that is not there zeros."""
+    """(mean, sum of squares about the mean) of a row, from all its parts. Both are zero if the row does not exist."""
     others = tl.arange(0, triton.next_power_of_2(PARTS))
     mine = (others < PARTS) & there
     every = tl.load(of_row + others, mask=mine, other=0.0, cache_modifier=".cg")
@@ -83,7 +89,7 @@ def _layer_kernel(
     D: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes the same part of ROWS rows and reads that of weight and bias once. All of them but one may be missing."""
+    """Processes the same part of ROWS rows, of which only the first surely exists. Reads weight and bias once for all rows."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     place = draw(counters_ptr)
     group, part = (place // PARTS).to(tl.int64), place % PARTS
@@ -172,7 +178,7 @@ def _rms_kernel(
 
 
 def _plan(config: Config, x: Tensor, sums: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
-    """(memory for the parts' sums, the counters), and what both kernels are told of their work."""
+    """((memory for the sums of the parts, counters), constants of both kernels)."""
     rows, cols, together = rows_of(x)[0], x.shape[-1], config.get("ROWS", 1)
     parts = ceil_div(together * cols * x.element_size(), PART_BYTES)
     memory = torch.empty(sums, rows, parts, dtype=torch.float32, device=x.device)
@@ -183,7 +189,7 @@ def _plan(config: Config, x: Tensor, sums: int) -> tuple[tuple[Tensor, Tensor], 
 
 
 def _layer(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None) -> Tensor:
-    """The norm; into stats, float32 [2, rows], the rows' means and 1 / deviations."""
+    """Return the norm. Write the mean and 1 / deviation of each row to stats, float32 [2, rows], if given."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, stride = rows_of(x)
     if rows:
@@ -210,10 +216,13 @@ def _rms(config: Config, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def split_first(device: Device, problem: Any) -> str | None:
-    """Where sharing pays: rows of which L2 does not keep one an SM.
+    """Choose `split` where it is faster: for rows so wide that L2 cannot hold one row per SM.
 
-    H100, bf16, of a copy's speed: 262144 columns layer_norm 0.91, rms_norm 0.92 (one program: 0.75, 0.77), but 131072 rms_norm
-    0.90 (0.92), and layer_norm 0.92 (0.91).
+    H100, bf16, fraction of the speed of a copy; in brackets with one program per row:
+
+        columns     layer_norm     rms_norm
+        262144      0.91 (0.75)    0.92 (0.77)
+        131072      0.92 (0.91)    0.90 (0.92)
     """
     return "split" if problem.cols * problem.dtype.itemsize > 4 * PART_BYTES else None
 
@@ -237,7 +246,7 @@ def _too_wide(device: Device, problem: Any, config: Config) -> str | None:
 
 
 def _layer_default(device: Device, problem: Any) -> Config:
-    # H100, bf16, us with 1, 2, 4 rows: 2048 x 262144 852, 789, 783; 4096 x 131072 861, 775, 771; 1024 x 524288 847, 790, 849.
+    # H100, bf16, us with ROWS = 1, 2, 4: 2048 x 262144 852, 789, 783; 4096 x 131072 861, 775, 771; 1024 x 524288 847, 790, 849.
     parts = -(-problem.cols * problem.dtype.itemsize // PART_BYTES)
     most = min(32, device.sms)
     return {"BLOCK": 2048, "num_warps": 8, "ROWS": 4 if 4 * parts <= most else 2 if 2 * parts <= most else 1}

@@ -1,4 +1,4 @@
-"""Example arguments of the norms and their gradients from dimensions: the `Op.make` of each."""
+"""Example arguments of the norms and their gradients, made from dimensions: the `Op.make` of each op."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _BF16 = torch.bfloat16
 def add_layer_norm_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, bias: bool = True, want_sum: bool = True
 ) -> Args:
-    """x and residual [M, N], weight and bias [N]; whether the sum is wanted."""
+    """x and residual [M, N], weight and bias [N]. `want_sum`: whether the op also returns x + residual."""
     return inputs.randn(M, N, dtype=dtype), *layer_norm_arguments(inputs, M=M, N=N, dtype=dtype, bias=bias), want_sum
 
 
@@ -51,7 +51,7 @@ def row_statistics(x: Tensor, eps: float) -> Tensor:
 def layer_norm_backward_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, stats: bool = False
 ) -> Args:  # fmt: skip
-    """dy and x [M, N], weight [N]; with `stats` what the forward pass kept of x's rows."""
+    """dy and x [M, N], weight [N]; with `stats` also the saved statistics of x's rows."""
     dy, x, weight = inputs.randn(M, N, dtype=dtype), inputs.randn(M, N, dtype=dtype), inputs.randn(N, dtype=dtype)
     return dy, x, weight, 1e-5, row_statistics(x, 1e-5) if stats else None
 
@@ -59,6 +59,6 @@ def layer_norm_backward_arguments(
 def rms_norm_backward_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, more: bool = False
 ) -> Args:  # fmt: skip
-    """The same, and what else reached x."""
+    """dy and x [M, N], weight [N]; with `more` also the other gradient that reaches x, [M, N]."""
     dy, x, weight, *_ = layer_norm_backward_arguments(inputs, M=M, N=N, dtype=dtype)
     return dy, x, weight, inputs.randn(M, N, dtype=dtype) if more else None, 1e-6

@@ -2,21 +2,24 @@
 
     y[t, :] = (x[t, :] - mean) / sqrt(variance + eps) * weight[:] + bias[:],     mean and (biased) variance of x[t, :]
 
-    x, y: [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be missing. Statistics are float32 and never the
-    difference of two large sums: the variance is that of x - mean. Of a row that does not fit into registers each lane sums
-    x - shift and its square, shift being the mean of the lane's part of the first block, and the lanes are joined by Chan's
-    formula (Chan, Golub and LeVeque, 1983). A lane with n blocks holds its shift's block itself, so that shift is at most
-    sqrt(n - 1) of the lane's standard deviations from the lane's mean: at most a factor n is lost to cancellation.
+    x, y: [..., D] of bf16, fp16 or fp32; weight, bias: [D]. The bias may be missing.
 
-Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one the
-last blocks are, and the rest is read again, from L1 and L2 (device/multi_pass_rows.py). Rows may be strided, the last dimension
-may not. Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The gradients
-are backward.py's.
+Statistics are float32. They are never the difference of two large sums: the variance is that of x - mean. For a row that does
+not fit in registers, each lane (8 neighbouring columns of every block) sums x - shift and its square. `shift` is the mean of
+the lane's columns in the first block. Chan's formula then combines the lanes (Chan, Golub and LeVeque, 1983). The columns that
+define the shift are among the lane's n blocks. So the shift is at most sqrt(n - 1) of the lane's standard deviations away from
+the lane's mean, and cancellation loses at most a factor n.
 
-layer_norm_stats is the forward pass of a training step: the same norm, and float32 [2, T] with the mean and 1 / sqrt(variance +
-eps) of each row. With them backward.py needs one round of sums a row instead of two. The arithmetic and its order are the same,
-but it is another program, in which the compiler may round a product before it is added and not in the other: on a card y may be
-the neighbour of layer_norm's in its dtype (seen on an H100: float16, 16900 columns far from zero).
+Memory-bound: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers. Of a wider row only the
+last blocks stay in registers; the other blocks are read again, from L1 and L2 (device/multi_pass_rows.py). Rows may be strided.
+A last dimension with a stride other than 1 is not supported: the public functions copy such a tensor first. The gradients are
+in backward.py.
+
+layer_norm_stats is the forward pass of a training step. It returns the same norm, and float32 [2, T] with the mean and
+1 / sqrt(variance + eps) of each row. With these, backward.py needs one round of sums per row instead of two. The arithmetic and
+its order are the same as in layer_norm, but it is a different binary: the compiler may round a product before an addition in
+one of them and not in the other. On a card, y may therefore differ from layer_norm's by one unit in the last place of its dtype
+(seen on an H100: float16, 16900 columns far from zero).
 """
 
 import torch
@@ -67,11 +70,11 @@ def _stats_cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> C
 
 
 def _default(device: Device, problem: Rows) -> Config:
-    # One wide row an SM. H100, 4096 x 131072 bf16: 781 us (a copy: 711); a third block held spills and costs 6 %.
+    # One wide row per SM. H100, 4096 x 131072 bf16: 781 us (a copy: 711). Holding a third block spills and costs 6 %.
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3 if problem.dtype.itemsize > 2 else 2, "num_warps": 32}
-    # 16 elements a thread: two 16-byte loads of bf16 in flight, and room for weight and bias beside them.
+    # 16 elements per thread: two 16-byte loads of bf16 are in flight, and registers have room for weight and bias too.
     return narrow_rows(problem.cols)
 
 
@@ -114,7 +117,7 @@ LAYER_EXAMPLES = (
 
 @triton.jit
 def moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Each lane's sum of x - shift over a block, and of its square."""
+    """Each lane's sums of x - shift and of its square over a block."""
     gap = x.to(tl.float32) - shift[:, None]
     if MASKED:
         gap = tl.where(columns(block, BLOCK_D) < D, gap, 0.0)
@@ -123,7 +126,7 @@ def moments(x, shift, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def join_lanes(shift, first, second, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(mean, variance) of the row from the lanes' sums."""
+    """(mean, variance) of the row, from the sums of its lanes."""
     lane = tl.arange(0, BLOCK_D // 8) * 8
     LAST_START: tl.constexpr = (D - 1) // BLOCK_D * BLOCK_D
     count = (LAST_START // BLOCK_D * 8 + tl.minimum(tl.maximum(D - LAST_START - lane, 0), 8)).to(tl.float32)
@@ -150,9 +153,9 @@ def _wide_affine(
 def _wide_row(
     x_ptr, weight_ptr, bias_ptr, y_ptr, eps, D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr
 ):
-    """(mean, 1 / deviation) of one row wider than a block, which is written; the pointers stand at its start.
+    """Write the norm of one row that is wider than a block; return (mean, 1 / deviation).
 
-    The last HELD blocks stay in registers.
+    The pointers are at the start of the row. Its last HELD blocks stay in registers.
     """
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
@@ -189,7 +192,7 @@ def _layer_norm_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, n_rows, x_row_stride, eps,
     D: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """stats_ptr: [2, n_rows] of float32, the rows' means and 1 / deviations; None, which is known to the compiler: not kept."""
+    """stats_ptr: float32 [2, n_rows], receives the mean and 1 / deviation of each row. None (at compile time): not stored."""
     release()
     if D <= BLOCK_D:
         rows = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
@@ -197,8 +200,8 @@ def _layer_norm_kernel(
         block = tl.arange(0, BLOCK_D)[None, :]
         mask = (rows < n_rows) & (block < D)
         x = tl.load(x_ptr + x_rows + block, mask=mask, other=0.0).to(tl.float32)
-        # Asked for before the sums are waited for, where registers have room: at 16384 columns that costs a program of the two
-        # that an SM could hold (H100, 8192 rows: 236 us, and 182 with the loads late; at 4096 columns it is the same).
+        # Where registers have room, load weight and bias before the reductions. At 16384 columns the early loads would leave
+        # one resident program per SM instead of two (H100, 8192 rows: 236 us early, 182 late; no difference at 4096 columns).
         if BLOCK_D <= 4096:
             weight = tl.load(weight_ptr + block, mask=block < D, other=0.0)
             bias = tl.load(bias_ptr + block, mask=block < D, other=0.0) if HAS_BIAS else weight
@@ -225,7 +228,7 @@ def _layer_norm_kernel(
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, stats: Tensor | None = None) -> Tensor:
-    """The norm; into stats, float32 [2, rows], the rows' means and 1 / deviations."""
+    """Return the norm. Write the mean and 1 / deviation of each row to stats, float32 [2, rows], if given."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, row_stride = rows_of(x)
     if rows:
@@ -273,12 +276,12 @@ layer_norm_stats_op = Op(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Without gradients; `ops.layer_norm` says what it takes."""
+    """Layer norm without gradients. `ops.layer_norm` describes the arguments."""
     check_last_dim("layer_norm", x, weight=weight, bias=bias)
     return layer_norm_op(rows_ready(x), weight, bias, eps)
 
 
 def layer_norm_stats(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """(layer_norm, stats) without gradients; `ops.layer_norm` says what it takes."""
+    """(layer_norm, stats) without gradients. `ops.layer_norm` describes the arguments."""
     check_last_dim("layer_norm", x, weight=weight, bias=bias)
     return layer_norm_stats_op(rows_ready(x), weight, bias, eps)

@@ -1,15 +1,19 @@
-"""RMS norm, alone and with the residual addition before it (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+"""RMS norm, alone and fused with the residual addition before it.
 
     y[t, :] = x[t, :] / sqrt(mean(x[t, :]^2) + eps) * weight[:]
 
     x, residual, y: [..., D] of bf16, fp16 or fp32; weight: [D]. The sum of squares is accumulated in float32.
-    add_rms_norm: r = x + residual, rounded to x.dtype as the eager sum would be; returns (rms_norm(r), r).
+    add_rms_norm: r = x + residual, rounded to x.dtype like the eager sum; returns (rms_norm(r), r).
 
-Limited by bytes: D elements in, D out, a handful of flops each. A row up to 32 KB wide (16384 columns of bf16) is held in
-registers between the two passes; of a wider one the last blocks are, and the rest is read again, from L1 and L2
-(device/multi_pass_rows.py). add_rms_norm then reads the sum that it wrote, not both summands. Rows may be strided, the last
-dimension may not. Not supported: a last dimension with a stride other than 1 (it is copied first by the public function). The
-gradients are backward.py's.
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+The kernel makes two passes over a row: one for the sum of squares, one for the result. It is memory-bound: D elements in, D
+out, a handful of flops each. A row up to 32 KB wide (16384 columns of bf16) stays in registers between the passes. Of a wider
+row only the last blocks stay in registers; the second pass reads the other blocks again, from L1 and L2
+(device/multi_pass_rows.py). There add_rms_norm reads the sum that it wrote, instead of both summands.
+
+Rows may be strided. A last dimension with a stride other than 1 is not supported: the public functions copy such a tensor
+first. The gradients are in backward.py.
 """
 
 from typing import NamedTuple
@@ -60,7 +64,7 @@ def _add_cost(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Cost:
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
+    """Everything that a config may depend on. The number of rows is not part of it."""
 
     dtype: torch.dtype
     cols: int
@@ -68,13 +72,13 @@ class Problem(NamedTuple):
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # One wide row an SM, and as many of its blocks in registers as do not spill: 3, beside the residual 2 of a 16-bit type.
-    # H100, 4096 x 131072 bf16: 776 us (a copy: 710), with the residual 1530 (a copy: 1420).
+    # One wide row per SM. HELD is the largest number of blocks that fit in registers without spills: 3, or 2 for 16-bit types
+    # with a residual. H100, 4096 x 131072 bf16: 776 us (a copy: 710), with the residual 1530 us (a copy: 1420).
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
         held = 2 if problem.residual and problem.dtype.itemsize == 2 else 3
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": held, "num_warps": 32}
-    # A program wants about 4096 elements in flight; 32 a thread still fit in registers beside the weights.
+    # About 2048 elements per program. Up to 32 elements per thread fit in registers together with the weights.
     return narrow_rows(problem.cols)
 
 
@@ -108,7 +112,11 @@ def _with_residual(inputs: Inputs, x: Tensor, weight: Tensor, eps: float) -> tup
 
 @triton.jit
 def _load_total(x_ptr, residual_ptr, offsets, residual_offsets, mask, HAS_RESIDUAL: tl.constexpr):
-    """x, or x + residual rounded to x's dtype. The sum is formed in float32: the same bits, and the interpreter can do it."""
+    """x, or x + residual rounded to x's dtype.
+
+    The sum is computed in float32. After the rounding it has the same bits as a sum in x's dtype, and Triton's interpreter can
+    compute it.
+    """
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + residual_offsets, mask=mask, other=0.0)
@@ -121,7 +129,7 @@ def _wide_total(
     x_ptr, residual_ptr, total_ptr, block,
     D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, HELD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """A block of x, or of x + residual, which it writes; and each thread's sum of squares."""
+    """Return a block of x, or of x + residual, and the sums of squares of every 8 neighbouring columns. Stores x + residual."""
     if HAS_RESIDUAL:
         x = load_block(x_ptr, block, D, BLOCK_D, MASKED, "last time", 0.0)
         residual = load_block(residual_ptr, block, D, BLOCK_D, MASKED, "last time", 0.0)
@@ -144,7 +152,7 @@ def _wide_row(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, eps,
     D: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    """Normalise one row that is wider than a block. The pointers are at its start. The last HELD blocks stay in registers."""
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
@@ -159,7 +167,7 @@ def _wide_row(
         squares += more
     scale = tl.rsqrt(tl.sum(squares, axis=0) / D + eps)
     if HAS_RESIDUAL:
-        # What one thread wrote another may read.
+        # Below, a thread may read values that another thread has stored.
         tl.debug_barrier()
     for block in tl.static_range(LAST, FIRST_HELD - 1, -1):
         _wide_scaled(held[block - FIRST_HELD], scale, weight_ptr, y_ptr, block, D, BLOCK_D, RAGGED and block == LAST)
@@ -224,7 +232,7 @@ def _add_launch(config: Config, x: Tensor, residual: Tensor | None, weight: Tens
     return y, total
 
 
-# add_rms_norm rounds twice: the sum that it returns, then the norm of that sum.
+# add_rms_norm rounds twice: first the sum that it returns, then the norm of that sum.
 _TOLERANCE = {torch.bfloat16: (8e-3, 4e-3), torch.float16: (1e-3, 5e-4)}
 
 rms_norm_op = Op(
@@ -255,13 +263,13 @@ add_rms_norm_op = Op(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Without gradients; `ops.rms_norm` says what it takes."""
+    """RMS norm without gradients. `ops.rms_norm` describes the arguments."""
     check_last_dim("rms_norm", x, weight=weight)
     return rms_norm_op(rows_ready(x), weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Without gradients; `ops.add_rms_norm` says what it takes."""
+    """Residual addition and RMS norm without gradients. `ops.add_rms_norm` describes the arguments."""
     check_last_dim("add_rms_norm", x, weight=weight)
     check_alike("add_rms_norm", "residual", residual, "x", x)
     return add_rms_norm_op(rows_ready(x), rows_ready(residual), weight, eps)

@@ -1,4 +1,4 @@
-"""What a launch of the norms really does: `Impl.work` for the analytical model, as launch/work.py says. No kernels."""
+"""The work of one launch of each norm: the functions `Impl.work` of the analytical model (launch/work.py). No kernels."""
 
 from torch import Tensor
 
@@ -13,23 +13,23 @@ _NORM_OPERATIONS = 5
 
 
 def norm_work(device: Device, config: Config, x: Tensor, weight: Tensor, eps: float) -> Work:
-    """rms_norm."""
+    """rms_norm: reads one array and writes one."""
     return row_work(device, config, x, 2, 1, _NORM_OPERATIONS)
 
 
 def add_norm_work(device: Device, config: Config, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Work:
-    """add_rms_norm: two arrays in, two out."""
+    """add_rms_norm: reads two arrays and writes two."""
     return row_work(device, config, x, 4, 1, _NORM_OPERATIONS + 2)
 
 
 def layer_norm_work(device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Work:
-    """layer_norm."""
+    """layer_norm: reads one array and writes one."""
     return row_work(device, config, x, 2, 1 + (bias is not None), _NORM_OPERATIONS + 3)
 
 
 def add_layer_norm_work(
     device: Device, config: Config, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, want_sum: bool
 ) -> Work:
-    """add_layer_norm, whose rows are one block each."""
+    """add_layer_norm. A row is one block."""
     block = {"BLOCK_D": 1 << (x.shape[-1] - 1).bit_length(), "HELD": 1}
     return row_work(device, {**config, **block}, x, 3 + want_sum, 1 + (bias is not None), _NORM_OPERATIONS + 5)

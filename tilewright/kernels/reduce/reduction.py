@@ -1,15 +1,16 @@
-"""Sums, means and maxima over the middle dimension of [N, R, C]: what a reduction over any axis comes down to.
+"""Sums, means and maxima over the middle dimension of [N, R, C]. A reduction over any axis can be written in this form.
 
     sum, mean:  y[n, c] = sum_r x[n, r, c],  or that / R                        accumulated in float32, rounded once
-    max:        y[n, c] = max_r x[n, r, c],  i[n, c] = the first r that has it       NaN is larger than any number
+    max:        y[n, c] = max_r x[n, r, c],  i[n, c] = the first r with this value   NaN is larger than any number
 
     x: [N, R, C] of bf16, fp16 or fp32, R at least 1 and below 2^31, dense in memory as [N, R, C] or as [N, C, R]; y: [N, C] of
     x's dtype, i: [N, C] int64
 
-A few long columns are taken in parts, by as many programs as fill the card; a second launch joins the parts in the order of
-their numbers: the same bits every time. Ties go to the first, as in torch on a CPU.
+If there are only a few long columns, they are split into parts, so that there are enough programs to fill the card. A second
+launch combines the parts in the order of their numbers, so the result has the same bits every time. Among equal values the
+first one is chosen, as in torch on a CPU.
 
-Limited by bytes: each element read once.
+Memory-bound: each element is read once.
 Not supported: integers, other layouts (the public functions copy).
 """
 
@@ -39,7 +40,7 @@ def _sum_reference(x: Tensor, mean: bool) -> Tensor:
 
 
 def _max_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    # torch.max names any of the equal ones on a GPU.
+    # On a GPU, torch.max may return the index of any of several equal values.
     values = x.amax(1, keepdim=True)
     hit = torch.where(values.isnan(), x.isnan(), x == values)
     return values[:, 0].clone(), hit.to(torch.uint8).argmax(1)
@@ -57,11 +58,11 @@ def _max_cost(x: Tensor) -> Cost:
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on."""
+    """Everything that a config may depend on."""
 
     dtype: torch.dtype
     last: bool
-    """Whether the kept dimension C is dense in memory, not the reduced one."""
+    """Whether the kept dimension C is dense in memory, rather than the reduced dimension R."""
     kept: int
     """C as a power of two, at most 256."""
     reduced: int
@@ -78,7 +79,7 @@ def _kept_last(x: Tensor) -> bool:
 
 def _default(device: Device, problem: Problem) -> Config:
     if problem.last and problem.reduced <= 64:
-        # Short columns, as the 7 x 7 of a network's end: whole in one block, so that no second launch joins parts.
+        # Short columns, such as the 7 x 7 pixels at the end of a network, fit in one block. So no second launch is needed.
         block_r = max(16, problem.reduced)
         return {"BLOCK_C": max(16, min(problem.kept, 4096 // block_r)), "BLOCK_R": block_r, "num_warps": 4}
     if problem.last:
@@ -106,7 +107,7 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 def _example(
     inputs: Inputs, *shape: int, dtype: torch.dtype = torch.bfloat16, last: bool = True, special: tuple[float, ...] = ()
 ) -> tuple[Tensor]:  # fmt: skip
-    """`special`: the first elements of the first column; a tie or two come by themselves in 16 bits."""
+    """`special`: the first elements of the first column. In 16 bits, random numbers already contain a few ties."""
     n, r, c = shape
     x = inputs.randn(n, r, c, dtype=dtype) if last else inputs.randn(n, c, r, dtype=dtype).mT
     if special:
@@ -135,7 +136,7 @@ SUM_EXAMPLES = tuple(
 
 @triton.jit
 def _tile(x_ptr, image, r, c, R, C, mask, LAST: tl.constexpr, OTHER: tl.constexpr):
-    """[BLOCK_R, BLOCK_C] of an image, in float32."""
+    """A tile [BLOCK_R, BLOCK_C] of an image, in float32."""
     at = r.to(tl.int64)[:, None] * C + c[None, :] if LAST else c.to(tl.int64)[None, :] * R + r[:, None]
     return tl.load(x_ptr + image * R * C + at, mask=mask, other=OTHER).to(tl.float32)
 
@@ -145,7 +146,7 @@ def _sum_kernel(
     x_ptr, y_ptr, r_units, c_units, n_images, share, factor,
     VECTOR: tl.constexpr, LAST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """An image of axis 0, columns of axis 1, and of the rows blocks number `share` times axis 2 and on."""
+    """Grid axis 0 selects the image, axis 1 the columns, axis 2 the part: `share` blocks of rows."""
     R = r_units * (1 if LAST else VECTOR)
     C = c_units * (VECTOR if LAST else 1)
     image = tl.program_id(0).to(tl.int64)
@@ -161,7 +162,7 @@ def _sum_kernel(
 
 @triton.jit
 def _first_of_largest(best, index):
-    """(maximum over axis 0, the smallest index that has it); NaN is the largest."""
+    """(maximum over axis 0, the smallest index with this value). NaN counts as the largest value."""
     missing = best != best
     any_missing = tl.max(missing.to(tl.int32), axis=0) > 0
     top = tl.max(tl.where(missing, float("-inf"), best), axis=0)
@@ -174,14 +175,14 @@ def _max_kernel(
     x_ptr, y_ptr, i_ptr, r_units, c_units, n_images, share,
     VECTOR: tl.constexpr, LAST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Axes as in `_sum_kernel`."""
+    """The grid axes are those of `_sum_kernel`."""
     R = r_units * (1 if LAST else VECTOR)
     C = c_units * (VECTOR if LAST else 1)
     image = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     begin = tl.program_id(2) * share * BLOCK_R
     best = tl.full([BLOCK_R, BLOCK_C], float("-inf"), tl.float32)
-    # A lane's first row stands for it until something is larger; a lane without rows must not win.
+    # The index of a lane is its first row until a larger value is found. A lane without rows must not win.
     lane = begin + tl.arange(0, BLOCK_R)[:, None] + tl.zeros([BLOCK_R, BLOCK_C], tl.int32)
     index = tl.where(lane < R, lane, 2147483647)
     for start in tl.range(begin, tl.minimum(begin + share * BLOCK_R, R), BLOCK_R, num_stages=2):
@@ -198,7 +199,7 @@ def _max_kernel(
 
 @triton.jit(do_not_specialize=["n_parts", "n"])
 def _join_kernel(parts_ptr, places_ptr, y_ptr, i_ptr, n_parts, n, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest of each column's parts."""
+    """For each column, the largest value among its parts."""
     part, at = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (part < n_parts)[:, None] & (at < n)[None, :]
     from_part = part.to(tl.int64)[:, None] * n + at[None, :]
@@ -213,7 +214,7 @@ def _join_kernel(parts_ptr, places_ptr, y_ptr, i_ptr, n_parts, n, BLOCK_P: tl.co
 
 
 def _plan(config: Config, x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int, int], int, bool]:
-    """(grid, sizes and share as the kernels take them, vector, whether C is dense)."""
+    """(grid, the kernels' arguments r_units to share, elements per vector, whether C is dense)."""
     (n, r, c), last = x.shape, _kept_last(x)
     vector = 16 // x.element_size()
     while (c if last else r) % vector:

@@ -1,4 +1,4 @@
-"""Arguments of pooling, upsampling and their gradients from dimensions: square images, channels last.
+"""Arguments of pooling, upsampling and their gradients, made from dimensions: square images, channels last.
 
 # B images, S their height and width, N channels, K the window's height and width
 """
@@ -20,7 +20,7 @@ _BF16 = torch.bfloat16
 
 
 def _geometry(S: int, K: int, stride: int, adaptive: int) -> tuple[int, tuple[list[int], ...]]:
-    """Height of the result, and (out, kernel, stride, padding) as the ops take them."""
+    """(height of the result, the ops' arguments out, kernel, stride and padding)."""
     if adaptive:
         return adaptive, ([1, adaptive, adaptive], [], [], [])
     out = (S + 2 * (K // 2) - K) // stride + 1
@@ -30,21 +30,21 @@ def _geometry(S: int, K: int, stride: int, adaptive: int) -> tuple[int, tuple[li
 def max_pool_arguments(
     inputs: Inputs, *, B: int, N: int, S: int = 14, K: int = 3, stride: int = 2, adaptive: int = 0, dtype: torch.dtype = _BF16
 ) -> Args:
-    """x [B, 1, S, S, N], padded by K // 2; indices are wanted. `adaptive`: the height of the result instead of a window."""
+    """x [B, 1, S, S, N], padded by K // 2; the op also returns indices. `adaptive`: height of the result, without a window."""
     return inputs.randn(B, 1, S, S, N, dtype=dtype), *_geometry(S, K, stride, adaptive)[1], [] if adaptive else [1, 1, 1], True
 
 
 def avg_pool_arguments(
     inputs: Inputs, *, B: int, N: int, S: int = 14, K: int = 3, stride: int = 2, adaptive: int = 0, dtype: torch.dtype = _BF16
 ) -> Args:
-    """The same; zeros of the padding count."""
+    """As for max pooling. The zeros of the padding count in the mean."""
     return inputs.randn(B, 1, S, S, N, dtype=dtype), *_geometry(S, K, stride, adaptive)[1], not adaptive, None
 
 
 def max_pool_backward_arguments(
     inputs: Inputs, *, B: int, N: int, S: int = 14, K: int = 3, stride: int = 2, dtype: torch.dtype = _BF16
 ) -> Args:
-    """The gradient of the result, the places of the maxima (the middle of each window), the size of x, the window."""
+    """The gradient of the result, the positions of the maxima (the middle of each window), the size of x, the window."""
     out, geometry = _geometry(S, K, stride, 0)
     middle = [min(o * stride, S - 1) for o in range(out)]
     places = inputs.tensor([[h * S + w for w in middle] for h in middle], torch.int32)
@@ -64,7 +64,7 @@ def upsample_arguments(
     inputs: Inputs, *, B: int, N: int, S: int = 14, factor: int = 2, mode: str = "linear", corners: bool = False,
     dtype: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """x [B, S, S, N], the size of the result, the mode, and the step in x of a step in the result."""
+    """x [B, S, S, N], the size of the result, the mode, and the step in x per step in the result."""
     out = S * factor
     return inputs.randn(B, S, S, N, dtype=dtype), [out, out], mode, *_steps(S, out, corners)
 

@@ -5,15 +5,17 @@
     # N images, D H W depth, height and width, C channels
 
     x: [N, D, H, W, C] bf16, fp16 or fp32, contiguous; an image has D = 1, a signal D = H = 1. Along each axis the window of o
-    is o stride - padding + dilation k, k below kernel, cut at the borders; with an empty `kernel` the window is adaptive, from
-    floor(o in / out) to ceil((o + 1) in / out). y: [N, *out, C].
-    Maximum: NaN wins, of equals the first; `indices` wants also its place (d H + h) W + w in the image, int32.
-    Average: divided by the window's size with its padding (`include_pad`; never beyond in + padding), by what of it lies
-    inside, or by `divisor`. Summed in float32. All as torch has it.
+    consists of the positions o stride - padding + dilation k, k below kernel, that lie inside the image. With an empty `kernel`
+    the window is adaptive, from floor(o in / out) to ceil((o + 1) in / out). y: [N, *out, C].
+    Maximum: NaN is the largest value; among equal values the first is chosen. With `indices` its position (d H + h) W + w in
+    the image is returned too, int32.
+    Average: the sum is divided by the size of the window with its padding (`include_pad`; counted up to in + padding at most),
+    by the number of its positions inside the image, or by `divisor`. Sums are float32. All of this agrees with torch.
 
-Limited by bytes: x once, y once; windows that overlap come from L1 and L2. A program holds BLOCK_P places of BLOCK_C channels.
+Memory-bound: x is read once, y is written once; where windows overlap, x comes from L1 and L2. A program computes BLOCK_P
+positions of BLOCK_C channels. If a window covers a whole large image, there is only one program per image and BLOCK_C channels.
 Not supported: channels first (the public function copies), a mean over dilated windows (torch has none either), fractional
-windows. A window that is the whole of a large image is walked by one program for each image and BLOCK_C channels.
+windows.
 """
 
 # pyright: reportOperatorIssue=false, reportCallIssue=false
@@ -61,7 +63,7 @@ def _max_reference(
     x: Tensor, out: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], indices: bool
 ) -> tuple[Tensor, Tensor]:
     taps, place, inside = x.to(torch.promote_types(x.dtype, torch.float32)), torch.zeros((), dtype=torch.int64), torch.ones(())
-    # [N, D, H, W, C] becomes [N, out d, K d, out h, K h, out w, K w, C], an axis after the other.
+    # [N, D, H, W, C] becomes [N, out d, K d, out h, K h, out w, K w, C], one axis after the other.
     for axis, (size, o) in enumerate(zip(x.shape[1:4], out, strict=True)):
         start, stop, _ = windows(size, o, *([t[axis] for t in (kernel, stride, padding)] if kernel else (0, 0, 0)), cut=False)
         reach = torch.arange(kernel[axis] if kernel else int((stop - start).max())) * (dilation[axis] if kernel else 1)
@@ -92,7 +94,7 @@ def _avg_reference(
 def window_matrices(
     shape: Sequence[int], out: list[int], kernel: list[int], stride: list[int], padding: list[int]
 ) -> Iterator[Tensor]:
-    """For each axis, which places (columns) are in which window (rows)."""
+    """For each axis, bool [out, size]: whether a position (column) is in a window (row)."""
     for axis, (size, o) in enumerate(zip(shape, out, strict=True)):
         start, stop, _ = windows(size, o, *([t[axis] for t in (kernel, stride, padding)] if kernel else (0, 0, 0)))
         place = torch.arange(size)
@@ -100,7 +102,7 @@ def window_matrices(
 
 
 def windows(size: int, out: int, kernel: int, stride: int, padding: int, cut: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """(first, end, size with padding) of each window along an axis, int64 [out]; kernel 0: adaptive. `cut` at the borders."""
+    """(first, end, size with padding) of each window along an axis, int64 [out]. kernel 0: adaptive. `cut`: to the image."""
     o = torch.arange(out)
     if not kernel:
         start, stop = o * size // out, ((o + 1) * size + out - 1) // out
@@ -114,7 +116,7 @@ def window_sizes(
     shape: Sequence[int], out: list[int], kernel: list[int], stride: list[int], padding: list[int], include_pad: bool,
     divisor: int | None,
 ) -> Tensor:  # fmt: skip
-    """What each place of the result is divided by: [D, H, W, 1]."""
+    """The divisor of each position of the result: [D, H, W, 1]."""
     sizes = torch.ones(())
     for axis, (size, o) in enumerate(zip(shape, out, strict=True)):
         start, stop, padded = windows(size, o, *([t[axis] for t in (kernel, stride, padding)] if kernel else (0, 0, 0)))
@@ -144,7 +146,7 @@ def _cost(x: Tensor, out: list[int], kernel: list[int], *more: Any) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a layer fixes; not the number of images, nor their size."""
+    """The properties that a layer fixes. The number and the size of the images are not part of it."""
 
     dtype: torch.dtype
     channels: int
@@ -152,12 +154,12 @@ class Problem(NamedTuple):
 
 
 def dtype_problem(x: Tensor, kernel: list[int]) -> Problem:
-    """The problem of a tensor that ends with its channels."""
+    """The problem of a tensor whose last dimension is its channels."""
     return Problem(x.dtype, x.shape[-1], tuple(kernel))
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # 16 bytes of a place a thread, 16 to 32 bytes in all.
+    # A thread loads 16 bytes of a position at a time, and 16 to 32 bytes in total.
     block_c = max(16, min(128, next_pow2(problem.channels)))
     return {"BLOCK_P": max(4, min(64, 1024 // block_c)), "BLOCK_C": block_c, "num_warps": 4}
 
@@ -204,7 +206,7 @@ COUNTS: tuple[tuple[bool, int | None], ...] = ((True, None), (False, 3), (False,
 
 @Example.of
 def _max_example(inputs: Inputs, case: Case) -> tuple[Any, ...]:
-    # Numbers of few digits, so that some are equal.
+    # Rounded numbers, so that some are equal.
     x = inputs.randn(*case.shape, scale=2.0).round().to(case.dtype)
     return x, case.out, case.kernel, case.stride, case.padding, case.dilation, case.label != "volume"
 
@@ -230,7 +232,7 @@ def place_of(rows, depth, height, width):
 
 @triton.jit
 def window_start(o, size, out, stride, padding, ADAPTIVE: tl.constexpr):
-    """The first place of a window along an axis; below 0 it lies in the padding."""
+    """The first position of a window along an axis. Negative if it lies in the padding."""
     if ADAPTIVE:
         return o * size // out
     else:
@@ -239,7 +241,7 @@ def window_start(o, size, out, stride, padding, ADAPTIVE: tl.constexpr):
 
 @triton.jit
 def window_stop(o, size, out, stride, padding, KERNEL: tl.constexpr, ADAPTIVE: tl.constexpr):
-    """The place behind a window along an axis, at most behind the padding."""
+    """The end of a window along an axis (the position after its last one), at most the end of the padding."""
     if ADAPTIVE:
         return ((o + 1) * size + out - 1) // out
     else:
@@ -259,7 +261,7 @@ def divisor_of(
     d, h, w, depth, height, width, out_d, out_h, out_w, stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, divisor,
     KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ADAPTIVE: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """What the mean of the window of (d, h, w) divides by, float32."""
+    """The divisor of the mean over the window of (d, h, w), float32."""
     if COUNT == "fixed":
         return divisor.to(tl.float32)
     else:
@@ -272,7 +274,7 @@ def divisor_of(
         return (in_d * in_h * in_w).to(tl.float32)
 
 
-# What varies from image to image, or costs a multiplication only: not worth a kernel of its own.
+# Arguments that vary from image to image, or cost only a multiplication. They are not worth a separate binary each.
 NUMBERS = ["n_rows", "depth", "height", "width", "out_d", "out_h", "out_w"]
 NUMBERS += [f"{what}_{axis}" for what in ("stride", "pad", "dil") for axis in "dhw"] + ["divisor"]
 
@@ -284,7 +286,7 @@ def _max_kernel(
     C: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ADAPTIVE: tl.constexpr, INDICES: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """AT_ONCE taps of a row of the window are loaded before any is needed."""
+    """AT_ONCE taps of a row of the window are loaded before any of them is used."""
     TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     PARTS: tl.constexpr = (KW + AT_ONCE - 1) // AT_ONCE
     rows = (tl.program_id(0) // TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -293,7 +295,7 @@ def _max_kernel(
     first_d = window_start(d, depth, out_d, stride_d, pad_d, ADAPTIVE)
     first_h = window_start(h, height, out_h, stride_h, pad_h, ADAPTIVE)
     first_w = window_start(w, width, out_w, stride_w, pad_w, ADAPTIVE)
-    # Without dilation a window ends where it is cut; with it the kernel's own size is the end.
+    # An adaptive window has an end of its own. Any other window ends with its last tap, and is cut at the border of the image.
     stop_d = window_stop(d, depth, out_d, stride_d, pad_d, KD, True) if ADAPTIVE else d * 0 + depth
     stop_h = window_stop(h, height, out_h, stride_h, pad_h, KH, True) if ADAPTIVE else h * 0 + height
     stop_w = window_stop(w, width, out_w, stride_w, pad_w, KW, True) if ADAPTIVE else w * 0 + width
@@ -366,7 +368,7 @@ def _avg_kernel(
 
 
 def _at_once(width: int) -> int:
-    """How many taps of a row of a window a kernel loads together."""
+    """The number of taps of a row of a window that a kernel loads together."""
     return min(width, 4)
 
 
@@ -376,7 +378,7 @@ def widest(size: Sequence[int], out: Sequence[int]) -> list[int]:
 
 
 def count_of(kernel: list[int], include_pad: bool, divisor: int | None) -> str:
-    """The kernels' word for what a mean divides by."""
+    """COUNT, which tells the kernels what a mean is divided by."""
     return "fixed" if divisor is not None else "window" if include_pad and kernel else "inside"
 
 

@@ -1,12 +1,12 @@
-"""The gradients of max and average pooling (pooling.py), gathered: each place of x asks the windows that hold it.
+"""The gradients of max and average pooling (pooling.py), as a gather: each position of x reads the windows that contain it.
 
     max: dx[n, i, c] = sum over windows o of dy[n, o, c] where indices[n, o, c] = i
-    avg: dx[n, i, c] = sum over windows o that hold i of dy[n, o, c] / divisor(o)
+    avg: dx[n, i, c] = sum over windows o that contain i of dy[n, o, c] / divisor(o)
 
-    dy, indices: [N, *out, C]; dx: [N, D, H, W, C], contiguous, channels last; geometry as in pooling.py. Summed in float32, in
-    one fixed order: no atomics, where a scatter would need them as soon as windows overlap.
+    dy, indices: [N, *out, C]; dx: [N, D, H, W, C], contiguous, channels last; geometry as in pooling.py. Sums are float32, in a
+    fixed order. There are no atomics; a scatter would need them as soon as windows overlap.
 
-Limited by bytes: dy (and indices) once, dx once; windows that overlap come from L1 and L2.
+Memory-bound: dy (and indices) are read once, dx is written once; where windows overlap, dy comes from L1 and L2.
 Not supported: a gradient of the gradient.
 """
 
@@ -101,7 +101,7 @@ def _avg_example(inputs: Inputs, case: Case, include_pad: bool, divisor: int | N
 
 @triton.jit
 def _last_window(i, size, out, stride, padding, ADAPTIVE: tl.constexpr):
-    """The last window along an axis that may hold place i; the others lie right before it."""
+    """The last window along an axis that may contain position i. The others come directly before it."""
     if ADAPTIVE:
         return ((i + 1) * out + size - 1) // size - 1
     else:
@@ -110,7 +110,7 @@ def _last_window(i, size, out, stride, padding, ADAPTIVE: tl.constexpr):
 
 @triton.jit
 def _holds(i, o, size, out, stride, padding, KERNEL: tl.constexpr, ADAPTIVE: tl.constexpr):
-    """Whether window o holds place i."""
+    """Whether window o contains position i."""
     start = window_start(o, size, out, stride, padding, ADAPTIVE)
     stop = window_stop(o, size, out, stride, padding, KERNEL, ADAPTIVE)
     return (o >= 0) & (o < out) & (start <= i) & (i < stop)
@@ -123,8 +123,10 @@ def _pool_backward_kernel(
     C: tl.constexpr, KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, ND: tl.constexpr, NH: tl.constexpr,
     NW: tl.constexpr, ADAPTIVE: tl.constexpr, COUNT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """ND, NH, NW: how many windows may hold a place along each axis. Of a maximum the indices, at place_ptr, say which do; of a
-    mean place_ptr is None."""
+    """ND, NH, NW: how many windows may contain a position, along each axis.
+
+    place_ptr: for a maximum, the indices, which tell whether a window chose the position. None for a mean.
+    """
     TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     rows = (tl.program_id(0) // TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
     cols = (tl.program_id(0) % TILES) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -159,7 +161,7 @@ def _pool_backward_kernel(
                     pad_w, divisor, KD, KH, KW, ADAPTIVE, COUNT,
                 )  # fmt: skip
                 dy = tl.load(dy_ptr + offsets, mask=inside[:, None] & live, other=0.0).to(tl.float32)
-                # Where there is no window its size may come out as 0.
+                # The computed size of a window that does not exist may be 0.
                 total += dy / tl.where(inside, share, 1.0)[:, None]
     tl.store(dx_ptr + rows.to(tl.int64)[:, None] * C + cols, total.to(dx_ptr.dtype.element_ty), mask=live)
 
@@ -168,7 +170,7 @@ def _pool_backward_kernel(
 
 
 def _holders(size: list[int], out: list[int], kernel: list[int], stride: list[int], dilation: list[int]) -> list[int]:
-    """How many windows may hold one place, along each axis."""
+    """How many windows may contain one position, along each axis."""
     if not kernel:
         return [-(-o // n) + 1 for n, o in zip(size, out, strict=True)]
     return [(k - 1) * d // s + 1 for k, s, d in zip(kernel, stride, dilation, strict=True)]

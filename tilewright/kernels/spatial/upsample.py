@@ -1,19 +1,20 @@
-"""Resizing channels-last images: nearest neighbour, and linear or cubic interpolation along both axes.
+"""Resizing of channels-last images: nearest neighbour, and linear or cubic interpolation along both axes.
 
     nearest: y[n, o, c] = x[n, floor(o num / den), c]
-    linear:  y[n, o, c] = (1 - f) x[n, i, c] + f x[n, i + 1, c] along each axis, i + f = t(o) cut at 0, i + 1 at the last place,
-             t(o) = (o + 1/2) num / den - 1/2, or o num / den with `corners`, where the corners of both images coincide
-    cubic:   the places i - 1 to i + 2, cut at both ends, weighted by Keys' kernel with a = -3/4, as torch and OpenCV have it
-             (Keys, "Cubic convolution interpolation", 1981); t(o) is not cut
+    linear:  y[n, o, c] = (1 - f) x[n, i, c] + f x[n, i + 1, c] along each axis, with i + f = t(o).
+             t(o) = (o + 1/2) num / den - 1/2, or o num / den with `corners`, where the corners of both images coincide.
+             t(o) is clamped to at least 0, and i + 1 to the last position
+    cubic:   the positions i - 1 to i + 2, clamped at both ends, weighted by Keys' kernel with a = -3/4, as in torch and OpenCV
+             (Keys, "Cubic convolution interpolation", 1981); t(o) is not clamped
 
     # N images, H W height and width, C channels
 
-    x: [N, H, W, C] bf16, fp16 or fp32, contiguous; a signal has H = 1. y: [N, *out, C]. num / den: the step in x of a step in
-    y, along each axis. Places and fractions come from integers: where torch rounds o * (1 / factor) in float32 and lands on the
-    wrong side of a whole number, this does not. Interpolated in float32, rounded once.
+    x: [N, H, W, C] bf16, fp16 or fp32, contiguous; a signal has H = 1. y: [N, *out, C]. num / den: the step in x per step in y,
+    along each axis. Positions and fractions are computed with integers. torch rounds o * (1 / factor) in float32 and may end up
+    on the wrong side of a whole number; this implementation does not. Interpolated in float32, rounded once.
 
-Limited by bytes: x once, y once. Not supported: area interpolation, antialiasing, volumes (two calls: ops/upsample.py), sizes
-whose products with `num` do not fit in 31 bits.
+Memory-bound: x is read once, y is written once. Not supported: area interpolation, antialiasing, volumes (two calls:
+ops/upsample.py), sizes whose products with `num` do not fit in 31 bits.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def resampling(size: int, out: int, mode: str, num: int, den: int, corners: bool) -> Tensor:
-    """The weight of each place of x (columns) in each place of y (rows) along an axis: float64 [out, size]."""
+    """The weight of each position of x (columns) in each position of y (rows) along an axis: float64 [out, size]."""
     o, weights = torch.arange(out), torch.zeros(out, size, dtype=torch.float64)
     if mode == "nearest":
         weights[o, (o * num // den).clamp(max=size - 1)] = 1.0
@@ -80,7 +81,7 @@ def _cost(x: Tensor, out: list[int], mode: str, *more: Any) -> Cost:
 
 
 def upsample_problem(x: Tensor, out: list[int], mode: str, *more: Any) -> Problem:
-    """What a layer fixes; not the number of images, nor their size."""
+    """The properties that a layer fixes. The number and the size of the images are not part of it."""
     return Problem(x.dtype, x.shape[3], ())
 
 
@@ -121,7 +122,7 @@ NUMBERS = ["n_rows", "height", "width", "out_h", "out_w", "num_h", "num_w", "den
 
 @triton.jit
 def neighbours(o, size, num, den, CORNERS: tl.constexpr):
-    """(first place, fraction towards the next) of linear interpolation along an axis."""
+    """(first position, fraction towards the next) of linear interpolation along an axis."""
     t = 2 * o * num if CORNERS else (2 * o + 1) * num - den
     t = tl.maximum(t, 0)
     return tl.minimum(t // (2 * den), size - 1), (t % (2 * den)).to(tl.float32) / (2 * den).to(tl.float32)
@@ -129,15 +130,15 @@ def neighbours(o, size, num, den, CORNERS: tl.constexpr):
 
 @triton.jit
 def around(o, num, den, CORNERS: tl.constexpr):
-    """(place at or before, which may be -1, fraction towards the next) of cubic interpolation along an axis."""
+    """(position at or before t(o), which may be -1; fraction towards the next) of cubic interpolation along an axis."""
     t = 2 * o * num if CORNERS else (2 * o + 1) * num - den
-    t += 2 * den  # a division of integers cuts towards 0
+    t += 2 * den  # keeps t from being negative, because integer division rounds towards 0
     return t // (2 * den) - 1, (t % (2 * den)).to(tl.float32) / (2 * den).to(tl.float32)
 
 
 @triton.jit
 def keys_weight(fraction, tap: tl.constexpr):
-    """The weight of the place `tap` places, -1 to 2, after the one at or before."""
+    """The weight of the position that is `tap` positions (-1 to 2) after the one at or before t(o)."""
     if tap == 0 or tap == 1:
         d = fraction if tap == 0 else 1 - fraction
         return (1.25 * d - 2.25) * d * d + 1

@@ -1,11 +1,11 @@
-"""The gradient of resizing (kernels/spatial/upsample.py), gathered: each place of x asks the places of y that it went into.
+"""The gradient of resizing (upsample.py), as a gather: each position of x reads the positions of y that it contributed to.
 
     dx[n, i, c] = sum over o of weight(o, i) dy[n, o, c]
 
-    dy: [N, out h, out w, C]; dx: [N, H, W, C], contiguous, channels last; steps and modes as in upsample.py, weights from
-    integers. Summed in float32 in one fixed order: no atomics.
+    dy: [N, out h, out w, C]; dx: [N, H, W, C], contiguous, channels last. Steps and modes are as in upsample.py; weights are
+    computed from integers. Sums are float32, in a fixed order, without atomics.
 
-Limited by bytes: dy once, dx once; the places of y that two places of x share come from L1 and L2.
+Memory-bound: dy is read once, dx is written once. Positions of y that several positions of x share come from L1 and L2.
 Not supported: a gradient of the gradient.
 """
 
@@ -63,9 +63,10 @@ def _example(inputs: Inputs, case: Case) -> Args:
 
 @triton.jit
 def _first_user(i, num, den, MODE: tl.constexpr, CORNERS: tl.constexpr):
-    """A place of y at or right before the first that place i of x went into; from here they are MANY at most.
+    """A position of y at or just before the first one that position i of x contributes to.
 
-    Interpolated, that is where t(o) > i - 1, of cubic i - 2.
+    From here on, at most MANY positions need to be examined. With interpolation, the first one is the first o where
+    t(o) > i - 1 (linear) or t(o) > i - 2 (cubic).
     """
     step = tl.maximum(num, 1)
     if MODE == "nearest":
@@ -77,7 +78,7 @@ def _first_user(i, num, den, MODE: tl.constexpr, CORNERS: tl.constexpr):
 
 @triton.jit
 def _weight(o, i, size, out, num, den, MODE: tl.constexpr, CORNERS: tl.constexpr):
-    """How much of place i of x is in place o of y."""
+    """The weight of position i of x in position o of y."""
     if MODE == "cubic":
         first, fraction = around(o, num, den, CORNERS)
         weight = tl.zeros(o.shape, tl.float32)
@@ -119,7 +120,7 @@ def _upsample_backward_kernel(
 
 
 def _many(out: int, mode: str, num: int, den: int) -> int:
-    """How many places of y to look at for a place of x."""
+    """The number of positions of y that are examined for a position of x."""
     if not num:
         return out
     return min(out, -(-den // num) + 1 if mode == "nearest" else -(-(4 if mode == "cubic" else 2) * den // num) + 2)
