@@ -165,7 +165,9 @@ def peft(asked: argparse.Namespace, device: torch.device, liger: bool = False) -
 
     model = theirs(asked, device, torch.bfloat16)
     if liger:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers import (  # pyright: ignore[reportMissingImports]
+            _apply_liger_kernel_to_instance,
+        )
 
         _apply_liger_kernel_to_instance(model=model)
     settings = LoraConfig(r=asked.lora, lora_alpha=2 * asked.lora, target_modules=LAYERS, task_type="CAUSAL_LM")
