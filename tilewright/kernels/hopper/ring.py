@@ -114,7 +114,7 @@ class Ring:
 
     @gluon.jit
     def to_fill(self):
-        """The producer's first place. A new barrier counts as having completed its odd phase, so the first round never waits."""
+        """The producer's first place. A new barrier counts as having completed its odd phase: the first round does not wait."""
         return Place(self.full, self.empty, gl.to_tensor(0), gl.to_tensor(1), self.STAGES)
 
     @gluon.jit
