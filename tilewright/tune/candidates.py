@@ -44,7 +44,7 @@ class Task:
 
     @cached_property
     def problem(self) -> Any:
-        """The summary that choices depend on."""
+        """The summary of the arguments on which choices depend."""
         return self.op.problem(*self.args)
 
     @cached_property
@@ -117,7 +117,7 @@ def candidates(task: Task) -> tuple[list[Candidate], Counter[str]]:
 
 
 def _fault(facts: ConfigFacts | None, certified: bool) -> str | None:
-    """Why a config is not worth a measurement, from its certificate; None if it is."""
+    """The reason, from its certificate, why a config should not be measured; None if it should be."""
     if facts is None:
         return "not certified" if certified else None
     if facts.error is not None:
