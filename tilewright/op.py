@@ -130,7 +130,7 @@ def early_launches(rows: int = 1) -> Any:
 class Impl:
     """One way to compute an op.
 
-    `launch(config, *args)` allocates, launches and returns; it takes the same arguments as the reference.
+    `launch(config, *args)` allocates, launches and returns; `args` are the same as for the reference.
     `refuse(device, problem)` returns the reason why this problem cannot run there, or None.
     `batch_invariant`: the bits of a row depend neither on the other rows nor on their number.
     """

@@ -10,7 +10,7 @@ __all__ = ["Cpu", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """What the system reports about its processor."""
+    """The processor's properties, as the system reports them."""
 
     name: str
     cores: int

@@ -41,8 +41,8 @@ class Topology:
     matrix: tuple[tuple[str, ...], ...]
     """Rows and columns: the GPUs, then the network cards."""
     peers: tuple[tuple[tuple[str, ...], ...], ...]
-    """What GPU i (row) can do with the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" if this uses
-    NVLink; empty for i = j."""
+    """Operations that GPU i (row) supports on the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" if
+    they use NVLink; empty for i = j."""
 
     @property
     def names(self) -> list[str]:

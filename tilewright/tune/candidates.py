@@ -1,6 +1,6 @@
 """The candidates of a search: each implementation that accepts a problem, with each config of its space, best guess first.
 
-A config is a candidate if its certificate says that it compiles without spilling registers. If an implementation has no
+A config is a candidate if its certificate states that it compiles without spilling registers. If an implementation has no
 certificate for the card, all its configs are candidates. The order is that of the analytical model if it has a prediction;
 otherwise it is by distance from the default config.
 

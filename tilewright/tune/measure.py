@@ -1,7 +1,7 @@
 """Measures how long a launch takes on the current GPU: CUDA graphs with rotating arguments, medians, alternating comparisons.
 
 A candidate is captured as a graph of several launches, each with its own set of arguments. All sets together are larger than
-the L2 cache, so that no launch finds data there that the one before it left. As in a program that replays graphs, the time
+the L2 cache, so no launch finds data there that the preceding launch has left. As in a program that replays graphs, the time
 includes the gap between two kernels, about 1 us, but no host time. The results of a set are kept until the set is used again;
 otherwise every launch would write to the memory of the preceding one.
 

@@ -1,7 +1,7 @@
 """One measurement of one config: a row of the tuning database, also as a line of JSON.
 
-A row has what was run (op, problem, implementation, config), the result (`status`, microseconds, spread), and the conditions
-(`Environment`, the hash of the kernel's source, the date). A row never changes, and equal rows are stored once.
+A row contains the candidate (op, problem, implementation, config), the result (`status`, microseconds, spread), and the
+conditions (`Environment`, the hash of the kernel's source, the date). A row never changes, and equal rows are stored once.
 
     {"op": "linear", "problem": {"dtype": "bfloat16", "k": 4096, "m_bucket": 64, ...}, "impl": "skinny", "us": 12.4, ...}
 

@@ -29,8 +29,7 @@ from tilewright.hw import env
 __all__ = ["LANES", "gumbel", "gumbel_reference", "philox4x32_reference"]
 
 LANES = 1024
-"""The distance in tokens between the uses of a counter's four words. Part of the definition: another value gives other samples.
-"""
+"""The distance in tokens between the uses of a counter's four words. Part of the definition: it affects the samples."""
 
 # ---- reference
 

@@ -77,7 +77,7 @@ def leave_part(blocks, parts_ptr, ticket_ptr):
 def add_parts(blocks, parts_ptr, ticket_ptr, others, PART: gl.constexpr):
     """Wait for the other programs' parts of a tile and add them in the order of K.
 
-    There is no deadlock: a program writes its part at the end of one tile before it waits for parts of the next tile.
+    There is no deadlock: a program first writes its part of the tile that it ends, then waits for parts of the one it begins.
     """
     ROWS: gl.constexpr = blocks[0].shape[0]
     COLS: gl.constexpr = blocks[0].shape[1]

@@ -156,7 +156,7 @@ def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Has
     """A key with everything in which two calls of a public function may differ, except addresses; None: do not replay.
 
     None is returned for tensors that are not on the current GPU, are wrapped, or do not start at a multiple of 16 bytes; while
-    torch.compile traces; and if the options contain a list, which cannot be hashed.
+    torch.compile traces or calls must go through the dispatcher; and if the options contain a list, which cannot be hashed.
     """
     if type(x) not in _PLAIN or not x.is_cuda or torch.compiler.is_compiling() or indirect() or away(x.get_device()):
         return None

@@ -30,7 +30,7 @@ def cdiv(a: Any, b: Any) -> Any:
 
 
 def unit_of(dtype: torch.dtype) -> str:
-    """The name of the rate in `hw.device.Device` at which a product of this dtype runs."""
+    """The arithmetic unit (a key of `hw.ceilings.Ceilings.flops`) on which a product of this dtype runs."""
     return _UNITS.get(dtype, "fp32")
 
 
