@@ -5,16 +5,16 @@ An `Op` has a definition in plain torch (`reference`), a cost, examples, and a t
     public function -> Op.__call__ -> choose(problem, device, scope) -> Impl.launch(config, *args)
 
 `choose` sees only the `problem`, a small hashable summary of the arguments (`Op.problem`), never the arguments themselves.
-So its answer can be cached. Among the implementations that do not refuse the problem, it takes the one of the measured record,
-with that record's config (`tune.lookup`). Without a record it takes the first, with its default config; `Op.first` may name
-another. A refusal is a sentence; error messages, `explain` and skipped tests all show that sentence.
+So its answer can be cached. Among the implementations that do not refuse the problem, it selects the one that the measured
+record names, with that record's config (`tune.lookup`). Without a record it selects the first one, with its default config;
+`Op.first` may name another. A refusal is a sentence; error messages, `explain` and skipped tests all show that sentence.
 
 In plain eager code the call goes straight to the launcher. While torch.compile traces, or a dispatch mode is active (fake
-tensors, a profiler, opcheck), it goes through torch's dispatcher, where the op is registered as `tilewright::<name>`. Tensors
-without memory of their own do the same: subclasses, tensors of `torch.func` and of batched gradients (one by one). In such a
-transform an op that writes in place runs its definition.
+tensors, a profiler, opcheck), it goes through torch's dispatcher, where the op is registered as `tilewright::<name>`. So does
+a call with tensors that have no memory of their own: subclasses, and tensors of `torch.func` and of batched gradients (these
+run one by one). Inside such a transform, an op that writes in place runs its reference.
 `torch.autocast` has no effect on ops: their results have the documented dtypes.
-For CPU tensors the reference runs, or under Triton's interpreter the Triton implementations.
+For CPU tensors the reference runs; under Triton's interpreter the Triton implementations run.
 
 This module has no kernels and imports none, does not search for configs, and has no autograd. Ops are forward only: a call
 that would need a gradient raises instead of returning a tensor without history.
@@ -54,7 +54,7 @@ _CPU_IS_CPU = not device_of(-1).runs_triton
 
 
 class Refused(ValueError):
-    """No implementation accepts this problem on this device; the message lists the reason of each."""
+    """No implementation accepts this problem on this device; the message lists the reason for each implementation."""
 
 
 class Scope(NamedTuple):
@@ -65,7 +65,7 @@ class Scope(NamedTuple):
     strict: bool = False
     card: Device | None = None
     early: int = 0
-    """The most rows of a launch that starts early."""
+    """Launches for at most this many rows start early; 0: none."""
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
@@ -86,7 +86,7 @@ def _scoped(**changes: Any) -> Iterator[None]:
 
 
 def prefer(name: str) -> Any:
-    """`with prefer("triton"):` uses the implementation of that name in every op that has one which does not refuse the call.
+    """`with prefer("triton"):` uses the implementation of that name in every op that has it, unless it refuses the call.
 
     Raises:
         ValueError: no op has an implementation of that name.
@@ -99,12 +99,12 @@ def prefer(name: str) -> Any:
 
 
 def invariant() -> Any:
-    """`with invariant():` allows only implementations in which the bits of a row do not depend on the other rows of a batch."""
+    """`with invariant():` allows only implementations whose bits for a row do not depend on the other rows of the batch."""
     return _scoped(invariant=True)
 
 
 def strict() -> Any:
-    """`with strict():` raises `tune.lookup.NoRecord` for a problem that has something to choose and was never measured."""
+    """`with strict():` raises `tune.lookup.NoRecord` where there is a choice to make for a problem that was never measured."""
     return _scoped(strict=True)
 
 
@@ -117,11 +117,11 @@ def on_card(card: Device) -> Any:
 
 
 def early_launches(rows: int = 1) -> Any:
-    """`with early_launches():` lets launches for at most so many rows start while the launch before them still runs.
+    """`with early_launches():` lets launches for at most `rows` rows start while the preceding launch still runs.
 
-    They wait for it before they read its results, but products of one row fetch weights and biases that are parameters before
-    that. So the caller promises that nothing launched inside writes parameters. The results have the same bits
-    (kernels/hopper/early.py).
+    They wait for the preceding launch before they read its results. Products of one row, however, load parameters (weights
+    and biases) before this wait. So the caller promises that nothing launched inside writes parameters. The results have the
+    same bits (kernels/hopper/early.py).
     """
     return _scoped(early=rows)
 
@@ -130,7 +130,7 @@ def early_launches(rows: int = 1) -> Any:
 class Impl:
     """One way to compute an op.
 
-    `launch(config, *args)` allocates, launches and returns; it takes the same arguments as the reference.
+    `launch(config, *args)` allocates, launches and returns; `args` are the same as for the reference.
     `refuse(device, problem)` returns the reason why this problem cannot run there, or None.
     `batch_invariant`: the bits of a row depend neither on the other rows nor on their number.
     """
@@ -140,20 +140,20 @@ class Impl:
     space: Space = NO_CHOICES
     min_arch: int = 80
     written_for: int | None = None
-    """The one architecture that it is written for (90: Hopper); replaces `min_arch`. None: it is portable."""
+    """The only architecture that it is written for (90: Hopper); replaces `min_arch`. None: it is portable."""
     refuse: Callable[[Device, Any], str | None] = lambda device, problem: None
     batch_invariant: bool = False
     interpretable: bool | None = None
-    """Whether Triton's interpreter can run it. None: yes, unless it is a library's or written for one architecture."""
+    """Whether Triton's interpreter can run it. None: yes, unless it calls a library or is written for one architecture."""
     extra_roundings: int = 0
-    """Roundings to the arguments' dtype beyond those of the op, for example by a library before our epilogue."""
+    """Roundings to the arguments' dtype in addition to those of the op, for example by a library before our epilogue."""
     library: bool = False
     """Whether it calls the library that torch would call."""
     releases: bool = False
     """Whether it lets the next launch start early (kernels/launch/pdl.py)."""
     plan: Callable[..., Any] | None = None
-    """(config, *args) -> the plan that repeats this call on other tensors, which may differ from these in their memory only
-    (kernels/launch/plan.py); None: there is no plan. The kernel's folder says what a plan is run on."""
+    """(config, *args) -> a plan that repeats this call on other tensors, which may differ from these only in their addresses
+    (kernels/launch/plan.py); None: there is no plan. The kernel's folder documents the operands that a plan runs on."""
     work: Callable[..., Work] | None = None
     """(device, config, *args) -> the work that a launch really does, for the analytical model; None: no prediction.
 
@@ -179,8 +179,8 @@ class Impl:
 class Inputs:
     """Random arguments, drawn on the CPU from a seed, so that every device gets the same numbers.
 
-    With `here` they are drawn on the device itself: faster for large tensors, but other numbers. On "meta" nothing is drawn:
-    tensors have shapes, dtypes and strides only.
+    With `here` they are drawn on the device itself. This is faster for large tensors, but gives different numbers. On "meta"
+    nothing is drawn: tensors have only shapes, dtypes and strides.
     """
 
     def __init__(self, device: str | torch.device = "cpu", seed: int = 0, *, here: bool = False):
@@ -220,23 +220,23 @@ class Example(NamedTuple):
 
     @staticmethod
     def of(make: Callable[Concatenate[Inputs, P], Args]) -> Callable[Concatenate[str, P], "Example"]:
-        """A decorator for make(inputs, ...) -> arguments: called with a label instead of inputs, the result gives an
-        example."""
+        """A decorator for make(inputs, ...) -> arguments. The decorated function accepts a label instead of `inputs` and
+        returns an example."""
         return lambda label, *args, **kwargs: Example(label, lambda inputs: make(inputs, *args, **kwargs))
 
     @staticmethod
     def sized(make: Callable[..., Args]) -> Callable[..., "Example"]:
-        """From an op's `make`: call the result with a label, the sizes for its first keywords in order, and others by name."""
+        """Wraps an op's `make`. Call the result with a label, values for `make`'s first keywords in order, others by name."""
         names = [*signature(make).parameters][1:]
         return lambda label, *sizes, **more: Example.of(make)(label, **dict(zip(names, sizes, strict=False)), **more)
 
     def then(self, more: Callable[..., Args]) -> "Example":
-        """An example of another op, whose arguments are more(inputs, *these arguments)."""
+        """An example of another op. Its arguments are `more(inputs, *arguments)`, where `arguments` are those of this one."""
         return Example(self.label, lambda inputs: more(inputs, *self.make(inputs)))
 
 
 class Choice(NamedTuple):
-    """What a call will run."""
+    """The implementation and config that a call will run."""
 
     impl: Impl
     config: Config
@@ -256,16 +256,16 @@ class Op:
       keywords for this op: ints for sizes, a `torch.dtype` for a dtype, `str` and `bool` for choices. The data must be random,
       never zeros: with zeros a card draws less power and runs faster. With `Inputs("meta")` nothing is allocated.
     - `first(device, problem)`: the name of the implementation to try first for this problem, or None to keep their order.
-    - `fake(*args)`: outputs of the right shape and dtype for tracing; by default the reference, if it does not look at values.
+    - `fake(*args)`: outputs of the right shape and dtype for tracing. None: the reference, which then must not read values.
     - `mutates`: the names of the arguments that are written in place.
     - `rows_in_problem`: the problem contains the number of rows of the batch. In the invariant scope measured records are then
       ignored: two batches could get two configs, and with them different bits for the same row.
-    - `roundings`: how often a value is rounded to the arguments' dtype on its way to a result. The limits of conformance grow
-      with it (attention rounds the weights of its average, then the average).
+    - `roundings`: how often a value is rounded to the arguments' dtype before it becomes a result. The error limits of the
+      conformance tests grow with it (attention rounds the weights of its average, then the average).
     - `codes_may_move`: the op quantises its result, so a different last bit may give the neighbouring quantised value. It is
-      compared with the reference in the arguments' own dtypes, whose rounding before quantising is part of the definition.
-    - `codes_inside`: the op quantises intermediate values on its way to a 16-bit result. A different last bit may move such a
-      value by one step (in e4m3 an eighth of it). This shows in single elements: the largest error may be an eighth of the
+      compared with the reference in the arguments' own dtypes, because rounding before quantising is part of the definition.
+    - `codes_inside`: the op quantises intermediate values and returns a 16-bit result. A different last bit may move such a
+      value by one step (in e4m3 an eighth of it). This affects single elements: the largest error may be an eighth of the
       reference's largest element; the limit on the RMS error is the usual one.
     - `tolerance`: tighter conformance limits: dtype -> (max error, RMS error), both relative to the RMS of the oracle.
     """
@@ -289,7 +289,7 @@ class Op:
     def __post_init__(self) -> None:
         self._choices: dict[Any, Choice] = {}
         self.generation = 0
-        """How often the choices were forgotten; part of the keys of caches that depend on them."""
+        """How often the cached choices were cleared; part of the keys of caches that depend on them."""
         reference = self.reference
         self._reference = Choice(Impl(name="reference", launch=lambda config, *args: reference(*args)), {})
         _NAMES.update(impl.name for impl in self.impls)
@@ -317,17 +317,17 @@ class Op:
         except RuntimeError:
             if not any(isinstance(a, Tensor) and stands_for_many(a) for a in args):
                 raise
-            return self.dispatched(*args)  # `is_grads_batched=True`: too rare to be tested for on every call
+            return self.dispatched(*args)  # `is_grads_batched=True`: too rare to be checked on every call
 
     def run(self, *args: Any) -> Any:
         """Choose and launch on the card of the first argument, without torch's dispatcher."""
-        if autocasts():  # torch's operators in definitions and launchers must keep the dtypes that they get
+        if autocasts():  # torch's operators in references and launchers must keep the dtypes of their arguments
             with torch._C._DisableAutocast():
                 return self.run(*args)
         index = args[0].get_device()
         if index < 0 and _CPU_IS_CPU:
             if not args[0].is_meta or _SCOPE.get().card is None:
-                return self.reference(*args)  # what `choose` would answer, without computing the summary
+                return self.reference(*args)  # the choice that `choose` would make, without computing the problem
         elif away(index):
             with torch.cuda.device(index):
                 return self.run(*args)
@@ -344,7 +344,7 @@ class Op:
         self.generation += 1
 
     def chosen_impls(self) -> list[Impl]:
-        """The implementations that `run` has chosen since choices were last forgotten, on any device, each once."""
+        """The implementations that `run` has chosen since the choices were last cleared, on any device, each once."""
         return list({choice.impl.name: choice.impl for choice in self._choices.values()}.values())
 
     def chosen(self, *args: Any) -> Choice:
@@ -352,7 +352,7 @@ class Op:
         return self._choices[self.problem(*args), args[0].get_device(), _SCOPE.get()]
 
     def choice_for(self, *args: Any) -> Choice:
-        """What a call with these arguments would run."""
+        """The choice that a call with these arguments would make."""
         return self.choose(device_of(args[0].get_device()), self.problem(*args))
 
     def choose(self, device: Device, problem: Any) -> Choice:
@@ -386,7 +386,7 @@ class Op:
 
 
 def launch(impl: Impl, config: Config, args: Args) -> Any:
-    """`impl.launch` on the card of the first argument, for a choice that was made earlier."""
+    """Call `impl.launch` on the card of the first argument, for a choice that was made earlier."""
     index = args[0].get_device()
     if not away(index):
         return impl.launch(config, *args)
@@ -397,4 +397,4 @@ def launch(impl: Impl, config: Config, args: Args) -> Any:
 _PLAIN = frozenset({
     Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple, torch.Size, torch.dtype, torch.device,
 })  # fmt: skip
-"""Types that a launcher may read directly. Excluded are subclasses of tensors, which may have no memory, and symbols."""
+"""Argument types that a launcher can read directly. Tensor subclasses (they may have no memory) and symbols are excluded."""

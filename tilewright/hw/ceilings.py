@@ -1,15 +1,14 @@
-"""The highest rates of a card: as measured, or if it was not measured, from its data sheet.
+"""The highest rates of a card: measured, or from its data sheet if the card was not measured.
 
 `ceilings(device)` looks in this order: the user's own measurement (`tilewright hw --measure`, kept in the cache folder), a
-measurement of that card shipped with the package, the data sheet. A share of a roofline means little without its source, so the
-answer includes it.
+measurement of that card shipped with the package, the data sheet. A share of a roofline means little without the roofline's
+source, so the answer includes the source.
 
-A measurement is used for cards of the same name, number of SMs and memory. A unit that it lacks gets the data sheet's number,
-and is marked.
+A measurement is used for cards with the same name, number of SMs and memory. If it lacks a unit, the data sheet's number is
+used for this unit, and is marked.
 
 Data sheet numbers are dense tensor-core rates with 32-bit sums (NVIDIA A100, H100, H200, B200, L4, L40S and RTX data sheets).
-No
-kernel reaches them, because clocks fall under load. Data sheets do not state L2 bandwidth: those numbers are estimates.
+No kernel reaches them, because clocks fall under load. Data sheets do not state L2 bandwidth: those numbers are estimates.
 """
 
 import json
@@ -45,11 +44,11 @@ class Ceilings:
     source: str
     """"measured <date> on <card>, <clocks>" or "data sheet of <card>"."""
     unmeasured: tuple[str, ...] = ()
-    """Units of `flops` with the data sheet's number although the others were measured."""
+    """Units of `flops` whose number is from the data sheet, although the other units were measured."""
 
     @property
     def measured(self) -> bool:
-        """Whether they were measured; otherwise they are the data sheet's."""
+        """Whether the ceilings were measured; otherwise they are from the data sheet."""
         return self.source.startswith("measured")
 
     def source_of(self, what: str) -> str:
@@ -121,7 +120,7 @@ def ceilings(device: Device) -> Ceilings:
 
 
 def data_sheet(device: Device) -> Ceilings | None:
-    """The data sheet of a card, whatever was measured: published MFU figures refer to it. None: there is none."""
+    """The data sheet of a card, even if the card was measured: published MFU figures refer to it. None: there is none."""
     return _SHEETS.get(card_slug(device.name)) or _SHEETS.get(_BY_ARCH.get(device.arch, ""))
 
 

@@ -10,7 +10,7 @@ __all__ = ["Cpu", "cpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """What the system reports about its processor."""
+    """The processor's properties, as the system reports them."""
 
     name: str
     cores: int
@@ -20,7 +20,7 @@ class Cpu:
 
 
 def cpu() -> Cpu:
-    """Ask the operating system."""
+    """The processor, as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -64,8 +64,7 @@ class Device:
 
 
 CPU = Device(kind="cpu", name="cpu")
-# The interpreter has no hardware limits; shared memory is that of an H100. It has few SMs, because default grids depend on
-# them.
+# The interpreter has no hardware limits; these are the numbers of an H100.
 INTERPRETER = Device(
     kind="interpret", name="triton interpreter", arch=90, sms=132, smem_bytes=232448, l2_bytes=50 << 20, memory_bytes=80 << 30
 )

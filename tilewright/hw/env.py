@@ -23,8 +23,8 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """What torchrun, or a similar launcher, tells a process: its rank and the number of ranks, its index on its machine, and
-    the address at which the ranks meet."""
+    """The values that torchrun, or a similar launcher, gives a process: its rank and the number of ranks, its index on its
+    machine, and the address at which the ranks meet."""
 
     rank: int
     world: int
@@ -58,7 +58,7 @@ def library_path() -> list[str]:
 
 
 def ray_address() -> str | None:
-    """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, which Ray itself reads, too."""
+    """The Ray cluster of this machine, if there is one: `RAY_ADDRESS`, which Ray itself also reads."""
     return os.environ.get("RAY_ADDRESS") or None
 
 

@@ -31,12 +31,12 @@ def transforms() -> bool:
 
 
 def indirect() -> bool:
-    """Whether calls must go through the dispatcher: tensors may have no memory, or torch's operators other dtypes."""
+    """Whether calls must go through the dispatcher: tensors may have no memory, or torch's operators may change dtypes."""
     return dispatch_modes() > 0 or _interpreters() is not None or autocasts()
 
 
 def wrapped(t: Tensor) -> bool:
-    """Whether a gradient stands for a tensor of another kind, or for several: then it has no address."""
+    """Whether a gradient is a tensor subclass or a batch of gradients: then it may have no address."""
     return type(t) is not Tensor or stands_for_many(t)
 
 

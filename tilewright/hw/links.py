@@ -51,7 +51,7 @@ def read_links() -> dict[str, Any] | None:
 
 
 def measure_links(say: Say) -> dict[str, Any]:
-    """All measurements, with versions and the date; "failed" has what could not be measured and why."""
+    """All measurements, with versions and the date. "failed" contains the measurements that failed, with the reason."""
     failed: dict[str, str] = {}
     found: dict[str, Any] = {"devices": [device_of(i).name for i in range(cuda_count())], **software()}
     say("copies between GPUs")
@@ -107,7 +107,7 @@ def all_reduce(say: Say) -> list[dict[str, float]]:
 
     Raises:
         torch.multiprocessing.spawn.ProcessException: NCCL fails in one of the processes.
-        TimeoutError: it hangs.
+        TimeoutError: NCCL hangs.
     """
     n = cuda_count()
     say(f"all-reduce over {n} GPUs")

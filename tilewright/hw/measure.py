@@ -1,8 +1,8 @@
-"""Measures the ceilings of a card: memory, L2, and matrix products by the vendor's library, which is what there is to reach.
+"""Measures the ceilings of a card: the bandwidth of memory and L2, and matrix products by the vendor's library.
 
-Random data, CUDA events round a graph of several calls, medians; clocks and power are read while a product runs. Takes about
-10 seconds and 5 GiB. A unit that the card or this torch does not have is left out, with the reason. Not here: what several
-GPUs send each other (`links`), and how fast our own kernels are (`tilewright bench`).
+Data are random. Times are medians of CUDA events around a graph of several calls. Clocks and power are read while a product
+runs. This takes about 10 seconds and 5 GiB. A unit that the card or this version of torch does not have is left out, and the
+reason is stored. Not here: transfers between GPUs (`links`), and the speed of our own kernels (`tilewright bench`).
 """
 
 import statistics
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 def cards() -> list[int]:
-    """The first CUDA device of each name: the others share its ceilings."""
+    """The index of the first CUDA device of each name. Other devices of the same name have the same ceilings."""
     first: dict[str, int] = {}
     for i in range(cuda_count()):
         first.setdefault(device_of(i).name, i)
@@ -54,7 +54,7 @@ def measure(index: int, say: Say) -> tuple[Ceilings, dict[str, Any]]:
         say: called with a text before each measurement.
 
     Returns:
-        The ceilings, and the facts that are stored with them: device, versions, clocks, power, what failed and why.
+        The ceilings, and the facts that are stored with them: device, versions, clocks, power, and failures with their reason.
 
     Raises:
         ValueError: other programs use too much of the card's memory.

@@ -1,5 +1,5 @@
-"""The NCCL that this process has loaded, and all others that the system could load instead. Two different versions are a common
-cause of hanging or slow jobs.
+"""Finds the NCCL library that this process has loaded, and all others that the system could load instead. Two different
+versions are a common cause of hanging or slow jobs.
 
 The version is read from text inside the library ("NCCL version 2.28.9+cuda13.0"), so no foreign code runs.
 """
@@ -28,7 +28,7 @@ _VERSION = re.compile(rb"NCCL version (\d+\.\d+(?:\.\d+)?)")
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """One libnccl."""
+    """One NCCL library file (libnccl)."""
 
     path: str
     version: str

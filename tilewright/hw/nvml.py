@@ -31,7 +31,7 @@ _VERSIONS = {1: "1.0", 2: "2.0", 3: "2.2", 4: "3.0", 5: "3.1", 6: "4.0", 7: "5.0
 
 
 class NoDriver(RuntimeError):
-    """There is no NVIDIA driver, or it does not answer; the message says which."""
+    """There is no NVIDIA driver, or it does not answer; the message has NVML's error."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ class Link:
     active: bool
     version: str
     mb_per_s: int | None
-    """Bytes per second in one direction."""
+    """Megabytes per second in one direction."""
     remote: str
     """"switch", the PCI address of a GPU, or "unknown"."""
 
@@ -108,7 +108,7 @@ class Gpu:
     clocks_mhz: dict[str, int]
     power_limit_w: float | None
     links: tuple[Link, ...]
-    """Links that the GPU has, active or not."""
+    """All links of the GPU, active or not."""
 
 
 def gpus(nvml: Any) -> list[Gpu]:
@@ -178,7 +178,7 @@ def _remote(nvml: Any, handle: Any, link: int) -> str:
 
 
 def _try(nvml: Any, ask: Any) -> Any:
-    """The answer, or None if the driver has none for this GPU."""
+    """The answer, or None if the driver returns an error for this GPU."""
     try:
         return ask()
     except nvml.NVMLError:

@@ -1,4 +1,4 @@
-"""How many blocks of a kernel an SM runs at once, what limits this number, and how far the next step is in each direction.
+"""How many blocks of a kernel an SM runs at once, which resource limits this number, and which change would change it.
 
 The rules are those of NVIDIA's occupancy calculator (`cuda_occupancy.h` of the CUDA toolkit, and the table of compute
 capabilities in the CUDA programming guide). Registers are allocated to warps in units of 256, and each of the SM's four parts
@@ -39,7 +39,7 @@ class SMLimits:
     block_shared_bytes: int
     """The highest amount that one block may use."""
     barriers: int | None
-    """Named barriers of all blocks together; None if they limit nothing (before sm_90)."""
+    """Named barriers of all blocks together; None if they are not a limit (before sm_90)."""
     carveouts: tuple[int, ...]
     """The possible sizes of shared memory in bytes; the rest is L1."""
     block_threads: int = 1024
@@ -188,7 +188,7 @@ def occupancy(
 
 
 def _blocks(sm: SMLimits, block: Footprint) -> dict[str, int]:
-    """Blocks that fit by each resource alone; the first of equal ones is reported as the limit."""
+    """The number of blocks that each resource alone allows. Of equal numbers, the first is reported as the limit."""
     warps = -(-block.threads // _WARP)
     return {
         "registers": _by_registers(sm, warps, block.registers),
@@ -203,7 +203,7 @@ def _by_registers(sm: SMLimits, warps: int, registers: int) -> int:
     per_warp = _up(registers * _WARP, _REGISTER_UNIT)
     if not per_warp:
         return sys.maxsize
-    # The hardware checks a launch as if each part got equally many warps.
+    # The hardware checks a launch as if each part got the same number of warps.
     if per_warp * _up(warps, _PARTS) > sm.registers:
         return 0
     return sm.registers // _PARTS // per_warp * _PARTS // warps

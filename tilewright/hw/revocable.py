@@ -79,7 +79,7 @@ class Revocable:
         began = time.perf_counter()
         if not self.held:
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # memory that torch keeps for later
+                torch.cuda.empty_cache()  # frees memory that torch keeps for later
             self._place.take()
             self.held = True
             if hasattr(self, "memory"):

@@ -1,7 +1,8 @@
 """Memory that two processes of one machine share: on a card (CUDA IPC), and on the host, locked for fast copies by a card.
 
-The process that allocates memory on a card keeps it until the end. Others open it by a handle of 64 bytes, and see what its
-owner has written once the owner has waited for the device. Both sides must know its size: the handle does not contain it.
+The process that allocates memory on a card owns it until the end. Other processes open it by a handle of 64 bytes. They see the
+owner's writes after the owner has synchronised with the device. Both sides must know the size of the memory, because the handle
+does not contain it.
 """
 
 import ctypes

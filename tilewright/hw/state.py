@@ -1,4 +1,4 @@
-"""What else the machine does at this moment: load, clocks, other users of the GPU.
+"""The current state of the machine: load, clocks, other users of the GPU.
 
 Two states, before and after a measurement, show how much of the processor others used in between. Values that a machine does
 not report (no /proc, no frequency governor, no driver) are None or absent, never guessed.
@@ -17,14 +17,14 @@ __all__ = ["State", "others_share", "state"]
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 # nvmlClocksEventReasons.
 _POWER_CAP = 0x04
-"""The power limit holds the clock down: normal for a busy card, not a disturbance."""
+"""The power limit lowers the clock. This is normal for a busy card, and not a disturbance."""
 _SLOWDOWNS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""Reasons for a slowdown that is not intended."""
+"""Reasons for an unintended slowdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class State:
     own_ticks: int
     """The busy ticks of this process and its descendants."""
     governor: str | None
-    """Of the processor's frequency: "performance", "powersave" ..."""
+    """The governor of the processor's frequency: "performance", "powersave" ..."""
     gpu: dict[str, Any] = field(default_factory=dict)
     """"sm", "memory", "sm_max", "memory_max" in MHz; "slowdowns" (unintended reasons); "power_capped" (whether the power limit
-    holds the clock down); "processes" (number of processes that use it); or empty."""
+    lowers the clock); "processes" (number of processes that use the GPU); or empty."""
 
 
 def state(cuda: int | None = None) -> State:
@@ -85,7 +85,7 @@ def _own_ticks() -> int:
             text = entry.read_text()
         except OSError:  # it ended meanwhile
             continue
-        # The name in brackets may hold anything, brackets too.
+        # The name in brackets may contain anything, also brackets.
         fields = text.rpartition(")")[2].split()
         pid = int(entry.parent.name)
         parents[pid] = int(fields[1])

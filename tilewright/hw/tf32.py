@@ -1,10 +1,9 @@
-"""Whether torch may multiply float32 in TF32 on a card: read this, or forbid it for a while, however it was allowed.
+"""Reads whether torch may multiply float32 in TF32 on a card, or forbids it for a while, however it was allowed.
 
 torch has settings on three levels: for everything, for a card, and for a card's convolutions or products. A level that is not
 set inherits from the one above. `torch.backends.*.fp32_precision` sets them. The older `allow_tf32` flags set the lowest level,
-and raise if they are read after the newer settings were used. One cannot read what a level itself is set to, only its effect.
-So this
-module changes the first level that makes a difference, and no other.
+and raise an error if they are read after the newer settings were used. One can read only the effect of a level, not its own
+setting. So this module changes the first level that makes a difference, and no other.
 """
 
 from collections.abc import Iterator

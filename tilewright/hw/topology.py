@@ -7,7 +7,7 @@
     SYS   the link between NUMA nodes         ?    unknown
 
 Links between GPUs come from NVML. NVML knows only GPUs, so links to network cards follow from the two devices' paths in sysfs.
-Not here: how fast the links are (`hw --measure`), and who else uses them.
+Not here: how fast the links are (`hw --measure`), and which other programs use them.
 """
 
 from collections.abc import Iterator
@@ -34,15 +34,15 @@ class Nic:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices, and the kind of link between each two."""
+    """Devices, and the kind of link between each pair of them."""
 
     gpus: tuple[Gpu, ...]
     nics: tuple[Nic, ...]
     matrix: tuple[tuple[str, ...], ...]
     """Rows and columns: the GPUs, then the network cards."""
     peers: tuple[tuple[tuple[str, ...], ...], ...]
-    """What GPU i (row) can do with the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" if this uses
-    NVLink; empty for i = j."""
+    """Operations that GPU i (row) supports on the memory of GPU j without the host: "read", "write", "atomics", and "nvlink" if
+    they use NVLink; empty for i = j."""
 
     @property
     def names(self) -> list[str]:
@@ -51,7 +51,7 @@ class Topology:
 
 
 def topology(nvml: Any, sysfs: Path = Path("/sys")) -> Topology:
-    """Ask NVML (a session's module) and sysfs."""
+    """The topology, from NVML (the module that `nvml.session` returns) and sysfs."""
     found, nics = gpus(nvml), tuple(_nics(sysfs))
     handles = [nvml.nvmlDeviceGetHandleByIndex(g.index) for g in found]
     places = [_place(sysfs / "bus/pci/devices" / g.pci_id) for g in found]

@@ -1,8 +1,8 @@
 """How evenly a grid fills a card: full waves of blocks, and the tail.
 
-A card runs `sms * blocks_per_sm` blocks at a time. With one block more, a grid takes twice as long, if all blocks take the same
-time. The standard example is a product with tiles of 256 x 128 on an A100 with 108 SMs and one block per SM (NVIDIA, "Matrix
-Multiplication Background User's Guide", wave quantization). 1792 x 1792 is 7 x 14 = 98 tiles, one wave; 1793 x 1793 is
+A card runs `sms * blocks_per_sm` blocks at a time. A grid with one block more than that takes twice as long, if all blocks take
+the same time. The standard example is a product with tiles of 256 x 128 on an A100 with 108 SMs and one block per SM (NVIDIA,
+"Matrix Multiplication Background User's Guide", wave quantization). 1792 x 1792 is 7 x 14 = 98 tiles, one wave; 1793 x 1793 is
 8 x 15 = 120 tiles, two waves for 0.1 % more work:
 
     >>> waves(98, sms=108).waves, waves(120, sms=108).waves
@@ -20,7 +20,7 @@ __all__ = ["Waves", "waves"]
 
 @dataclass(frozen=True, kw_only=True)
 class Waves:
-    """A grid on a card."""
+    """How a grid is distributed on a card."""
 
     blocks: int
     slots: int
@@ -28,7 +28,7 @@ class Waves:
     full: int
     """Waves in which every slot has a block."""
     tail: int
-    """Blocks of the last wave if it is not full, else 0."""
+    """The number of blocks in the last wave if it is not full, else 0."""
 
     @property
     def waves(self) -> int:

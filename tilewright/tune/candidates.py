@@ -1,6 +1,6 @@
 """The candidates of a search: each implementation that accepts a problem, with each config of its space, best guess first.
 
-A config is a candidate if its certificate says that it compiles without spilling registers. If an implementation has no
+A config is a candidate if its certificate states that it compiles without spilling registers. If an implementation has no
 certificate for the card, all its configs are candidates. The order is that of the analytical model if it has a prediction;
 otherwise it is by distance from the default config.
 
@@ -44,7 +44,7 @@ class Task:
 
     @cached_property
     def problem(self) -> Any:
-        """The summary that choices depend on."""
+        """The summary of the arguments on which choices depend."""
         return self.op.problem(*self.args)
 
     @cached_property
@@ -117,7 +117,7 @@ def candidates(task: Task) -> tuple[list[Candidate], Counter[str]]:
 
 
 def _fault(facts: ConfigFacts | None, certified: bool) -> str | None:
-    """Why a config is not worth a measurement, from its certificate; None if it is."""
+    """The reason, from its certificate, why a config should not be measured; None if it should be."""
     if facts is None:
         return "not certified" if certified else None
     if facts.error is not None:

@@ -32,7 +32,7 @@ class Constants(NamedTuple):
     operations: float
     """Elementwise operations per second of one SM."""
     load: float
-    """The number of operations that one load of a thread counts as."""
+    """The number of operations as which one load of a thread counts."""
     warp_fetch: float
     """Bytes per second that the loads of one warp bring into registers."""
     warp_operations: float
@@ -46,7 +46,7 @@ class Constants(NamedTuple):
     memory: float
     """Share of `Ceilings.read` that a kernel reaches."""
     serial: float
-    """Of two times, the bytes from memory and the work of the SMs: the share of the shorter that the longer does not hide."""
+    """Share of a block's waits (memory, start, end) that adds to the launch, because it does not overlap with anything."""
     spill: float
     """Slowdown of a step for each KB that a thread spills."""
     hidden: float

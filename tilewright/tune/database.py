@@ -54,7 +54,7 @@ _ENTRY = "op, card, problem, invariant, impl, config, us, us_spread, verified, s
 
 
 class DatabaseError(OSError):
-    """The database cannot be used; the message says why and what to do."""
+    """The database cannot be used; the message has the reason and a remedy."""
 
 
 def database_path() -> Path:
@@ -319,7 +319,7 @@ def _code(error: BaseException) -> int:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn errors of SQLite and of the folder into messages that say what to do."""
+    """Turn errors of SQLite and of the folder into messages that tell the user what to do."""
     try:
         yield
     except DatabaseError as error:

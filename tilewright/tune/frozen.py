@@ -41,7 +41,7 @@ class FrozenTable:
         check: check every row now, not when it is first used.
 
     Raises:
-        ValueError: it is not a table, or has another format; the message says where.
+        ValueError: it is not a table, or has another format; the message states the path and the fault.
         OSError: it cannot be read.
     """
 

@@ -1,4 +1,4 @@
-"""The surroundings of a measuring process with a GPU: the first GPU, its clocks, and a stopwatch."""
+"""The environment in which a process measures on the first GPU: the card, its clocks, and a stopwatch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

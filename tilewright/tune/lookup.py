@@ -1,16 +1,16 @@
 """Finds the measured row that decides a choice in a running program: of the same problem, or else of a similar one.
 
 It never searches for configs. Rows come from two places: the frozen table for this card that ships with the package, and the
-user's own database. `ranking` says which rows count: rows with this process's versions before others, and of the two places the
-one that was measured last. A row counts only if its implementation accepts the problem in the active scope, and if its config
-is in today's config space; other rows are skipped and counted.
+user's own database. `ranking` defines which rows count: rows with this process's versions come before others, and of the two
+places the one that was measured last. A row counts only if its implementation accepts the problem in the active scope, and if
+its config is in today's config space; other rows are skipped. Rows that are skipped because of their config are counted.
 
-A similar problem has the same op and the same words, bools and dtypes. Its integers differ by little in the logarithm (LIMIT),
-and
-are multiples of 8 in both problems or in neither: rows of 4095 numbers do not start where a copy engine or a library needs it.
+A similar problem has the same op and the same strings, bools and dtypes. The logarithms of its integers differ only a little
+(LIMIT), and each integer is a multiple of 8 in both problems or in neither, because rows of 4095 numbers do not have the
+alignment that TMA or a library needs.
 
-Nothing is read before the first choice on a CUDA device. A process that has called `use_table` reads only that table: ranks
-with the same table (by hash) make the same choices. If the database cannot be read, there is one warning.
+Nothing is read before the first choice on a CUDA device. A process that has called `use_table` reads only that table, so ranks
+with the same table (by hash) make the same choices. If the database cannot be read, a warning is logged once.
 """
 
 import json
@@ -49,7 +49,7 @@ __all__ = [
 
 LIMIT = 0.6
 """The highest distance of a similar problem: the Euclidean distance between the base-2 logarithms of the integers. If one
-integer is 1.5 times as large, the distance is 0.58; twice the rows are 1 away, and need other configs."""
+integer is 1.5 times as large, the distance is 0.58. Twice as many rows have distance 1, and need other configs."""
 
 _LOG = logging.getLogger("tilewright.tune")
 
@@ -128,7 +128,7 @@ def measured(op_name: str, problem: Any, device: Device, invariant: bool) -> dic
 
 
 def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
-    """The error in the strict scope for a problem without a row of its own."""
+    """The error in the strict scope for a problem that has no measured row itself."""
     return NoRecord(
         f"{op_name}: nobody has measured {problem_json(problem)} on {device.name}, and the scope is strict: "
         f"run `tilewright tune {op_name}` with these dimensions there, or leave the strict scope"
@@ -136,10 +136,10 @@ def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
 
 
 def counters() -> dict[str, int]:
-    """Numbers of choices in this process since its start, by source.
+    """The number of choices in this process since its start, by source.
 
-    exact, bucket, default: these add up to all choices. stale: how many of the first two were measured with other
-    versions. ignored: rows that were skipped because their config is outside today's space.
+    exact, bucket, default: together these are all choices. stale: how many of the first two were measured with other versions.
+    ignored: rows that were skipped because their config is outside today's space.
     """
     return {name: _COUNTS[name] for name in ("exact", "bucket", "default", "stale", "ignored")}
 
@@ -177,7 +177,7 @@ def use_table(path: Path | str, device: Device) -> str:
 
 
 def refresh() -> None:
-    """Read the database again, because rows were added to it. Choices that ops have made are forgotten by `Op.forget`."""
+    """Read the database again, because rows were added to it. `Op.forget` clears the choices that ops have made."""
     with _LOCK:
         _RECORDS.reopen()
 
@@ -186,7 +186,7 @@ def refresh() -> None:
 
 
 class _Records:
-    """The places of rows, opened when they are first needed."""
+    """The places that contain rows, opened when they are first needed."""
 
     def __init__(self) -> None:
         self.only: FrozenTable | None = None

@@ -1,11 +1,11 @@
-"""Measures how long a launch takes on the current GPU: CUDA graphs with rotating arguments, medians, comparisons in turns.
+"""Measures how long a launch takes on the current GPU: CUDA graphs with rotating arguments, medians, alternating comparisons.
 
 A candidate is captured as a graph of several launches, each with its own set of arguments. All sets together are larger than
-the L2 cache, so that no launch finds data there that the one before it left. As in a program that replays graphs, the time
-includes the gap between two kernels, about 1 us, and not the host. Results are kept until a set is used again; otherwise every
-launch would write to the memory of the one before.
+the L2 cache, so no launch finds data there that the preceding launch has left. As in a program that replays graphs, the time
+includes the gap between two kernels, about 1 us, but no host time. The results of a set are kept until the set is used again;
+otherwise every launch would write to the memory of the preceding one.
 
-Not here: which candidates there are, and what happens if one kills the process.
+Not here: the list of candidates, and what happens if a candidate kills the process.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ POLICY = "CUDA graph, arguments rotating over more than the L2, median"
 """How times are taken, for `Environment.policy`."""
 
 _LONG_US = 400.0
-"""From this duration on, a rotation is not repeated within the graph."""
+"""If a launch takes longer than this, the graph contains each argument set only once."""
 _LAUNCHES = 16
-"""The least number of launches in a graph, for anything shorter."""
+"""About the number of launches in a graph if they are shorter; at least one per argument set."""
 
 
 class Timing(NamedTuple):
@@ -69,14 +69,14 @@ class Stopwatch:
             call: launches on the current stream, and waits for nothing.
             sets: the number of argument sets.
             replays: replays of the graph; each gives one value for the median.
-            hopeless_us: a call whose first replay takes longer than this is replayed only twice more.
+            hopeless_us: if the first replay takes longer than this per launch, there are only two more.
         """
         graph, launches = self._capture(call, sets)
         first = self._replay(graph, launches, 1)[0]
         return _timing(self._replay(graph, launches, replays if first <= hopeless_us else 2))
 
     def in_turns(self, calls: Sequence[Callable[[int], Any]], sets: int, *, rounds: int = 20) -> list[Timing]:
-        """Time several candidates, one replay each per round, so that a change of clocks affects all of them."""
+        """Time several candidates alternately, one replay each per round, so that a change of clocks affects all of them."""
         graphs = [self._capture(call, sets) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
         for turn in range(rounds + 1):

@@ -1,7 +1,8 @@
-"""The leader's side of a measuring process: it sends jobs and gets an answer for each candidate, even if the process dies.
+"""Controls a measuring process: sends it jobs, and gets an answer for each candidate, even if the process dies.
 
-If a candidate kills the process or is silent for longer than the limit, that is its result ("crash", "timeout"); a new process
-continues with the rest. The leader itself never uses the GPU.
+The process that uses this module is the leader. If a candidate kills the measuring process, or if there is no output for longer
+than the limit, this is the candidate's result ("crash", "timeout"), and a new process continues with the rest. The leader
+itself never uses the GPU.
 
 The process is any command that follows the protocol of `tilewright.tune.worker`.
 """
@@ -67,7 +68,7 @@ class Measurer:
 
     Args:
         command: the command that starts one.
-        limit_s: the longest silence of a candidate, in seconds.
+        limit_s: the longest time without output while a candidate runs, in seconds.
     """
 
     def __init__(self, command: Sequence[str], *, limit_s: float) -> None:
@@ -128,7 +129,7 @@ class Measurer:
             self._start()
 
     def in_turns(self, job: Job, candidates: Sequence[Mapping[str, Any]]) -> list[Timing]:
-        """Times of candidates that were measured before, taken in turns. Raises MeasureError if the process dies."""
+        """Times of candidates that were measured before, timed alternately. Raises MeasureError if the process dies."""
         try:
             found = [line["turns"] for line in self._work(job, candidates, None, turns=True) if "turns" in line]
         except _Gone as gone:

@@ -1,25 +1,24 @@
-"""An analytical model of a launch: what it does (`Work`), and how long a card needs for that (`predict`).
+"""An analytical model of a launch: the work that it does (`Work`), and the time that a card needs for this (`predict`).
 
-All kernels have the same formula. A step of a block's main loop takes as long as the slowest resource that the blocks of an SM
-share:
+All kernels have the same formula. The time of one step of a block's main loop is that of the slowest resource that the blocks
+of an SM share:
 
     math       multiply-adds on tensor cores, at a share of the ceiling that grows with the tile
     fetch      bytes between L2 and the SM
     issue      instructions: elementwise arithmetic, and loads of 16 bytes or of 2
 
-To this is added what each block waits for alone, `latency`: a round trip to memory, divided by the number of loads in flight
-(Little's law); products and reductions that wait for one another; and the rate of a block's own warps. From the steps, and a
-start and an end of each block, follow full waves and a tail, with as many blocks per SM as registers and shared memory allow.
-If the
-loops of blocks differ in length, the longest may take longer than that. The time of a launch is the longer of this and of its
-bytes at the ceiling of `memory` (Williams, Waterman, Patterson, "Roofline", CACM 2009). It is more if the two are close, and a
-`launch` is added.
+To this the waits of each single block are added, `latency`: a round trip to memory, divided by the number of loads in flight
+(Little's law); products and reductions that wait for one another; and the instruction rate of a block's own warps. The time of
+a block is the sum of its steps, its start and its end. The grid runs in full waves and a tail, with as many blocks per SM as
+registers and shared memory allow. If the loops of blocks differ in length, the longest block may take longer than that. The
+time of a launch is the longer of this and of its bytes at the ceiling of `memory` (Williams, Waterman, Patterson, "Roofline",
+CACM 2009). It is more if the two are close, and a `launch` is added.
 
 The fields of `Work` and the values of a config may be numbers, or NumPy arrays with one entry per config, so that a whole space
 is predicted at once.
 
-The constants are fitted to measurements on an H100 (`constants.py`; docs/regret.md says how good they are): in bf16, in a CUDA
-graph, with arguments that are not in L2. Everything else is extrapolation, most of all other cards.
+The constants are fitted to measurements on an H100 (`constants.py`; docs/regret.md shows how good they are): in bf16, in a CUDA
+graph, with arguments that are not in L2. Everything else is extrapolation, above all other cards.
 
 A share of a ceiling can be above 1: products of microseconds run at a higher clock than the sustained products with which
 ceilings are measured. This is harmless for ordering candidates. Times that are reported (`predict`, `predict_all`,
@@ -63,7 +62,7 @@ class Work(NamedTuple):
     flops: Numbers
     """Operations of all blocks on tensor cores (a multiply-add is two), including the padding of ragged tiles."""
     unit: str
-    """Their arithmetic unit: "bf16", "fp16", "tf32", "int8", "fp8"; "fp32" without tensor cores."""
+    """The arithmetic unit of `flops`: "bf16", "fp16", "tf32", "int8", "fp8"; "fp32" without tensor cores."""
     dram_bytes: Numbers
     """Bytes that must be read from or written to memory, each once."""
     l2_bytes: Numbers
@@ -85,15 +84,14 @@ class Work(NamedTuple):
     rounds: Numbers = 0
     """Waits at a block's end, one after the other: reductions over warps, tickets."""
     tile_m: Numbers = 0
-    """Rows of a block's product on tensor cores (of the operand with more rows); 0 without tensor cores."""
+    """Rows of a block's tile on tensor cores (of the operand with more rows); 0 without tensor cores."""
     tile_n: Numbers = 0
-    """Its columns."""
+    """Columns of that tile."""
     persistent: Numbers = False
     """The grid has one block per SM, and each block processes several tiles."""
     library: Numbers = False
-    """The vendor's kernel, whose inner working is unknown: only flops, dram_bytes and vector are used, and the launches after
-    it:
-    `rounds` kernels that move `end_bytes` in all."""
+    """The vendor's kernel, whose inner working is unknown. Only flops, dram_bytes and vector are used, and the kernels that
+    follow it: `rounds` kernels that move `end_bytes` in all."""
 
 
 class Facts(Protocol):
@@ -141,12 +139,12 @@ class Held(NamedTuple):
 def _parts(
     work: Work, held: Held, sms: int, peak: Numbers, read: float, c: Constants, *, wanted: bool = True
 ) -> tuple[Numbers, dict[str, Numbers]]:
-    """(seconds; if `wanted`, also the seconds by limiter). `peak` is the card's operations per second in the unit of the
-    work."""
+    """(seconds, seconds by limiter); the latter is empty unless `wanted`. `peak`: the card's operations per second in the
+    unit of the work."""
     blocks, steps = work.blocks, work.steps
     together = np.where(work.persistent, 1, np.minimum(held.resident, np.ceil(blocks / sms)))
     each = blocks * steps
-    # resources that the blocks of an SM share, per step of a block
+    # seconds of the resources that the blocks of an SM share, per step of a block
     by_group = (work.tile_m >= c.warpgroup_rows) & (held.warps % 4 == 0) & (c.warpgroup_rows > 0)
     tile = work.tile_m * work.tile_n / held.warps
     share = np.where(by_group, c.warpgroup, c.warp * tile / (tile + c.warp_tile))
@@ -157,7 +155,7 @@ def _parts(
     instructions = operations_each + bytes_each / work.vector * c.load
     issue = instructions / c.operations * slowed
     shared = np.maximum(np.maximum(math, fetch), issue)
-    # waits of each block alone
+    # waits of each single block
     narrow = np.where(work.depth > 1, 0, np.maximum(16 / work.vector, 1))
     trip = c.latency_s / work.depth
     latency = c.step_s + c.chain_s * work.chain + instructions / (held.warps * c.warp_operations)
@@ -176,7 +174,7 @@ def _parts(
     longest = work.longest * (np.maximum(shared, trip) + latency) + exposed
     busiest = np.where(work.longest > 0, np.maximum(uneven, longest), even) + (ends - exposed)
     memory = work.dram_bytes / (read * c.memory)
-    # The first blocks wait for memory, and the last ones leave memory idle.
+    # While the first blocks wait for memory and the last ones end, nothing overlaps.
     alone = c.serial * (trip + latency + ends)
     squares = busiest * busiest, memory * memory
     total = np.sqrt(np.sqrt(squares[0] * squares[0] + squares[1] * squares[1])) + alone + c.launch_s
@@ -197,7 +195,7 @@ def _parts(
 
 
 def _library(work: Work, peak: Numbers, read: float, c: Constants) -> tuple[Numbers, dict[str, Numbers]]:
-    """The same for a vendor's kernel."""
+    """`_parts` for a vendor's kernel."""
     narrow = work.vector < 16
     math = work.flops / (peak * np.where(narrow, c.library_narrow, c.library))
     memory = work.dram_bytes / (read * np.where(narrow, c.library_narrow_memory, c.memory))
@@ -217,7 +215,7 @@ def least_seconds(work: Work, found: Ceilings) -> Numbers:
 
 
 def seconds_of(work: Work, held: Held, device: Device, found: Ceilings, c: Constants) -> Numbers:
-    """The formula's seconds for every entry, in one unit, for ordering; `found` are the ceilings of `device`."""
+    """The formula's seconds for every entry, all in the same arithmetic unit, for ordering. `found`: ceilings of `device`."""
     peak = found.flops[work.unit]
     own, _ = _parts(work, held, device.sms, peak, found.read, c, wanted=False)
     if not np.any(work.library):

@@ -18,8 +18,8 @@ def compile_all(
 ) -> Iterator[tuple[int, Facts | str]]:
     """(index, compilation result or error message) of every candidate, in the order in which they finish.
 
-    The result is that of the worst of its kernels: "warps", "registers", "spill_bytes", "shared_bytes", "blocks_per_sm"; {} if
-    it launches none.
+    The result has, over its kernels, the most "registers", "spill_bytes" and "shared_bytes", the fewest "blocks_per_sm", and
+    the "warps" of the first kernel. It is {} if the candidate launches no kernel.
 
     Args:
         candidates: (a `tilewright.op.Impl`, config, arguments); only shape, strides and dtype of tensors are used.

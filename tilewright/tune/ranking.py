@@ -1,14 +1,14 @@
-"""Which of several measured rows of one problem count, and how far the best is ahead.
+"""Selects which of several measured rows of one problem count, and by how much the best one is faster.
 
 Times can be compared only if they were taken under the same conditions: in one place (a frozen table, the user's database),
 with the same driver, torch and triton, and with the same source of the kernel. So rows are grouped by place and versions, and
 one group decides:
 
-    one that was measured with this process's versions, if there is any; of several, the one measured last.
+    a group that was measured with this process's versions, if there is any; of several, the one measured last.
 
-Within the group, each implementation counts with rows of its present source, or if it has been edited since, with rows of its
-latest source; each config counts with its last measurement. Rows that were timed in turns with their rivals come first (also
-among rows of one config), then faster rows before slower ones.
+Within the group, each implementation counts with rows of its present source. If there are none, because it has been edited
+since, it counts with rows of its latest measured source. Each config counts with its last measurement. Rows that were timed
+alternately with their rivals come first (also among rows of one config); then faster rows come before slower ones.
 """
 
 import math
@@ -80,9 +80,9 @@ class Verdict(NamedTuple):
     """How far the best entry is ahead of a rival."""
 
     margin: float
-    """How much longer the rival takes, as a fraction."""
+    """How much longer the rival takes, as a fraction of the best time."""
     noise: float
-    """The part of it that both spreads together can explain, as such a fraction."""
+    """The part of the margin that both spreads together can explain, as a fraction of the best time."""
 
     @property
     def clear(self) -> bool:

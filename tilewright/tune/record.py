@@ -1,7 +1,7 @@
 """One measurement of one config: a row of the tuning database, also as a line of JSON.
 
-A row has what was run (op, problem, implementation, config), the result (`status`, microseconds, spread), and the conditions
-(`Environment`, the hash of the kernel's source, the date). A row never changes, and equal rows are stored once.
+A row contains the candidate (op, problem, implementation, config), the result (`status`, microseconds, spread), and the
+conditions (`Environment`, the hash of the kernel's source, the date). A row never changes, and equal rows are stored once.
 
     {"op": "linear", "problem": {"dtype": "bfloat16", "k": 4096, "m_bucket": 64, ...}, "impl": "skinny", "us": 12.4, ...}
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 STATUSES = ("ok", "compile", "crash", "timeout", "wrong", "spills")
-"""How a candidate ended: measured; did not compile; killed its process; ran out of time; wrong result; dropped for spills."""
+"""How a candidate ended: measured; did not compile; crashed; ran out of time; gave a wrong result; dropped for spills."""
 
 MAX_ROW_BYTES = 32 << 10
 """Limit for a row as JSON. The largest rows that the tuner writes have about 5 KB, because of a compiler's error message."""
@@ -87,7 +87,7 @@ class Row:
     us_spread: float | None = None
     """Half the distance between the 10th and the 90th percentile, microseconds."""
     verified: bool = False
-    """Timed in turns with the other finalists. Such rows are ranked before others."""
+    """Timed alternately with the other finalists. Such rows are ranked before others."""
     error: str = ""
     resources: Mapping[str, Any] = field(default_factory=dict)
     """Registers, spills, shared bytes, warps, occupancy: numbers and words."""
@@ -187,8 +187,7 @@ def now() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of the driver ("" without one), torch, triton and ptxas in this process, by the names of `Environment`'s
-    fields."""
+    """Versions of the driver ("" without one), torch, triton and ptxas in this process; the keys are `Environment`'s fields."""
     import torch
     import triton
     from triton import knobs

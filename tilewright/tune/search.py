@@ -1,7 +1,7 @@
 """The search for the best config of one problem on the current GPU: `tilewright tune OP dims...`.
 
     spaces -> certified configs -> the analytical model's order -> the first dozen compiled, in parallel, without the GPU ->
-    spills and overflow dropped -> the first 8 measured and checked -> the best 3 measured in turns -> rows of the database
+    spills and overflow dropped -> the first 8 measured and checked -> the best 3 measured alternately -> rows of the database
 
 Every measurement is stored as a row at once, so a killed search loses only the measurement in progress, and the next search
 continues from there. A problem that was measured is not searched again. If the driver, torch, triton or the kernel has changed
@@ -30,12 +30,12 @@ __all__ = ["Plan", "Report", "planned", "search", "settled"]
 
 _FINALISTS = 3
 _SPARE = 4
-"""Number of configs compiled beyond those to be measured, because some spill in spite of their certificates."""
+"""Number of configs that are compiled in addition to those to be measured, because some spill despite their certificates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search will measure."""
+    """The candidates that a search will measure."""
 
     task: Task
     first: list[Candidate]
@@ -70,7 +70,7 @@ class Report:
 
 
 def planned(task: Task, *, top: int, exhaustive: bool = False) -> Plan:
-    """What to measure; nothing is measured or compiled here."""
+    """The plan of a search; nothing is measured or compiled here."""
     found, dropped = candidates(task)
     ordered = order(task, found)
     kept = [c for c in ordered if c.kept]
@@ -97,7 +97,7 @@ def search(
     compiler: Callable[..., Any] = compile_all,
     measurer: Measurer | None = None,
 ) -> Report:
-    """Find the best config of a problem, and store what was measured.
+    """Find the best config of a problem, and store all measurements.
 
     Args:
         command: the command that starts a measuring process, see `tilewright.tune.worker`.
@@ -138,13 +138,13 @@ def search(
 
 
 def settled(task: Task, database: Database) -> bool:
-    """Whether a search would measure nothing, because today's versions have compared the best of this problem already."""
+    """Whether a search would measure nothing, because with today's versions the best configs were compared already."""
     past = _Past(task, database)
     return past.compared and not past.again(planned(task, top=0))
 
 
 class _Past:
-    """What the database has about a problem on this card."""
+    """The rows that the database contains for a problem on this card."""
 
     def __init__(self, task: Task, database: Database):
         now = versions()
@@ -162,11 +162,11 @@ class _Past:
 
     @property
     def compared(self) -> bool:
-        """Whether today's versions have compared some of them in turns."""
+        """Whether some configs were timed alternately with today's versions."""
         return any(row.verified for row in self.fresh.values())
 
     def again(self, plan: Plan) -> list[Candidate]:
-        """The best three, if today's versions have not measured all of them yet and they are still candidates."""
+        """The best three configs that are still candidates; empty if all of them were measured with today's versions."""
         by_key = {c.key: c for c in (*plan.first, *plan.rest)}
         keys = [key for row in self._best if (key := (row.impl, canonical(dict(row.config)))) in by_key]
         return [by_key[key] for key in keys] if any(key not in self.fresh for key in keys) else []
@@ -177,7 +177,7 @@ class _Past:
 
 
 class _Run:
-    """One run of a measuring process: takes candidates, writes rows."""
+    """One run with a measuring process: compiles and measures candidates, writes rows."""
 
     def __init__(
         self, report: Report, database: Database, measurer: Measurer, compiler: Callable[..., Any], workers: int,
@@ -245,7 +245,7 @@ class _Run:
             self.report.notes.append(f"the measuring process had to compile {late} kernels that should have been in the cache")
 
     def finals(self) -> None:
-        """Measure in turns the best candidates and the best of every other implementation, to compare implementations."""
+        """Time alternately the best candidates and the best one of every other implementation, to compare implementations."""
         ordered = sorted(self.times, key=lambda key: self.times[key])
         last = ordered[:_FINALISTS]
         for key in ordered:

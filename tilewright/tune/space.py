@@ -21,8 +21,8 @@ class Space:
     """The configs of one implementation.
 
     `default` chooses a config from the device and the problem alone. It must be deterministic, so that ranks with the same card
-    choose the same. `axes` maps each parameter to its values, in the order in which a table shows them.
-    `refusal` says why a combination cannot work for a problem (too much shared memory, a tile wider than the matrix).
+    make the same choice. `axes` maps each parameter to its values, in the order in which a table shows them. `refusal` returns
+    the reason why a combination cannot work for a problem (too much shared memory, a tile wider than the matrix), or None.
     """
 
     default: Callable[[Device, Any], Config]

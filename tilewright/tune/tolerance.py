@@ -1,15 +1,14 @@
-"""Is a result right? The comparison behind the status "wrong" in the tuning database, with the limits of conformance.
+"""Decides whether a result is right. This sets the status "wrong" in the tuning database; conformance has the same limits.
 
 The oracle is the reference in float64 on the rounded arguments. The RMS error is relative to the RMS of the oracle. The largest
 error is relative to that RMS plus the element's own magnitude (a 10 cannot be as exact as a 1). Conformance runs on small
 examples. Problems that are tuned add up thousands of terms in float32, so limits grow with the square root of their number,
-like the error of
-a random walk: this is negligible in bf16, and 5e-6 for 4096 products in float32.
+like the error of a random walk. This growth is negligible in bf16, and 5e-6 for 4096 products in float32.
 
-If an op quantises what it has computed (`Op.codes_may_move`), a few quantised values may be one step away from the
-definition's, and scales may differ as 16-bit numbers do; the oracle is then the reference in the arguments' own dtypes. If an
-op quantises intermediate values (`Op.codes_inside`), a value that moved shows in single elements: at most by a step of e4m3 of
-the largest element.
+If an op quantises its result (`Op.codes_may_move`), a few quantised values may be one step away from the reference's, and
+scales may differ as 16-bit numbers do. The oracle is then the reference in the arguments' own dtypes. If an op quantises
+intermediate values (`Op.codes_inside`), a value that moved by a step affects single elements: their error is at most one step
+of e4m3, relative to the largest element.
 
 This module may not import `tilewright.op`. It uses these attributes of operators and implementations: `reference`, `mutates`,
 `roundings`, `codes_may_move`, `codes_inside`, `tolerance`, `cost` and `extra_roundings`.
@@ -44,7 +43,7 @@ LIMITS = {
     torch.float16: (1e-3, 5e-4),
     torch.bfloat16: (8e-3, 4e-3),
     torch.float64: (1e-12, 1e-13),
-    # Quantised values and their scales have one right value.
+    # Quantised values and their scales must be exactly right.
     torch.float8_e4m3fn: (0.0, 0.0),
     torch.float8_e5m2: (0.0, 0.0),
     torch.float8_e8m0fnu: (0.0, 0.0),
@@ -64,7 +63,8 @@ _POISON = {torch.bool: True, torch.uint8: 0xA5, torch.int16: -0x5A5A}
 class Poisoned(TorchFunctionMode):
     """While active, newly allocated tensors are filled with NaN (integers: with a value that no kernel writes).
 
-    If a kernel forgets to write something, its result is then wrong, instead of the right answer of the candidate before it.
+    If a kernel forgets to write something, its result is then wrong. Otherwise the memory could still contain the right result
+    of the preceding candidate.
     """
 
     _ALLOCATORS = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty)
@@ -114,7 +114,7 @@ def oracle(op: Any, args: Sequence[Any], *, wide: bool = True) -> list[Tensor]:
 
 
 def codes_apart(got: Tensor, want: Tensor) -> tuple[int, float]:
-    """(largest distance in steps between two int8 or float8 values, share that differs); NaN is far from all numbers."""
+    """(largest distance in steps, share that differs) of int8 or float8 values; NaN is far away from all numbers."""
     places = []
     for t in (got, want):
         place = bits(t).int()
@@ -142,7 +142,7 @@ def limits(op: Any, impl: Any, dtype: torch.dtype, terms: float = 1.0) -> tuple[
     """The highest (largest, RMS) error of an implementation: from the table, or the op's own limits if they are tighter.
 
     Args:
-        terms: the number of products that a result is the sum of.
+        terms: the number of products that are added for one result.
     """
     roundings = op.roundings + impl.extra_roundings
     table = tuple(roundings * limit for limit in LIMITS[dtype])
@@ -159,7 +159,7 @@ def wrong(op: Any, impl: Any, got: Sequence[Tensor], want: Sequence[Tensor], flo
         got: its results, then the arguments that it wrote in place.
         want: the same from `oracle`.
         flops: operations of the whole call, `op.cost(...).flops`.
-        doubt: 2 if `want` was rounded as often as `got`.
+        doubt: the factor on the limits: 2 if `want` was rounded as often as `got`.
     """
     if len(got) != len(want):
         return f"{len(got)} results, the definition has {len(want)}"

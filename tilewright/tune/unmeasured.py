@@ -1,6 +1,6 @@
-"""Candidates ordered by the analytical model: what `tune` measures first if nothing has been measured yet.
+"""Orders candidates by the analytical model: `tune` measures the first ones if nothing has been measured yet.
 
-A running program does not use this: according to docs/regret.md its default is as good as the model's first candidate.
+A running program does not use this. According to docs/regret.md, its default config is as good as the model's first candidate.
 """
 
 import json
@@ -130,7 +130,7 @@ def rank(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls:
 
 
 def _least(op_name: str, device: Device, problem: Any, args: Sequence[Any], impls: Sequence[Candidate]) -> float:
-    """The time that the ceilings allow for the candidate with the least work; 0 without candidates. The same for all of
+    """The lower bound of `least_seconds` for the candidate with the least work; 0 without candidates. It is used for all of
     them."""
     found, least = ceilings(device), []
     for impl in impls:

@@ -1,19 +1,18 @@
-"""The child's side of a measuring process: it measures candidates, and a candidate may kill it. The leader is `tune.measurer`.
+"""The measuring process. It measures candidates, any of which may kill it. `tune.measurer` is the leader, which controls it.
 
-They exchange lines of JSON. A job comes on stdin: an op, its dimensions as words, candidates, and whether to time them one
-after the other or in turns. The child writes a line before and after each candidate, so that the leader knows which one killed
-it:
+They exchange lines of JSON. A job arrives on stdin: an op, its dimensions as words, candidates, and whether to time them one
+after the other or alternately ("turns"). This process writes a line before and after each candidate, so that the leader knows
+which one killed it:
 
-    {"ready": {"card": ..., "sms": ...}}                 once: it can take jobs
+    {"ready": {"card": ..., "sms": ...}}                 once: it is ready for jobs
     {"begin": 3}   {"end": 3, "status": "ok", "us": 12.4, "us_spread": 0.1, "error": "", "compiled": 0, "alive": true}
-    {"turns": [[12.3, 0.1], ...]}                        of a job in turns, in the candidates' order
+    {"turns": [[12.3, 0.1], ...]}                        for a job with "turns", in the order of the candidates
     {"note": "..."}  {"failed": "..."}  {"done": true}
 
-When stdin ends, the leader is gone: the child exits at once, whatever it is doing. All other output goes to stderr.
+When stdin ends, the leader has ended, and this process exits at once, whatever it is doing. All other output goes to stderr.
 
-Its surroundings are a `Ground`: the ops, their arguments, a stopwatch. `tilewright.bench.measuring` has the one for a GPU. A
-test
-uses another: a few ops on the CPU, and a `Timer` that reads a clock or returns given times.
+A `Ground` contains the ops, their arguments and a stopwatch. `tilewright.bench.measuring` has the one for a GPU. Tests use
+another: a few ops on the CPU, and a `Timer` that reads a clock or returns given times.
 """
 
 import json
@@ -51,13 +50,13 @@ class Timer(Protocol):
         ...
 
     def in_turns(self, calls: Sequence[Call], sets: int, *, rounds: int = ...) -> list[Timing]:
-        """Time several calls in turns."""
+        """Time several calls alternately."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ground:
-    """The surroundings of a measuring process."""
+    """What a measuring process needs: ops, arguments, a timer, and the properties of the machine."""
 
     op: Callable[[str], Any]
     """Name -> op."""
@@ -71,10 +70,10 @@ class Ground:
 
 
 def serve(ground: Callable[[], Ground]) -> None:
-    """Take jobs until stdin ends.
+    """Run jobs until stdin ends.
 
     Args:
-        ground: creates the surroundings; a ValueError, RuntimeError or OSError is reported to the leader.
+        ground: creates the `Ground`; a ValueError, RuntimeError or OSError is reported to the leader.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -105,7 +104,7 @@ def serve(ground: Callable[[], Ground]) -> None:
 def _read(jobs: "SimpleQueue[str]") -> None:
     for line in sys.stdin:
         jobs.put(line)
-    os._exit(0)  # the leader is gone, and a candidate that hangs must not outlive it
+    os._exit(0)  # the leader has ended, and a candidate that hangs must not outlive it
 
 
 def _run(job: Mapping[str, Any], ground: Ground, counter: CompileCounter, say: Callable[..., None]) -> None:
@@ -127,7 +126,7 @@ def _run(job: Mapping[str, Any], ground: Ground, counter: CompileCounter, say: C
 
 
 def _compiles(counter: CompileCounter) -> int:
-    """Kernels that this process compiled itself; all should come from the cache."""
+    """The number of kernels that this process compiled itself; all should come from the cache."""
     return sum(not event.from_disk for event in counter.compiled)
 
 

@@ -1,1 +1,1 @@
-"""Triton functions that kernels of several wings call. No ops."""
+"""Triton functions that kernels in several folders call. No ops."""

@@ -1,11 +1,13 @@
-"""Activations: for the host as torch has them, for kernels as Triton functions of float32.
+"""Activations: torch functions for the host, and Triton functions of float32 for kernels.
 
-`gelu` is the form with erf, for one product of few instructions beside a load; `normal_cdf` is a polynomial for kernels that do
-nothing else. `hopper/epilogue.py` has its own forms, in single instructions of the card, from the same constants:
+`gelu` uses erf; it is for kernels that spend most of their time on other work. `normal_cdf` is a polynomial with fewer
+instructions, for kernels that compute little else. `hopper/epilogue.py` has its own versions, which use approximate hardware
+instructions and the same constants:
 
     Phi(-x) = (((((A5 t + A4) t + A3) t + A2) t + A1) t) exp(-x^2 / 2),  t = 1 / (1 + RATE x),  x >= 0
 
-Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26: erfc(x / sqrt 2) / 2 within 3e-7, the constants folded.
+Source: Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26. This is erfc(x / sqrt 2) / 2 within 3e-7, with the
+factors folded into the constants.
 """
 
 from collections.abc import Callable
@@ -53,11 +55,12 @@ ACTIVATION_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu_mul": _gated(F.silu),
     "gelu_mul": _gated(F.gelu),
 }
-"""By the names that the operators take; the last two multiply the second half of the columns."""
+"""By the names that the operators accept. The last two apply the function to the first half of the columns and multiply the
+result by the second half."""
 
 
 def activated(y: Tensor, activation: str) -> Tensor:
-    """The activation of a tensor, in its dtype; of a gated one the columns are halved."""
+    """Apply an activation to a tensor, in its dtype. The result of a gated activation has half as many columns."""
     return ACTIVATION_FORMS[activation](y)
 
 
@@ -85,7 +88,7 @@ def gelu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """The tanh form of GELU, of float32: 0.5 (1 + tanh(u)) is the logistic function of 2u."""
+    """The tanh form of GELU, of float32. It uses 0.5 (1 + tanh(u)) = logistic(2u)."""
     return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
@@ -109,10 +112,10 @@ def tanh(x):
 
 @triton.jit
 def normal_cdf(x):
-    """(Phi(x), exp(-x^2 / 2)) of float32: Phi within 3e-7, and what is far below 0 keeps three digits, where 1 + erf has none.
+    """(Phi(x), exp(-x^2 / 2)) of float32. Phi is within 3e-7. For x far below 0 it has three correct digits; 1 + erf has none.
 
-    A third of the instructions of tl.erf, whose gelu was 0.95 of torch's on an H100 (its gradient 0.90) where all else ran at
-    the speed of a copy.
+    It needs a third of the instructions of tl.erf. With tl.erf, gelu ran at 0.95 of torch's speed on an H100 (its gradient at
+    0.90), while all other activations ran at the speed of a copy.
     """
     bell = tl.exp(-0.5 * x * x)
     t = 1.0 / (1.0 + RATE * tl.abs(x))
@@ -122,7 +125,7 @@ def normal_cdf(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """An activation of one operand, by its name."""
+    """Apply the activation of this name; it must not be a gated one."""
     if ACTIVATION == "relu":
         # Not tl.maximum: a NaN stays a NaN.
         return tl.where(x < 0, 0.0, x)

@@ -1,11 +1,11 @@
-"""Elementwise work over memory as it lies: which tensors it takes, and the loads and stores of a block of it. No launchers.
+"""Elementwise work in storage order: which tensors allow it, and the loads and stores of a block. No launchers.
 
-A tensor is *dense* when its elements fill one range of memory without gaps or overlaps, in whatever order of dimensions:
-contiguous, channels-last, or any permutation of those. An elementwise kernel then walks that range, and its result keeps the
-strides. What is not dense (a slice, an expanded scalar) is copied first.
+A tensor is *dense* if its elements fill one range of memory without gaps or overlaps, in any order of its dimensions:
+contiguous, channels-last, or any permutation of those. An elementwise kernel then reads that range in order, and its result
+keeps the strides. A tensor that is not dense (a slice, an expanded scalar) is copied first.
 
-A mask at the end of a range whose length is known only at run time costs the vector loads of the whole kernel: Triton may not
-cut a vector in two. So a program asks once whether its block is whole, and takes loads without a mask if it is.
+If the length of a range is known only at run time, a mask at its end would prevent vector loads in the whole kernel, because
+Triton may not split a vector. So each program checks once whether its block is complete, and then loads without a mask.
 """
 
 import torch
@@ -17,7 +17,7 @@ __all__ = ["dense", "laid_out_like", "load_flat", "store_flat"]
 
 
 def dense(x: Tensor) -> Tensor:
-    """x itself when its elements fill one range of memory in any order of the dimensions, else a contiguous copy."""
+    """x itself if its elements fill one range of memory, in any order of the dimensions; else a contiguous copy."""
     if x.is_contiguous():
         return x
     expected = 1
@@ -29,7 +29,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def laid_out_like(x: Tensor, model: Tensor) -> Tensor:
-    """x with the strides of `model`, a dense tensor of its shape; a copy unless it has them."""
+    """x itself if it has the strides of `model`, a dense tensor of the same shape; else a copy with these strides."""
     if x.stride() == model.stride():
         return x
     return torch.empty_like(model, dtype=x.dtype).copy_(x)
@@ -37,7 +37,7 @@ def laid_out_like(x: Tensor, model: Tensor) -> Tensor:
 
 @triton.jit
 def load_flat(x_ptr, index, size, WHOLE: tl.constexpr):
-    """Elements at `index`, in their own dtype; beyond `size` zeros unless the block is WHOLE."""
+    """Load the elements at `index`, in their own dtype. WHOLE: all are below `size`; otherwise those beyond it are zeros."""
     if WHOLE:
         return tl.load(x_ptr + index)
     else:
@@ -46,7 +46,7 @@ def load_flat(x_ptr, index, size, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_flat(y_ptr, index, values, size, WHOLE: tl.constexpr):
-    """Write a block, rounded to the dtype of the memory."""
+    """Store a block, rounded to the dtype of the memory. WHOLE: as in `load_flat`."""
     values = values.to(y_ptr.dtype.element_ty)
     if WHOLE:
         tl.store(y_ptr + index, values)

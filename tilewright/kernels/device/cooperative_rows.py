@@ -1,19 +1,21 @@
-"""Rows whose parts are held by several programs at once: each keeps its part in registers until the row's sums are known.
+"""Cooperative rows: several programs share a row, and each keeps its part in registers until the row's sums are known.
 
-A row that is too wide for the registers of an SM is otherwise read twice, and from memory where L2 does not hold 132 such rows
-(multi_pass_rows.py). Here a group of programs takes it: each reads its part once, writes the part's sums to memory, waits for
-the others, and goes on with what it holds. So memory sees one reading and one writing, whatever the width.
+Without this, a row that is too wide for the registers of an SM is read twice. Both reads are from memory if L2 cannot hold 132
+such rows (multi_pass_rows.py). Here a group of programs processes the row. Each program reads its part once, writes the sums of
+its part to memory, waits for the others, and continues with the part in its registers. So the row is read from memory once and
+written once, whatever its width.
 
-**Why nobody waits for ever.** Programs take their place by ticket, in the order in which they start, a group after the other.
-The lowest group that is not complete has fewer waiting members than members, and the groups below it are complete and end: as
-long as a card has room for one whole group, there is a place for its next member. No grid-wide launch is asked for, and two
-such kernels may run beside each other.
+**Why there is no deadlock.** When a program starts, it draws a ticket, which gives it a group and a place in the group; groups
+are filled one after the other. The groups below the first incomplete group are complete, so they finish. The incomplete group
+itself has fewer waiting members than a complete one. So if the card has room for one whole group, there is room for its next
+member. No cooperative (grid-wide) launch is needed, and two such kernels may run at the same time.
 
-The bits do not depend on who came first: sums are added in the order of the parts. The counters are the call's own: zeros.
-Not for Triton's interpreter, which runs one program after the other. No launchers.
+The bits do not depend on the order in which programs start, because sums are added in the order of the parts. Each call needs
+its own counters, which must be zero. Triton's interpreter runs one program after the other, so it cannot run these kernels.
+No launchers.
 
-**Rows that start anywhere**, as those of 50257 columns do, are counted from the multiple of 8 columns before their start: loads
-and stores of 16 bytes where all 8 columns are the row's; up to 14 at its ends go one by one.
+**Rows that start anywhere**, such as rows of 50257 columns, are counted from the multiple of 8 columns before their start.
+Loads and stores are 16 bytes wide where all 8 columns belong to the row; up to 14 columns at its ends are accessed one by one.
 """
 
 import triton
@@ -25,22 +27,22 @@ from tilewright.kernels.launch.shapes import rows_of
 
 __all__ = ["PART_BYTES", "SPLIT_SPACE", "draw", "edges", "lead_of", "meet", "mine", "packed", "places", "start_of", "starts"]
 
-# What a program holds of a row, in slabs of BLOCK columns: half of the registers of its threads. A slab is gone through at a
-# time, so that little of a part is in float32 at once.
+# The size of a program's part of a row: half of the registers of its threads. A part consists of slabs of BLOCK columns. The
+# slabs are processed one by one, so that only a small piece of the part is in float32 at a time.
 PART_BYTES = 65536
 SPLIT_SPACE = row_space(lambda device, problem: {"BLOCK": 2048, "num_warps": 8}, BLOCK=(2048,), num_warps=(8,))
 
 
 @triton.jit
 def draw(counters_ptr):
-    """This program's place, 0 and on, in the order in which programs start."""
+    """This program's place: 0, 1, 2, ... in the order in which programs start."""
     return tl.atomic_add(counters_ptr, 1, sem="relaxed")
 
 
 @triton.jit
 def meet(counter_ptr, MEMBERS: tl.constexpr):
-    """Wait until MEMBERS programs have come here; then each sees what the others wrote before they came (read it by `.cg`)."""
-    tl.debug_barrier()  # the release below is one thread's: the others' writes come before it
+    """Wait until MEMBERS programs have arrived. Then each sees what the others wrote before; it must be loaded with `.cg`."""
+    tl.debug_barrier()  # only one thread does the release below; the writes of all threads must precede it
     came = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
     while came < MEMBERS:
         came = tl.atomic_add(counter_ptr, 0, sem="acquire")
@@ -48,7 +50,7 @@ def meet(counter_ptr, MEMBERS: tl.constexpr):
 
 @triton.jit
 def packed(x):
-    """x again, of 16 bits, as the compiler has not seen it, or it would keep float32 copies instead: twice the registers."""
+    """x unchanged, hidden from the compiler if it has 16 bits. Otherwise float32 copies would be kept: twice the registers."""
     if x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
@@ -56,10 +58,10 @@ def packed(x):
 
 
 def starts(*tensors: Tensor) -> str:
-    """Where the rows of all these tensors start, told to a kernel as STARTS.
+    """Where the rows of all these tensors start; the value of a kernel's STARTS.
 
-    "eights": at multiples of 8 columns; "lead": anywhere, but alike: rows are dense, and the tensors start at 16 bytes; else
-    "anywhere".
+    "eights": at multiples of 8 columns. "lead": anywhere, but at the same positions in all tensors, because rows are dense and
+    the tensors start at multiples of 16 bytes. "anywhere": all other cases.
     """
     cols, strides = tensors[0].shape[-1], [rows_of(t)[1] for t in tensors]
     if all(stride % 8 == 0 for stride in strides):
@@ -70,26 +72,27 @@ def starts(*tensors: Tensor) -> str:
 
 @triton.jit
 def lead_of(row, D: tl.constexpr, STARTS: tl.constexpr):
-    """The columns between a multiple of 8 and the start of a row; 0 but for "lead"."""
+    """For "lead": the number of columns from the multiple of 8 before a row's start to the start. Otherwise 0."""
     return (row * D % 8).to(tl.int32) if STARTS == "lead" else 0
 
 
 @triton.jit
 def start_of(row, stride, lead, STARTS: tl.constexpr):
-    """Where the columns of a row are counted from: its start, or the multiple of 8 before it."""
+    """The position from which a row's columns are counted: its start, or the multiple of 8 before it."""
     if STARTS == "lead":
         return tl.multiple_of(row * stride - lead, 8)
     elif STARTS == "eights":
-        return row * (stride // 8) * 8  # as a product by 8, which the compiler sees
+        return row * (stride // 8) * 8  # written as a multiple of 8, so that the compiler knows it
     else:
         return row * stride
 
 
 @triton.jit
 def mine(lane, cols, end, lead, D: tl.constexpr, LEAD: tl.constexpr):
-    """Which columns before `end` a part has; of rows that start anywhere only those whose 8 neighbours are all the row's.
+    """A mask of the columns before `end` that belong to the row.
 
-    lane: the first of 8 neighbouring columns, cols: each; where D % 8 is 0, or LEAD, a mask of lanes, that cuts no load in two.
+    lane: the first column of each group of 8. cols: all columns. If D % 8 is 0, or with LEAD, the mask is per group, so it
+    splits no load. With LEAD it contains only groups that lie completely inside the row; `edges` gives the others.
     """
     if LEAD:
         return (lane < end) & (lane >= lead) & (lane + 8 <= D + lead)
@@ -101,7 +104,7 @@ def mine(lane, cols, end, lead, D: tl.constexpr, LEAD: tl.constexpr):
 
 @triton.jit
 def edges(part, lead, D: tl.constexpr):
-    """(columns, [16], and which of them the first part has beside `mine`): a row's ends that are no 8 neighbours."""
+    """(columns [16], mask): the columns at a row's ends that are not in complete groups of 8. The first part handles them."""
     at = tl.arange(0, 16)
     cols = tl.where(at < 8, at, (D + lead) // 8 * 8 + at - 8)
     whole = (cols // 8 * 8 >= lead) & (cols // 8 * 8 + 8 <= D + lead)
@@ -110,7 +113,7 @@ def edges(part, lead, D: tl.constexpr):
 
 @triton.jit
 def places(part, slab, lead, D: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns of a slab of a part, counted from where the row is, and which of them there are)."""
+    """(columns, mask) of a slab of a part. Columns are counted from `start_of`; the mask is that of `mine`."""
     lane = part * WIDTH + slab * BLOCK + tl.arange(0, BLOCK // 8)[:, None] * 8
     cols = lane + tl.arange(0, 8)[None, :]
     return cols, mine(lane, cols, (part + 1) * WIDTH, lead, D, LEAD)

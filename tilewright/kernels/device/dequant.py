@@ -1,16 +1,16 @@
-"""Codes of 8 and 4 bits to bf16 or fp16 in registers, in one to three instructions a code, without rounding.
+"""Converts quantised values of 8 and 4 bits to bf16 or fp16 in registers, exactly, in one to three instructions per value.
 
-`cvt` converts one number at an eighth of the rate of other instructions or goes through float32. Here codes become the low
-mantissa bits of a known number, from which the same number without them is subtracted, two at a time:
+`cvt` converts one number at an eighth of the rate of other instructions, or goes through float32. Here the bits of a quantised
+value (its code) become the low mantissa bits of a known number, and the known number is subtracted; two values at a time:
 
-    int4    0x4300 | code is the bf16 128 + code; less 128 + zero    (fp16: 0x6400 | code is 1024 + code);
+    int4    0x4300 | code is the bf16 128 + code; minus 128 + zero   (fp16: 0x6400 | code is 1024 + code);
             in the order of gemm/weight_only/int4_layout.py, where (word >> 4 i) & 0x000f000f is a pair
-    int8    0x4300 | (code & 0x7f) less 0x4300 | (code & 0x80)      (fp16: 0x6400 | (code ^ 0x80), less 1152)
-    e4m3    exponent and mantissa moved behind the sign, times 2^120: subnormal codes are subnormal there    (fp16: 2^8)
-    e5m2    the same, times 2^112                                   (fp16 is e5m2 with more mantissa: a byte put in front)
+    int8    0x4300 | (code & 0x7f), minus 0x4300 | (code & 0x80)     (fp16: 0x6400 | (code ^ 0x80), minus 1152)
+    e4m3    exponent and mantissa shifted next to the sign, times 2^120; subnormal codes are subnormal there    (fp16: 2^8)
+    e5m2    the same, times 2^112                          (fp16 is e5m2 with a longer mantissa: a zero byte is appended)
 
-The codes of float8 that are no numbers (0x7f of e4m3, 0x7c to 0x7f of e5m2) become 480 and 65,536 and more, with their sign;
-fp16 keeps those of e5m2. The quantisers of this package make no such codes.
+The codes of infinity and NaN (0x7f in e4m3, 0x7c to 0x7f in e5m2) become 480, and 65,536 and more, with their sign. fp16
+results keep the infinities and NaNs of e5m2. The quantisers of this package make no such codes.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 
 __all__ = ["minus", "pairs", "widen", "widen_pairs"]
 
-# Lines of PTX over an input word i; each of d0, d1 (to d3 for int4) is a pair of results. prmt's selector 4140 takes byte 0 of
-# its first and of its second operand, then byte 1 and again one of the second: a pair.
+# PTX instructions for an input word i. Each of d0, d1 (up to d3 for int4) is a pair of results. prmt with the selector 0x4140
+# gives, from the lowest byte: byte 0 of the first operand, byte 0 of the second, byte 1 of the first, byte 0 of the second.
 _PAIRS = "prmt.b32 {0}, {2}, k, 0x4140; prmt.b32 {1}, {2}, k, 0x4342; "
 _UPPER = "prmt.b32 p, i, 0, 0x1404; prmt.b32 q, i, 0, 0x3424; "
 
@@ -48,7 +48,7 @@ def _int8_fp16() -> str:
 
 
 def _int4(kind: str, known: str, one: str) -> str:
-    # The second input is what to subtract: the known number and the zero point, negative, twice.
+    # The second input is a pair of equal numbers to add: -(known number + zero point).
     text = f"mov.b32 k, {known}; mov.b32 m, $9; mov.b32 o, {one}; mov.b32 q, 0x000F000F; mov.b32 t, i; "
     for pair in range(4):
         text += f"lop3.b32 p, t, q, k, 0xEA; fma.rn.{kind} d{pair}, p, o, m; "
@@ -76,7 +76,7 @@ _BODIES = {
 }
 
 
-# Of a word, or of two halves of one.
+# The input is a 32-bit word (False) or two 16-bit halves (True).
 _WIDEN = {(*key, False): _program(body, 4 if key[0] == "int4" else 2) for key, body in _BODIES.items()}
 _WIDEN |= {(*key, True): _program(body, 2, True) for key, body in _BODIES.items() if key[0] != "int4"}
 
@@ -88,7 +88,7 @@ def _widening(format: str, dtype: str, halves: bool) -> str:
 
 @gluon.jit
 def minus(zeros, x):
-    """What `widen` takes for int4's zero points, integers up to 127: -(128 + zero) as bf16, -(1024 + zero) as fp16, twice."""
+    """int4 zero points (integers up to 127) as `widen` needs them: -(128 + zero) in bf16 or -(1024 + zero) in fp16, twice."""
     if x.dtype == gl.bfloat16:
         return zeros.to(gl.int32) * 0x10001 - 0x3CFF3D00  # 0xC300C300
     else:
@@ -97,10 +97,10 @@ def minus(zeros, x):
 
 @gluon.jit
 def widen(words, less, FORMAT: gl.constexpr, x):
-    """int32 words [..., W] of codes, in x's dtype: [..., W, 4]; of int4 in the order of gemm/weight_only/int4_layout.py [...,
-    W, 8].
+    """Convert int32 words [..., W] of codes to x's dtype: [..., W, 4], or [..., W, 8] for int4.
 
-    less: for int4 what `minus` gives, of words' rank; anything for others.
+    int4 codes are in the order of gemm/weight_only/int4_layout.py. less: for int4 the result of `minus`, with the rank of
+    `words`; for other formats it is ignored.
     """
     PROGRAM: gl.constexpr = _widening(FORMAT, x.dtype.name, False)
     RANK: gl.constexpr = len(words.shape)
@@ -110,7 +110,7 @@ def widen(words, less, FORMAT: gl.constexpr, x):
             dtype=(x.dtype, x.dtype, x.dtype, x.dtype, x.dtype, x.dtype, x.dtype, x.dtype), is_pure=True, pack=1,
         )  # fmt: skip
         low = gl.join(gl.join(x0, x1), gl.join(x2, x3))
-        both = gl.join(low, gl.join(gl.join(x4, x5), gl.join(x6, x7)))  # [..., bit 0, bit 1, bit 2] of a code's place
+        both = gl.join(low, gl.join(gl.join(x4, x5), gl.join(x6, x7)))  # [..., bit 0, bit 1, bit 2] of a code's position
         if RANK == 3:
             return both.permute([0, 1, 2, 5, 4, 3]).reshape([words.shape[0], words.shape[1], words.shape[2], 8])
         else:
@@ -128,7 +128,7 @@ def widen(words, less, FORMAT: gl.constexpr, x):
 
 @gluon.jit
 def widen_pairs(low, high, FORMAT: gl.constexpr, x):
-    """int16s of two 8-bit codes each, two tensors of one shape, in x's dtype: [..., which of the two, code]."""
+    """Convert two int16 tensors of one shape, with two 8-bit codes per element, to x's dtype: [..., tensor, code]."""
     PROGRAM: gl.constexpr = _widening(FORMAT, x.dtype.name, True)
     x0, x1, x2, x3 = gl.inline_asm_elementwise(
         PROGRAM, "=h,=h,=h,=h,h,h", [low, high], dtype=(x.dtype, x.dtype, x.dtype, x.dtype), is_pure=True, pack=1
@@ -139,9 +139,10 @@ def widen_pairs(low, high, FORMAT: gl.constexpr, x):
 
 @gluon.jit
 def pairs(words, x):
-    """int32 words [S, R, W] as the two 16-bit floats of x's dtype that each holds: [S, R, 2 W].
+    """Split int32 words [S, R, W] into the two 16-bit floats of x's dtype that each contains: [S, R, 2 W].
 
-    For operands that a loop carries: as single numbers they would be taken apart, and waited for, where they are loaded.
+    For operands that a loop loads in advance. If they were loaded as 16-bit numbers, they would be unpacked right after the
+    load, and the loop would wait for them there.
     """
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(x.dtype, x.dtype), is_pure=True, pack=1

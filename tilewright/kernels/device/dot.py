@@ -22,6 +22,6 @@ def dot(a, b, acc):
 
 @triton.jit
 def two_sums(a, b):
-    """Row sums of two tiles, [BLOCK_T, 1] each, in one round of barriers: what a row waits for is mostly these."""
+    """Row sums of two tiles, [BLOCK_T, 1] each, with the barriers of one sum: most of a row's latency is barriers."""
     sums = tl.split(tl.sum(tl.join(a, b), axis=1))
     return sums[0][:, None], sums[1][:, None]

@@ -1,16 +1,17 @@
 """Blocks of a row that is too wide for registers. No launchers.
 
-The normalisations and softmax read such a row twice: for its statistics, then to write it. Only the first reading may come from
-memory. On an H100 each of 132 SMs works on a row of its own, 256 KB for 131072 bf16 columns, so between the two readings 34 MB
-wait in an L2 of two halves of 25 MB. What brings 4096 such rows of RMS norm near a device copy (710 us):
+The normalisations and softmax read such a row twice: for its statistics, and then to compute the result. Only the first read
+should come from memory. On an H100 each of 132 SMs works on a row of its own, which has 256 KB for 131072 bf16 columns. So
+between the two reads 34 MB must stay in L2, which has two halves of 25 MB. These steps brought RMS norm of 4096 such rows close
+to the time of a device copy (710 us):
 
     two passes of plain loads                                                                           1091 us
-    one program of 32 warps on an SM, so that no second row wants room                                  1011 us
-    hints: keep what is read again (`evict_last`), drop what is not (`evict_first`, stores `.cs`)        891 us
-    the last blocks stay in registers as they were loaded; the others come back, last block first        795 us
-    weights and held blocks pass L1 by (`.cg`), which keeps the rest of the row                          776 us
+    one program of 32 warps per SM, so that no second row needs space in the caches                     1011 us
+    hints: keep data that is read again (`evict_last`), drop the rest (`evict_first`, stores with `.cs`) 891 us
+    the last blocks stay in registers as they were loaded; the others are read again, last block first   795 us
+    weights and the blocks kept in registers bypass L1 (`.cg`), which keeps the rest of the row          776 us
 
-A thread holds 8 neighbouring columns a load, the second axis of a block: what is summed over that axis costs no shuffle.
+A thread loads 8 adjacent columns at a time. They are the second axis of a block, so a sum over that axis needs no shuffle.
 """
 
 from collections.abc import Callable
@@ -27,14 +28,17 @@ __all__ = ["columns", "load_block", "narrow_rows", "rows_space", "store_block"]
 
 
 def narrow_rows(cols: int) -> Config:
-    """Rows that a block holds: some 2048 elements a program, at most 32 a thread."""
+    """A config for rows that fit in one block: about 2048 elements per program, at most 32 per thread."""
     block_d = next_pow2(cols)
     warps = max(4, min(16, block_d // 512))
     return {"BLOCK_T": max(1, min(16, 2048 // block_d)), "BLOCK_D": block_d, "HELD": 1, "num_warps": warps}
 
 
 def rows_space(default: Callable[[Device, Any], Config], most_a_thread: int = 512) -> Space:
-    """What may be measured of rows of `problem.cols`: wide ones go one by one, and only they have blocks to hold."""
+    """A config space for rows of `problem.cols` columns.
+
+    Rows wider than a block are processed one by one, and only for them can HELD (blocks kept in registers) be more than 1.
+    """
 
     def refusal(device: Device, problem: Any, c: Config) -> str | None:
         cols, tile = problem.cols, c["BLOCK_T"] * c["BLOCK_D"]
@@ -69,10 +73,10 @@ def columns(block, BLOCK_D: tl.constexpr):
 def load_block(
     row_ptr, block, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, USE: tl.constexpr, OTHER: tl.constexpr
 ):
-    """A block of the row at row_ptr, in its own dtype. MASKED: the block may reach past the row; there it holds OTHER.
+    """Load a block of the row at row_ptr, in its own dtype. MASKED: columns beyond the row's end contain OTHER.
 
-    USE says what will become of its cache lines: read "again" by this program, now for the "last time", read "once", or
-    "shared" with the other programs (weights: L1 is kept for the row, L2 has them hot).
+    USE selects the cache hints. This program will read the block "again", reads it now for the "last time", reads it only
+    "once", or the block is "shared" with other programs. The last is for weights: they stay in L2, and L1 is left to the row.
     """
     cols = columns(block, BLOCK_D)
     EVICT: tl.constexpr = "evict_last" if USE == "again" else "evict_first" if USE == "last time" else ""
@@ -87,7 +91,7 @@ def load_block(
 def store_block(
     row_ptr, block, values, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr = False
 ):
-    """Write a block; AGAIN: this program will read it."""
+    """Store a block. AGAIN: this program will read it."""
     cols = columns(block, BLOCK_D)
     EVICT: tl.constexpr = "evict_last" if AGAIN else ""
     CACHE: tl.constexpr = "" if AGAIN else ".cs"

@@ -1,8 +1,8 @@
-"""The second half of a sum over rows: parts that programs wrote, added in the order of their numbers. No op.
+"""The second half of a sum over rows: adds the partial sums that programs wrote, in the order of program numbers. No op.
 
-A gradient of a weight adds over all rows of a batch. Each program adds its own rows, in registers, and writes one row of
-float32; here these rows are added, of one or two such sums at once. No order depends on which program came first, so the bits
-are the same every time.
+The gradient of a weight is a sum over all rows of a batch. Each program of such a kernel adds its own rows in registers and
+writes one row of float32. The kernel here adds these rows, for one or two such sums at once. The order of the additions does
+not depend on which program finished first, so the bits are the same every time.
 """
 
 import torch
@@ -33,10 +33,10 @@ def _column_sums_kernel(first_ptr, second_ptr, a_ptr, b_ptr, n_rows, n_cols, ROW
 
 
 def column_sums(dtype: torch.dtype, *parts: Tensor) -> tuple[Tensor, ...]:
-    """One or two tensors [P, D] of float32 -> their sums over P, each [D] of `dtype`."""
+    """The sums over P of one or two float32 tensors [P, D]; each result is [D], of `dtype`."""
     rows, cols = parts[0].shape
     sums = tuple(torch.empty(cols, dtype=dtype, device=part.device) for part in parts)
-    block = 64 if cols <= 8192 else 512  # narrow rows come in many parts, wide ones in few
+    block = 64 if cols <= 8192 else 512  # narrow rows have many parts, wide rows have few
     if cols:
         operands, constants = (parts[0], parts[-1], sums[0], sums[-1]), {"ROWS": _ROWS, "COLS": block, "num_warps": 8}
         launch(_column_sums_kernel, (ceil_div(cols, block), len(parts)), operands, (rows, cols), constants)

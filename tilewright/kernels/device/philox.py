@@ -1,19 +1,20 @@
-"""Random numbers that are a function of what they are for: Philox4x32-10, and the noise that sampling draws from it.
+"""Random numbers that are a function of their position: Philox4x32-10, and the noise that sampling draws from it.
 
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a counter of four
 32-bit words and a key of two to four random words. There is no state: a number depends on its counter and key, not on
 the order of the calls, the batch, or the machine.
 
-Sampling noise: key = the seed, words (low, high). Counter = (c, 0, position low, position high), and the four words it gives
-belong to four tokens that lie LANES apart:
+Sampling noise: the key is the seed, as words (low, high). The counter is (c, 0, position low, position high). The four words
+of a counter belong to four tokens that are LANES apart:
 
     token t  <->  word (t // LANES) % 4 of counter  c = t // (4 LANES) * LANES + t % LANES
 
-so a tile of 4 LANES tokens takes LANES calls, no number moves between threads, and none is thrown away.
+So a tile of 4 LANES tokens needs LANES calls, no number moves between threads, and no number is discarded.
 
-A word r becomes a standard Gumbel number -log(E), where E = -log(1 - v) is exponential and v = (r + 1/2) / 2^32. The largest
-Gumbel numbers are those that win, and they come from the smallest v: E is a series there, as 1 - v would round v's digits
-away (a plain 24-bit uniform cuts the tail at 17, this one at 22.8). No number is infinite.
+A word r becomes a standard Gumbel number -log(E), where E = -log(1 - v) is exponentially distributed and v = (r + 1/2) / 2^32.
+The largest Gumbel numbers decide which token is sampled, and they come from the smallest v. For small v, E is computed as a
+series, because 1 - v would round v's digits away. (A plain 24-bit uniform number cuts the tail at 17, this one at 22.8.) No
+number is infinite.
 
 Not here: tensors of uniform or normal numbers (torch has them).
 """
@@ -28,26 +29,27 @@ from tilewright.hw import env
 __all__ = ["LANES", "gumbel", "gumbel_reference", "philox4x32_reference"]
 
 LANES = 1024
-"""How many tokens apart the four words of a counter are used. Part of the definition: another number draws other samples."""
+"""The distance in tokens between the uses of a counter's four words. Part of the definition: it affects the samples."""
 
 # ---- reference
 
 _LOW = 0xFFFFFFFF
 _ROWS = 32
-"""At a time: what they take lies in a core's cache. On one core with 2 MB of it, 64 rows of 4,096 tokens take 5.4 ms so and
-8.2 all at once, both in turns in one process."""
+"""Rows that are processed at a time, so that the intermediate tensors fit in a core's cache. On one core with a cache of 2 MB,
+64 rows of 4,096 tokens take 5.4 ms this way, and 8.2 ms all at once; both were timed alternately in one process."""
 
 
 def philox4x32_reference(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four random words for each counter. All words are int64 tensors in [0, 2^32) and broadcast against each other."""
-    # The two halves of a round are alike, so they are one tensor: half the operations, which is what costs on a CPU.
+    # The two halves of a round do the same, so they are stacked in one tensor. This halves the number of torch operations,
+    # which determines the time on a CPU.
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = torch.broadcast_tensors(*key)
     even, odd, keys = torch.stack((c0, c2)), torch.stack((c1, c3)), torch.stack((k0, k1))
     steps = torch.tensor((0x9E3779B9, 0xBB67AE85), device=c0.device).view((2, *(1,) * k0.dim()))
     product = torch.empty_like(even)
     for _ in range(10):
-        # The products wrap around as signed numbers; their upper words, shifted down and masked, are right all the same.
+        # The products overflow as signed numbers, but their upper words are still correct after the shift and the mask.
         torch.mul(even[0], 0xD2511F53, out=product[1])
         torch.mul(even[1], 0xCD9E8D57, out=product[0])
         torch.bitwise_right_shift(product, 32, out=even)
@@ -63,7 +65,7 @@ def gumbel_reference(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dt
         parts = zip(seed.split(_ROWS), position.split(_ROWS), strict=True)
         return torch.cat([gumbel_reference(*part, vocab, dtype) for part in parts])
     blocks = -(-vocab // (4 * LANES))
-    # A vocabulary within the first word needs no counters beyond its end.
+    # If the vocabulary is smaller than LANES, only the first word of each counter is used, and `vocab` counters suffice.
     lanes = min(LANES, vocab)
     counter = torch.arange(blocks * lanes, device=seed.device)[None, :]
     seed, position = seed[:, None], position[:, None]
@@ -84,7 +86,7 @@ _INTERPRETED = tl.constexpr(env.interpreting())
 
 @triton.jit
 def _log(x):
-    """The hardware's logarithm, within 2^-22 (absolute around 1, relative elsewhere) in 2 instructions; tl.log takes 20."""
+    """The hardware's logarithm, within 2^-22 (absolute near 1, relative elsewhere), in 2 instructions; tl.log needs 20."""
     if _INTERPRETED:
         return tl.log(x)
     log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
@@ -101,7 +103,10 @@ def _gumbel_of(bits):
 
 @triton.jit
 def gumbel(seed, position, counter):
-    """The noise of the four tokens of each counter c, a block of int32: four blocks like it. seed, position: int64 scalars."""
+    """The noise of the four tokens of each counter: four blocks with the shape of `counter`, a block of int32 values c.
+
+    seed, position: int64 scalars.
+    """
     low, high = (position & 0xFFFFFFFF).to(tl.uint32), ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     r0, r1, r2, r3 = tl.philox(seed, counter.to(tl.uint32), tl.zeros_like(low), low, high)
     return _gumbel_of(r0), _gumbel_of(r1), _gumbel_of(r2), _gumbel_of(r3)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021) in plain torch: the definition of every op that turns heads."""
+"""Rotary position embedding (Su et al., "RoFormer", 2021) in plain torch: the reference of every op that rotates heads."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,10 @@ __all__ = ["rotated"]
 
 
 def rotated(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first R of wide's last dimension turned by cos and sin, [..., R/2] that broadcast; what is behind them as it is."""
+    """Rotate the first R elements of wide's last dimension by cos and sin; the elements after them are unchanged.
+
+    cos, sin: [..., R/2], broadcastable to `wide`. interleaved: pairs are adjacent elements, not elements R/2 apart.
+    """
     half = cos.shape[-1]
     rest = wide.shape[-1] - 2 * half
     if interleaved:

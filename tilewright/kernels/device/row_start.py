@@ -1,9 +1,10 @@
-"""Where the rows of a strided tensor start, told to the compiler without a binary for every kind of stride.
+"""Where the rows of a strided tensor start. The compiler learns the alignment without a separate binary per kind of stride.
 
-Triton compiles one binary for an integer argument of 1, another for multiples of 16, and a third for all other numbers. The
-stride of a problem's rows may be any of them, and a tensor of one row does not tell it: a server that had met one kind would
-compile for another in the middle of a request. So kernels take row strides unspecialised (`do_not_specialize`) and learn their
-alignment from the width of a row, a constant of the binary. `shapes.rows_ready` copies rows that start elsewhere.
+Triton compiles one binary for an integer argument of 1, another for multiples of 16, and a third for all other numbers. A row
+stride may be any of these, and a tensor of one row does not show which. So a server that has compiled for one kind might have
+to compile for another in the middle of a request. Therefore kernels declare row strides as `do_not_specialize`, and derive
+their alignment from the width of a row, which is a compile-time constant. `shapes.rows_ready` copies rows that are not aligned
+in this way.
 """
 
 import triton
@@ -14,15 +15,15 @@ __all__ = ["head_start", "row_start"]
 
 @triton.jit
 def row_start(row, stride, D: tl.constexpr):
-    """row * stride, row in int64: where a row of D columns starts. The compiler sees a multiple of `shapes.row_unit(D)`."""
-    # A shift and a product: the compiler sees a multiple, and makes one instruction of both.
+    """row * stride, the start of a row of D columns; row is int64. The compiler sees a multiple of `shapes.row_unit(D)`."""
+    # From the shifts the compiler concludes that it is a multiple. It merges them into one instruction.
     SHIFT: tl.constexpr = (D % 2 == 0) + (D % 4 == 0) + (D % 8 == 0)
     return row * ((stride >> SHIFT) << SHIFT)
 
 
 @triton.jit
 def head_start(row, stride, D: tl.constexpr, HEADS: tl.constexpr):
-    """`row_start` of a matrix in whose rows HEADS of ours lie beside each other, stride elements from HEADS to the next."""
+    """The start of a row if each row of a wider matrix consists of HEADS such rows; `stride` is that of the wider matrix."""
     if HEADS == 1:
         return row_start(row, stride, D)
     else:

@@ -1,1 +1,1 @@
-"""Mixtures of experts around their products: which experts a token goes to, the order of rows by expert, the way back."""
+"""Mixture-of-experts kernels other than products: routing, sorting rows by expert, moving rows, combining results."""

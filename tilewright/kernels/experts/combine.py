@@ -1,4 +1,4 @@
-"""The way back from the experts: the weighted sum over the K rows of each token, and the gradient of its weights.
+"""Combines the results of the experts: the weighted sum of the K rows of each token, and the gradient of the weights.
 
     combine_tokens    y[t, :]      = sum over k of weights[t, k] * rows[places[t, k], :]
     combine_gradient  dweights[t, k] = sum over n of dy[t, n] * rows[places[t, k], n]
@@ -6,11 +6,11 @@
     rows: [R, N] bf16, fp16 or fp32, contiguous; places: [T, K] int32, rows in the order of `sort_by_expert`; weights: [T, K]
     float32, or None for ones -> y [T, N] of the rows' dtype; dweights [T, K] float32, from dy [T, N].
 
-The sum is float32, in the order of k, rounded once: the same bits in any batch. Nothing is scattered and nothing added by
-atomics. A place outside of [0, R) is read as its nearest inside. Limited by bytes: K rows in, one out.
+The sum is float32, added in the order of k and rounded once, so the bits are the same in any batch. There are no scattered
+stores and no atomic additions. A place outside of [0, R) is clamped to this range. Limited by bytes: K rows in, one out.
 """
 
-# T tokens, K experts of each, R rows, N columns
+# T tokens, K experts per token, R rows, N columns
 
 import torch
 import triton

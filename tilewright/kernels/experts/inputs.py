@@ -1,6 +1,6 @@
-"""Example arguments of routing, sorting and moving rows from dimensions: the `Op.make` of each."""
+"""Makes arguments for routing, sorting and moving rows from given dimensions: the `Op.make` of each op."""
 
-# T tokens, X experts, `chosen` of them by each token, N columns
+# T tokens, X experts, `chosen` experts per token, N columns
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ def route_arguments(
     normalise: bool = False,
     scale: float = 1.0,
 ) -> Args:
-    """Logits [T, X]; with sigmoids also a bias."""
+    """Logits [T, X], and a bias [X] if scores are sigmoids."""
     bias = None if softmax else inputs.randn(X, scale=0.1)
     return inputs.randn(T, X), bias, chosen, softmax, groups, chosen_groups, normalise, scale
 
 
 def sort_arguments(inputs: Inputs, *, T: int, X: int = 128, chosen: int = 8, skew: str = "random") -> Args:
-    """Experts [T, chosen]: drawn at "random", or all of them "one".
+    """Experts [T, chosen]: with skew "random" drawn at random, with "one" all the same.
 
     Raises:
         ValueError: an unknown skew.
@@ -45,7 +45,7 @@ def _order(inputs: Inputs, rows: int) -> Tensor:
 def permute_arguments(
     inputs: Inputs, *, T: int, N: int, chosen: int = 8, dtype: torch.dtype = torch.bfloat16, weighted: bool = False
 ) -> Args:
-    """x [T, N], where each of T * chosen rows comes from, and the factor of each row."""
+    """x [T, N], an order for T * chosen rows, `chosen`, and weights or None."""
     weights = inputs.randn(T, chosen) if weighted else None
     return inputs.randn(T, N, dtype=dtype), _order(inputs, T * chosen), chosen, weights
 
@@ -53,6 +53,6 @@ def permute_arguments(
 def combine_arguments(
     inputs: Inputs, *, T: int, N: int, chosen: int = 8, dtype: torch.dtype = torch.bfloat16, weighted: bool = True
 ) -> Args:
-    """Rows [T * chosen, N], the row of each of a token's experts, their weights."""
+    """Rows [T * chosen, N], the row of each token's experts [T, chosen], and their weights or None."""
     places = _order(inputs, T * chosen).unflatten(0, (T, chosen))
     return inputs.randn(T * chosen, N, dtype=dtype), places, inputs.randn(T, chosen) if weighted else None

@@ -1,15 +1,15 @@
-"""Rows on their way to their experts: `permute_tokens` puts them in the order of `sort_by_expert`.
+"""Moves rows to their experts: `permute_tokens` puts them in the order of `sort_by_expert`.
 
     y[r, :] = x[order[r] // K, :]                        order [R] int32, R = T * K rows
     y[r, :] = weights[order[r]] * x[order[r] // K, :]    with weights [T, K] float32: the gradient of `combine_tokens`
 
     x: [T, N], bf16, fp16 or fp32, contiguous -> [R, N]. The product is float32, rounded once.
 
-Limited by bytes: a row in and a row out for each of R. An order outside of [0, R) is read as its nearest inside. The way back
-is combine.py; with K = 1 and no weights the two are each other's inverse.
+Limited by bytes: each of the R rows is read and written once. Entries of `order` outside of [0, R) are clamped to this range.
+combine.py is the reverse; with K = 1 and no weights the two are inverse to each other.
 """
 
-# T tokens, K experts of each, R rows, N columns
+# T tokens, K experts per token, R rows, N columns
 
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ def _cost(x: Tensor, order: Tensor, chosen: int, weights: Tensor | None) -> Cost
 
 
 class RowProblem(NamedTuple):
-    """What rows are like; not how many."""
+    """The dtype and width of the rows. Their number is not part of the problem."""
 
     dtype: torch.dtype
     cols: int

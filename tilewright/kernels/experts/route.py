@@ -1,23 +1,25 @@
-"""Routing: the K experts that a token goes to, and their weights.
+"""Routing: selects the K experts of each token, and computes their weights.
 
     scores  = softmax(logits) over the X experts, or sigmoid(logits)
     ranked  = logits, or scores + bias
     experts = the K largest of ranked, among the groups that may be chosen
-    weights = scale * scores[experts], divided by their sum with `normalise`
+    weights = scale * scores[experts]; with `normalise`, scores[experts] is first divided by its sum
 
     logits: [T, X] float32; bias: [X] float32 or None -> weights [T, K] float32, experts [T, K] int32
 
-Of equals the lowest number is first, so two runs and two batches choose alike; a NaN counts as the largest. X may be divided
-into `groups` of neighbours: then the `chosen_groups` with the largest worth are open, a group's worth being its largest score
-(softmax) or the sum of its two largest (sigmoid), and experts are chosen among those. A softmax keeps the order of its logits,
-so they are compared themselves: rounding makes no ties.
+Of equal values, the one with the lowest expert number comes first, so the choice is the same in every run and batch. A NaN
+counts as the largest value. The X experts may be divided into `groups` of adjacent experts. Then experts are chosen only among
+the `chosen_groups` best groups. The value of a group is its largest entry of `ranked` (softmax) or the sum of its two largest
+(sigmoid). Softmax does not change the order of the logits, so with softmax the logits themselves are compared: then rounding
+cannot create equal values.
 
-Ways to route that this covers: Mixtral and gpt-oss (softmax over the chosen alone is `normalise`), Qwen3-MoE, DeepSeek-V2
-(groups, softmax) and DeepSeek-V3 (groups, sigmoid, bias). Limited by launch latency and by K rounds of finding a maximum: one
-program a token. Not supported: gradients (ops/experts.py has those of the weights), more than 1,024 experts.
+Routers that this covers: Mixtral and gpt-oss (`normalise` is the same as a softmax over the chosen logits only), Qwen3-MoE,
+DeepSeek-V2 (groups, softmax) and DeepSeek-V3 (groups, sigmoid, bias). Limited by launch latency and by K successive searches
+for a maximum; there is one program per token. Not supported: gradients (ops/experts.py has those of the weights), more than
+1,024 experts.
 """
 
-# T tokens, X experts, K chosen
+# T tokens, X experts, K chosen experts per token
 
 from typing import Any, NamedTuple
 
@@ -41,7 +43,7 @@ MOST_EXPERTS = 1024
 
 
 def routed_weights(logits: Tensor, experts: Tensor, softmax: bool, normalise: bool, scale: float) -> Tensor:
-    """The weights [T, K] of experts that were chosen, in the dtype of the logits; differentiable."""
+    """The weights [T, K] of the chosen experts, in the dtype of the logits; differentiable."""
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
     weights = scores.gather(1, experts.long())
     if normalise:
@@ -50,7 +52,7 @@ def routed_weights(logits: Tensor, experts: Tensor, softmax: bool, normalise: bo
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest of each row, of equals the lowest first."""
+    """The indices of the `count` largest values of each row; of equal values, the lowest index comes first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -83,7 +85,7 @@ def _cost(logits: Tensor, bias: Tensor | None, chosen: int, *_: Any) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a router fixes; not the number of tokens."""
+    """The sizes that a router fixes. The number of tokens is not part of the problem."""
 
     experts: int
     chosen: int
@@ -124,7 +126,7 @@ _LOWEST = tl.constexpr(-2147483648)
 
 @triton.jit
 def _sortable(x):
-    """Integers in the order of float32: of equal numbers equal ones, a NaN the largest."""
+    """Integers with the same order as the float32 numbers x. Equal numbers give equal integers; a NaN gives the largest."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(x == x, keys, 0x7FFFFFFF)
@@ -132,13 +134,13 @@ def _sortable(x):
 
 @triton.jit
 def _first_largest(keys, places):
-    """The lowest place of the largest key."""
+    """The lowest index at which the largest key occurs."""
     return tl.min(tl.where(keys == tl.max(keys, 0), places, 2147483647), 0)
 
 
 @triton.jit
 def _worth_of_groups(ranked, keys, at, X, SOFTMAX: tl.constexpr, GROUPS: tl.constexpr):
-    """Each expert's group's worth, as sortable integers."""
+    """For each expert, the value of its group, as a sortable integer."""
     per = X // GROUPS
     worth = tl.full(keys.shape, _LOWEST, tl.int32)
     for g in range(GROUPS):

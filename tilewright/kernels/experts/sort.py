@@ -1,16 +1,17 @@
-"""Rows in the order of their experts: a stable counting sort, whose result is the same in any run.
+"""Sorts rows by expert: a stable counting sort, whose result is the same in every run.
 
     experts [T, K] int32, each in [0, X) -> offsets [X + 1], order [T * K], places [T, K], all int32
 
-A token asks for K experts, so there are T * K rows, numbered token by token. order[r] is the row that stands at place r once
-rows are sorted by expert, places[t, k] the place of row t * K + k, and the rows of expert e stand at offsets[e] to offsets[e +
-1]. Rows of one expert keep their order. A number outside of [0, X) counts as the nearest inside, so that no kernel behind this
-one can reach beyond a tensor.
+A token has K experts, so there are T * K rows, numbered token by token. After sorting, order[r] is the row at place r, and
+places[t, k] is the place of row t * K + k. The rows of expert e are at places offsets[e] to offsets[e + 1] - 1. Rows of one
+expert keep their order. An expert number outside of [0, X) is clamped to this range, so that no later kernel can access memory
+outside of a tensor.
 
-Limited by latency. Up to 1,024 rows one program sorts (`one_program`): expert and row are one integer, so equal keys do not
-exist and a sorting network is stable. More rows take three launches (`triton`): each block of rows counts its experts; one
-program an expert adds up its counts, block after block; each block then knows where its rows of an expert begin, and numbers
-them by comparing all pairs. Nothing is added by atomics: no order of programs shows.
+Limited by latency. Up to 1,024 rows are sorted by one program (`one_program`). Its keys contain the expert and the row, so no
+two keys are equal and a sorting network gives a stable order. More rows need three launches (`triton`). First, each block of
+rows counts its rows per expert. Then one program per expert adds up its counts, block after block. Now each block knows where
+its rows of an expert begin, and it ranks them by comparing all pairs. There are no atomic additions, so the order in which
+programs run does not matter.
 """
 
 # R = T * K rows, X experts
@@ -55,7 +56,7 @@ def _cost(experts: Tensor, count: int) -> Cost:
 
 
 class Problem(NamedTuple):
-    """Which way, and how many experts."""
+    """Whether there are few enough rows for `one_program`, and the number of experts."""
 
     few: bool
     experts: int
@@ -117,7 +118,7 @@ def _count_kernel(experts_ptr, counts_ptr, R, X, blocks, BLOCK_R: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _add_kernel(counts_ptr, sizes_ptr, blocks, CHUNK: tl.constexpr):
-    """An expert's counts become the rows that it has in the blocks before, and all that it has."""
+    """Replace an expert's count in each block by the number of its rows in all earlier blocks, and store their total."""
     expert = tl.program_id(0)
     counts_ptr += expert.to(tl.int64) * blocks
     before = 0
@@ -143,7 +144,7 @@ def _place_kernel(
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
     experts = tl.load(experts_ptr + rows, mask=rows < R, other=0)
     experts = tl.minimum(tl.maximum(experts, 0), X - 1)
-    # Rows of one expert before this one, in this block.
+    # The number of earlier rows of the same expert in this block.
     inside = tl.arange(0, BLOCK_R)
     earlier = (experts[:, None] == experts[None, :]) & (inside[None, :] < inside[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)

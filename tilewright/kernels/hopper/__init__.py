@@ -1,1 +1,1 @@
-"""What Gluon kernels for Hopper are made of: primitives, the epilogue of a product, rows made by the kernel that reads them."""
+"""Components of Gluon kernels for Hopper: primitives, pipelines, tile schedules, epilogues, and rows that a kernel produces."""

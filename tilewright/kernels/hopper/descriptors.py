@@ -1,4 +1,4 @@
-"""Descriptors of the copy engine (TMA), made on the host, and the card that a launch is for."""
+"""TMA descriptors, which are made on the host, and the card that a launch is for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,18 +28,18 @@ _DTYPES = {
 
 
 def box_layout(box: Sequence[int], dtype: torch.dtype) -> Any:
-    """How a box lies in shared memory: swizzled by as many bytes as it is wide, 128 at most."""
+    """The layout of a box in shared memory. The swizzle is as wide as the box, at most 128 bytes."""
     return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
 
 
 def descriptor(
     t: Tensor, box: Sequence[int], shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
 ) -> TensorDescriptor:
-    """Of a tensor that is dense along its last dimension, or of its memory with another shape and strides."""
+    """A descriptor of t, which must be dense along its last dimension, or of its memory with another shape and strides."""
     strides = t.stride() if strides is None else strides
     return TensorDescriptor(t, list(shape or t.shape), [*strides[:-1], 1], list(box), box_layout(box, t.dtype))
 
 
 def card_of(x: Tensor) -> Device:
-    """Where a launch on x runs; of a meta tensor the card that it is compiled for."""
+    """The card on which a launch on x runs; for a meta tensor, the card that the launch is compiled for."""
     return scope().card or CARD_OF_ARCH[90] if x.is_meta else device_of(x.get_device())

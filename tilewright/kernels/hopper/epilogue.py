@@ -1,7 +1,7 @@
-"""What follows the product in gemm/sm90_kernel.py: parts of shared tiles, bias, activation, residual, rounding, and the store.
+"""The epilogue of gemm/sm90_kernel.py: parts of tiles that programs share, bias, activation, residual, rounding, and the store.
 
-Everything goes a block of columns at a time, each a tensor of its own in the layout that wgmma leaves, so that no more of it is
-alive at once than must be.
+A tile is processed one block of columns at a time, to keep few registers in use. Each block is a separate tensor, in the
+layout of wgmma's result.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -17,7 +17,7 @@ __all__ = ["activate", "add_parts", "column_blocks", "finish_tile", "leave_part"
 
 @gluon.jit
 def column_blocks(x, COUNT: gl.constexpr):
-    """x [M, N] as a tuple of COUNT blocks of neighbouring columns, in float32. Each thread keeps what it has."""
+    """Split x [M, N] into a tuple of COUNT blocks of adjacent columns, in float32. No element moves between threads."""
     blocks = (x,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         halves = ()
@@ -40,17 +40,17 @@ def column_blocks(x, COUNT: gl.constexpr):
 
 @gluon.jit
 def _as_line(block):
-    """A block in one dimension, such that four neighbours are one thread's: 16 bytes a load. Each thread keeps what it has."""
+    """A block as one dimension in which each thread has four adjacent elements, for 16-byte loads. Threads exchange nothing."""
     ROWS: gl.constexpr = block.shape[0]
     COLS: gl.constexpr = block.shape[1]
-    # What wgmma deals out: 64 rows at once, 16 a warp; a thread has rows 8 apart and pairs of columns 8 apart.
+    # The layout of wgmma's result: 64 rows at a time, 16 per warp. A thread has rows 8 apart and pairs of columns 8 apart.
     apart = block.reshape([ROWS // 64 * 4, 2, 8, COLS // 8, 4, 2])
     return apart.permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * COLS])
 
 
 @gluon.jit
 def _as_block(line, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """What `_as_line` undid."""
+    """The inverse of `_as_line`."""
     apart = line.reshape([COLS // 8, ROWS // 64 * 4, 8, 4, 2, 2])
     block = apart.permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLS])
     return gl.convert_layout(block, layout, assert_trivial=True)
@@ -64,11 +64,11 @@ def _line_pointers(ptr, line):
 
 @gluon.jit
 def leave_part(blocks, parts_ptr, ticket_ptr):
-    """Write this program's part of a shared tile, then say so."""
+    """Write this program's part of a shared tile to memory, then signal it."""
     for j in gl.static_range(len(blocks)):
         line = _as_line(blocks[j])
         gl.store(_line_pointers(parts_ptr + j * line.shape[0], line), line)
-    # One thread draws the ticket for all: every thread's part must be out before.
+    # One thread increments the counter for all, so the writes of all threads must come before.
     block_barrier()
     gl.atomic_add(ticket_ptr, 1, sem="release")
 
@@ -77,7 +77,7 @@ def leave_part(blocks, parts_ptr, ticket_ptr):
 def add_parts(blocks, parts_ptr, ticket_ptr, others, PART: gl.constexpr):
     """Wait for the other programs' parts of a tile and add them in the order of K.
 
-    A program leaves the part that ends a tile before it comes to the one that begins the next, so nobody waits in a circle.
+    There is no deadlock: a program first writes its part of the tile that it ends, then waits for parts of the one it begins.
     """
     ROWS: gl.constexpr = blocks[0].shape[0]
     COLS: gl.constexpr = blocks[0].shape[1]
@@ -99,21 +99,21 @@ def add_parts(blocks, parts_ptr, ticket_ptr, others, PART: gl.constexpr):
 
 @gluon.jit
 def _reciprocal(x):
-    """1 / x within 1 ulp, in one instruction: an exact division is ten."""
+    """1 / x within 1 ulp, in one instruction; an exact division needs ten."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _power_of_two(x):
-    """2^x within 2 ulp, in one instruction: without flushing what is subnormal it is four."""
+    """2^x within 2 ulp, in one instruction; without flushing subnormal numbers to zero it needs four."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _normal_cdf(x):
-    """Phi(x) within 3e-7; libdevice's erf goes for float32's last bit, with many more instructions.
+    """Phi(x) within 3e-7. libdevice's erf is accurate to float32's last bit, but needs many more instructions.
 
-    The tail below -|x| as device/activations.py has it.
+    The formula for the tail below -|x| is in device/activations.py.
     """
     t = _reciprocal(1.0 + RATE * gl.abs(x))
     poly = ((((A5 * t + A4) * t + A3) * t + A2) * t + A1) * t
@@ -157,7 +157,7 @@ def _scaled(x, row_scales, w_scale_ptr, first_col, F):
 
 @gluon.jit
 def rounded(y, inverse, dtype: gl.constexpr):
-    """y in the output's dtype; with inverse, the codes of 8 bits of y * inverse, saturated. A NaN's int8 is 0."""
+    """y in the output's dtype. With inverse, y * inverse quantised to 8 bits, saturated. A NaN becomes 0 in int8."""
     if inverse is None:
         return y.to(dtype)
     else:
@@ -165,7 +165,8 @@ def rounded(y, inverse, dtype: gl.constexpr):
         y *= inverse
         held = gl.minimum(gl.maximum(y, -MOST), MOST)
         if dtype == gl.int8:
-            # From 2^23 to 2^24 a float32 counts in ones: the sum is rounded to even, its low bits are the integer.
+            # From 2^23 to 2^24 float32 numbers are spaced 1 apart. So the sum is rounded (ties to even); its low bits are the
+            # integer.
             return (gl.where(y == y, held, 0.0) + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
         else:
             return gl.where(y == y, held, y).to(dtype)
@@ -173,7 +174,7 @@ def rounded(y, inverse, dtype: gl.constexpr):
 
 @gluon.jit
 def _offsets(first_row, first_col, M, F, ROW_STEP: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
-    """(rows, columns, which of them exist) of a tile, in a layout."""
+    """(rows, columns, mask of those that exist) of a tile, in a layout."""
     rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)) * ROW_STEP, 1)
     cols = gl.expand_dims(first_col + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout)), 0)
     return rows.to(gl.int64), cols, (rows < M) & (cols < F)
@@ -181,7 +182,7 @@ def _offsets(first_row, first_col, M, F, ROW_STEP: gl.constexpr, ROWS: gl.conste
 
 @gluon.jit
 def _store_lines(buf, y_ptr, y_stride, first_row, first_col, M, F, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr):
-    """Shared memory to y by ordinary stores of VECTOR elements, which need not be aligned beyond that."""
+    """Copy shared memory to y by ordinary stores of VECTOR elements; y need not be aligned beyond that."""
     ROWS: gl.constexpr = buf.shape[0]
     COLS: gl.constexpr = buf.shape[1]
     ACROSS: gl.constexpr = 32 if COLS // VECTOR > 32 else COLS // VECTOR
@@ -195,7 +196,7 @@ def residual_blocks(
     residual_ptr, first_row, first_col, M, F, residual_stride,
     ROWS: gl.constexpr, COLS: gl.constexpr, COUNT: gl.constexpr, INSTRUCTION_K: gl.constexpr,
 ):  # fmt: skip
-    """What COUNT neighbouring blocks of a tile have of the residual, as wgmma deals out the sums."""
+    """The residual of COUNT adjacent blocks of a tile, in the layout of wgmma's result."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, INSTRUCTION_K]
     )
@@ -213,16 +214,16 @@ def finish_tile(
     wg: gl.constexpr, ACTIVATION: gl.constexpr, HALVES: gl.constexpr, ROW_STEP: gl.constexpr, VECTOR: gl.constexpr,
     y_stride=None, y_scale_ptr=None, held=None,
 ):  # fmt: skip
-    """Scales, bias, activation, residual, the one rounding, the store: a block of columns at a time, through shared memory.
+    """Scales, bias, activation, residual, a single rounding, and the store; one block of columns at a time, via shared memory.
 
-    Without y_stride, rows of y are F apart. With y_scale_ptr, the output is codes of 8 bits. held: `residual_blocks`.
+    Without y_stride, rows of y are F apart. With y_scale_ptr, the output is quantised to 8 bits. held: from `residual_blocks`.
     """
     ROWS: gl.constexpr = tile_bufs.shape[1]
     COLS: gl.constexpr = tile_bufs.shape[2]
     COUNT: gl.constexpr = len(blocks)
     OUTPUTS: gl.constexpr = COUNT // HALVES
     OWN: gl.constexpr = tile_bufs.shape[0] // 2
-    BUFS: gl.constexpr = OWN if OWN < OUTPUTS else OUTPUTS  # taken in turn: a tile uses each equally often
+    BUFS: gl.constexpr = OWN if OWN < OUTPUTS else OUTPUTS  # used in turn: a tile uses each equally often
     layout: gl.constexpr = blocks[0].type.layout
     inverse = None
     if y_scale_ptr is not None:

@@ -1,8 +1,9 @@
-"""A schedule of tiles over groups of rows whose sizes only the device knows: which rows, and whose, a tile number stands for.
+"""A tile schedule over groups of rows whose sizes only the device knows. It maps a tile number to a group and its rows.
 
-Groups are experts: rows sorted by expert with offsets [X + 1], or a room of M rows for each with counts [X]. Tiles are numbered
-group by group, `across` beside each other for each BLOCK_M rows. A `Groups` is what all groups of warps share, a `Group` the
-place where one of them stands. Each walks forward by itself, from one tile of its program to the next:
+A group contains the rows of one expert. Either the rows are sorted by expert and bounded by offsets [X + 1], or each expert has
+space for M rows and its row count is in counts [X] (MASKED). Tiles are numbered group by group; each BLOCK_M rows have `across`
+tiles. All groups of warps share one `Groups`. Each of them has a `Group`, which is its current position, and moves it forward
+on its own, from one tile of its program to the next:
 
     at = groups.first().seek(tile)
     while at.is_tile():
@@ -10,9 +11,9 @@ place where one of them stands. Each walks forward by itself, from one tile of i
         tile += gl.num_programs(0)
         at = at.seek(tile)
 
-All read the same bounds, which nobody writes while they run, so all see the same tiles in the same order. Nobody has to tell
-another which tile is next, and the warp that fetches fills exactly the stages that the others wait for. A walk visits a group
-once for a whole launch: two loads of numbers that stay in L1.
+All groups of warps read the same bounds, which do not change while the kernel runs, so they see the same tiles in the same
+order. They need not exchange tile numbers, and the producer warp fills exactly the stages that the consumers wait for. Each of
+them visits a group once per launch, with two loads of numbers that stay in L1.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -27,7 +28,7 @@ __all__ = ["Group", "Groups"]
 
 @gluon.jit
 def _rows_of(bounds_ptr, group, X, R, M, MASKED: gl.constexpr):
-    """(first row of a group, end of those that count); behind the last group no rows. Bounds are held to [0, R]."""
+    """(first row, end) of a group's used rows. After the last group there are no rows. Bounds are clamped to [0, R]."""
     if MASKED:
         first = group * M
         count = gl.load(bounds_ptr + group, mask=group < X, other=0)
@@ -50,7 +51,7 @@ class Group:
     across: gl.tensor
     group: gl.tensor
     before: gl.tensor
-    """Tiles of the groups before."""
+    """The number of tiles in the preceding groups."""
     first: gl.tensor
     end: gl.tensor
     BLOCK_M: gl.constexpr
@@ -75,17 +76,17 @@ class Group:
 
     @gluon.jit
     def high(self):
-        """How many rows of tiles the group has."""
+        """The number of BLOCK_M-row bands of tiles in the group."""
         return gl.cdiv(self.end - self.first, self.BLOCK_M)
 
     @gluon.jit
     def is_tile(self):
-        """Whether there was such a tile."""
+        """Whether the tile of the last `seek` exists."""
         return self.group < self.X
 
     @gluon.jit
     def seek(self, tile):
-        """The group of a tile, which is not before this one's first."""
+        """The group of a tile. The tile must not come before the first tile of this group."""
         group = self.group
         before = self.before
         first = self.first
@@ -132,7 +133,7 @@ class Groups:
 
     @gluon.jit
     def unused(self, group):
-        """(first, end) of rows that belong to nobody: of a group those behind its count, else those behind the last group."""
+        """(first, end) of unused rows: with MASKED those after the group's count, otherwise those after the last group."""
         _, end = _rows_of(self.bounds_ptr, group, self.X, self.R, self.M, self.MASKED)
         if self.MASKED:
             return end, (group + 1) * self.M

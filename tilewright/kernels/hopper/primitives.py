@@ -1,7 +1,7 @@
-"""What the Gluon kernels for Hopper share: names that Triton's versions spell differently, and small device functions.
+"""Small device functions for the Gluon kernels for Hopper, and names that differ between versions of Triton.
 
-No launchers and no kernels. Triton 3.7 renamed the barrier of a block, 3.9 the copies of boxes and the view of shared memory
-as another shape.
+No launchers and no kernels. Triton 3.7 renamed the thread-block barrier. Triton 3.9 renamed the TMA copies and the
+reinterpretation of shared memory.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -31,17 +31,17 @@ block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-"""The version of the module that is imported, whatever the package is called that brought it."""
+"""The version of the imported module, whatever the name of the package that contains it."""
 
 
 @gluon.jit
 def release(bar, pred=True, PRODUCTS: gl.constexpr = False):
-    """Tell another group of warps that this one is done: with a slot of a ring, which may be filled again, or with its turn.
+    """Signal another group of warps that this one has finished: with a pipeline stage, which may be refilled, or with its turn.
 
-    One thread arrives for all warps of the group, so all of them meet first: none may still be reading what is given back.
-    `mbarrier.arrive` does not see to that. Triton puts a barrier before it only where its analysis finds a hazard in shared
-    memory, and knows neither of reads of global memory (`take`) nor that an arrival lets others write to another buffer.
-    PRODUCTS: the group has only multiplied from it and waited for the products, which complete for its four warps together.
+    One thread arrives on behalf of all warps of the group, so these synchronise first: none may still read the released buffer.
+    `mbarrier.arrive` does not ensure this. Triton inserts a barrier before it only if its analysis finds a hazard in shared
+    memory. The analysis ignores reads of global memory (`take`), and writes by others that the arrival permits.
+    PRODUCTS: this group read the buffer only by wgmma and has waited for it, which completes for its four warps together.
     """
     if not PRODUCTS:
         block_barrier()
@@ -50,7 +50,7 @@ def release(bar, pred=True, PRODUCTS: gl.constexpr = False):
 
 @gluon.jit
 def viewed(bufs, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory as other buffers."""
+    """Reinterpret the same shared memory with another dtype, shape and layout."""
     if _RENAMED:
         return bufs.reinterpret(dtype, shape, layout)
     else:
@@ -59,24 +59,24 @@ def viewed(bufs, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def row_parts(p):
-    """Sums along the rows of what each thread has: [rows, 4], one column for each of the threads that share a row."""
-    # What wgmma deals out: a thread has pairs of columns, 8 apart.
+    """Per-thread sums along the rows: [rows, 4], with one column for each of the four threads that share a row."""
+    # The layout of wgmma's result: a thread has pairs of columns, 8 apart.
     apart = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(apart, 3), 1)
 
 
 @gluon.jit
 def scaled_rows(x, alpha):
-    """x [rows, any] times alpha [rows]. Each thread has the alphas of its rows."""
+    """x [rows, any] times alpha [rows]. Each thread already has the alphas of its rows."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.expand_dims(gl.convert_layout(alpha, layout, assert_trivial=True), 1)
 
 
 @gluon.jit
 def clear_end(buf, rows, ACROSS: gl.constexpr):
-    """Zero what a tile of values holds beyond its first `rows`: it may be anything, and 0 * inf would be NaN.
+    """Set the rows of a tile after its first `rows` to zero. They may contain anything, and 0 * inf would be NaN.
 
-    By four warps, of which ACROSS threads are beside each other in a row.
+    Four warps do this, with ACROSS adjacent threads per row.
     """
     CHUNK: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
@@ -90,20 +90,21 @@ def clear_end(buf, rows, ACROSS: gl.constexpr):
     block_barrier()
 
 
-# ---- tiles by ticket
+# ---- dynamic tile scheduler
 #
-# A warp of its own draws tickets and hands tiles out, to the warp that fetches and to those that multiply, through two slots
-# guarded by barriers. It is asked when all but BEHIND of a tile's blocks are under way: a ticket is a trip to L2, and finding
-# its tile takes divisions, so that the warp that fetches would come late for the next block. A ticket that is drawn as a tile
-# begins would reserve the next one for as long as this one takes, while other SMs are idle: by a simulation of tiles under a
-# diagonal (scripts/tickets.py) 3 to 18 % of the time, and 0 to 3 if it is drawn at the end.
+# A scheduler warp draws tickets from an atomic counter. It passes tiles to the producer warp and to the consumer warpgroups
+# through two slots guarded by barriers. The producer requests the next tile when all but BEHIND of a tile's block loads are
+# issued. There is a warp for this because a ticket needs a round trip to L2, and finding its tile needs divisions: the producer
+# would issue its next load too late. If the ticket were drawn at the beginning of a tile, it would reserve the next tile for
+# the duration of this one, while other SMs are idle. In a simulation of causal attention tiles (scripts/tickets.py) this costs
+# 3 to 18 % of the time; a ticket drawn at the end costs 0 to 3 %.
 
 BEHIND = gl.constexpr(2)
 
 
 @gluon.jit
 def next_tile(counter_ptr, total):
-    """The next tile, or one past the last. A launch draws `total` tickets in all: who draws the last one sets them back."""
+    """The next tile, or `total` if there is none. A launch draws `total` tickets; the last draw resets the counter."""
     ticket = gl.atomic_add(counter_ptr, 1)
     if ticket == total - 1:
         gl.store(counter_ptr, 0)
@@ -112,9 +113,9 @@ def next_tile(counter_ptr, total):
 
 @gluon.jit
 def hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexpr):
-    """Tell the groups that multiply their n-th tile, with the numbers that describe it: divisions would delay them.
+    """Pass the n-th tile to the other groups of warps, with the numbers that describe it, so that they need no divisions.
 
-    SLOT: numbers from one tile's to the next one's.
+    SLOT: the distance between the two slots, in numbers.
     """
     mbarrier.wait(tile_empty.index(n & 1), n >> 1 & 1 ^ 1)
     ptr = slots_ptr + (n & 1) * SLOT
@@ -126,7 +127,7 @@ def hand_out(tile, place, n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexp
 
 @gluon.jit
 def take(n, slots_ptr, tile_full, tile_empty, SLOT: gl.constexpr, COUNT: gl.constexpr):
-    """(tile, the COUNT numbers that describe it): the n-th of this program, as `hand_out` told it."""
+    """(tile, the COUNT numbers that describe it): the n-th tile of this program, from `hand_out`."""
     mbarrier.wait(tile_full.index(n & 1), n >> 1 & 1)
     ptr = slots_ptr + (n & 1) * SLOT
     tile = gl.load(ptr, volatile=True)

@@ -1,8 +1,8 @@
-"""A ring of stages in shared memory, between the warp that fetches and the groups of warps that multiply.
+"""A ring of pipeline stages in shared memory, between the producer warp and the consumer warpgroups.
 
-Each stage has two barriers: `full` completes when its bytes have arrived, `empty` when every reader has given the stage back.
-Both sides go around in the same order. A `Ring` is what they share, a `Place` where in it one of them stands: `stage`, and the
-parity `phase` of the round, by which a barrier tells its last two rounds apart.
+Each stage has two barriers: `full` completes when its bytes have arrived, `empty` when every consumer has released the stage.
+Both sides use the stages in the same order. They share a `Ring`. Each has a `Place`, its position in the ring: the index
+`stage`, and the parity `phase` of the round, by which a barrier distinguishes its last two rounds.
 
     producer                                    consumer
     at = ring.to_fill()                         at = ring.after(passed)
@@ -11,7 +11,7 @@ parity `phase` of the round, by which a barrier tells its last two rounds apart.
     at = at.next()                              at.give_back()
                                                 at = at.next()
 
-A consumer with products in flight gives the stage before back, once those have been waited for (`give_back_last`).
+A consumer that keeps wgmma in flight releases the preceding stage instead, after waiting for its wgmma (`give_back_last`).
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -29,7 +29,7 @@ __all__ = ["Place", "Ring", "barriers", "new_ring"]
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """So many barriers, each of which completes a round with ARRIVALS arrivals."""
+    """COUNT barriers, each of which completes a phase after ARRIVALS arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -38,7 +38,7 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
 
 @aggregate
 class Place:
-    """Where in a ring a group of warps stands."""
+    """The position of a group of warps in a ring."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -66,7 +66,7 @@ class Place:
 
     @gluon.jit
     def skip(self, stages: gl.constexpr):
-        """The place so many stages further."""
+        """The place `stages` stages further."""
         stage = self.stage + stages
         phase = self.phase
         while stage >= self.STAGES:
@@ -76,7 +76,7 @@ class Place:
 
     @gluon.jit
     def fill(self, size: gl.constexpr):
-        """Wait until the stage may be written; gives the barrier that `size` bytes are to arrive at."""
+        """Wait until the stage may be written. Returns the barrier that expects `size` bytes."""
         mbarrier.wait(self.empty.index(self.stage), self.phase)
         bar = self.full.index(self.stage)
         mbarrier.expect(bar, size)
@@ -84,17 +84,17 @@ class Place:
 
     @gluon.jit
     def wait(self):
-        """Wait until the stage is there."""
+        """Wait until the stage's bytes have arrived."""
         mbarrier.wait(self.full.index(self.stage), self.phase)
 
     @gluon.jit
     def give_back(self):
-        """Let the stage be written again."""
+        """Release the stage, so that it may be written again."""
         release(self.empty.index(self.stage))
 
     @gluon.jit
     def give_back_last(self, pred=True):
-        """The same of the stage before."""
+        """Release the preceding stage."""
         release(self.empty.index(gl.where(self.stage == 0, self.STAGES, self.stage) - 1), pred=pred)
 
 
@@ -114,18 +114,18 @@ class Ring:
 
     @gluon.jit
     def to_fill(self):
-        """The producer's start. A new barrier counts as having completed its odd phase: the first round waits for nobody."""
+        """The producer's first place. A new barrier counts as having completed its odd phase: the first round does not wait."""
         return Place(self.full, self.empty, gl.to_tensor(0), gl.to_tensor(1), self.STAGES)
 
     @gluon.jit
     def after(self, passed):
-        """A reader's place when `passed` stages have been filled before."""
+        """A consumer's place after `passed` stages have been filled."""
         return Place(self.full, self.empty, passed % self.STAGES, passed // self.STAGES & 1, self.STAGES)
 
 
 @gluon.jit
 def new_ring(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring whose stages are given back by READERS groups each."""
+    """A ring in which READERS groups of warps release each stage."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):

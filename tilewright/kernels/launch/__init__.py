@@ -1,1 +1,1 @@
-"""The host's side of a launch: shapes, replays, counters, overlap, gradients, and what a launch costs. No kernels."""
+"""The host side of launches: shapes, replays, counters, overlap, gradients, and the cost of a launch. No kernels."""

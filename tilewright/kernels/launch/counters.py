@@ -1,7 +1,8 @@
-"""Buffers that outlive a launch: the tickets by which the programs of one launch find out which of them is the last.
+"""Atomic counters that outlive a launch. With them the programs of one launch find out which of them finishes last.
 
-A split kernel writes partial results, then takes a ticket; whoever draws the last one combines them and puts the counter
-back to zero. So the counters are zero between launches, and a CUDA graph can replay the launch any number of times.
+In a split kernel, each program writes its partial results and then increments a counter (it "draws a ticket"). The program
+that draws the last ticket combines the partial results and resets the counter to zero. So the counters are zero between
+launches, and a CUDA graph can replay the launch any number of times.
 """
 
 from collections.abc import Iterator
@@ -14,16 +15,17 @@ __all__ = ["own_tickets", "tickets"]
 
 _TICKETS: dict[tuple[torch.device, int], Tensor] = {}
 _OUTGROWN: list[Tensor] = []
-"""A graph that was captured with them may still be replayed."""
+"""Buffers that became too small. They are kept, because a graph that was captured with them may still be replayed."""
 _OWN: list[Tensor] = []
-"""Of the graph that is being captured; the innermost last."""
+"""The counters of the graphs that are being captured; the innermost graph comes last."""
 
 
 @contextmanager
 def own_tickets(device: torch.device, count: int = 1 << 16) -> Iterator[Tensor]:
-    """Counters for one CUDA graph, around its capture: none is shared with another graph, none zeroed in a replay.
+    """Use this context around the capture of a CUDA graph to give it counters of its own.
 
-    Whoever keeps the graph keeps them.
+    They are not shared with another graph, and a replay does not zero them. The caller must keep the returned tensor as long
+    as the graph.
     """
     held = torch.zeros(count, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
@@ -35,15 +37,16 @@ def own_tickets(device: torch.device, count: int = 1 << 16) -> Iterator[Tensor]:
 
 
 def tickets(device: torch.device, count: int) -> Tensor:
-    """At least `count` int32 counters, all zero between launches, one set a stream: launches there run in order.
+    """At least `count` int32 counters, all zero between launches.
 
-    Where a CUDA graph is captured on a stream that has none yet, they are the graph's own, and each replay zeroes them first:
-    a call that ran once before on that stream saves this. Graphs that hold one stream's counters are replayed one after the
-    other: side by side they would count each other's programs, and wait for ever or give wrong sums. With `own_tickets`
-    each has its own.
+    There is one set per stream, because the launches of a stream run in order. If a CUDA graph is captured on a stream that has
+    no counters yet, the graph gets its own, and each replay zeroes them first. A call on that stream before the capture avoids
+    this. Graphs that share one stream's counters must be replayed one after the other. If they ran at the same time, they
+    would count each other's programs, and would wait forever or return wrong sums. With `own_tickets` each graph has its own
+    counters.
 
     Raises:
-        RuntimeError: a graph is captured with counters of its own (`own_tickets`), and a launch of it wants more than those.
+        RuntimeError: the graph is captured with counters of its own (`own_tickets`), and one of its launches needs more.
     """
     if _OWN and _OWN[-1].device == device and torch.cuda.is_current_stream_capturing():
         if _OWN[-1].numel() < count:

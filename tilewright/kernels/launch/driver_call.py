@@ -1,13 +1,14 @@
-"""A compiled kernel's way to the driver without what Triton does for every launch in Python.
+"""Launches of a compiled kernel without the Python work that Triton repeats for every launch.
 
-`compiled[grid](*arguments)` asks which hooks there are and calls them, makes room for scratch memory, and encodes each
-descriptor of the copy engine: 5 microseconds of host time, 20 with descriptors, beside 3 of the driver's own. What it hands to
-its C code at the end differs from launch to launch in the stream, addresses and encoded descriptors alone. So that is caught
-once, made by Triton's own code, and handed over again; encoded descriptors are kept by the addresses that they were made for.
+`compiled[grid](*arguments)` looks up the launch hooks and calls them, allocates scratch memory, and encodes each TMA
+descriptor. This takes 5 microseconds of host time, or 20 with descriptors, in addition to 3 in the driver. At the end it calls
+C code. From launch to launch, only the stream, the addresses and the encoded descriptors in the arguments of this call change.
+So a `BareLaunch` lets Triton prepare these arguments once, intercepts them, and passes them to the C code again in later
+launches. Encoded descriptors are cached under the addresses that they were made for.
 
-It holds for Triton 3.6 to 3.9, whose launchers put a function around the C code where there are descriptors. `bare_launch`
-gives None where it does not find what it knows, or a kernel has scratch memory: then launches go Triton's way. They do so too
-while somebody has hooked into launches (replay.py), as profilers do.
+This works with Triton 3.6 to 3.9, whose launchers wrap the C code in a Python function if there are descriptors. `bare_launch`
+returns None if it does not recognise the launcher, or if the kernel uses scratch memory. Then Triton's own launcher is used.
+It is also used while launch hooks are installed (replay.py), for example by a profiler.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,7 +25,7 @@ __all__ = ["BareLaunch", "bare_launch"]
 
 _MOST = 8192
 _ENCODED: dict[Hashable, tuple[Any, ...]] = {}
-"""What the C code is given, by launch, stream and addresses: a model meets the same ones again. No tensor is held."""
+"""Arguments of the C code, by launch, stream and addresses: a model uses the same addresses again. Holds no tensors."""
 _CATCHING = Lock()
 
 
@@ -38,7 +39,7 @@ class BareLaunch:
         code, cells = getattr(launcher.launch, "__code__", None), getattr(launcher.launch, "__closure__", None) or ()
         around = {} if code is None else dict(zip(code.co_freevars, cells, strict=True))
         self.encodes = "launcher" in around
-        """Whether there are descriptors."""
+        """Whether the kernel has descriptors among its arguments."""
 
         def catch(*given: Any) -> None:
             self._seen.append(given)
@@ -50,13 +51,13 @@ class BareLaunch:
             self._launcher.launch = FunctionType(code, launcher.launch.__globals__, closure=cells)
         active: Any = driver.active
         self._device, self._stream = active.get_current_device, active.get_current_stream
-        if self._device is torch.cuda.current_device:  # what is left of it where CUDA has been initialised
+        if self._device is torch.cuda.current_device:  # the call inside it, without the check that CUDA is initialised
             self._device = torch._C._cuda_getDevice
         if not self.encodes:
             given = self._caught(0, arguments)
             last = given[-1]
             self._nested = isinstance(last, (tuple, list)) and len(last) == len(arguments) and last[0] is arguments[0]
-            """Whether the C code takes the kernel's arguments as one; if not, they follow the others."""
+            """Whether the C code accepts the kernel's arguments as one sequence; if not, they follow the other arguments."""
             self._before, self._after = given[:3], given[4 : -1 if self._nested else -len(arguments)]
 
     def _caught(self, stream: int, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -65,7 +66,7 @@ class BareLaunch:
             return self._seen.pop()
 
     def __call__(self, arguments: Sequence[Any]) -> None:
-        """Launch on the current stream; no argument is a descriptor."""
+        """Launch on the current stream. No argument may be a descriptor."""
         stream = self._stream(self._device())
         if self._nested:
             self._run(*self._before, stream, *self._after, arguments)
@@ -73,7 +74,7 @@ class BareLaunch:
             self._run(*self._before, stream, *self._after, *arguments)
 
     def again(self, key: tuple[int, ...]) -> bool:
-        """Launch as `encode` did for the key on this stream; False where it has not."""
+        """Repeat the launch that `encode` made for this key on the current stream. Returns False if there was none."""
         given = _ENCODED.get((self, self._stream(self._device()), *key))
         if given is None:
             return False
@@ -81,7 +82,7 @@ class BareLaunch:
         return True
 
     def encode(self, key: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """Launch with descriptors; the key holds all addresses among the arguments."""
+        """Launch with descriptors. The key contains all addresses among the arguments."""
         stream = self._stream(self._device())
         given = self._caught(stream, arguments)
         with _CATCHING:  # backward passes run in threads of their own
@@ -92,12 +93,12 @@ class BareLaunch:
 
 
 def bare_launch(compiled: CompiledKernel, grid: tuple[int, ...], arguments: Sequence[Any]) -> BareLaunch | None:
-    """The short way for a kernel whose module is loaded; None where Triton's own has to be taken.
+    """The short way to launch a kernel whose module is loaded, or None if Triton's own launcher must be used.
 
     Args:
-        compiled: what launching it gave.
+        compiled: the object that a launch through Triton returned.
         grid: three numbers.
-        arguments: of a launch, all that the kernel has parameters for.
+        arguments: one launch's arguments, for all parameters of the kernel.
     """
     launcher: Any = getattr(compiled, "run", None)
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):

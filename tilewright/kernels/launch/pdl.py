@@ -1,19 +1,21 @@
-"""Launches that overlap the one before them on the stream (programmatic dependent launch, sm_90 and later).
+"""Launches that overlap the preceding launch on the stream (programmatic dependent launch, PDL; sm_90 and later).
 
-A quantiser is launched in the ordinary way and says `release` as each of its programs starts. A product that is launched with
-PDL=1 may then start while the quantiser runs. It waits before it touches memory at all, `gdc_wait` in each group of warps that
-reads or writes, and the wait lasts until all that the quantiser has written can be read. So it is right behind any kernel: only
-the launch, the set-up of barriers and the first instructions are hidden. A CUDA graph keeps this as an edge of its own kind.
+A quantiser is launched in the ordinary way. Each of its programs calls `release` when it starts. A product that is launched
+with PDL=1 may then start while the quantiser still runs. Each group of warps of the product that reads or writes memory calls
+`gdc_wait` first. This wait ends when everything that the quantiser has written is visible. So the product is correct after any
+kernel: only its launch, the initialisation of its barriers and its first instructions overlap with the quantiser. A CUDA graph
+represents this dependency as a special type of edge.
 
-What was measured (H100, int8 layers in CUDA graphs, docs/log.md#launches-that-overlap):
+Measurements (H100, int8 layers in CUDA graphs, docs/log.md#launches-that-overlap):
 
-- Waiting behind a kernel that does not release costs 0.4 us. Hence `chained`, the products' argument by which a caller says
-  that the launch before was a quantiser. It is a hint, and decides nothing but speed.
-- Behind one that releases it saves 1 to 2 us, but programs then start in the order in which the quantiser leaves the SMs:
-  neighbours in the order of tiles, which ask L2 for the same boxes, are no longer neighbours on the card. Products of many rows
-  and a long K lose up to 25 % by that: `waits` knows which.
-- Asking for the weight before the wait, which is right only behind kernels that are known not to write it, was no faster. It is
-  in products of one row (H100, 1 x 768 x 1000 behind a norm, before a cast, caches empty: 9.9 us for the three, 11.3 without).
+- After a kernel that does not call `release`, the wait costs 0.4 us. Therefore products have the argument `chained`, with which
+  the caller states that the preceding launch was a quantiser. It is a hint and affects only speed.
+- After a kernel that calls `release`, it saves 1 to 2 us. But the product's programs then start in the order in which the
+  quantiser's programs leave the SMs. Tiles that are neighbours in the tile order, and load the same boxes from L2, then no
+  longer run on neighbouring SMs. Products of many rows with a long K lose up to 25 % by that; `waits` excludes them.
+- Loading the weight before the wait was no faster. It is also correct only if the preceding kernel does not write the weight.
+  In products of one row it is faster (H100, 1 x 768 x 1000 after a norm and before a cast, caches empty: 9.9 us for all three
+  launches, 11.3 without it).
 """
 
 from typing import Any
@@ -32,23 +34,23 @@ _COMPILED = tl.constexpr(not env.interpreting())
 
 
 def overlaps(device: Device) -> bool:
-    """Whether the card has such launches."""
+    """Whether the card supports programmatic dependent launch."""
     return device.kind == "cuda" and device.arch >= 90
 
 
 def waits(chained: bool, rows: int, cols: int) -> bool:
-    """Whether a product [rows, cols] @ [cols, N] on sm_90 is launched with PDL; the same within a bucket of rows."""
+    """Whether a product [rows, cols] @ [cols, N] on sm_90 is launched with PDL; the same for all rows of a bucket."""
     return chained and (rows <= 128 or (rows <= 256 and cols <= 4096))
 
 
 def launch_options(pdl: bool) -> dict[str, Any]:
-    """What a launch of a kernel that waits or not is given beside the kernel's own arguments."""
+    """The launch options, in addition to the kernel's own arguments, of a kernel that waits (pdl) or does not wait."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 @triton.jit
 def release():
-    """The first line of a kernel behind which products are launched early; nothing where the card has no such launches."""
+    """Let the next launch start early. First line of a kernel that products follow. No effect on cards without PDL."""
     if _COMPILED:
         if cuda_capability_geq(9, 0):
             gdc_launch_dependents()

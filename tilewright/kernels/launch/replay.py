@@ -1,14 +1,14 @@
-"""Launches that are made again: the same compiled kernel, grid and numbers on other memory.
+"""Repeated launches: the same compiled kernel, grid and numbers, on other memory.
 
-A launch through Triton's `kernel[grid](...)` looks at each argument to find out which binary is meant, and a descriptor of the
-copy engine is checked and written down as text for that: tens of microseconds of host time for a kernel of forty arguments,
-more than a convolution of one image takes. Where a launcher knows that a call differs from an earlier one by its addresses
-alone, it keeps a `Prepared` and hands it those. What a launcher has to compare for that, `Held` is asked by: shapes, strides,
-dtypes, constants, the card, and which addresses are multiples of 16.
+To find the right binary, a launch through Triton's `kernel[grid](...)` inspects each argument. For that it also checks each TMA
+descriptor and converts it to text. For a kernel of forty arguments this takes tens of microseconds of host time, more than a
+convolution of one image. If a launcher knows that a call differs from an earlier one only in its addresses, it uses a stored
+`Prepared` and passes it the new addresses. `Held` stores these under keys. A key contains everything that must be the same:
+shapes, strides, dtypes, constants, the card, and which addresses are multiples of 16.
 
-From its second launch on it goes the way of driver_call.py. A held launch keeps no tensor alive: it has offsets into operands.
-Launchers make one of every launch and hold those that a card has run: a recording for a card that is not here (asm/compile.py)
-goes the same way, and shows what is wrong with it.
+From its second launch on, a `Prepared` uses driver_call.py. It keeps no tensor alive, because it stores only offsets into
+operands. Launchers make a `Prepared` for every launch and store those that have run on a card. A recording for an absent card
+(asm/compile.py) uses the same code, so it shows errors in it.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -33,7 +33,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class _Base:
-    """What a descriptor is told its memory is: an address."""
+    """Stands for a descriptor's tensor; it has only an address."""
 
     __slots__ = ("pointer",)
 
@@ -45,17 +45,17 @@ class _Base:
 
 
 class Prepared:
-    """A launch with places for addresses.
+    """A launch that can be repeated on operands at other addresses.
 
     Args:
-        kernel: the jitted function: names the order of its parameters.
-        compiled: what launching it gave.
-        grid: programs, one to three numbers.
-        arguments: those of the launch, by position: tensors, descriptors, numbers, None.
-        constants: the rest, by name.
-        owners: for each of the first arguments, which operand it points into, or is: a float that is another every time;
-            None for what stays.
-        operands: addresses of the operands of that launch, and such floats.
+        kernel: the jitted function; it gives the order of the parameters.
+        compiled: the object that the first launch returned.
+        grid: the number of programs, one to three numbers.
+        arguments: the positional arguments of the launch: tensors, descriptors, numbers, None.
+        constants: the other arguments, by name.
+        owners: for each of the first arguments, the index of the operand that it points into, or that it is (a float that
+            changes from launch to launch). None for an argument that stays the same.
+        operands: the addresses of that launch's operands, and the floats that change.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Prepared:
             bare.encode(key, self._on(operands))
 
     def _on(self, operands: Sequence[float]) -> list[Any]:
-        """The launch's arguments on operands at these addresses."""
+        """The launch's arguments for operands at these addresses."""
         arguments = self._arguments.copy()
         for i, owner, offset, fields in self._places:
             at: Any = operands[owner] + offset
             if fields is not None:
-                # Its own constructor checks what was checked when the launch was made first.
+                # The constructor would repeat checks that passed in the first launch.
                 described = object.__new__(fields[0])
                 described.__dict__.update(fields[1], base=_Base(at))
                 at = described
@@ -111,9 +111,9 @@ class Prepared:
         return arguments
 
     def _launch(self, operands: Sequence[float]) -> None:
-        """Triton's way; the first time it makes the kernel's handle."""
+        """Launch through Triton. The first such launch creates the kernel's handle."""
         arguments = self._on(operands)
-        if self._run is None:  # not sooner: a kernel that was only compiled, for a card that is not here, has no handle
+        if self._run is None:  # not in __init__: a kernel that was only compiled for an absent card has no handle
             self._run = self._compiled[self._grid]  # pyright: ignore[reportArgumentType]
             self._bare = bare_launch(self._compiled, self._grid, arguments)
         self._run(*arguments)
@@ -123,24 +123,24 @@ def first_launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any], owners: Sequence[int | None],
     operands: Sequence[Tensor | None],
 ) -> Prepared:  # fmt: skip
-    """Launch `kernel[grid](*arguments, **constants)`. Gives what makes it again on operands of other addresses (`Prepared`)."""
+    """Launch `kernel[grid](*arguments, **constants)`. Returns a `Prepared` that repeats it on operands at other addresses."""
     compiled = kernel[grid](*arguments, **constants)
     starts = [0 if t is None else t.data_ptr() for t in operands]
     return Prepared(kernel, compiled, grid, arguments, constants, owners, starts)
 
 
 class Held:
-    """What a launcher holds of its launches, by all that tells one from another; the oldest go where there are too many."""
+    """A launcher's stored launches, under keys that tell them apart. If there are too many, the oldest is dropped."""
 
     def __init__(self, most: int = 4096):
         self._most = most
         self._kept: dict[Hashable, Any] = {}
         self._keeping = Lock()  # backward passes run in threads of their own
         self.get = self._kept.get
-        """What was kept for a key, or None."""
+        """The object stored under a key, or None."""
 
     def keep(self, key: Hashable, kept: Any) -> None:
-        """Hold it for a key."""
+        """Store an object under a key."""
         with self._keeping:
             if len(self._kept) >= self._most and key not in self._kept:
                 del self._kept[next(iter(self._kept))]
@@ -148,14 +148,15 @@ class Held:
 
 
 def pointer_kind(x: Tensor | None) -> tuple[torch.dtype, bool] | None:
-    """What Triton chooses a kernel by where it is given a tensor: dtype, whether it starts at 16 bytes; None without one."""
+    """The properties of a tensor by which Triton selects a binary: (dtype, whether its address is a multiple of 16)."""
     return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Hashable | None:
-    """All by which calls of a public function may differ but the memory of their tensors; None: go the long way.
+    """A key with everything in which two calls of a public function may differ, except addresses; None: do not replay.
 
-    That is what is not on the current GPU, is traced, wrapped or unaligned, or has a list among its options, which has no hash.
+    None is returned for tensors that are not on the current GPU, are wrapped, or do not start at a multiple of 16 bytes; while
+    torch.compile traces or calls must go through the dispatcher; and if the options contain a list, which cannot be hashed.
     """
     if type(x) not in _PLAIN or not x.is_cuda or torch.compiler.is_compiling() or indirect() or away(x.get_device()):
         return None
@@ -177,7 +178,10 @@ def call_key(options: tuple[Any, ...], x: Tensor, *others: Tensor | None) -> Has
 
 
 def in_place(*pairs: tuple[Tensor | None, Tensor | None]) -> bool:
-    """Whether of each pair both are views of the same memory: an operand that was copied is copied every time."""
+    """Whether the two tensors of each pair start at the same address; a pair with None counts as equal.
+
+    With a pair (operand, operand as launched), False means that the operand was copied, so that every call must copy it.
+    """
     return all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
@@ -188,18 +192,19 @@ def launch(
     kernel: Any, grid: tuple[int, ...], operands: Sequence[Tensor | None], numbers: tuple[int | float | bool, ...],
     constants: Mapping[str, Any], factors: tuple[float, ...] = (),
 ) -> Prepared | None:  # fmt: skip
-    """`kernel[grid](*operands, *numbers, *factors, **constants)`, the short way where such a launch was made before.
-
-    Gives what makes it again, of addresses of operands that begin at 16 bytes where these do, and of other factors; None where
-    no card has run it.
+    """`kernel[grid](*operands, *numbers, *factors, **constants)`, by replay if such a launch was made before.
 
     Args:
-        kernel: a jitted function of a module, whose first parameters are pointers.
-        grid: programs.
-        operands: what they point to; the first is no None.
-        numbers: the parameters behind them.
-        constants: the rest by name, and options of the launch, in the same order every time.
-        factors: the parameters behind the numbers: floats that may be others in the next call of its kind.
+        kernel: a jitted function at module level. Its first parameters are pointers.
+        grid: the number of programs.
+        operands: the tensors that the pointers point to; the first is not None.
+        numbers: the parameters after the pointers.
+        constants: the other parameters by name, and launch options; always in the same order.
+        factors: the parameters after the numbers: floats that may change from call to call.
+
+    Returns:
+        A `Prepared` that repeats the launch for other addresses and factors; the addresses must have the same remainders
+        modulo 16. None if the launch did not run on a card.
     """
     starts = [0 if t is None else t.data_ptr() for t in operands]
     low = 0

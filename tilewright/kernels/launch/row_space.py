@@ -1,7 +1,7 @@
-"""What ops over rows choose by, and small spaces for kernels whose blocks follow from the shape.
+"""Problems of ops over rows, and small config spaces for kernels whose block sizes follow from the shape.
 
-A block that holds a row is as wide as the row; what is left to measure is how many warps share it. So a space has two configs a
-shape, and the certificates of an op stay short.
+A block that contains a row is as wide as the row, so only the number of warps remains to be measured. Such a space has two
+configs per shape, and the certificates of an op stay short.
 """
 
 from collections.abc import Callable
@@ -17,30 +17,33 @@ __all__ = ["Flat", "Rows", "flat_problem", "row_problem", "row_space"]
 
 
 class Rows(NamedTuple):
-    """All that a config of an op over rows may depend on: not how many there are."""
+    """Everything that a config of an op over rows may depend on. The number of rows is not part of it."""
 
     dtype: torch.dtype
     cols: int
 
 
 def row_problem(x: Tensor, *_: Any) -> Rows:
-    """The problem of an op whose first argument is its rows."""
+    """The problem of an op whose first argument contains the rows."""
     return Rows(x.dtype, x.shape[-1])
 
 
 class Flat(NamedTuple):
-    """All that a config of a walk over memory may depend on: it has no sizes to choose by."""
+    """Everything that a config of a contiguous elementwise kernel may depend on; sizes are not part of it."""
 
     dtype: torch.dtype
 
 
 def flat_problem(x: Tensor, *_: Any) -> Flat:
-    """The problem of an op that walks over its first argument's memory."""
+    """The problem of an elementwise op that reads its first argument in storage order."""
     return Flat(x.dtype)
 
 
 def row_space(default: Callable[[Device, Any], Config], **axes: tuple[Any, ...]) -> Space:
-    """A space around `default`, which may name any value of `axes`; `num_warps`, one of them, may be twice the default's."""
+    """A space that accepts, for each problem, the config `default` and the same with twice its `num_warps`.
+
+    `axes` must contain `num_warps`, and all values that `default` may return.
+    """
 
     def refusal(device: Device, problem: Any, config: Config) -> str | None:
         wanted = default(device, problem)

@@ -1,4 +1,4 @@
-"""What launchers and public functions ask about shapes: rows of any leading dims, powers of two, argument checks."""
+"""Helpers about shapes for launchers and public functions: rows over any leading dims, powers of two, argument checks."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. Triton's own `cdiv` takes 10 microseconds of host time: it is meant for kernels."""
+    """a / b, rounded up. Triton's own `cdiv` is meant for kernels; called on the host it takes 10 microseconds."""
     return -(-a // b)
 
 
@@ -32,25 +32,26 @@ def next_pow2(n: int) -> int:
 
 
 def row_unit(cols: int) -> int:
-    """Rows of `cols` columns start at multiples of this many elements, as kernels count on (`device/row_start.py`): 1 to 8."""
+    """The alignment of row starts, in elements (1 to 8), that kernels assume for `cols` columns (`device/row_start.py`)."""
     return min(cols & -cols, 8) or 1
 
 
 def rows_of(x: Tensor) -> tuple[int, int]:
-    """(number of rows, elements from a row to the next) of a tensor that went through `rows_ready`.
+    """(number of rows, elements from one row to the next) of a tensor that `rows_ready` returned.
 
     Raises:
-        ValueError: the rows start where `rows_ready` would not leave them.
+        ValueError: the rows are not aligned as `rows_ready` aligns them.
     """
     cols = x.shape[-1]
     rows = x.numel() // cols if cols else 0
     if x.dim() < 2 or not rows:
         return rows, cols
     if rows == 1:
-        # No stride is used, but it tells of the rows to come what kernels are compiled for (`row_parts.starts`).
+        # The stride is not used here. But it indicates the alignment of later rows, for which kernels are compiled
+        # (`cooperative_rows.starts`).
         stride = max(x.stride()[:-1])
         return rows, stride if stride >= cols and stride % row_unit(cols) == 0 else cols
-    # The innermost leading dim with more than one element carries the stride; the outer ones are multiples of it.
+    # The stride is that of the innermost leading dim with more than one element; the outer strides are multiples of it.
     stride = next(stride for size, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True) if size > 1)
     return rows, _counted_on(stride, cols)
 
@@ -65,9 +66,9 @@ def _counted_on(stride: int, cols: int) -> int:
 
 
 def rows_ready(x: Tensor) -> Tensor:
-    """x itself when its leading dims fold into rows at one stride with a dense last dim; else a contiguous copy.
+    """x itself if its last dim is dense and its leading dims fold into rows with one stride; else a contiguous copy.
 
-    A copy too where rows start at other columns than multiples of `row_unit`: kernels are compiled for those alone.
+    x is also copied if its rows do not start at multiples of `row_unit` elements, because kernels are compiled for these only.
     """
     if x.is_contiguous():
         return x
@@ -84,23 +85,24 @@ def rows_ready(x: Tensor) -> Tensor:
 
 
 def _has_heads(x: Tensor) -> bool:
-    """Whether x [T, H, D] is heads beside each other in the rows of a wider matrix, which start where kernels count on."""
+    """Whether x [T, H, D] consists of adjacent heads in the rows of a wider matrix, aligned as kernels assume."""
     if x.dim() != 3 or 1 in x.shape or not x.numel() or x.shape[2] > 512:
         return False
     return x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % row_unit(x.shape[2]) == 0 and x.stride(0) >= x[0].numel()
 
 
 def heads_ready(x: Tensor) -> Tensor:
-    """As `rows_ready`, but [T, H, D], heads beside each other in the rows of a wider matrix, is x itself, too."""
+    """Like `rows_ready`, but x [T, H, D] is also returned itself if it consists of adjacent heads in rows of a wider matrix."""
     return x if _has_heads(x) else rows_ready(x)
 
 
 def rows_of_heads(x: Tensor) -> tuple[int, int, int]:
-    """(rows, elements, H) of a tensor that went through `heads_ready`: from H rows, which lie beside each other, to the next H
-    it is so many elements. H is 1 where `rows_of` has one stride for all.
+    """(rows, stride, H) of a tensor that `heads_ready` returned.
+
+    H rows are adjacent; the next H rows start `stride` elements later. H is 1 if all rows have one stride, as in `rows_of`.
 
     Raises:
-        ValueError: as `rows_of`.
+        ValueError: as in `rows_of`.
     """
     if not x.is_contiguous() and _has_heads(x):
         return x.shape[0] * x.shape[1], x.stride(0), x.shape[1]
@@ -108,17 +110,21 @@ def rows_of_heads(x: Tensor) -> tuple[int, int, int]:
 
 
 def token_stride(x: Tensor) -> int:
-    """Elements from a token of x [T, H, D] to the next, after `tokens_ready`. Raises ValueError where that was left out."""
+    """Elements from one token of x [T, H, D] to the next, for an x that `tokens_ready` returned.
+
+    Raises:
+        ValueError: the tokens are not aligned as `tokens_ready` aligns them.
+    """
     return _counted_on(x.stride(0), x.shape[2]) if x.shape[0] > 1 else x.shape[1] * x.shape[2]
 
 
 def tokens_ready(x: Tensor) -> Tensor:
-    """x [T, H, D] itself, or a contiguous copy where its tokens start at other elements than multiples of `row_unit(D)`."""
+    """x [T, H, D] itself if its tokens start at multiples of `row_unit(D)` elements, else a contiguous copy."""
     return x if x.shape[0] < 2 or x.stride(0) % row_unit(x.shape[2]) == 0 else x.contiguous()
 
 
 def check_last_dim(op: str, x: Tensor, **vectors: Tensor | None) -> None:
-    """Raise ValueError unless each named vector that there is is [D], D the last dimension of x."""
+    """Raise ValueError unless each named vector is None or [D], where D is the last dimension of x."""
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
     for name, vector in vectors.items():
@@ -129,7 +135,7 @@ def check_last_dim(op: str, x: Tensor, **vectors: Tensor | None) -> None:
 
 
 def check_alike(op: str, name: str, t: Tensor, like: str, x: Tensor) -> None:
-    """Raise ValueError unless t has the shape and dtype of x, which the caller knows as `like`."""
+    """Raise ValueError unless t has the shape and dtype of x. The message calls t `name` and x `like`."""
     if t.shape != x.shape or t.dtype != x.dtype:
         raise ValueError(f"{op}: {name} must be like {like}, {tuple(x.shape)} {x.dtype}; got {tuple(t.shape)} {t.dtype}")
 
@@ -138,9 +144,9 @@ def check_tensor(
     op: str, name: str, t: Tensor | None, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], like: Tensor,
     *, contiguous: bool = False, why: str = "",
 ) -> None:  # fmt: skip
-    """Raise ValueError unless t, where there is one, has one of the shapes and dtypes, on the device of `like`.
+    """Raise ValueError unless t is None, or has one of the shapes and dtypes and is on the device of `like`.
 
-    `why` follows what is wanted.
+    In the message, `why` follows the description of the required tensor.
     """
     if t is None:
         return

@@ -1,8 +1,9 @@
-"""What the functions of `Impl.work` share, which tell the analytical model what a launch really does (`work.py` of a wing).
+"""Helpers for the functions of `Impl.work`, which describe to the analytical model the work that a launch really does.
 
-Each of those takes (device, config, *args) with the arguments of the op, which may be meta tensors; the entries of a config may
-be NumPy arrays, and then so are the numbers of its `Work`, one entry a config. The lengths of attention are read from their
-tensor, which waits for the device; on meta tensors the width of the block table stands for them.
+These functions are in the `work.py` of a kernel folder. Each accepts (device, config, *args) with the arguments of the op,
+which may be meta tensors. The entries of a config may be NumPy arrays; then the numbers of the `Work` are arrays too, with one
+entry per config. The sequence lengths of attention are read from their tensor, so the host waits for the device. For meta
+tensors the width of the block table is used instead.
 """
 
 # T rows, D columns
@@ -24,17 +25,17 @@ _UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def cdiv(a: Any, b: Any) -> Any:
-    """a / b rounded up, of numbers or arrays."""
+    """a / b rounded up, for numbers or arrays."""
     return np.ceil(a / b)
 
 
 def unit_of(dtype: torch.dtype) -> str:
-    """The rate of `hw.device.Device` that a product of this dtype runs at."""
+    """The arithmetic unit (a key of `hw.ceilings.Ceilings.flops`) on which a product of this dtype runs."""
     return _UNITS.get(dtype, "fp32")
 
 
 def row_work(device: Device, config: Config, x: Tensor, streams: int, shared: int, operations: int) -> Work:
-    """`streams` arrays like x are read or written, `shared` vectors of a row's width are read by every block."""
+    """Work of a kernel that reads or writes `streams` arrays like x. Each block also reads `shared` vectors of row width."""
     rows = max(rows_of(x)[0], 1)
     d, size = x.shape[-1], x.element_size()
     block_t, block_d, warps = config["BLOCK_T"], config["BLOCK_D"], config["num_warps"]
@@ -44,7 +45,7 @@ def row_work(device: Device, config: Config, x: Tensor, streams: int, shared: in
     held = np.minimum(config["HELD"], parts - 1)
     again = np.where(wide, (parts - held) * block_d, 0) * rows * size
     moved = rows * d * size * streams + shared * d * size
-    # A row waits in L2 for its second reading, beside those of the other blocks.
+    # Until it is read again, a row stays in L2, together with the rows of the other blocks.
     waiting = device.sms * np.where(wide, (parts - held) * block_d, 0) * size * 2
     lost = np.clip(waiting / device.l2_bytes - 0.5, 0.0, 1.0) if device.l2_bytes else 0.0
     elements = blocks * block_t * np.where(wide, parts * block_d, block_d)
@@ -59,6 +60,6 @@ def row_work(device: Device, config: Config, x: Tensor, streams: int, shared: in
         steps=np.where(wide, 2 * (parts - held), 1),
         operations=1.0 * elements * operations,
         vector=vector,
-        # Warps that share a row meet; rows of one warp do not.
+        # Warps that share a row synchronise; a row that one warp processes needs no synchronisation.
         rounds=1 + np.maximum(np.log2(warps / np.minimum(block_t, warps)), 0) / 2,
     )

@@ -1,1 +1,1 @@
-"""Updates of parameters: one launch for all tensors of a model."""
+"""Optimizer steps: one launch updates all tensors of a model."""

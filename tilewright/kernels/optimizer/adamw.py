@@ -5,11 +5,12 @@
     v <- v + (1 - beta2) (g^2 - v)
     p <- p - lr r (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + d p)
 
-    p (master), m (exp_avg), v (exp_avg_sq): flat float32 as multi_tensor.py lays it; weights: p rounded to their dtype, flat,
-    or None; grads: a list of tensors of one dtype, bf16, fp16 or fp32; rates: float32 [tensors, 2], factor r of the learning
-    rate and weight decay d of each tensor; control: float64, with the betas, their powers, the scale, and whether to write.
+    p (master), m (exp_avg), v (exp_avg_sq): float32, flat as in multi_tensor.py; weights: p rounded to their dtype, flat, or
+    None; grads: a list of tensors of one dtype, bf16, fp16 or fp32; rates: float32 [tensors, 2], factor r of the learning rate
+    and weight decay d of each tensor; control: float64, with the betas, their powers, the scale, and whether to write.
 
-Averages move by (1 - beta) of what is missing: else the rounding of beta to float32 would be an error of 1e-8 a step.
+The averages are updated by (1 - beta) times the difference. In the form beta m + (1 - beta) g, the rounding of beta to float32
+would be an error of 1e-8 per step.
 Limited by bytes: with bf16 gradients and weights 14 in and 14 out for each element.
 Not supported: amsgrad, tensors of different dtypes.
 """
@@ -46,7 +47,7 @@ __all__ = ["adamw_op", "adamw_step", "adamw_update"]
 def adamw_update(
     master: Tensor, m: Tensor, v: Tensor, grad: Tensor, rate: Tensor, decay: Tensor, control: Tensor, lr: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """New (master, m, v) by the formula above, in the dtype of `master`; `rate` and `decay` for each element."""
+    """New (master, m, v) by the formula above, in the dtype of `master`; `rate` and `decay` have a value for each element."""
     like = master.dtype
     grad = grad * control[Slot.SCALE].to(like)
     m = m + (1 - control[Slot.BETA1]).to(like) * (grad - m)

@@ -1,22 +1,24 @@
-"""AdamW whose moments are 8-bit codes, over all tensors of a model in one launch.
+"""AdamW with 8-bit moments, over all tensors of a model in one launch.
 
-The update is adamw.py's, on moments that are decoded before and encoded behind it: 256 elements share one scale, their largest
-magnitude (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021). The codes are that paper's dynamic tree:
-leading zeros of a code are a power of ten, the bits behind the first one are linear within it:
+The update is that of adamw.py. The moments are decoded before it and encoded after it. 256 elements share one scale, which is
+their largest magnitude (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021). The codes (quantised values)
+are the dynamic tree of that paper: the number of a code's leading zeros gives a power of ten, and the bits after the first 1
+are linear within it:
 
     code n >= 1, k = floor(log2(n)):   value = 10^(k - K) (0.1 + 0.9 (n + 1 - 2^k) / 2^k),   code 0: 0
 
 with K = 7 for the second moment (1e-8 to 1, 255 levels) and K = 6 for the magnitude of the first, stored as 128 + sign n. The
-largest level is 1 exactly: a block's largest element keeps its size for ever. Encoding takes the nearest level; a second moment
-that is not zero never becomes zero, or its step would be a division by eps.
+largest level is exactly 1, so repeated encoding does not change a block's largest element. Encoding rounds to the nearest
+level. But a second moment that is not zero never becomes zero, because the update would then divide by eps alone.
 
     p (master): flat float32; m_codes, v_codes: uint8 like p; m_scales, v_scales: float32 [elements / 256];
     weights, grads, rates, control: as in adamw.py.
 
-Limited by bytes: with bf16 gradients and weights 8 in and 8 out for each element. That leaves about 100 instructions each, of
-comparisons and integer instructions about 60. Codes are decoded by a table of 256 levels in shared memory. The encoder finds
-no power of ten: on each of them codes are a linear function of the value, and the right one of these functions is the lowest.
-Not supported: stochastic rounding; unlike bitsandbytes, tensors that stay in 32 bits (use AdamW for those).
+Limited by bytes: with bf16 gradients and weights 8 in and 8 out for each element. In that time there is room for about 100
+instructions per element, but only about 60 if they are comparisons or integer instructions. Codes are decoded by a table of 256
+levels in shared memory. The encoder does not search for the power of ten: for each power, the code is a linear function of the
+value, and the smallest of these functions' results is the right one.
+Not supported: stochastic rounding; tensors that stay in 32 bits, which bitsandbytes has (use AdamW for those).
 """
 
 from functools import cache
@@ -48,35 +50,35 @@ from tilewright.tune.space import Config, Space
 __all__ = ["GROUP", "adamw_8bit_op", "decode", "encode"]
 
 GROUP = 256
-"""Elements with one scale."""
+"""The number of elements that share a scale."""
 
 # ---- reference
 
 
 class Coded(NamedTuple):
-    """Codes and the scale of every GROUP of them."""
+    """Codes, and one scale for every GROUP codes."""
 
     codes: Tensor
     scales: Tensor
 
 
 def _level(codes: Tensor, top: int) -> Tensor:
-    """The values of codes 0, 1, 2 ... as the formula above has them, float64."""
+    """The values of codes n >= 0 by the formula above, float64. top: K."""
     n = codes.double()
-    # Not log2, which falls short of whole numbers on a GPU.
+    # Not log2, which on a GPU may be slightly below a whole number.
     k = torch.frexp(n.clamp_min(1)).exponent.double() - 1
     return torch.where(n > 0, 10 ** (k - top) * (0.1 + 0.9 * (n + 1 - 2**k) / 2**k), 0.0)
 
 
 def decode(coded: Coded, signed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers behind codes, flat."""
+    """The numbers that the codes stand for, flat."""
     n = coded.codes.int() - 128 if signed else coded.codes.int()
     level = _level(n.abs(), 6 if signed else 7) * n.sign()
     return (level.view(-1, GROUP) * coded.scales.double()[:, None]).view(-1).to(dtype)
 
 
 def encode(values: Tensor, signed: bool) -> Coded:
-    """The nearest codes of numbers whose count is a multiple of GROUP; without `signed` they are not negative."""
+    """The nearest codes of `values`. Their count must be a multiple of GROUP; without `signed` they must not be negative."""
     groups = values.view(-1, GROUP).double()
     scales = groups.abs().amax(1)
     share = (groups.abs() / torch.where(scales > 0, scales, 1.0)[:, None]).view(-1)
@@ -114,7 +116,7 @@ def _cost(
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # A warp holds a group: its scale is a reduction by shuffles.
+    # One warp has one group, so its scale is computed by warp shuffles.
     return {"BLOCK": 2048, "num_warps": 8}
 
 
@@ -153,10 +155,10 @@ def _make(inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16
 
 @triton.jit
 def _place(share, TOP: tl.constexpr):
-    """Where numbers in [0, 1] lie between the levels, from level 1 up: level n is at n, and it is linear between neighbours.
+    """The position of numbers in [0, 1] among the levels, from level 1 up. Level n has position n; between levels it is linear.
 
-    Line k, of the levels from 10^(k - 1 - TOP) to 10^(k - TOP), is 2^k (8 / 9 + 10^(TOP - k) share / 0.9) - 1. Lines get
-    steeper towards zero, and neighbours meet at a level, so that the lowest is the right one.
+    For the levels from 10^(k - 1 - TOP) to 10^(k - TOP), the position is the line 2^k (8 / 9 + 10^(TOP - k) share / 0.9) - 1.
+    Lines get steeper towards zero, and consecutive lines meet at a level, so the right line is the one with the lowest value.
     """
     place = share * (2.0**TOP / 0.9) + (2.0**TOP * (8.0 / 9.0) - 1.0)
     for down in tl.static_range(1, TOP):
@@ -167,7 +169,7 @@ def _place(share, TOP: tl.constexpr):
 
 @triton.jit
 def _byte(place, ZERO: tl.constexpr):
-    """ZERO + the nearest whole number, as uint8. From 2^23 to 2^24 a float32 counts in ones: the addition rounds."""
+    """ZERO + the nearest integer, as uint8. From 2^23 to 2^24 float32 numbers are spaced 1 apart, so the addition rounds."""
     return (place + (12582912.0 + ZERO)).to(tl.int32, bitcast=True).to(tl.uint8)
 
 
@@ -175,7 +177,7 @@ def _byte(place, ZERO: tl.constexpr):
 def _encoded_signed(m, inverse):
     """The codes of m; `inverse` is 1 / scale."""
     share = tl.abs(m) * inverse
-    # Between zero and level 1 a line of its own.
+    # There is a separate line between zero and level 1.
     place = tl.minimum(_place(share, 6), share * 1e6)
     sign = m.to(tl.int32, bitcast=True) & -0x80000000
     return _byte((place.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), 128)
@@ -183,14 +185,14 @@ def _encoded_signed(m, inverse):
 
 @triton.jit
 def _encoded(v, inverse):
-    """The codes of v >= 0; what is not zero is level 1 at least."""
+    """The codes of v >= 0. A number that is not zero gets at least level 1."""
     place = tl.maximum(_place(v * inverse, 7), 1.0)
     return _byte(place * tl.where(v > 0.0, 1.0, 0.0), 0)
 
 
 @triton.jit
 def _inverse(scales):
-    """1 / scale. A scale of zero, or below float32's normal numbers, has none: its group becomes zeros."""
+    """1 / scale, or 0 for scales of zero or below float32's normal numbers. Such a group gets the lowest codes."""
     return tl.where(scales >= 1.2e-38, 1.0 / scales, 0.0)
 
 
@@ -230,7 +232,7 @@ def _adamw_8bit_kernel(
 
 @cache
 def _levels(device: torch.device) -> Tensor:
-    """What codes of the first and of the second moment mean where the scale is 1: float32 [2, 256]."""
+    """The values of all codes of the first and of the second moment, for a scale of 1: float32 [2, 256]."""
     n = torch.arange(256)
     first = _level((n - 128).abs(), 6) * (n - 128).sign()
     return torch.stack([first, _level(n, 7)]).float().to(device)

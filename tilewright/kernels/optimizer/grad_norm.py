@@ -1,4 +1,4 @@
-"""The norm of all gradients together, and what a step does with it, without the host.
+"""The norm of all gradients together, and the gradient scale that follows from it, without the host.
 
     grad_squares(squares, grads):    squares <- the sum of squares of every 4096 elements of each tensor
     clip_scale(squares, control):    norm = sqrt(sum of squares)
@@ -9,9 +9,9 @@
     multi_tensor.py.
 
 The scale is that of torch.nn.utils.clip_grad_norm_. Squares are added in float32 within a chunk and in float64 over the chunks,
-always in the same order: whoever holds some of the chunks can compute theirs, and the norm has the same bits as if one had all.
-A sum of squares beyond float32 counts as not finite: the step is left out. `grad_squares` is limited by bytes, `clip_scale` by
-the latency of one SM, 10 microseconds for 0.6 billion parameters.
+always in the same order. So if several ranks each compute the squares of some chunks, the norm has the same bits as on one
+rank. A sum of squares that exceeds float32 counts as not finite, and the step is skipped. `grad_squares` is limited by bytes.
+`clip_scale` is limited by the latency of one SM: 10 microseconds for 0.6 billion parameters.
 """
 
 import torch

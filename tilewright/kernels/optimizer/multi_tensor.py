@@ -1,15 +1,15 @@
-"""What the optimizers' kernels share: where each tensor lies in flat memory, and the numbers that a step reads on the device.
+"""Shared by the optimizers' kernels: the layout of tensors in flat memory, and the numbers that a step reads on the device.
 
-An optimizer's state is flat: one buffer for the master weights, one for each moment. In it the tensors lie one after the other,
-each from a multiple of CHUNK elements on, with zeros up to the next; a chunk belongs to one tensor. Gradients stay where
-autograd put them: a launch gets a table of their addresses, so that it walks over all tensors at once, and loads of
-flat memory need no mask. Offsets are 64 bits wide.
+An optimizer's state is flat: one buffer for the master weights, and one for each moment. A buffer contains the tensors one
+after the other. Each starts at a multiple of CHUNK elements and is padded with zeros up to the next one, so a chunk belongs to
+one tensor, and loads from flat memory need no mask. Gradients stay where autograd put them. A launch gets a table of their
+addresses, so that it can process all tensors at once. Offsets are 64 bits wide.
 
-`control` is a float64 tensor of the numbers that change from step to step without the host's knowledge (SLOTS). The kernels
-that update weights read it; `clip_scale` writes it.
+`control` is a float64 tensor of the numbers that change from step to step on the device (`Slot`); the host does not know
+them. The kernels that update weights read it; `clip_scale` writes it.
 
-Not supported: gradients of different dtypes in one launch; a CUDA graph that is captured with gradients at addresses that no
-call before had, as their table is copied from the host.
+Not supported: gradients of different dtypes in one launch; capturing a CUDA graph with gradients at addresses that no earlier
+call had, because their table is copied from the host.
 """
 
 from collections import OrderedDict
@@ -47,38 +47,38 @@ __all__ = [
 ]
 
 CHUNK = 4096
-"""Elements: every tensor starts at a multiple of it. Norm weights of 1,024 elements waste the most, 36 KB of state each."""
+"""In elements: every tensor starts at a multiple of it. Norm weights of 1,024 elements waste most, 36 KB of state each."""
 
 
 class Slot:
-    """Places in `control`."""
+    """Indices into `control`."""
 
     STEP = 0
-    """Updates that were applied so far, the one under way included."""
+    """The number of updates applied so far, including the current one."""
     BETA1 = 1
     BETA2 = 2
     BETA1_POWER = 3
     """beta1 to the power of STEP."""
     BETA2_POWER = 4
     MAX_NORM = 5
-    """The largest norm that gradients may have, inf for any."""
+    """The largest norm that gradients may have; inf: no limit."""
     NORM = 6
-    """Of all gradients together, before they are scaled."""
+    """The norm of all gradients together, before they are scaled."""
     SCALE = 7
-    """What gradients are multiplied with."""
+    """The factor by which gradients are multiplied."""
     APPLIED = 8
-    """1, or 0 where the norm is not finite: then nothing is written."""
+    """1, or 0 if the norm is not finite: then nothing is written."""
     FACTOR1 = 9
-    """1 / (1 - beta1^STEP), which takes the bias from the first moment; computed once a step, not once a thread."""
+    """1 / (1 - beta1^STEP), the bias correction of the first moment; computed once per step, not once per thread."""
     FACTOR2 = 10
-    """The same of the second moment."""
+    """The same for the second moment."""
 
 
 SLOTS = 11
 
 
 def control_values(beta1: float, beta2: float, max_norm: float = float("inf")) -> list[float]:
-    """`control` before the first step."""
+    """The values of `control` before the first step."""
     return [0.0, beta1, beta2, 1.0, 1.0, max_norm, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -86,7 +86,7 @@ def control_values(beta1: float, beta2: float, max_norm: float = float("inf")) -
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Where tensors with so many elements start in flat memory; one more entry for its end."""
+    """The starts in flat memory of tensors with these numbers of elements, and as a last entry the end."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // CHUNK) * CHUNK)
@@ -94,12 +94,12 @@ def starts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def flat_size(sizes: Sequence[int]) -> int:
-    """Elements of flat memory for tensors with so many elements."""
+    """The number of elements of flat memory for tensors with these numbers of elements."""
     return starts_of(sizes)[-1]
 
 
 def gathered(grads: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """The gradients in flat memory shaped like `flat`, in its dtype, zeros between them."""
+    """The gradients in flat memory, with the shape and dtype of `flat` and zeros between them."""
     out = torch.zeros_like(flat)
     for start, grad in zip(starts_of([g.numel() for g in grads]), grads):
         out[start : start + grad.numel()] = grad.reshape(-1)
@@ -107,7 +107,7 @@ def gathered(grads: Sequence[Tensor], flat: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, grads: Sequence[Tensor], flat: Tensor) -> Tensor:
-    """One value for each tensor -> one for each element of flat memory, in the dtype of `flat`."""
+    """Repeat one value per tensor for each element of flat memory, in the dtype of `flat`."""
     starts = starts_of([g.numel() for g in grads])
     repeats = torch.tensor([end - start for start, end in pairwise(starts)], device=values.device)
     return torch.repeat_interleave(values.to(flat.dtype), repeats, output_size=starts[-1])
@@ -119,7 +119,7 @@ def applied(control: Tensor) -> Tensor:
 
 
 def put(states: Sequence[Tensor], new: Sequence[Tensor], weights: Tensor | None, control: Tensor) -> None:
-    """In definitions: write new states, and the first of them rounded as weights, where `control` says so."""
+    """For references: write the new states, and the first of them rounded as weights, unless APPLIED in `control` is 0."""
     for old, now in zip(states, new, strict=True):
         old.copy_(torch.where(applied(control), now.to(old.dtype), old))
     if weights is not None:
@@ -127,7 +127,7 @@ def put(states: Sequence[Tensor], new: Sequence[Tensor], weights: Tensor | None,
 
 
 def moved_bytes(states: Sequence[Tensor], weights: Tensor | None, grads: Sequence[Tensor]) -> int:
-    """What an update moves at least: states are read and written, weights written, gradients read."""
+    """The bytes that an update must move: states are read and written, weights written, gradients read."""
     return 2 * sum(t.nbytes for t in states) + (0 if weights is None else weights.nbytes) + sum(g.nbytes for g in grads)
 
 
@@ -135,14 +135,14 @@ def moved_bytes(states: Sequence[Tensor], weights: Tensor | None, grads: Sequenc
 
 
 class Tables(NamedTuple):
-    """What a launch over many tensors reads to find its way."""
+    """The tables by which a launch over many tensors finds its data."""
 
     owners: Tensor
-    """Which tensor a chunk belongs to: int32 [chunks]."""
+    """The index of the tensor that each chunk belongs to: int32 [chunks]."""
     spans: Tensor
     """Start in flat memory and number of elements of each tensor: int64 [tensors, 2]."""
     addresses: Tensor
-    """Of each gradient: int64 [tensors]."""
+    """The address of each gradient: int64 [tensors]."""
     kept: tuple[Tensor, ...]
     """Gradients that had to be copied, because they had gaps or did not start at a multiple of 16 bytes."""
 
@@ -153,7 +153,7 @@ _MOST_LAYOUTS, _MOST_ADDRESSES = 16, 64
 
 
 def _on(device: torch.device, values: list[int], dtype: torch.dtype) -> Tensor:
-    """The values on a device, copied without waiting for it."""
+    """The values on a device; the host does not wait for the copy."""
     pinned = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
@@ -167,10 +167,10 @@ def _layout(device: torch.device, sizes: tuple[int, ...]) -> tuple[Tensor, Tenso
 
 
 def tables(grads: Sequence[Tensor], device: torch.device) -> Tables:
-    """The tables for these gradients, from the last call with the same sizes and addresses where there was one.
+    """The tables for these gradients. Tables of earlier calls with the same sizes and addresses are reused.
 
     Raises:
-        ValueError: the gradients do not have one dtype, or lie on another device.
+        ValueError: the gradients do not all have the same dtype.
     """
     if any(g.dtype != grads[0].dtype for g in grads):
         found = sorted({str(g.dtype) for g in grads})
@@ -192,7 +192,7 @@ def tables(grads: Sequence[Tensor], device: torch.device) -> Tables:
 
 
 def _remembered(table: OrderedDict[Any, Any], key: Any, most: int) -> Any:
-    """The entry, now the youngest; the oldest ones go."""
+    """The entry for `key` or None, marked as the most recently used. The least recently used entries are dropped."""
     if key in table:
         table.move_to_end(key)
     while len(table) > most:
@@ -204,29 +204,29 @@ def _remembered(table: OrderedDict[Any, Any], key: Any, most: int) -> Any:
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on."""
+    """Everything that a config may depend on."""
 
     gradients: torch.dtype
     weights: torch.dtype | None
 
 
 def problem_of(weights: Tensor | None, grads: Sequence[Tensor]) -> Problem:
-    """The problem of an update of such weights by such gradients."""
+    """The problem of an update of these weights by these gradients."""
     return Problem(grads[0].dtype, None if weights is None else weights.dtype)
 
 
 BLOCKS = Space(
     default=lambda device, problem: {"BLOCK": 1024, "num_warps": 8}, axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)}
 )
-"""Eight warps with four elements a thread have 56 bytes a thread in flight for AdamW: 114 KB an SM."""
+"""For AdamW, eight warps with four elements per thread have 56 bytes per thread in flight: 114 KB per SM."""
 
 
 def flat_arguments(
     inputs: Inputs, sizes: Sequence[Sequence[int]], dtype: torch.dtype, count: int, norm: float | None = None
 ) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """(`count` flat fp32 tensors of random numbers, gradients of these shapes, rates, a control after seven steps).
+    """(`count` flat fp32 tensors of random numbers, gradients of these shapes, rates, `control` after seven steps).
 
-    Matrices decay, vectors do not.
+    Matrices have weight decay, vectors do not. norm: the norm of a step that is not applied; None: the step is applied.
     """
     numbers = [torch.Size(size).numel() for size in sizes]
     flats = [inputs.randn(flat_size(numbers)) for _ in range(count)]
@@ -246,14 +246,14 @@ def flat_arguments(
 
 @triton.jit
 def load_gradient(like_ptr, owner, spans_ptr, addresses_ptr, start, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The gradient in float32 of BLOCK flat elements of the tensor `owner` from `start` on, zeros behind its end."""
+    """The gradient in float32 of BLOCK flat elements from `start` on, in the tensor `owner`; zeros after the tensor's end."""
     first = tl.multiple_of(tl.load(spans_ptr + 2 * owner), CHUNK)
     size = tl.load(spans_ptr + 2 * owner + 1)
     address = tl.load(addresses_ptr + owner)
     grad_ptr = tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
     local = tl.multiple_of(start - first, BLOCK)
     at = tl.arange(0, BLOCK)
-    # BLOCK elements from a multiple of BLOCK on: only the last block of a tensor needs the mask.
+    # Blocks start at multiples of BLOCK, so only the last block of a tensor needs the mask.
     if local + BLOCK <= size:
         grad = tl.load(grad_ptr + local + at)
     else:

@@ -4,13 +4,13 @@
     sgd:        p <- p - lr r g
     momentum:   b <- beta1 b + g;   p <- p - lr r b, with Nesterov's p <- p - lr r (g + beta1 b)
 
-    p (master), b (momentum buffer, zeros at first): flat float32 as multi_tensor.py lays it; weights: p rounded to their dtype,
+    p (master), b (momentum buffer, zeros at first): float32, flat as in multi_tensor.py; weights: p rounded to their dtype,
     flat, or None; grads: a list of tensors of one dtype; rates: float32 [tensors, 2], factor r of the learning rate and weight
     decay d of each tensor; control: float64, with beta1, the scale, and whether to write at all.
 
-Weight decay is part of the gradient, as in Sutskever et al., "On the importance of initialization and momentum in deep
-learning" (2013) and torch.optim.SGD. Without momentum that is the same as decay beside it, so `sgd` also applies an
-update that was made elsewhere.
+Weight decay is added to the gradient, as in Sutskever et al., "On the importance of initialization and momentum in deep
+learning" (2013) and torch.optim.SGD. Without momentum this is the same as decoupled weight decay. So `sgd` can also apply an
+update that was computed elsewhere.
 Limited by bytes: with bf16 gradients and weights 6 in and 6 out for each element, 10 and 10 with momentum.
 Not supported: dampening.
 """

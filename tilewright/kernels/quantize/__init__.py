@@ -1,1 +1,1 @@
-"""Quantisers of activations, alone and behind the operator that comes before them."""
+"""Quantisers of activations, alone and fused with the operator before them."""

@@ -1,16 +1,17 @@
-"""Quantising a matrix and its transpose from one reading: what a training step wants of a weight, whose codes it multiplies by
-rows in the forward pass and by columns in the backward pass.
+"""Quantises a matrix and its transpose in one operation. A training step needs both forms of a weight: the forward pass uses
+its quantised values (codes) by rows, the backward pass by columns.
 
     q, scale = quantize(x),  qt, scale_t = quantize(x^T),  quantize: `quantize_rows` (per "row") or `quantize_tensor` ("tensor")
 
     x: [N, K] of bf16, fp16 or fp32; q: [N, K] and qt: [K, N] of int8, fp8 e4m3fn or e5m2; scale: [N], scale_t: [K], fp32.
 
-Bit by bit those two calls of `per_row.py` or `per_tensor.py`, padding included, and no copy of x^T. A first launch finds the
-largest magnitude of each row and each column (or of all of x) by tiles; maxima may come in any order, so two runs give the same
-bits. A second one reads the tiles again, the last ones first, which L2 still has, and writes both codes of each.
+The result has the same bits as those two calls of `per_row.py` or `per_tensor.py`, including the padding, but x^T is not
+copied. The first launch finds the largest magnitude of each row and each column (or of all of x), tile by tile. A maximum does
+not depend on the order, so two runs give the same bits. The second launch reads the tiles again and writes both results of
+each. It begins with the last tiles, because these are still in L2.
 
-Limited by bytes: K elements in, twice, what L2 kept aside; 2 K bytes out.
-Not supported: other numbers of dimensions, a last dimension with a stride other than 1 (the public function copies it first),
+Limited by bytes. Per row: K elements in, twice, where a part of the second read comes from L2; 2 K bytes out.
+Not supported: other numbers of dimensions; a last dimension with a stride other than 1 (the public function copies it first);
 fp8 before sm_89.
 """
 
@@ -43,7 +44,7 @@ __all__ = ["ONE_WAY", "quantize_both_ways", "quantize_both_ways_op"]
 CodedTwice = tuple[Tensor, Tensor, Tensor, Tensor]
 
 ONE_WAY = {"row": quantize_rows_op, "tensor": quantize_tensor_op}
-"""What has a scale of its own -> what quantises so, one way."""
+"""`per` -> the op that quantises in this way, without the transpose."""
 
 
 def _reference(x: Tensor, per: str, format: str) -> CodedTwice:
@@ -70,7 +71,7 @@ def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
 
 
 _SPACE = Space(
-    # H100, bf16 to fp8: 3072 x 8192 in 52 us, 8 warps 57; both codes alone, written and read once, would take 50 as a copy.
+    # H100, bf16 to fp8, 3072 x 8192: 52 us, with 8 warps 57. A copy of the codes of both results alone would take 50.
     default=lambda device, problem: {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4},
     axes={"BLOCK_N": (32, 64, 128), "BLOCK_K": (64, 128), "num_warps": (4, 8)},
     refusal=_refusal,
@@ -99,7 +100,7 @@ _EXAMPLES = (
 
 @triton.jit
 def _tile(pid, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows and columns of a tile; neighbouring programs have neighbouring columns of the same rows."""
+    """Rows and columns of a tile. Consecutive programs have adjacent columns of the same rows."""
     PER_ROW: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     row = pid // PER_ROW * BLOCK_N + tl.arange(0, BLOCK_N)
     col = pid % PER_ROW * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -110,7 +111,10 @@ def _tile(pid, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 def _maxima_kernel(
     x_ptr, maxima_ptr, n_rows, x_row_stride, D: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Largest magnitudes of columns, then rows, into zeros [D + n_rows]; WHOLE: of all, into one."""
+    """Write the largest magnitudes of columns, then rows, to maxima [D + n_rows], which is zero before.
+
+    WHOLE: the largest magnitude of the matrix, to maxima [1].
+    """
     row, col = _tile(tl.program_id(0), D, BLOCK_N, BLOCK_K)
     mask = (row < n_rows)[:, None] & (col < D)[None, :]
     x = tl.load(x_ptr + row_start(row, x_row_stride, D)[:, None] + col[None, :], mask=mask, other=0.0)
@@ -128,7 +132,7 @@ def _codes_kernel(
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Codes in rows of W, and of the transpose in rows of 16 qt_units."""
+    """Write the codes in rows of W bytes, and those of the transpose in rows of 16 qt_units bytes."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = _tile(pid, D, BLOCK_N, BLOCK_K)
@@ -147,7 +151,7 @@ def _codes_kernel(
     tl.store(q_ptr + row[:, None] * W + col[None, :], q, mask=row_in[:, None] & (col < W)[None, :])
     scale_t, inverse_t = scales_of(of_cols, LARGEST)
     qt = encode_tile(x, inverse_t[None, :], dtype)
-    # The compiler lays the tile for this store anew: neighbouring rows are neighbouring bytes here.
+    # For this store the compiler changes the tile's layout, because here adjacent rows are adjacent bytes.
     qt_width = qt_units * 16
     qt_ptrs = qt_ptr + col.to(tl.int64)[None, :] * qt_width + row[:, None]
     tl.store(qt_ptrs, qt, mask=col_in[None, :] & (row < qt_width)[:, None])
@@ -195,19 +199,19 @@ quantize_both_ways_op = Op(
 
 
 def quantize_both_ways(x: Tensor, format: str = "fp8", per: str = "row") -> CodedTwice:
-    """`quantize_rows` or `quantize_tensor` of a matrix and of its transpose, from one reading.
+    """`quantize_rows` or `quantize_tensor` of a matrix and of its transpose, in one operation.
 
     Args:
         x: [N, K], bf16, fp16 or fp32.
         format: int8, fp8 or fp8-e5m2.
-        per: "row" or "tensor": what has a scale of its own.
+        per: "row" for a scale per row (`quantize_rows`), or "tensor" for a single scale (`quantize_tensor`).
 
     Returns:
-        (codes [N, K], scale [N], codes of the transpose [K, N], its scale [K]), codes in rows that start at multiples of 16
-        bytes, scales float32.
+        (codes [N, K], scale [N], codes of the transpose [K, N], its scale [K]). Rows of codes start at multiples of 16 bytes;
+        scales are float32.
 
     Raises:
-        ValueError: another format, dtype or `per`, or x is no matrix.
+        ValueError: another format, dtype or `per`, or x is not a matrix.
         Refused: fp8 on a card before sm_89.
     """
     check_format("quantize_both_ways", x, format, ROW_FORMATS)

@@ -1,14 +1,14 @@
-"""What stands before a quantised product, and `quantize_rows` of it, in one launch: the 16-bit tensor between is never written.
+"""The operator before a quantised product, fused with `quantize_rows`. The 16-bit tensor between them is never written.
 
     rms_norm_quantize      quantize_rows(rms_norm(x))
-    add_rms_norm_quantize  the same behind the residual addition, with the sum as third result
+    add_rms_norm_quantize  the same after a residual addition, with the sum as third result
     silu_mul_quantize      quantize_rows(silu(gate) * up)
 
-    x, residual, gate, up: [..., D] of bf16, fp16 or fp32; weight: [D]; q, scale as `quantize_rows` has them (per_row.py).
+    x, residual, gate, up: [..., D] of bf16, fp16 or fp32; weight: [D]; q, scale as in `quantize_rows` (per_row.py).
 
-What is quantised has been rounded to x's dtype, as two calls would have it: `separate`, which makes the two calls and takes
-rows that are too wide for registers, has the same definition. A sum of squares or an exponential that differs in its last bit
-may move a number to the neighbouring code.
+Values are rounded to x's dtype before they are quantised, as in two separate calls. The implementation `separate` makes these
+two calls and also accepts rows that are too wide for registers; it has the same definition. If a sum of squares or an
+exponential differs in its last bit, a value may get the neighbouring code.
 
 Limited by bytes: D elements in (silu_mul_quantize: two), D bytes out.
 Not supported: backward, a last dimension with a stride other than 1 (the public functions copy it first), fp8 before sm_89.
@@ -121,8 +121,8 @@ def _norm_default(device: Device, problem: Problem) -> Config:
 
 
 def _silu_default(device: Device, problem: Problem) -> Config:
-    # 16 elements of each input a thread, fp32 8: 16 bytes of codes. A row of 64 KB in two parts, of 32 warps each, reaches 0.98
-    # of a device copy on an H100 (4096 x 28672 fp8), in four of 16 warps 0.90.
+    # 16 elements of each input per thread (fp32: 8), which are 16 bytes of codes. On an H100 (4096 x 28672 fp8), a row of 64 KB
+    # in two parts with 32 warps reaches 0.98 of a device copy's speed; in four parts with 16 warps, 0.90.
     block_d = min(max(16, next_pow2(padded_width(problem.cols))), 32768 // problem.dtype.itemsize)
     return {
         "BLOCK_T": max(1, min(16, 2048 // block_d)),
@@ -182,7 +182,7 @@ _CASES = (
 
 
 def _examples(with_weight: bool, tensors: int) -> tuple[Example, ...]:
-    """Arguments of `tensors` alike, then weight and eps, then the format."""
+    """Arguments: `tensors` tensors of the same shape, then weight and eps if `with_weight`, then the format."""
 
     @Example.of
     def example(inputs: Inputs, format: str, shape: tuple[int, ...], dtype: torch.dtype, stride: int) -> tuple[object, ...]:
@@ -221,7 +221,7 @@ def _norm_kernel(
 
 @triton.jit
 def _part(part: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The columns of a part of a row, [1, BLOCK_D / 16, 16]: 16 neighbours a thread, whose maximum costs no shuffle."""
+    """The columns of a part of a row, [1, BLOCK_D / 16, 16]. A thread has 16 adjacent ones: their maximum needs no shuffle."""
     return part * BLOCK_D + tl.arange(0, BLOCK_D // 16)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
 
 
@@ -376,7 +376,7 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
         residual: the shape and dtype of x.
 
     Returns:
-        (codes, scale) as `quantize_rows`, and x + residual of x's dtype, contiguous; it raises what `rms_norm_quantize` does.
+        (codes, scale) as `quantize_rows`, and x + residual of x's dtype, contiguous. Errors are as in `rms_norm_quantize`.
     """
     check_format("add_rms_norm_quantize", x, format, ROW_FORMATS)
     check_last_dim("add_rms_norm_quantize", x, weight=weight)
@@ -393,7 +393,7 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, format: str = "int8") -> Coded:
         format: int8, fp8 or fp8-e5m2.
 
     Returns:
-        (codes, scale) as `quantize_rows`; it raises what `rms_norm_quantize` does.
+        (codes, scale) as `quantize_rows`. Errors are as in `rms_norm_quantize`.
     """
     check_format("silu_mul_quantize", gate, format, ROW_FORMATS)
     check_alike("silu_mul_quantize", "up", up, "gate", gate)

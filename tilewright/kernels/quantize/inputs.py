@@ -1,4 +1,4 @@
-"""Example arguments of the quantisers from dimensions: the `Op.make` of each."""
+"""Makes arguments for the quantisers from given dimensions: the `Op.make` of each op."""
 
 import torch
 
@@ -34,7 +34,7 @@ def quantize_blocks_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dt
 def quantize_both_ways_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = _BF16, format: str = "fp8", per: str = "row"
 ) -> Args:
-    """x [M, N], what has a scale of its own, and the format."""
+    """x [M, N], `per`, and the format."""
     return inputs.randn(M, N, dtype=dtype), per, format
 
 
@@ -66,5 +66,5 @@ def gated_quantize_arguments(inputs: Inputs, *, M: int, N: int, dtype: torch.dty
 def layer_norm_quantize_arguments(
     inputs: Inputs, *, M: int, N: int, dtype: torch.dtype = torch.bfloat16, keep: bool = False
 ) -> Args:
-    """x [M, N], weight and bias [N], eps, whether the norm itself is kept."""
+    """x [M, N], weight and bias [N], eps, and whether the norm itself is returned."""
     return inputs.randn(M, N, dtype=dtype), inputs.randn(N, dtype=dtype), inputs.randn(N, dtype=dtype), 1e-5, keep

@@ -1,11 +1,12 @@
-"""Layer norm and the quantiser of its rows in one launch, for the int8 product that reads it.
+"""Layer norm and the quantisation of its rows in one launch, for the int8 product that reads the result.
 
     y = layer_norm(x), rounded to x's dtype; codes, scales = quantize_rows(y, "int8")
 
-    x [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be missing. codes, scales as `quantize_rows` has them
-    (per_row.py). y itself, which a residual reads in post-norm networks, is written with `keep` alone; else it has no rows.
+    x [..., D] of bf16, fp16 or fp32; weight, bias: [D], the bias may be None. codes, scales: as in `quantize_rows`
+    (per_row.py). y itself is needed for the residual in post-norm networks. It is written only with `keep`; otherwise the
+    returned y has no rows.
 
-Limited by bytes: D elements in, D bytes out, D elements with `keep`. A row is held in registers, up to 32 KB of it.
+Limited by bytes: D elements in, D bytes out; with `keep`, also D elements out. A row is kept in registers, at most 32 KB.
 
     triton     one launch
     separate   layer_norm, then quantize_rows: for wider rows
@@ -50,7 +51,7 @@ def _reference(
 
 
 def _kept(x: Tensor, keep: bool) -> Tensor:
-    """Memory for y."""
+    """Memory for y; without `keep` it has no rows."""
     return torch.empty(x.shape if keep else (0, x.shape[-1]), dtype=x.dtype, device=x.device)
 
 
@@ -63,7 +64,7 @@ def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, keep: bool
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
+    """Everything that a config may depend on. The number of rows is not part of it."""
 
     dtype: torch.dtype
     cols: int
@@ -87,7 +88,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
-    # What a program holds: some 16 numbers a thread.
+    # A program has about 16 elements per thread.
     least = max(1, min(16, 1024 // _block_d(problem.cols)))
     return None if least <= c["BLOCK_T"] <= 2 * least else "rows of a program are some 1024 to 2048 numbers together"
 
@@ -168,9 +169,9 @@ def layer_norm_quantize(
 
     Args:
         x: [..., D], bf16, fp16 or fp32.
-        weight, bias: [D] of x's dtype; the bias may be missing.
+        weight, bias: [D] of x's dtype; the bias may be None.
         eps: added to the variance.
-        keep: whether y is asked for as well.
+        keep: whether to return y as well.
 
     Returns:
         (codes, scales) as `quantize_rows`, and y [..., D] of x's dtype, or [0, D] without `keep`.

@@ -1,22 +1,24 @@
-"""mxfp8 for products with one scale for 128 columns: four neighbouring blocks of 32 get the largest of their four scales.
+"""Converts mxfp8 for products that need one scale per 128 columns: four adjacent blocks of 32 get the largest of their scales.
 
     fold_mx(codes, scales)          codes and scales of `formats.quantize(x, "mxfp8")` -> codes, scales [R, K / 128] float32
-    fold_mx_weight(codes, scales)   the same with one scale for 128 x 128 elements, where that is as good
+    fold_mx_weight(codes, scales)   the same with one scale per 128 x 128 elements, if that is accurate enough
     quantize_fold(x)                fold_mx of quantize_mx(x), in one launch: one read, one write
 
-The elements of a block whose scale was smaller move down by as many binades: exact, except where one falls below 2^-6 (e4m3;
-e5m2 2^-14), the smallest normal number, and is rounded to a multiple of 2^-9 (2^-16) of the new scale. The error is at most
-half of that, and the largest element of a block with the largest scale is at least 2^8 (2^15) of it, as quantisers choose
-scales: so an element is off by at most 2^-18 (2^-32) of the largest magnitude among its 128, far below the 2^-13 at which
-sm_90's tensor cores cut products off. With one scale for 128 x 128 elements a row's 128 may lie d binades below their block's
-largest, and the error is up to 2^-(18 - d) of the row's largest magnitude: `fold_mx_weight` goes that way for d of at most 5,
-that is 2^-13, and else keeps a scale a row.
+If the scale of a block increases by a factor of 2^n, its elements are divided by 2^n. This is exact, unless an element falls
+below the smallest normal number, which is 2^-6 (e4m3; for e5m2 2^-14). Such an element is rounded to a multiple of 2^-9 (2^-16)
+of the new scale, with an error of at most half of that. Quantisers choose scales such that the largest element of a block is at
+least 2^8 (2^15) times its scale; this holds for the block with the largest scale. So the error of an element is at most 2^-18
+(2^-32) of the largest magnitude among its 128. This is far below 2^-13, where sm_90's tensor cores truncate products.
 
-A block whose scale is NaN becomes NaN elements, and its neighbours stay what they are. The smallest scale, 2^-127, is a
-subnormal float32. quantize_fold is limited by bytes: K elements in, K bytes and the scales out, which step by 1 from row to
-row, as `block_scaled_linear` reads them best.
-Not supported: K that 32 does not divide, a last dimension with a stride other
-than 1 (the public function copies it first), cards before sm_89.
+With one scale per 128 x 128 elements, the 128 elements of a row may lie d binades below the largest element of their block.
+Then the error is up to 2^-(18 - d) of the row's largest magnitude. `fold_mx_weight` uses one scale per 128 x 128 elements if d
+is at most 5, which gives 2^-13. Otherwise it keeps a scale for each row.
+
+In a block whose scale is NaN, all elements become NaN; the adjacent blocks do not change. The smallest scale, 2^-127, is a
+subnormal float32. quantize_fold is limited by bytes: K elements in, K bytes and the scales out. The scales of consecutive rows
+are adjacent in memory, because `block_scaled_linear` reads this layout fastest.
+Not supported: a K that is not a multiple of 32; a last dimension with a stride other than 1 (the public function copies it
+first); cards before sm_89.
 """
 
 import torch
@@ -38,7 +40,7 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["fold_mx", "fold_mx_weight", "quantize_fold", "quantize_fold_op"]
 
-# e4m3 has nothing left of an element after 20 binades, e5m2 after 35.
+# Divided by 2^20 or more, every element is zero in e4m3; in e5m2, by 2^35 or more.
 _FURTHEST = 40
 _MOST_BINADES_BELOW = 5
 
@@ -46,10 +48,10 @@ _MOST_BINADES_BELOW = 5
 
 
 def fold_mx(codes: Tensor, scales: Tensor, block_rows: int = 1) -> tuple[Tensor, Tensor]:
-    """One scale for 128 columns of `block_rows` rows instead of one for 32 columns.
+    """Convert to one scale per 128 columns of `block_rows` rows, instead of one per 32 columns of a row.
 
     Args:
-        codes: [R, K], float8_e4m3fn or float8_e5m2; 32 divides K.
+        codes: [R, K], float8_e4m3fn or float8_e5m2; K is a multiple of 32.
         scales: [R, K / 32], float8_e8m0fnu.
 
     Returns:
@@ -72,9 +74,10 @@ def fold_mx(codes: Tensor, scales: Tensor, block_rows: int = 1) -> tuple[Tensor,
 
 
 def fold_mx_weight(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for a weight: a scale for 128 x 128 elements where no row's 128 lie more than 5 binades below the others.
+    """`fold_mx` for a weight: one scale per 128 x 128 elements, if no row's 128 lie more than 5 binades below their block.
 
-    Such a weight runs faster than one with a scale for each row, which any other gets. This waits for the device.
+    Otherwise the weight gets a scale for each row. Products with one scale per 128 x 128 elements are faster. The call waits
+    for the device.
 
     Returns:
         (codes [N, K], scales [N / 128 rounded up, K / 128 rounded up] or [N, K / 128 rounded up], float32).
@@ -109,7 +112,7 @@ def _reference(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def _column_scales(x: Tensor) -> Tensor:
-    """Memory for scales [..., K / 128] that step by 1 from row to row."""
+    """Memory for scales [..., K / 128] with a stride of 1 between rows."""
     rows, groups = x.shape[:-1], -(-x.shape[-1] // 128)
     return torch.empty((groups, rows.numel()), dtype=torch.float32, device=x.device).t().view(*rows, groups)
 
@@ -161,7 +164,7 @@ def _fold_kernel(
     top = tl.max(tl.reshape(low, [BLOCK_T, BLOCK_G, 4]), axis=2, keep_dims=True)
     down = tl.minimum(tl.reshape(tl.broadcast_to(top, [BLOCK_T, BLOCK_G, 4]), [BLOCK_T, 4 * BLOCK_G]) - low, FURTHEST)
     factor = tl.where(is_nan, float("nan"), ((127 - down) << 23).to(tl.float32, bitcast=True))
-    # Rounded to the block's own scale first: these are the elements of MX.
+    # Elements are first rounded with their block's own scale, as in MX.
     q = encode_tile(x, inverse[:, :, None], q_ptr.dtype.element_ty).to(tl.float32) * factor[:, :, None]
     tl.store(q_ptr + rows * D + cols, q.to(q_ptr.dtype.element_ty), mask=inside)
     scale = tl.where(top == 0, 1 << 22, top << 23).to(tl.float32, bitcast=True)
@@ -193,12 +196,12 @@ quantize_fold_op = Op(
 
 
 def quantize_fold(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:
-    """`fold_mx(*quantize_mx(x))`, bit by bit.
+    """`fold_mx(*quantize_mx(x))`, with the same bits.
 
-    It takes and raises what `quantize_mx` does.
+    Arguments and errors are those of `quantize_mx`.
 
     Returns:
-        (codes [..., K], contiguous, scale [..., K / 128 rounded up] float32, stepping by 1 from row to row).
+        (codes [..., K], contiguous, scale [..., K / 128 rounded up] float32, with a stride of 1 between rows).
     """
     check_format("quantize_fold", x, format, MX_FORMATS)
     if x.shape[-1] % 32:

@@ -1,16 +1,16 @@
-"""Quantising activations by blocks of a row. One read, one write.
+"""Quantises activations in blocks of a row; q are the quantised values (codes). One read, one write.
 
     quantize_blocks   a float32 scale for each 128 columns:   fp8 (e4m3fn), fp8-e5m2
     quantize_mx       an E8M0 scale for each 32 columns:      mxfp8, mxfp8-e5m2 (OCP Microscaling Formats v1.0)
 
     x: [..., K] of bf16, fp16 or fp32; q: [..., K]; scale: [..., K / 128 rounded up] float32, [..., K / 32] float8_e8m0fnu.
 
-The definition, bit by bit, is `tilewright.formats.encode`; zeros, NaN, infinities and the padding of rows are those of
-`per_row.py`, with a block for a row. A zero block of MX has the smallest scale, 2^-127.
+`tilewright.formats.encode` defines the results bit by bit. Zeros, NaN, infinities and the padding of rows are treated as in
+`per_row.py`, with blocks instead of rows. A zero block of MX has the smallest scale, 2^-127.
 
 Limited by bytes: K elements in, K bytes and the scales out.
-Not supported: 128 x 128 blocks (weights: `tilewright.formats`), K that 32 does not divide in quantize_mx, a last dimension
-with a stride other than 1 (the public functions copy it first), cards before sm_89.
+Not supported: 128 x 128 blocks (for weights: `tilewright.formats`); in quantize_mx, a K that is not a multiple of 32; a last
+dimension with a stride other than 1 (the public functions copy it first); cards before sm_89.
 """
 
 import torch
@@ -92,7 +92,7 @@ _MX_EXAMPLES = (
 
 @triton.jit
 def power_scales_of(bits, EXPONENT: tl.constexpr):
-    """(E8M0 scale, its inverse) of the largest magnitude's bits; for NaN and infinity (255, 0)."""
+    """(E8M0 scale, its inverse) from the bits of the largest magnitude; (255, 0) for NaN and infinity."""
     finite = bits < 0x7F800000
     biased = tl.maximum((bits >> 23) - EXPONENT, 0)
     inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
@@ -104,7 +104,7 @@ def _groups_kernel(
     x_ptr, q_ptr, scale_ptr, n_rows, x_row_stride,
     D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """A tile is BLOCK_G groups of GROUP columns, counted through all rows: their scales stand one after another."""
+    """A tile is BLOCK_G groups of GROUP columns, numbered through all rows, so their scales are contiguous in memory."""
     release()
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
     group = tl.program_id(0) * BLOCK_G + tl.arange(0, BLOCK_G)
@@ -170,7 +170,7 @@ quantize_mx_op = Op(
 
 
 def quantize_blocks(x: Tensor, format: str = "fp8") -> tuple[Tensor, Tensor]:
-    """Quantise each 128 columns of a row with a scale of their own; the last may be fewer.
+    """Quantise each block of 128 columns of a row with its own scale; the last block of a row may be narrower.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
@@ -188,17 +188,17 @@ def quantize_blocks(x: Tensor, format: str = "fp8") -> tuple[Tensor, Tensor]:
 
 
 def quantize_mx(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:
-    """Quantise each 32 columns of a row to MX (OCP Microscaling Formats v1.0).
+    """Quantise each block of 32 columns of a row to MX (OCP Microscaling Formats v1.0).
 
     Args:
-        x: [..., K], bf16, fp16 or fp32; 32 divides K.
+        x: [..., K], bf16, fp16 or fp32; K is a multiple of 32.
         format: mxfp8 or mxfp8-e5m2.
 
     Returns:
         (codes [..., K], contiguous, scale [..., K / 32] float8_e8m0fnu).
 
     Raises:
-        ValueError: another format or dtype, a scalar, or 32 does not divide K.
+        ValueError: another format or dtype, a scalar, or K is not a multiple of 32.
         Refused: on a card before sm_89.
     """
     check_format("quantize_mx", x, format, MX_FORMATS)

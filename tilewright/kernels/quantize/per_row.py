@@ -1,19 +1,18 @@
-"""Quantising activations by rows: a scale for each token. One read, one write.
+"""Quantises activations by rows, with one scale per token; q are the quantised values (codes). One read, one write.
 
     quantize_rows: q[t, :] = round(x[t, :] * (largest / amax[t])), scale[t] = amax[t] / largest, amax[t] = max |x[t, :]|
 
     x: [..., K] of bf16, fp16 or fp32; q: [..., K] of int8 (largest 127), fp8 e4m3fn (448) or e5m2 (57344); scale: [...] fp32.
 
-The definition, bit by bit, is `tilewright.formats.encode`: to nearest, ties to even; x is about q * scale. A row of zeros has
-the scale 2^-100 / largest and zero codes; one that holds a NaN or an infinity has the scale NaN and zero codes, so that all of
-it reads NaN. Rows of q start at multiples of 16 bytes: q is a view of a buffer that is filled up with zeros to such a width, so
-that any K is written, and read by what follows, in full vectors.
+`tilewright.formats.encode` defines the results bit by bit: rounding to nearest, ties to even; x is about q * scale. A row of
+zeros has the scale 2^-100 / largest and codes of 0. A row that contains a NaN or an infinity has the scale NaN and codes of 0,
+so all its values decode to NaN. Rows of q start at multiples of 16 bytes: q is a view of a buffer whose rows are padded with
+zeros to such a width. So for any K, this kernel and those that read q can use full vectors.
 
-Limited by bytes: K elements in, K bytes out. A row of 32 KB stays in registers between the maximum and the rounding; of a wider
-one the last 48 or 96 KB do, and the rest is read again, from L2 (device/multi_pass_rows.py). What other quantising kernels
-share stands here too, and the kernel takes a given scale (per_tensor.py).
-Not supported: a last dimension with a stride other than 1 (the public function copies it first), fp8
-before sm_89.
+Limited by bytes: K elements in, K bytes out. A row of up to 32 KB stays in registers between the maximum and the rounding. Of a
+wider row, the last 48 or 96 KB stay in registers, and the rest is read again, from L2 (device/multi_pass_rows.py). This module
+also contains helpers for the other quantising kernels, and its kernel accepts a given scale (per_tensor.py).
+Not supported: a last dimension with a stride other than 1 (the public function copies it first); fp8 before sm_89.
 """
 
 from typing import NamedTuple
@@ -61,7 +60,7 @@ def matrix_of(x: Tensor) -> Tensor:
 
 
 def padded_codes(codes: Tensor, x: Tensor) -> Tensor:
-    """Codes [M, K] as x's shape, in rows filled up with zeros."""
+    """Codes [M, K] in the shape of x, as a view of rows that are padded with zeros."""
     rows = codes.new_zeros(*x.shape[:-1], padded_width(x.shape[-1]))[..., : x.shape[-1]]
     return rows.copy_(codes.view(x.shape))
 
@@ -80,7 +79,7 @@ def _rows_cost(x: Tensor, format: str) -> Cost:
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
+    """Everything that a config may depend on. The number of rows is not part of it."""
 
     dtype: torch.dtype
     cols: int
@@ -88,12 +87,12 @@ class Problem(NamedTuple):
 
 
 def format_problem(x: Tensor, format: str) -> Problem:
-    """Of a call (x, format)."""
+    """The problem of a call (x, format)."""
     return Problem(x.dtype, x.shape[-1], format)
 
 
 def refuse_format(device: Device, problem: Problem) -> str | None:
-    """What a card lacks for the problem's format."""
+    """The reason why a card cannot use the problem's format, or None."""
     if problem.format != "int8" and device.arch < 89:
         return f"{problem.format} needs the fp8 conversions of sm_89, this is sm_{device.arch}; int8 runs here"
     return None
@@ -102,7 +101,8 @@ def refuse_format(device: Device, problem: Problem) -> str | None:
 def _rows_default(device: Device, problem: Problem) -> Config:
     width, widest = padded_width(problem.cols), 32768 // problem.dtype.itemsize
     if width > widest:
-        # H100, 4096 x 28672 bf16: with all four blocks held 0.97 of a device copy, with the first read again 1.01.
+        # H100, 4096 x 28672 bf16: 0.97 of a device copy's speed with all four blocks kept in registers, 1.01 with the first
+        # block read again.
         if width <= 2 * widest:
             return {"BLOCK_T": 1, "BLOCK_D": widest // 2, "HELD": 3, "num_warps": 16}
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3, "num_warps": 32}
@@ -126,7 +126,8 @@ def _rows_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if c["BLOCK_T"] > 1 or c["BLOCK_D"] < 2048:
         return "wide rows go one by one" if c["BLOCK_T"] > 1 else "a wide row in blocks under 2048 columns"
     if c["BLOCK_D"] < 256 * c["num_warps"]:
-        # Of so short a loop LLVM makes a second one for rows that are not finite, and ptxas 12.8 gets its zeros in fp8 wrong.
+        # For such a short loop, LLVM generates a second version for rows that are not finite, and ptxas 12.8 compiles the fp8
+        # zeros of that version incorrectly.
         return "under 8 neighbouring columns a thread"
     most = 24 if c["num_warps"] == 32 else 40
     if c["HELD"] * c["BLOCK_D"] * problem.dtype.itemsize > 4 * most * 32 * c["num_warps"]:
@@ -171,7 +172,10 @@ _ROWS_EXAMPLES = (
 
 @triton.jit
 def _scales(bits, given_ptr, GIVEN: tl.constexpr, LARGEST: tl.constexpr):
-    """The same, or for rows with finite numbers what is given: (a scale), or (a scale, its inverse)."""
+    """(scale, inverse): by `scales_of` if GIVEN is 0, else the given scale, or (NaN, 0) for rows that are not finite.
+
+    given_ptr: (scale) if GIVEN is 1, (scale, inverse) if it is 2.
+    """
     if GIVEN == 0:
         return scales_of(bits, LARGEST)
     else:
@@ -186,7 +190,7 @@ def _wide_row(
     x_ptr, q_ptr, scale_ptr, given_ptr, zero,
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, GIVEN: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    """One row that is wider than a block. The pointers point to its start. The last HELD blocks stay in registers."""
     LAST: tl.constexpr = (W + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST + 1)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
@@ -217,9 +221,9 @@ def rows_kernel(
     D: tl.constexpr, W: tl.constexpr, LARGEST: tl.constexpr, GIVEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Codes in rows of W, and scales. GIVEN: how many numbers given_ptr has, 0, a scale, or a scale and its inverse.
+    """Write codes in rows of W bytes, and scales.
 
-    zero_ptr: the code of 0, or None.
+    GIVEN: how many numbers given_ptr has: 0, or 1 (a scale), or 2 (a scale and its inverse). zero_ptr: zero point or None.
     """
     release()
     zero = None
@@ -246,7 +250,13 @@ def rows_kernel(
 def launch_rows(
     config: Config, x: Tensor, format: str, given: Tensor | None = None, zero: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(codes in padded rows, scales by rows); given: one scale for all rows, or that and its inverse; zero: the code of 0."""
+    """(codes in padded rows, scale of each row).
+
+    Args:
+        config, x, format: as in `Impl.launch`.
+        given: one scale for all rows, or this scale and its inverse; None: each row's own scale is computed.
+        zero: the zero point (the code of 0), or None.
+    """
     form, cols = FORMATS[format], x.shape[-1]
     width, rows = padded_width(cols), x.shape[:-1].numel()
     q = torch.empty((*x.shape[:-1], width), dtype=form.dtype, device=x.device)
@@ -274,7 +284,7 @@ quantize_rows_op = Op(
 
 
 def quantize_rows(x: Tensor, format: str = "int8") -> tuple[Tensor, Tensor]:
-    """Quantise each row of the last dimension with a scale of its own.
+    """Quantise each row of the last dimension with its own scale.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
@@ -292,7 +302,7 @@ def quantize_rows(x: Tensor, format: str = "int8") -> tuple[Tensor, Tensor]:
 
 
 def check_format(op: str, x: Tensor, format: str, formats: tuple[str, ...]) -> None:
-    """Raise ValueError unless the op knows the format and takes x."""
+    """Raise ValueError unless the format is one of `formats`, and x is bf16, fp16 or fp32 and not a scalar."""
     if format not in formats:
         raise ValueError(f"{op}: format is {format!r}, wanted {' or '.join(formats)}")
     if x.dim() == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -1,19 +1,20 @@
-"""Quantising activations with one scale for all rows: found in the tensor, or given.
+"""Quantises activations with one scale for all rows: computed from the tensor, or given; q are the quantised values (codes).
 
-    quantize_tensor   scale = amax / largest, amax = max |x| over all of x: two launches, no answer to the host
+    quantize_tensor   scale = amax / largest, amax = max |x| over all of x: two launches, the host does not wait
     quantize_static   the scale is given (calibrated): q = round(x * (1 / scale)), saturating; for int8 a zero point may be
                       given, too: q = round(x * (1 / scale)) + zero, and x is about (q - zero) * scale
 
-    x: [..., K] of bf16, fp16 or fp32; q: [..., K] of int8, fp8 e4m3fn or e5m2; returned scale: [...] fp32, one a row, as
-    `scaled_linear` takes them: all the same, except that a row that is not finite has the scale NaN and codes of 0.
+    x: [..., K] of bf16, fp16 or fp32; q: [..., K] of int8, fp8 e4m3fn or e5m2; returned scale: [...] fp32, one per row, as
+    `scaled_linear` accepts them. All are the same, except that a row that is not finite has the scale NaN and codes of 0.
 
-quantize_tensor is bit by bit `tilewright.formats.encode(x, format, "tensor")`: there a NaN or an infinity makes all of x NaN.
-Its first launch leaves the largest magnitude; maxima may come in any order, so two runs give the same bits. Padding of rows is
-that of `per_row.py`, whose kernel runs here too.
+quantize_tensor gives the same bits as `tilewright.formats.encode(x, format, "tensor")`: a NaN or an infinity makes all of x
+NaN. Its first launch computes the largest magnitude. A maximum does not depend on the order, so two runs give the same bits.
+Rows are padded as in `per_row.py`, whose kernel is also used here.
 
-Limited by bytes: quantize_static K elements in, K bytes out; quantize_tensor reads x twice, what L2 kept aside.
-Not supported: zero points that are found here, a given scale that is not positive and finite (it is not looked at), a last
-dimension with a stride other than 1 (the public functions copy it first), fp8 before sm_89.
+Limited by bytes. quantize_static: K elements in, K bytes out. quantize_tensor reads x twice; a part of the second read comes
+from L2.
+Not supported: computing zero points; a given scale that is not positive and finite (this is not checked); a last dimension with
+a stride other than 1 (the public functions copy it first); fp8 before sm_89.
 """
 
 import torch
@@ -57,7 +58,7 @@ def _tensor_reference(x: Tensor, format: str) -> Coded:
 def _static_reference(x: Tensor, scale: Tensor, format: str, zero: Tensor | None = None) -> Coded:
     form, wide, scale = FORMATS[format], x.to(torch.float32), scale.to(torch.float32)
     finite = wide.isfinite().all(-1, keepdim=True)
-    # A tensor divided by a tensor: a Python number would be multiplied with a reciprocal on CUDA.
+    # Divide a tensor by a tensor: with a Python number, CUDA would multiply by the reciprocal.
     inverse = torch.ones_like(scale) / scale
     scaled = torch.where(finite, wide, 0.0) * inverse
     if zero is not None:
@@ -89,7 +90,7 @@ _TENSOR_EXAMPLES = (
 
 
 def _given(example: Example, zero: int | None = None) -> Example:
-    """Arguments (x, scale, format, zero point): the scale is too small for some numbers."""
+    """Arguments (x, scale, format, zero point). The scale is too small for some numbers, so they saturate."""
 
     def more(inputs: Inputs, x: Tensor, format: str) -> tuple[object, ...]:
         point = None if zero is None else inputs.tensor(float(zero), torch.float32)
@@ -102,7 +103,10 @@ def _given(example: Example, zero: int | None = None) -> Example:
 def _largest_kernel(
     x_ptr, given_ptr, counters_ptr, tiles, x_row_stride, D: tl.constexpr, LARGEST: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Scale and inverse of all tiles' largest magnitude. The counters, a maximum and a ticket, are zero before and after."""
+    """Scale and its inverse from the largest magnitude of all tiles.
+
+    The counters are a maximum and the number of finished programs. Both are zero before and after the launch.
+    """
     PER_ROW: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     largest = tl.zeros([BLOCK_D // 8], tl.int32)
     for i in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
@@ -122,7 +126,7 @@ def _largest_kernel(
 # ---- launchers and ops
 
 _BLOCK_D = 4096
-# Eight blocks of 4 warps an SM of the largest cards.
+# Eight thread blocks of 4 warps per SM on the largest cards.
 _PROGRAMS = 1184
 
 
@@ -188,21 +192,22 @@ def quantize_tensor(x: Tensor, format: str = "int8") -> Coded:
 
 
 def quantize_static(x: Tensor, scale: Tensor, format: str = "int8", zero: Tensor | None = None) -> Coded:
-    """Quantise x with a scale that is known before; what it cannot hold becomes the largest code of its sign.
+    """Quantise x with a given scale. Values outside the range become the largest code with their sign.
 
     Args:
         x: [..., K], bf16, fp16 or fp32.
-        scale: one float32, positive and finite, on x's device: what a code of 1 means.
+        scale: one float32, positive and finite, on x's device: the value of code 1.
         format: int8, fp8 or fp8-e5m2.
-        zero: for int8, the code of 0: one whole float32 from -128 to 127 on x's device. Codes then reach from -128 to 127.
+        zero: for int8, the zero point (the code of 0): one integer from -128 to 127, as float32 on x's device. With it, codes
+            are from -128 to 127.
 
     Returns:
-        (codes, scale) as `quantize_tensor`, padding as the codes of 0; rows that are not finite have the scale NaN and codes
-        of 0.
+        (codes, scale) as `quantize_tensor`. The padding has the code of 0. Rows that are not finite have the scale NaN and
+        the code of 0 everywhere.
 
     Raises:
-        ValueError: another format or dtype, a scalar x, a scale or zero point that is not one float32 there, or a zero point
-            for a format other than int8.
+        ValueError: another format or dtype, a scalar x, a scale or zero point that is not one float32 on x's device, or a
+            zero point for a format other than int8.
         Refused: fp8 on a card before sm_89.
     """
     check_format("quantize_static", x, format, ROW_FORMATS)
