@@ -101,7 +101,8 @@ def ours(asked: argparse.Namespace, device: torch.device) -> dict[str, float]:
     """This library."""
     shape = shape_of(asked.shape).limited(asked.length)
     config = TrainConfig(
-        model=asked.shape, init="random", row_tokens=asked.length, micro_rows=asked.rows, steps=asked.untimed + asked.updates,
+        model=asked.shape, init="load" if asked.lora else "random", row_tokens=asked.length, micro_rows=asked.rows,
+        steps=asked.untimed + asked.updates,
         schedule="constant", warmup=0, lr=LR, beta1=BETAS[0], beta2=BETAS[1], weight_decay=DECAY, lora_rank=asked.lora,
         lora_base="int4" if asked.side == "ours-int4" else "float",
     )  # fmt: skip
