@@ -221,8 +221,7 @@ def multiply_tiles(
     F = F // VECTOR * VECTOR  # does not change F, but tells the compiler that VECTOR divides it
     y_stride = y_stride // VECTOR * VECTOR
     if PDL:
-        # Every group of warps must wait that reads results of the preceding kernel, or writes: scales, y, parts, tickets.
-        gdc_wait()
+        gdc_wait()  # in every group of warps that writes, or reads results of the preceding kernel: scales, y, parts, tickets
     passed = steps * FIRST  # stages that the producer filled before this piece, including those for the other consumer's tiles
     for i in range(FIRST, piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
@@ -238,8 +237,7 @@ def multiply_tiles(
             OWN * COLS // tile_bufs.shape[2], 256 // x_bufs.dtype.primitive_bitwidth,
         ) if EARLY and HALVES == 1 else None  # fmt: skip
         if TURNS == 2:
-            # The parity of a stage's barrier distinguishes only its last two rounds. So begin only when the other consumer has
-            # seen all of its tile arrive.
+            # Barrier parity distinguishes only the last two rounds: begin when the other consumer has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
         blocks = sum_piece(
             x_bufs, w_bufs, ring, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
