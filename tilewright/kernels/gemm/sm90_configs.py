@@ -127,8 +127,8 @@ def _beside(problem: Problem, tile: tuple[int, int, str], by_class: bool) -> flo
     """A factor that distinguishes the two largest tiles, which have the same number of products and bytes.
 
     The copy engine also takes time for rows of a box that lie beyond the weight: 4096 x 1800 x 4096, bf16, takes 102 us in
-    128x256 (12 % of the columns are outside of y) and 90 us in 256x128 (6 %). Otherwise 256x128 is slower in 16 bits: by 1 %,
-    or by 8 % if x is read in classes.
+    128x256 (12 % of the columns are outside of y) and 90 us in 256x128 (6 %). Otherwise 256x128 is slower in 16 bits: by 1 %
+    (the factor counts 0.3 %), or by 8 % if x is read in classes.
     """
     n = _whole_columns(problem, tile[1])
     columns = -(-n // tile[1]) * tile[1]

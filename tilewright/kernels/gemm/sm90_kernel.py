@@ -237,7 +237,7 @@ def multiply_tiles(
             OWN * COLS // tile_bufs.shape[2], 256 // x_bufs.dtype.primitive_bitwidth,
         ) if EARLY and HALVES == 1 else None  # fmt: skip
         if TURNS == 2:
-            # Barrier parity distinguishes only the last two rounds: begin when the other consumer has seen its whole tile arrive.
+            # Barrier parity distinguishes only two rounds: begin only when the other consumer has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
         blocks = sum_piece(
             x_bufs, w_bufs, ring, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,

@@ -3,8 +3,8 @@
     y[r] = activation((x[r] @ weight[e]^T) * x_scales[r] * w_scales[e] + bias[e])        for the rows r of expert e
 
 x [R, K], [T, K] with an order, or [X, M, K], and weight [X, N, K], int8, float8_e4m3fn or float8_e5m2, of the same dtype, dense
-along K; x_scales in x's shape without K, w_scales [X, N], float32; bounds, order and `chosen` as in `grouped_linear` -> y [R,
-N] or [X, M, N] of `dtype`, bf16 or fp16
+along K; x_scales in x's shape without K, w_scales [X, N], float32; bounds, order and `chosen` as in `grouped_linear`
+-> y [R, N] or [X, M, N] of `dtype`, bf16 or fp16
 
 Sums are those of `scaled_linear`: int8 is summed exactly, in int32, with K at most 131,072; float8 is added in float32 after at
 most 128 products. The epilogue is float32, with one rounding at the end. Rows that belong to no expert are zeros.

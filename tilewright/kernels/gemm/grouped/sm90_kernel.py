@@ -112,7 +112,7 @@ def _multiply_groups(
     while at.is_tile():
         row, col = place_of(tile - at.before, at.high(), groups.across, GROUP_M)
         if TURNS == 2:
-            # Barrier parity distinguishes only the last two rounds: begin when the other consumer has seen its whole tile arrive.
+            # Barrier parity distinguishes only two rounds: begin only when the other consumer has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i + 1 - wg) & 1)
         blocks = sum_piece(
             x_bufs, w_bufs, ring, turns, passed, 0, steps, 0, K, wg, CONSUMERS, "k", W_MAJOR,

@@ -1,4 +1,4 @@
-"""Grouped products of 16-bit activations with quantised weights of 8 or 4 bits, for experts that should take few bytes.
+"""Grouped products of 16-bit activations with quantised weights of 8 or 4 bits, for experts limited by memory bandwidth.
 
     y[r] = activation(x[r] @ W[e]^T + bias[e])        for the rows r of expert e;    W = (code - zero) * scale
 
@@ -11,7 +11,7 @@ A code is exact in 16 bits. As in `triton` of `mixed_linear`, its scale multipli
 code if blocks are shorter than a step. The result is rounded once, at the end. Rows that belong to no expert are zeros. The
 bounds are read on the device: nothing waits for the host. With few rows per expert, reading the codes of the chosen experts
 sets the time. For int4, x is copied first, with its columns in the order of the codes in a word. Then a thread can unpack its
-words without exchanging data with other threads.
+words without data from other threads.
 
     triton      any card
     invariant   `triton` with one config for every number of rows

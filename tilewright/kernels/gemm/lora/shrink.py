@@ -9,7 +9,9 @@
 
 Limited by reading x, and A of the adapters in use. A program takes tokens that are neighbours in this order, and multiplies
 them by one of their adapters after the other. So a tile of tokens with the same adapter costs one product. The kernel is
-compiled for every K, but not for every number of tokens or adapters. Not supported: gradients, quantised adapters.
+compiled for every K, but not for every number of tokens or adapters.
+
+Not supported: gradients, quantised adapters.
 """
 
 import torch

@@ -107,8 +107,8 @@ _TILES = ((128, 256, "m"), (128, 128, "tiles"), (128, 128, "m"), (64, 256, "n"),
 def _default_sm90(device: Device, problem: CastProblem) -> Config:
     """The largest of five tiles of `linear` with which more than half of the SMs have a tile, otherwise the smallest.
 
-    Other tiles would gain only a few per cent. Consumers that alternate tiles ("tiles") are used with an activation or a
-    residual, because then one consumer's epilogue overlaps the other's products.
+    Other tiles would gain very little. Consumers that alternate tiles ("tiles") are used with an activation or a residual,
+    because then one consumer's epilogue overlaps the other's products.
     """
     product, config = _sixteen(problem), {}
     long_end = product.activation != "none" or product.residual
