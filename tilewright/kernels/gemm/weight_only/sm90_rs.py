@@ -88,7 +88,7 @@ def _cycles(device: Device, problem: MixedProblem, per_sm: int, block_m: int, sp
     steps, tiles = -(-problem.k // _BLOCK_K), -(-problem.m_bucket // block_m) * -(-problem.n // _BLOCK_N)
     _, waves, share, parts = shares(tiles, steps, device.sms * per_sm, block_m, split_k)
     if not split_k and steps % share:
-        # Every program is at a different place along K, so L2 serves x less well, in particular if x does not fit into L2.
+        # Every program is at a different place along K, so L2 serves x less well, in particular if it holds only a part of x.
         share *= 1.2 if 5 * problem.m_bucket * problem.k > device.l2_bytes else 1.05
     # A program that adds parts reads them from L2, at some 40 bytes per cycle.
     return (waves * steps + share) * (800 + 5 * block_m) + (2000 + parts * block_m * 13 if parts > 1 else 0)
