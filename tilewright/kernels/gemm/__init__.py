@@ -1,1 +1,1 @@
-"""Matrix products with their epilogue: `linear`, its implementations, and what products of other operands share with it."""
+"""Matrix products with an epilogue: `linear`, its implementations, and code that other kinds of products share with it."""

@@ -1,9 +1,9 @@
-"""`linear` through torch, which means cuBLAS: the implementation `vendor`.
+"""`linear` through torch, that is cuBLAS: the implementation `vendor`.
 
-What cuBLAS does in its own epilogue (a bias, ReLU or the tanh form of GELU behind one; a residual alone) is left to
-it. The rest is composed: the product is rounded to x's dtype, then the activation and the residual each round again, so 16-bit
-results carry up to two roundings more than the definition's one. torch's own switches apply (TF32 and reduced-precision
-reductions are off or on as the program set them). A row's bits depend on how many rows there are.
+cuBLAS applies in its own epilogue what it supports: a bias, ReLU or the tanh form of GELU after a bias, or a residual alone.
+The rest is composed of further kernels: the product is rounded to x's dtype, then the activation and the residual each round
+again. So 16-bit results have up to two roundings more than the single one of the definition. torch's own switches apply (TF32
+and reduced-precision reductions are on or off as the program set them). The bits of a row depend on the number of rows.
 """
 
 import torch
@@ -30,7 +30,8 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
         return multiply(residual, x, weight.mT)
     whole = x.is_cuda and x.numel() and weight.numel()
     if bias is not None and whole and library_activates(x.dtype, activation, True, x.dim() == 3):
-        # The private name of what torch's own encoder layers use, cuBLASLt's epilogue. On a CPU it is the other GELU.
+        # A private torch function for cuBLASLt's epilogue, which torch's own encoder layers use. On a CPU it computes the exact
+        # (erf) GELU instead.
         y = torch.ops.aten._addmm_activation(bias, x, weight.mT, use_gelu=activation == "gelu_tanh")
         return y if residual is None else y.add_(residual)
     y = _product(x, weight, bias)

@@ -1,16 +1,17 @@
-"""`linear` for one row of x: multiply and add over streamed weight rows, no tensor cores.
+"""`linear` for one row of x: multiply and add on CUDA cores over streamed weight rows, without tensor cores.
 
-Limited by the weight's bytes. A program owns BLOCK_N weight rows and walks them in steps of BLOCK_K, a whole step in registers
-at once; warps meet nowhere before the end, so while one multiplies, the others of its SM wait for memory with up to 16 loads of
-16 bytes a thread under way.
+Limited by reading the weight. A program owns BLOCK_N weight rows and reads them in steps of BLOCK_K, with a whole step in
+registers at once. The warps do not synchronise before the end. So while one warp multiplies, the other warps of the SM have
+loads in flight, up to 16 loads of 16 bytes per thread.
 
-PDL (programmatic dependent launch, sm_90; launch/pdl.py): the program starts while the kernel before it still runs, fetches its
-first weights and its bias, and only then waits for x. Right only when the kernel before writes neither: `optimize` knows, and
-inside `op.early_launches` they have to be parameters.
+With PDL (programmatic dependent launch, sm_90; launch/pdl.py), a program starts while the preceding kernel still runs. It loads
+its first weights and its bias, and then waits before it reads x. This is correct only if the preceding kernel writes neither
+weight nor bias. `optimize` makes sure of that; inside `op.early_launches` both must be parameters.
 
-Rows that do not start at multiples of 16 bytes, or are no multiple of 16 numbers long (numbers of 16 bits, without a gate): a
-program takes rows of one class, as `uneven` does (unaligned_skinny.py), so that their loads stay whole; x is read from that
-class's first column on, two bytes a load.
+A separate kernel handles 16-bit weights, without a gate, whose rows do not start at multiples of 16 bytes or do not have a
+multiple of 16 elements. As in `uneven` (unaligned_skinny.py), each of its programs takes rows of one class, which all have the
+same alignment. So weight loads keep their full width. x is read from the first aligned column of that class, two bytes per
+load.
 
 Refuses: more rows, batches of weights, operands that are not dense along K.
 """
@@ -53,19 +54,19 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # Two programs an SM at least. Fewer rows of the weight want wider steps instead, for as many bytes under way.
+    # At least two programs per SM. With fewer weight rows, use wider steps to keep as many bytes in flight.
     block_n = 4 if problem.n >= 8 * device.sms else 2
     widest = (8192 if block_n == 2 else 2048) // problem.dtype.itemsize
     block_k = min(max(256, next_pow2(problem.k)), widest)
     if block_k > 256 and problem.k % block_k and problem.k % (block_k // 2) == 0:
         block_k //= 2
-    # Four 16-byte loads a thread or more.
+    # At least four 16-byte loads per thread.
     warps = max(1, min(4, block_k * problem.dtype.itemsize // 512, block_n * block_k * problem.dtype.itemsize // 2048))
     return {"BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": warps, "PDL": False}
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
-    # 16-byte loads of one thread for one step.
+    # The number of 16-byte loads per thread and step.
     loads = c["BLOCK_N"] * c["BLOCK_K"] * problem.dtype.itemsize // (c["num_warps"] * 32 * 16)
     if c["BLOCK_K"] >= 2 * next_pow2(problem.k) and c["BLOCK_K"] > 256:
         return "BLOCK_K wider than the row needs"
@@ -84,7 +85,7 @@ SPACE = Space(
         "BLOCK_N": (2, 4, 8, 16),
         "BLOCK_K": (256, 512, 1024, 2048, 4096),
         "num_warps": (1, 2, 4, 8),
-        # What it gains depends on the kernels before and after, which a tuner of one kernel does not see.
+        # Not tuned: the gain of PDL depends on the neighbouring kernels, which a tuner of a single kernel does not see.
         "PDL": (False,),
     },
     refusal=_config_refusal,
@@ -95,7 +96,7 @@ SPACE = Space(
 
 @triton.jit
 def _bias_of(bias_ptr, first_col, STEP: tl.constexpr, N, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[1, BLOCK_N], asked for with the weights: behind the sums, from memory, it would be a tenth of a small product's time."""
+    """The bias, [1, BLOCK_N], loaded with the weights. Loaded after the sums, it would be a tenth of a small product's time."""
     if bias_ptr is None:
         return tl.zeros([1, BLOCK_N], tl.float32)
     else:
@@ -115,14 +116,14 @@ def _gemv_kernel(
     ks = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + weight_rows(cols, N, GATED).to(tl.int64) * w_stride + ks[None, :]
     live = cols < N
-    # Weights pass through once and would only push x out of L1.
+    # Weights are read only once, so caching them in L1 would only evict x.
     w = tl.load(w_ptrs, mask=live if EVEN_K else live & (ks < K)[None, :], other=0.0, cache_modifier=".cg")
     bias = _bias_of(bias_ptr, first_col, 1, N, GATED, BLOCK_N)
     if PDL:
         gdc_wait()
-    # The sums that one thread's vectors give: nothing crosses threads before the end.
+    # Partial sums per thread: no reduction across threads before the end.
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    # A row that one step holds has no loop, and so all of its loads on their way at once; of longer ones some would spill.
+    # A row that fits into one step needs no loop, so all of its loads are in flight at once. With longer rows some would spill.
     for k in range(0, BLOCK_K if ONE_STEP else K, BLOCK_K):
         left = ks < K - k
         if k > 0:
@@ -139,14 +140,15 @@ def _uneven_gemv_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, N, K, lead, w_stride,
     ACTIVATION: tl.constexpr, CLASSES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """w_ptr is a multiple of 16 bytes, `lead` elements before the weight; rows CLASSES apart start alike within 16 bytes."""
+    """w_ptr is 16-byte aligned, `lead` elements before the weight. Rows CLASSES apart have the same alignment."""
     kind = tl.program_id(0) % CLASSES
     first_col = kind + tl.program_id(0) // CLASSES * (BLOCK_N * CLASSES)
     begin = first_whole(lead, w_stride, kind)
     cols = (first_col + tl.arange(0, BLOCK_N) * CLASSES)[:, None]
     ks = tl.arange(0, BLOCK_K)
     starts = lead + cols.to(tl.int64) * w_stride
-    # A multiple of 8 as it is: this tells the compiler, which then loads 16 bytes. So do masks by eights.
+    # The sum is already a multiple of 8; writing it this way tells the compiler, which then emits 16-byte loads. For the same
+    # reason masks are constant over groups of 8.
     w_ptrs = w_ptr + (starts + begin) // 8 * 8 + ks[None, :]
     whole = tl.maximum(K - begin, 0) // 8 * 8
     bias = _bias_of(bias_ptr, first_col, CLASSES, N, False, BLOCK_N)
@@ -157,7 +159,7 @@ def _uneven_gemv_kernel(
         x = tl.load(x_ptr + begin + k + ks, mask=inside, other=0.0)
         products = tl.reshape(w.to(tl.float32) * x.to(tl.float32)[None, :], [BLOCK_N, BLOCK_K // 8, 8])
         sums += tl.sum(products, axis=2)
-    # At most 7 columns before and 7 behind.
+    # The remaining columns: at most 7 before the aligned part and 7 after it.
     at = tl.arange(0, 16)
     k = tl.where(at < begin, at, at + whole)
     w = tl.load(w_ptr + starts + k[None, :], mask=(cols < N) & (k < K)[None, :], other=0.0)
@@ -167,7 +169,7 @@ def _uneven_gemv_kernel(
 
 
 def _stays(operand: Tensor | None) -> bool:
-    """Whether no launch of a step writes an operand: the kernel before may have computed it, unless it is a parameter."""
+    """Whether no kernel writes this operand during a step: true for parameters and None. Others may be results of kernels."""
     return operand is None or isinstance(operand, Parameter)
 
 
@@ -176,7 +178,8 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     y = empty_output(x, weight, gated)
     if y.numel():
         n, k = weight.shape
-        # A K that Triton does not know as a multiple of 16 breaks up the plain kernel's masked loads (2049^2: 10.1 and 5.5 us).
+        # If Triton does not know K to be a multiple of 16, the plain kernel's masked loads become narrow (2049^2: 10.1 us, here
+        # 5.5 us).
         if x.element_size() == 2 and not gated and (k % 16 or not is_aligned(weight)):
             classes, (base, lead) = class_count(weight), aligned_base(weight)
             _uneven_gemv_kernel[(classes * ceil_div(ceil_div(n, classes), config["BLOCK_N"]),)](

@@ -1,4 +1,4 @@
-"""Example arguments of `linear` from dimensions: the `Op.make` of each."""
+"""Example arguments of `linear` for given dimensions: its `Op.make`."""
 
 import math
 
@@ -26,8 +26,9 @@ def linear_arguments(
     residual: bool = False,
     offset: str = "none",
 ) -> Args:
-    """x [M, K], weight [N, K], or a batch of both. `layout`: "nt" both dense along K, "nn" the weight along N, "tn" x along M.
+    """Random x [M, K] and weight [N, K], or a batch of both, and the other arguments.
 
+    layout: "nt" has both operands dense along K; "nn" has the weight dense along N; "tn" also has x dense along M.
     offset: "x" or "weight" starts one element into its memory, as a view may.
 
     Raises:

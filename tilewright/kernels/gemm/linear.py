@@ -1,29 +1,30 @@
-"""Matrix products with their epilogue: y = activation(x @ weight^T + bias) + residual.
+"""Matrix products with an epilogue: y = activation(x @ weight^T + bias) + residual.
 
     x [M, K], weight [N, K] -> [M, N];  or a batch of both, x [B, M, K], weight [B, N, K] -> [B, M, N]. bias is [N].
-    bf16, fp16 or fp32, one dtype throughout. Accumulated in float32; the epilogue is float32; one rounding, at the end.
+    bf16, fp16 or fp32; all operands have the same dtype. The product is accumulated in float32, the epilogue is computed in
+    float32, and the result is rounded once, at the end.
 
-activation is one of none, relu, gelu, gelu_tanh, silu, silu_mul, gelu_mul. The last two multiply: the weight is [2F, K], gate
+activation is one of none, relu, gelu, gelu_tanh, silu, silu_mul, gelu_mul. The last two are gated: the weight is [2F, K], gate
 half first, and y = act(x @ gate^T) * (x @ up^T) is [M, F]. The residual is added last. With K = 0 the product is zero and the
 epilogue is applied to it; with M = 0 or N = 0 nothing is computed.
 
-At few rows the weight's bytes set the time, at hundreds the tensor cores. The implementations, best first, each with its own
-file and its own reasons to refuse:
+With few rows the time is set by reading the weight, with hundreds of rows by the tensor cores. These are the implementations,
+in order of preference. Each has its own file, which states what it refuses:
 
-    gemv         one row: multiply and add, the weight streamed through registers
-    skinny       at most 16 rows: tensor cores, the weight streamed through shared memory
+    gemv         one row: multiply and add on CUDA cores, the weight is streamed through registers
+    skinny       at most 16 rows: tensor cores, the weight is streamed through shared memory
     vendor       cuBLAS
-    sm90         many rows, Hopper: Gluon, a warp that fetches and two groups of warps that multiply; any alignment
-    triton_tma   many rows, sm_90 and up: persistent, tiles fetched by the copy engine
+    sm90         many rows, Hopper: Gluon, warp-specialised (one producer warp, two consumer warpgroups); any alignment
+    triton_tma   many rows, sm_90 and up: persistent, tiles are loaded by the copy engine (TMA)
     triton       any shape and any layout
-    uneven       at most 64 rows, operands that start anywhere: the weight is read in place, by classes of its rows
-    uneven_tma   the same up to 1024 rows, sm_90 and up: by the copy engine. For 17 to 256 rows and weights of some size
-    sm90_invariant  `sm90` whose tiles are never shared along K: a row's bits do not depend on its batch. Weights that are
-                 aligned, of 16 bits
-    invariant    `triton` with one config for all, likewise. The others hold for some numbers of rows, and a row moves from one
-                 to the next as its batch grows
+    uneven       at most 64 rows, operands of any alignment: the weight is read in place, in classes of rows that have the
+                 same alignment
+    uneven_tma   the same for up to 1024 rows, sm_90 and up, with TMA. Meant for 17 to 256 rows and weights that are not small
+    sm90_invariant  `sm90` without split-K: the bits of a row do not depend on its batch. Only for aligned 16-bit weights
+    invariant    `triton` with a single config for every number of rows, for the same purpose. (Each of the other
+                 implementations is chosen for a range of row counts, so a row moves from one to the next as its batch grows.)
 
-float32 is multiplied as float32; TF32 is `vendor`'s, where the program asks torch for it (torch.backends.cuda.matmul).
+float32 is multiplied as float32. Only `vendor` uses TF32, where the program enables it in torch (torch.backends.cuda.matmul).
 
 Not supported: gradients, mixed dtypes, a bias per batch entry. On the CPU, where the reference runs, a 16-bit product is
 rounded before its epilogue: forming it in float32 would mean converting the weight at every call.
@@ -133,13 +134,14 @@ EXAMPLES = (
 
 
 _CUBLAS_OF_16_ROWS = frozenset({(8192, 8192), (10240, 5120)})
-"""(N, K) at which, of the projections measured, cuBLAS is 2 to 3 % before every config of `skinny` (H100, docs/log.md)."""
+"""The measured (N, K) for which cuBLAS is 2 to 3 % faster than every config of `skinny` (H100, docs/log.md)."""
 
 
 def _odd_eights(problem: Problem) -> bool:
-    """K a multiple of 8 and not of 16, 2 to 16 rows: there `skinny` masks every step. H100, ratios to cuBLAS: 16 x 2056 x 2056
-    0.84, 16 x 4104 x 4104 0.87, 16 x 4096 x 1000 0.76, 4 x 2056 x 2056 0.96. Results whose rows do not start at 16 bytes, or
-    with an epilogue that cuBLAS has not, were not measured.
+    """Whether K is a multiple of 8 but not of 16, with 2 to 16 rows. In this case `skinny` needs a mask at every step of K.
+
+    H100, speed relative to cuBLAS: 16 x 2056 x 2056 0.84, 16 x 4104 x 4104 0.87, 16 x 4096 x 1000 0.76, 4 x 2056 x 2056 0.96.
+    Not measured: results whose rows do not start at multiples of 16 bytes, and epilogues that cuBLAS does not have.
     """
     plain = problem.activation == "none" and not (problem.bias and problem.residual) and not problem.batched
     aligned = problem.aligned and problem.n % 8 == 0 and problem.dtype.itemsize == 2
@@ -151,15 +153,17 @@ _EVEN = 0.9
 
 
 def _adds_first(device: Device, problem: Problem) -> bool:
-    """Whether `sm90` is before cuBLAS with a residual, which it has in its registers by then; cuBLAS copies it first (addmm) or
-    adds it by a kernel of its own, 2 to 5 us at 64 to 1024 x 4096. H100, ratios to cuBLAS (studies/residual.json,
+    """Whether `sm90` is faster than cuBLAS for a product with a residual.
+
+    `sm90` adds the residual in its epilogue. cuBLAS copies it first (addmm) or adds it in a separate kernel, which takes 2 to
+    5 us at 64 to 1024 x 4096. The figures below are from an H100, speed relative to cuBLAS (studies/residual.json,
     linear-epilogue.json).
 
-    Short products: 1.09 to 1.17 at 197 and 1024 rows, N 768, K 768 and 3072; 256 rows 1.09 and 0.96. Others where the tiles of
-    `sm90` leave few SMs without one in the last round: 256, 1024 and 4096 rows x 4096 x 4096 1.03 to 1.12, 1024 and 4096 x
-    14336 1.03 and 1.06, 128 x 14336 1.09 (512 and 2048 x 14336 0.96 and 0.99 with the kernel before this one, whose product
-    alone was at 0.92, now 1.00; not timed since). Where they do not: 256 and 512 x 5120 x 25600 0.86 and 0.91, 6304 x 768 x
-    3072 0.81.
+    `sm90` is faster for short products: 1.09 to 1.17 at 197 and 1024 rows, N 768, K 768 and 3072; 256 rows 1.09 and 0.96. It is
+    also faster where the tiles of `sm90` leave few SMs idle in the last wave: 256, 1024 and 4096 rows x 4096 x 4096 1.03 to
+    1.12, 1024 and 4096 x 14336 1.03 and 1.06, 128 x 14336 1.09. (512 and 2048 x 14336 had 0.96 and 0.99 with the previous
+    version of the kernel, whose product alone was at 0.92 and is now at 1.00; these were not timed again.) It is slower where
+    many SMs are idle: 256 and 512 x 5120 x 25600 0.86 and 0.91, 6304 x 768 x 3072 0.81.
     """
     if problem.dtype.itemsize != 2:
         return False
@@ -174,19 +178,22 @@ def _adds_first(device: Device, problem: Problem) -> bool:
 
 _TMA_ROWS = range(32, 257)
 _TMA_WEIGHT = 4e6
-"""Buckets of rows, and numbers in a weight from which on, where the three launches of `uneven_tma` pay. H100, us, beside what
-would be taken otherwise: 32 x 4095 x 4095 20.0 (`uneven` 23.2), 64 rows 20.3 (31.4), 128 rows 22.1 (`sm90` 40.4), 256 rows 27.1
-(43.0); 127 x 4099 x 2053 16.0 (21.8); 256 x 2049 x 2049 13.3 (14.4). With older configs 16 x 4095 x 4095 23.1 (`uneven` 19.2)
-and 1009 x 1013 x 1019 15.2 (12.5). Below 256 rows no weight of less than 8.4e6 numbers was measured."""
+"""The row buckets, and the least number of weight elements, for which the three launches of `uneven_tma` are worth their cost.
+
+H100, times in us; in brackets the implementation that would run otherwise. 32 x 4095 x 4095 20.0 (`uneven` 23.2), 64 rows 20.3
+(31.4), 128 rows 22.1 (`sm90` 40.4), 256 rows 27.1 (43.0); 127 x 4099 x 2053 16.0 (21.8); 256 x 2049 x 2049 13.3 (14.4). With
+older configs: 16 x 4095 x 4095 23.1 (`uneven` 19.2) and 1009 x 1013 x 1019 15.2 (12.5). Below 256 rows no weight of less than
+8.4e6 elements was measured."""
 
 
 def _three_launches(problem: Problem) -> bool:
-    """Whether `uneven_tma` is the fastest: of weights that cannot be read as they lie, and of long rows of x (H100, us).
+    """Whether `uneven_tma` is the fastest: for unaligned weights, and for an unaligned x with a long K (H100, times in us).
 
-    A weight that starts elsewhere `sm90` copies, whatever its K: 17 to 256 x 4096 x 4096 19.4 to 26.6 (`sm90` 39 to 41,
-    `uneven` 20.8 to 25.1 up to 64 rows), x 14336 51 to 72 (132 to 145; 58 to 76). x alone is a small copy: 4096 x 4096
-    loses with it (128 rows 21.6, `sm90` 20.0; 256 rows 25.5, 22.5), 4096 x 14336 gains, where parts of K fill the card
-    (17 rows 48.3, `uneven` 52.2; 64 rows 49.5, `sm90` 52.4; 128 rows alike; 256 rows 67.1, 75.2). Rows: docs/log.md.
+    `sm90` copies every weight that is not aligned, whatever its K: 17 to 256 x 4096 x 4096 19.4 to 26.6 (`sm90` 39 to 41,
+    `uneven` 20.8 to 25.1 up to 64 rows), x 14336 51 to 72 (132 to 145; 58 to 76). If only x is unaligned, its copy is small.
+    Then 4096 x 4096 is slower with `uneven_tma` (128 rows 21.6, `sm90` 20.0; 256 rows 25.5, 22.5). 4096 x 14336 is faster,
+    because split-K fills the card (17 rows 48.3, `uneven` 52.2; 64 rows 49.5, `sm90` 52.4; 128 rows equal; 256 rows 67.1,
+    75.2). For the choice of row counts see docs/log.md.
     """
     if problem.m_bucket not in _TMA_ROWS or problem.n * problem.k < _TMA_WEIGHT:
         return False
@@ -194,7 +201,7 @@ def _three_launches(problem: Problem) -> bool:
 
 
 def _in_place(problem: Problem) -> bool:
-    """Whether `uneven` is: few rows, the weight read where it lies. 64 rows x 4096 x 4096 with x alone elsewhere are not."""
+    """Whether `uneven` is the fastest: few rows, unaligned operands. Not for 64 rows x 4096 x 4096 if only x is unaligned."""
     if problem.aligned or problem.gated or problem.m_bucket > UNEVEN_ROWS:
         return False
     x_alone = problem.k % 8 == 0 and problem.w_aligned
@@ -202,11 +209,12 @@ def _in_place(problem: Problem) -> bool:
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """Where cuBLAS gives way to the Hopper kernel, and once the other way round; H100, ratios to cuBLAS.
+    """The implementation to try first on Hopper, where it is not the first in the list. H100, speed relative to cuBLAS.
 
-    cuBLAS stores the product before an activation reads it again (not so ReLU and the tanh form of GELU behind a bias): from
-    256 rows on gated products are 1.0 to 1.37 times as fast, with GELU 0.97 to 1.4. And rows that do not start at multiples
-    of 16 bytes, the result's among them, cost it a factor: 1.5 with one row, 1.8 at 256, 3 to 8 above.
+    cuBLAS stores the product, and a second kernel reads it again to apply the activation. (Exceptions are ReLU and the tanh
+    form of GELU after a bias.) From 256 rows on, `sm90` is 1.0 to 1.37 times as fast for gated products, and 0.97 to 1.4 times
+    with GELU. cuBLAS is also much slower if the rows of an operand or of the result do not start at multiples of 16 bytes: by
+    a factor of 1.5 with one row, 1.8 at 256 rows, 3 to 8 above.
     """
     if not device.is_hopper:
         return None
@@ -253,12 +261,12 @@ def check_epilogue(
     lead: tuple[int, ...],
     names: tuple[str, str] = ("x", "weight"),
 ) -> tuple[int, ...]:
-    """The shape of the output, `lead` with its last dimension behind; the weight counts as [..., N, K].
+    """Check the operands and return the shape of the output: `lead` plus its last dimension. The weight is read as [..., N, K].
 
-    `names` are those of the operands in errors.
+    `names` are the names of x and the weight in error messages.
 
     Raises:
-        ValueError: anything but x and the weight's K does not fit: shapes, dtypes, devices, an unknown activation.
+        ValueError: the activation is unknown, or shapes, dtypes or devices do not fit. The caller checks K.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
@@ -283,7 +291,7 @@ def check_epilogue(
 
 
 def operand_ready(x: Tensor) -> Tensor:
-    """x [..., M, K] itself when K, or M > 1, is dense in memory; else a contiguous copy."""
+    """x [..., M, K] itself if it is dense along K, or along M with M > 1; otherwise a contiguous copy."""
     return x if x.stride(-1) == 1 or (x.stride(-2) == 1 and x.shape[-2] > 1) else x.contiguous()
 
 
@@ -332,10 +340,11 @@ def matmul(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in float32 or wider, for a gradient that is made in parts; None for 0. The total is overwritten.
+    """total + a @ b in float32 or wider, for a gradient that is computed in parts. `total` is overwritten; None stands for 0.
 
-    The library accumulates into float32 itself, at the speed of the product (H100, 131072 x 4096 from 2048 rows: 3.5 ms; a
-    product of 16 bits 3.2 and 1.7 for the sum). On a CPU, and where rows would start anywhere, it takes two steps.
+    cuBLAS accumulates into the float32 total itself, at the speed of the product. (H100, 131072 x 4096 from 2048 rows: 3.5 ms;
+    a 16-bit product takes 3.2 ms, and the addition another 1.7 ms.) On a CPU, and where rows would not be aligned, the product
+    and the addition are two steps.
 
     Args:
         total: [M, N].

@@ -1,12 +1,13 @@
-"""Copies of matrices into rows that the copy engine (TMA) can address, and what a product leaves over at its border.
+"""Copies of matrices with rows that the copy engine (TMA) can address, and the few rows and columns beyond whole tiles.
 
-The copies are dense and their rows start at multiples of 128 bytes: multiples of 16 are all that the copy engine needs, but
-each line of a box then lies across two lines of L2, which costs the product up to 40 %. One launch for both operands. Limited
-by bytes: each element is read once and written once, in 16 bytes a thread.
+The copies are dense and their rows start at multiples of 128 bytes. TMA only needs multiples of 16 bytes, but then each line of
+a box spans two cache lines of L2, which makes the product up to 40 % slower. One launch copies both operands. It is limited by
+memory bandwidth: each element is read once and written once, with 16-byte stores.
 
-A product with a few rows or columns more than its tiles hold (2049) would compute whole tiles for them. Where there is a launch
-of copies anyway, further programs of it multiply the last few rows of x by all of the weight, and the last few of the weight by
-all of x, with the epilogue of `linear`; the tiles then end where they end. Not with a gate. Summed in float32, in one order.
+If a product has a few rows or columns more than fit into whole tiles (for example 2049), it would need whole tiles for them.
+When a launch that copies is needed anyway, additional programs of it multiply the last few rows of x by all of the weight, and
+the last few rows of the weight by all of x, with the epilogue of `linear`. The product then computes only whole tiles. This is
+not done with a gate. The sums are in float32, in a fixed order.
 """
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -23,13 +24,13 @@ from tilewright.kernels.hopper.epilogue import activate
 __all__ = ["MOST_LEFT_OVER", "Border", "align", "aligned_base", "class_count", "is_aligned"]
 
 MOST_LEFT_OVER = 4
-"""Rows or columns beyond whole tiles that are computed beside the copies, each by multiply and add."""
-_ROWS, _COLS = 8, 512  # of a program that computes some of them
+"""The most rows or columns beyond whole tiles that the copying launch computes, by multiply and add on CUDA cores."""
+_ROWS, _COLS = 8, 512  # rows, and columns of K per step, of a program that computes some of them
 _ROW_BYTES = 128
 
 
 class Border(NamedTuple):
-    """What is left over of y [M, N] = activation(x @ w^T + bias) + residual: its last `rows` rows and last `cols` columns.
+    """The rest of y [M, N] = activation(x @ w^T + bias) + residual beyond whole tiles: the last `rows` rows and `cols` columns.
 
     x and w are dense along K, of any alignment.
     """
@@ -46,7 +47,7 @@ class Border(NamedTuple):
 
 @gluon.jit
 def _load_block(src_ptr, first_row, first_col, rows, cols, src_stride, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """A block of src [rows, cols], any alignment: neighbouring threads read neighbouring elements."""
+    """A block of src [rows, cols] of any alignment. Neighbouring threads read neighbouring elements."""
     read: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     r = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, read)), 1)
     c = gl.expand_dims(first_col + gl.arange(0, COLS, layout=gl.SliceLayout(0, read)), 0)
@@ -57,8 +58,8 @@ def _load_block(src_ptr, first_row, first_col, rows, cols, src_stride, ROWS: gl.
 def _copy_block(
     src_ptr, dst_ptr, block, rows, cols, src_stride, dst_width, ROWS: gl.constexpr, COLS: gl.constexpr, TRANSPOSE: gl.constexpr
 ):  # fmt: skip
-    """One block of src [rows, cols] to dst or its transpose, whose rows are dst_width * 64 elements."""
-    # Threads write 16 bytes each; between reading and writing the block goes through shared memory.
+    """Copy one block of src [rows, cols] to dst, transposed if TRANSPOSE. Rows of dst have dst_width * 64 elements."""
+    # Threads write 16 bytes each. Between the read and the write, the block goes through shared memory.
     along: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
     write: gl.constexpr = along if TRANSPOSE else gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     across = gl.cdiv(cols, COLS)
@@ -67,7 +68,8 @@ def _copy_block(
     x = gl.convert_layout(_load_block(src_ptr, first_row, first_col, rows, cols, src_stride, ROWS, COLS), write)
     r = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, write)), 1)
     c = gl.expand_dims(first_col + gl.arange(0, COLS, layout=gl.SliceLayout(0, write)), 0)
-    width = dst_width * 64  # tells the compiler what divides it; what pads the rows is written too, so that stores stay whole
+    # The factor 64 tells the compiler what divides the width. The padding of rows is written too, so that stores stay wide.
+    width = dst_width * 64
     if TRANSPOSE:
         gl.store(dst_ptr + c.to(gl.int64) * width + r, x, mask=(r < width) & (c < cols))
     else:
@@ -76,9 +78,9 @@ def _copy_block(
 
 @gluon.jit
 def _load_whole(row_ptrs, first, whole, live, COLS: gl.constexpr, layout: gl.constexpr):
-    """COLS columns of rows that start at multiples of 16 bytes, as float32; zeros from `whole`, a multiple of 8, on."""
+    """COLS columns of rows that start at multiples of 16 bytes; zeros from column `whole` on, which is a multiple of 8."""
     c = first + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
-    # By eights, so that the mask leaves loads whole.
+    # The mask is constant over groups of 8 columns, so that loads keep their full width.
     return gl.load(row_ptrs + gl.expand_dims(c, 0), mask=live & gl.expand_dims(c // 8 * 8 < whole, 0), other=0.0)
 
 
@@ -88,10 +90,11 @@ def _multiply_rows(
     bias_ptr, bias_row_step, bias_step, residual_ptr, residual_row_step, residual_step,
     ROWS: gl.constexpr, COLS: gl.constexpr, OTHERS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """The products of some rows of src [rows, cols] with the `others` rows at others_ptr, to y, which has them at steps.
+    """Multiply some rows of src [rows, cols] by the `others` rows at others_ptr, apply the epilogue and store to y.
 
-    src starts `lead` elements behind src_ptr, a multiple of 16 bytes. A program takes ROWS rows that are `classes` apart, which
-    start alike within 16 bytes, and reads 16 bytes a load from the first multiple of that on; the rest number by number.
+    In y, the results of neighbouring rows of src are y_row_step apart, those of neighbouring other rows y_step. src starts
+    `lead` elements after src_ptr, which is 16-byte aligned. A program takes ROWS rows that are `classes` apart and therefore
+    have the same alignment. From the first 16-byte boundary on it uses 16-byte loads; the rest is loaded element by element.
     """
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [4, 1], [1, 0])
@@ -99,11 +102,11 @@ def _multiply_rows(
     begin = (8 - (lead + kind * src_stride) % 8) % 8
     whole = gl.maximum(cols - begin, 0) // 8 * 8
     r = kind + (block // classes * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))) * classes
-    starts = (lead + begin + r.to(gl.int64) * src_stride) // 8 * 8  # as it is: this tells the compiler what divides it
+    starts = (lead + begin + r.to(gl.int64) * src_stride) // 8 * 8  # no change; tells the compiler that 8 divides it
     row_ptrs = src_ptr + gl.expand_dims(starts, 1)
     live = gl.expand_dims(r < rows, 1)
     ahead = _load_whole(row_ptrs, 0, whole, live, COLS, wide)
-    # At most 7 columns before and 7 behind.
+    # The remaining columns: at most 7 before the aligned part and 7 after it.
     at = gl.arange(0, 16, layout=gl.SliceLayout(0, narrow))
     k = gl.where(at < begin, at, at + whole)
     n = kind + (block // classes * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))) * classes
@@ -144,7 +147,7 @@ def _border_block(
     y_stride, residual_stride, left_rows, left_cols, row_blocks,
     ROWS: gl.constexpr, COLS: gl.constexpr, OTHERS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Of the last rows of y, whole, some columns; or of the last columns, above those rows, some rows."""
+    """Compute a block of y's border: some columns of its last rows, or some rows of its last columns (above those rows)."""
     first_row = M - left_rows
     first_col = N - left_cols
     if block < row_blocks:
@@ -180,9 +183,10 @@ def _align_kernel(
     all_x_stride, all_w_stride, y_stride, residual_stride, left_rows, left_cols, row_blocks, border_blocks,
     TRANSPOSE_W: gl.constexpr, ACTIVATION: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OTHERS: gl.constexpr,
 ):  # fmt: skip
-    """Copies of x and w, each dense along its last dimension (a None is left out); that of w may be its transpose.
+    """Copy x and w, each dense along its last dimension; None is skipped. The copy of w may be transposed.
 
-    With y_ptr, also the last left_rows rows and left_cols columns of y. They take longest: their programs come first.
+    With y_ptr, also compute the last left_rows rows and left_cols columns of y. The programs for these take longest, so they
+    come first.
     """
     gdc_launch_dependents()
     block = gl.program_id(0) - border_blocks
@@ -205,17 +209,17 @@ def _align_kernel(
 
 
 def is_aligned(t: Tensor) -> bool:
-    """Whether the copy engine can address a matrix that is dense along its last dimension."""
+    """Whether the copy engine (TMA) can address a matrix: dense along its last dimension, rows at multiples of 16 bytes."""
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(1) == 1
 
 
 def class_count(t: Tensor) -> int:
-    """How far apart rows of 16-bit numbers lie whose distance is a multiple of 16 bytes."""
+    """The number of alignment classes of t's rows (16-bit elements): rows that far apart are a multiple of 16 bytes apart."""
     return next(c for c in (1, 2, 4, 8) if c * t.stride(0) % 8 == 0)
 
 
 def aligned_base(t: Tensor) -> tuple[Tensor, int]:
-    """A tensor that starts at the multiple of 16 bytes at or before t, of 16-bit numbers; elements from there to t."""
+    """(a tensor that starts at the last 16-byte boundary at or before t; elements from there to t), for 16-bit elements."""
     lead = t.data_ptr() % 16 // 2
     return t.as_strided((1, 1), (1, 1), t.storage_offset() - lead), lead
 
@@ -225,7 +229,7 @@ def align(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Copies of x and w (dense along their last dimension; None stays None) whose rows start at multiples of 128 bytes.
 
-    With a border its part of y is filled, too.
+    With a border, its part of y is computed too.
     """
 
     def target(t: Tensor | None, transpose: bool) -> tuple[Tensor | None, tuple[int, int, int, int], int]:

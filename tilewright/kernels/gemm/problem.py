@@ -1,13 +1,13 @@
-"""What the implementations of `linear` share: the problem they choose by, and the epilogue in Triton.
+"""Code that the implementations of `linear` share: the problem, on which the choice of a kernel depends, and the epilogue.
 
     y = activation(x @ weight^T + bias) + residual
 
 With a gate (`silu_mul`, `gelu_mul`) the weight is [2F, K], gate half first, and y = act(gate) * up is [..., F]. Every kernel
-here walks the weight's rows interleaved (gate 0, up 0, gate 1, up 1, ...), so that the two numbers which meet in the epilogue
-stand in one tile, in one thread. BLOCK_N, N and `n` always count rows of the weight; the output is half as wide then.
+here reads the weight's rows interleaved (gate 0, up 0, gate 1, up 1, ...). So the two elements that the epilogue multiplies are
+in the same tile and the same thread. BLOCK_N, N and `n` always count weight rows; with a gate the output is half as wide.
 """
 
-# M rows of x, N rows of the weight, K shared, B matrices of a batch, F columns of a gated output
+# M rows of x, N rows of the weight, K the shared dimension, B matrices of a batch, F columns of a gated output
 
 from typing import NamedTuple
 
@@ -36,7 +36,10 @@ LARGEST_BUCKET = 16384
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on. `n` counts rows of the weight; majors name the dimension that is dense in memory."""
+    """Everything that the choice of a kernel may depend on.
+
+    `n` counts rows of the weight. `x_major` and `w_major` name the dimension that is dense in memory.
+    """
 
     dtype: torch.dtype
     m_bucket: int
@@ -49,24 +52,24 @@ class Problem(NamedTuple):
     x_major: str
     w_major: str
     aligned: bool
-    """Whether x and the weight start, and step from row to row, at multiples of 16 bytes."""
+    """Whether all rows of x and of the weight start at multiples of 16 bytes."""
     w_aligned: bool
-    """Whether the weight does."""
+    """The same for the weight alone."""
 
     @property
     def gated(self) -> bool:
-        """Whether the weight's halves meet in the epilogue."""
+        """Whether the weight has a gate half and an up half."""
         return ACTIVATIONS[self.activation][1]
 
 
 def buckets(max_m: int) -> tuple[int, ...]:
-    """Every `m_bucket` that row counts of 1 to `max_m` fall into: powers of two, up to the one that holds all larger ones."""
+    """The `m_bucket` values of 1 to `max_m` rows: powers of two. Row counts above the largest bucket all fall into it."""
     return tuple(1 << i for i in range(min(next_pow2(max_m), LARGEST_BUCKET).bit_length()))
 
 
 def problem_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Problem:
-    """The problem of a call; its m_bucket is the next power of two above the number of rows."""
-    # Runs at every call: no keywords, no slices.
+    """The problem of a call. Its m_bucket is the number of rows, rounded up to a power of two, at most LARGEST_BUCKET."""
+    # This runs at every call, so it avoids keyword arguments and slices, which are slower.
     shape, x_strides, w_strides = x.shape, x.stride(), weight.stride()
     k = shape[-1]
     x_dense = k == 1 or x_strides[-1] == 1
@@ -91,7 +94,7 @@ def problem_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
 
 
 def empty_output(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """Memory for the result: x's leading dims and dtype, as wide as the weight is tall, or half of that."""
+    """Memory for the result: x's leading dims and dtype, one column per weight row (half as many if gated)."""
     n = weight.shape[-2]
     return torch.empty((*x.shape[:-1], n // 2 if gated else n), dtype=x.dtype, device=x.device)
 
@@ -101,7 +104,7 @@ def empty_output(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 @triton.jit
 def weight_rows(cols, N, GATED: tl.constexpr):
-    """The weight's rows behind the columns of a tile: as they are, or the two halves interleaved."""
+    """The weight rows for the columns of a tile: the same indices, or with a gate the two halves interleaved."""
     if GATED:
         return (cols % 2) * (N // 2) + cols // 2
     else:
@@ -110,12 +113,13 @@ def weight_rows(cols, N, GATED: tl.constexpr):
 
 @triton.jit
 def _codes_of(y, inverse, dtype: tl.constexpr):
-    """Codes of 8 bits of y * inverse, to nearest even, saturated. A NaN's int8 is 0."""
+    """y * inverse as 8-bit values, rounded to nearest even and saturated. A NaN becomes 0 in int8."""
     MOST: tl.constexpr = 127.0 if dtype == tl.int8 else 57344.0 if dtype == tl.float8e5 else 448.0  # pyright: ignore[reportAssignmentType]
     y *= inverse
     held = tl.minimum(tl.maximum(y, -MOST), MOST)
     if dtype == tl.int8:
-        # From 2^23 to 2^24 a float32 counts in ones: the sum is rounded to even, its low bits are the integer.
+        # Between 2^23 and 2^24 the spacing of float32 values is 1. So the sum is rounded to an integer (to nearest even), and
+        # the low bits of its mantissa are that integer.
         return (tl.where(y == y, held, 0.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     else:
         return tl.where(y == y, held, y).to(dtype)
@@ -127,10 +131,10 @@ def finish(
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, y_scale_ptr=None, y_stride=None,
     COL_STEP: tl.constexpr = 1,
 ):  # fmt: skip
-    """Bias, activation, residual and the one rounding of a float32 tile [rows of x, weight rows]; then its store.
+    """Apply bias, activation and residual to a float32 tile [rows of x, weight rows], round it once and store it.
 
-    y is contiguous unless a stride is given, the tile's columns are COL_STEP apart. With y_scale_ptr y is codes of 8 bits.
-    bias_ptr and residual_ptr may be None.
+    y is contiguous unless y_stride is given. The columns of the tile are COL_STEP apart in y. With y_scale_ptr, y is quantised
+    to 8 bits. bias_ptr and residual_ptr may be None.
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]

@@ -1,7 +1,7 @@
-"""What the products of two coded matrices share on the host: cost, checks, memory for the result.
+"""Host code that the products of two quantised matrices share: cost, argument checks, memory for the result.
 
-Their arguments begin with x [M, K], weight [N, K], their scales, bias, activation, residual, the dtype of the output, and
-`chained`, a hint for the launch (launch/pdl.py).
+The arguments of these products begin with x [M, K], weight [N, K], their scales, bias, activation, residual, the dtype of the
+output, and `chained`, a hint for the launch (launch/pdl.py).
 """
 
 from collections.abc import Sequence
@@ -34,17 +34,18 @@ _SPAN = 256
 
 
 def refuse_float8(device: Device, problem: Any) -> str | None:
-    """Why a card does not multiply the problem's operands, where they are of float8."""
+    """Why the card cannot multiply the problem's operands if they are float8; None if it can, or if they are not float8."""
     if problem.dtype in FLOAT8 and device.arch < 89 and device.kind != "interpret":
         return f"float8 products need sm_89, this is sm_{device.arch}"
     return None
 
 
 def float8_span(dtype: torch.dtype, k: int) -> int:
-    """Of how many of K products the tensor cores make one sum before float32 goes on, a multiple of 128; 0: of all.
+    """How many of the K products the tensor cores sum before the sum is added to a float32 total; 0: all of them.
 
-    sm_90 keeps some 14 bits of a sum of float8 products. Of 25 million sums of 4,096 the furthest off is 0.022 of the RMS, in
-    spans of 1,024 0.015, of 256 0.005, and 0.0036 of that is the rounding to bf16 (docs/log.md, sums of float8).
+    The result is a multiple of 128. sm_90 keeps some 14 bits of a sum of float8 products. Among 25 million sums of 4,096
+    products, the largest error is 0.022 of the RMS; with spans of 1,024 it is 0.015, with spans of 256 0.005, of which 0.0036
+    is the rounding to bf16 (docs/log.md, sums of float8).
     """
     return _SPAN if dtype in FLOAT8 and k > _SPAN else 0
 
@@ -53,7 +54,7 @@ def product_cost(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, *_: object,
 ) -> Cost:  # fmt: skip
-    """Of a product and what may follow it in one launch."""
+    """The cost of a product with its epilogue."""
     (m, k), n = x.shape, weight.shape[0]
     out = m * (n // 2 if ACTIVATIONS[activation][1] else n) * dtype.itemsize
     moved = (m + n) * k * x.element_size() + sum(t.nbytes for t in (x_scales, w_scales, bias, residual) if t is not None)
@@ -61,7 +62,7 @@ def product_cost(
 
 
 def empty_product(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
-    """Memory for the result: as wide as the weight is tall, or half of that."""
+    """Memory for the result. It has one column per weight row (half as many if gated)."""
     n = weight.shape[0]
     return torch.empty((x.shape[0], n // 2 if ACTIVATIONS[activation][1] else n), dtype=dtype, device=x.device)
 
@@ -76,12 +77,12 @@ def check_product(
 
 
 def dense_along_columns(t: Tensor | None) -> Tensor | None:
-    """A residual itself where kernels can read it, else a contiguous copy."""
+    """The residual itself if it is dense along its columns, otherwise a contiguous copy."""
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
 def check_output(op: str, dtype: torch.dtype, x: Tensor) -> None:
-    """Raise ValueError unless a product of x, of codes, may be of this dtype."""
+    """Raise ValueError unless a product of a quantised x may have this output dtype."""
     if dtype not in (torch.bfloat16, torch.float16) and not (dtype == torch.float32 and x.device.type == "cpu"):
         raise ValueError(f"{op}: dtype must be bfloat16 or float16, on a CPU also float32; got {dtype}")
 
@@ -110,7 +111,7 @@ def check_epilogue(
     op: str, x: Tensor, n: int, bias: Tensor | None, activation: str, residual: Tensor | None,
     bias_dtypes: Sequence[torch.dtype], residual_dtypes: Sequence[torch.dtype],
 ) -> None:  # fmt: skip
-    """Raise ValueError unless what follows the product of x [M, K] and a weight of n rows fits it."""
+    """Raise ValueError unless the epilogue fits the product of x [M, K] and a weight of n rows."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     gated = ACTIVATIONS[activation][1]

@@ -1,16 +1,16 @@
-"""`linear` for at most 16 rows of x on tensor cores: the weight is streamed once, near the speed of memory.
+"""`linear` for at most 16 rows of x on tensor cores: the weight is streamed once, at close to memory bandwidth.
 
-A program owns BLOCK_N weight rows and takes SLICES x BLOCK_K of K a step, through shared memory, num_stages steps deep. The
-product is transposed, the weight as the tensor core's tall operand and x as the narrow one: rows of x are padded to 8 or 16,
-not to 64. It is a batched product, one slice of K a warp, so that four warps share a tile as low as 16 rows without computing
-anything twice; the slices are added once, at the end. So a matrix of 1024 rows still gives 64 programs, each with its whole
-share of the weight on the way at once, and no sum ever crosses programs.
+A program owns BLOCK_N weight rows. Per step it loads SLICES x BLOCK_K of K through shared memory, in a pipeline of num_stages.
+The product is transposed: the weight is the tall operand of the tensor cores, and x the narrow one. So rows of x are padded to
+8 or 16, not to 64. The product is batched, with one slice of K per warp. So four warps can share a tile of only 16 weight rows
+without computing anything twice; the slices are added once, at the end. Even a weight of 1024 rows gives 64 programs, each with
+its whole share of the weight in flight at once, and no reduction across programs is needed.
 
-Limited by the weight's bytes. x comes from L2 once a program: with 16 rows of x, BLOCK_N 16 reads as much of x as of the
-weight, which L2 bears.
+Limited by reading the weight. Every program reads x once from L2: with 16 rows of x and BLOCK_N 16 that is as many bytes of x
+as of the weight, which L2 can sustain.
 
-PDL (launch/pdl.py), inside `op.early_launches`: the program starts while the kernel before it still runs, asks for its first
-weights, and reads nothing before that kernel has ended.
+With PDL (launch/pdl.py), inside `op.early_launches`, a program starts while the preceding kernel still runs. It prefetches its
+first weights into L2, and reads no operand before that kernel has ended.
 
 Refuses: more than 16 rows, batches of weights, operands that are not dense along K, float32 (a product in IEEE precision runs
 without tensor cores) and float64.
@@ -59,13 +59,13 @@ def _default(device: Device, problem: Problem) -> Config:
     block_m = max(8, problem.m_bucket)
     return {
         "BLOCK_M": block_m,
-        # Low tiles make many programs, which hide each other's start and end: wider ones read x less often and still lose.
+        # Small tiles give many programs, which hide each other's start and end. Larger tiles read x less often but are slower.
         "BLOCK_N": 16,
-        # Wider steps only where loads are narrow: H100, M=4 N=K=4095: 24.7 us, with 64 32.
+        # Wider steps help only where loads are narrow. H100, M=4 N=K=4095: 24.7 us with 128, 32 with 64.
         "BLOCK_K": 128 if problem.k > 256 and not problem.aligned else 64,
         "SLICES": 4,
         "num_warps": 4,
-        # Where programs are few, each keeps more on the way.
+        # With few programs, each keeps more loads in flight.
         "num_stages": 5 - (block_m == 16) - (problem.n > 32 * device.sms),
         "PDL": False,
     }
@@ -95,7 +95,7 @@ SPACE = Space(
         "SLICES": (2, 4),
         "num_warps": (4,),
         "num_stages": (2, 3, 4, 5),
-        # Programmatic dependent launch; what it gains depends on the kernels before and after, unseen by a tuner of one.
+        # Not tuned: the gain of PDL depends on the neighbouring kernels, which a tuner of a single kernel does not see.
         "PDL": (False,),
     },
     refusal=_config_refusal,
@@ -104,7 +104,7 @@ SPACE = Space(
 
 @triton.jit
 def _fetch_ahead(w_ptr, w_stride, N, K, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ask for the first 4 KB of each weight row of this program in L2: loads of the loop would hold registers meanwhile."""
+    """Prefetch the first 4 KB of each weight row of this program into L2. Ordinary loads would occupy registers until used."""
     cols = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)[:, None]
     lines = tl.minimum(tl.arange(0, 32) * 64, K - 1)[None, :]  # of 128 bytes
     ptrs = w_ptr + weight_rows(cols, N, GATED).to(tl.int64) * w_stride + lines
@@ -122,8 +122,8 @@ def _skinny_kernel(
         _fetch_ahead(w_ptr, w_stride, N, K, GATED, BLOCK_N)
         gdc_wait()
     if BY_EIGHTS:
-        # They are what they were, and the compiler knows it: Triton looks at arguments for multiples of 16 alone. Without this
-        # K = 2056 is loaded two bytes at a time, and nothing ahead.
+        # The values do not change, but now the compiler knows that they are multiples of 8. Triton checks arguments only for
+        # multiples of 16. Without this, K = 2056 would be loaded two bytes at a time, and without pipelining.
         K = K // 8 * 8
         x_stride = x_stride // 8 * 8
         w_stride = w_stride // 8 * 8
@@ -152,7 +152,7 @@ def _skinny_kernel(
 
 
 def _by_eights(x: Tensor, weight: Tensor) -> bool:
-    """Whether K and the steps from row to row are multiples of 8, and not all of them of 16."""
+    """Whether K and both row strides are multiples of 8, but not all of them multiples of 16."""
     return (weight.shape[1] | x.stride(0) | weight.stride(0)) % 16 == 8
 
 

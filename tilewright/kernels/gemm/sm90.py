@@ -1,19 +1,20 @@
-"""The host side of sm90_kernel.py: what it takes, its descriptors and workspaces; the Impls `sm90`, `sm90_invariant`.
+"""The host side of sm90_kernel.py: supported problems, TMA descriptors, workspaces. Defines the Impls `sm90`, `sm90_invariant`.
 
-An operand that the copy engine cannot address (rows that do not start at multiples of 16 bytes: a K of 4095, an unaligned view)
-is dealt with inside, in one of two ways (the axis UNALIGNED):
+The copy engine (TMA) cannot address operands whose rows do not start at multiples of 16 bytes, for example with a K of 4095 or
+in an unaligned view. Such operands are handled here, in one of two ways (the config axis UNALIGNED):
 
-    copy     each such operand is copied into rows of a multiple of 128 bytes by one small launch
-    classes  x is read in place, by classes of rows (sm90_kernel.py); only the weight is copied, and put dense along N. Half the
-             copying, for an x of many rows
+    copy     one small launch copies each such operand into rows of a multiple of 128 bytes
+    classes  x is read in place, in classes of rows (sm90_kernel.py). Only the weight is copied, into a layout that is dense
+             along N. For an x of many rows this copies half as much
 
-The same launch computes the few rows and columns that lie behind the last whole tile (pad_operands.py).
+The launch that copies also computes the few rows and columns that lie beyond the last whole tile (pad_operands.py).
 
-`sm90_invariant` shares no tile between programs: then each number of y is one sum in one order, whatever tile it is in. It
-takes what is read as it lies, by the weight and by K alone; an x that lies otherwise it copies, for else the place of x in
-memory would choose between kernels, and so bits.
+`sm90_invariant` never splits a tile between programs. So each element of y is a single sum in a fixed order, in whatever tile.
+Whether it accepts a problem does not depend on x's layout. An x that TMA cannot address is copied first; otherwise the address
+of x would decide which kernel runs, and so the bits of the result could differ.
 
-Refuses: float32, batches, and operands that are dense along neither dimension.
+Refuses: float32, batches, and empty matrices. `sm90_invariant` also refuses activations, and weights that are unaligned or not
+dense along K. Operands must be dense along one of their dimensions, which is not checked here.
 """
 
 from collections.abc import Hashable
@@ -78,7 +79,12 @@ def _refuse_invariant(device: Device, problem: Problem) -> str | None:
 
 
 def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, TensorDescriptor]:
-    """(classes, elements from the base to x, descriptor of the longer classes, of the others) of x [M, K], dense along K."""
+    """Describe x [M, K], dense along K, for reading in classes of rows.
+
+    Returns:
+        The number of classes, the elements from the aligned base to x, the descriptor of the classes with one row more, and the
+        descriptor of the other classes.
+    """
     m, k = x.shape
     stride = x.stride(0)
     classes = class_count(x)
@@ -93,15 +99,15 @@ def _classes(x: Tensor, box: list[int]) -> tuple[int, int, TensorDescriptor, Ten
 
 
 def box_rows(rows: int, m: int) -> int:
-    """Rows of a box of x that has m: the copy engine takes its time for rows that are not there.
+    """The height of a TMA box for an x of m rows: no higher than needed, because rows outside of x also take copy time.
 
-    The rest of the tile's rows multiply what lies in shared memory, and nobody stores what comes of it.
+    The remaining rows of the tile multiply whatever is in shared memory; their results are never stored.
     """
     return min(rows, 1 << max(3, (m - 1).bit_length()))
 
 
 class _Operands(NamedTuple):
-    """x and the weight as the kernel takes them."""
+    """x and the weight in the form in which the kernel accepts them."""
 
     x_desc: TensorDescriptor
     x_low_desc: TensorDescriptor | None
@@ -130,9 +136,10 @@ def _operands(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None,
     rows: int, cols: int,
 ) -> _Operands:  # fmt: skip
-    """Descriptors of x and the weight for boxes of rows and columns, or of copies where the copy engine cannot address them.
+    """TMA descriptors of x and the weight, or of copies where TMA cannot address them. `rows` and `cols` give the box sizes.
 
-    Where both are copied, what is left over beside whole tiles of y is filled too; the tiles are those of m and width.
+    If a copy is made and both operands are dense along K, without a gate, the same launch may also compute the last few rows
+    and columns of y, beyond its whole tiles. The returned `m` and `width` then exclude these.
     """
     function, gated = ACTIVATIONS[activation]
     width, halves = y.shape[1], 1 + gated
@@ -170,9 +177,10 @@ def _operands(
 
 
 def _overlaps(copied: bool, rows: int) -> bool:
-    """Whether the product is launched while its operands are copied; the same within a bucket of rows (launch/pdl.py).
+    """Whether the product is launched while its operands are still being copied (launch/pdl.py).
 
-    It saves 1 us; large products lose up to 10 % by it, since their programs start in no order.
+    The answer is the same for all row counts in a bucket. The overlap saves 1 us. Large products become up to 10 % slower,
+    because their programs then do not start in order.
     """
     return copied and rows <= 4096
 
@@ -183,7 +191,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
 
 
 class Pieces(NamedTuple):
-    """How a launch's tiles are cut into work, and what programs that share a tile leave in memory."""
+    """How the tiles of a launch are divided among programs, and the workspace for programs that share a tile."""
 
     programs: int
     waves: int
@@ -191,19 +199,22 @@ class Pieces(NamedTuple):
     parts: int
     scratch: Tensor | None
     counters: Tensor | None
-    """Zeros: two for each shared tile, then from `others` on what the caller asked for."""
+    """Zeros: two counters per shared tile; from index `others` on, the additional counters that the caller requested."""
     others: int
 
 
 def pieces(config: Config, device: Device, y: Tensor, tiles: int, steps: int, coded: bool, more: int = 0) -> Pieces:
-    """The work of `tiles` of so many steps, of codes or of 16 bits, on the device of y."""
+    """Divide `tiles` tiles of `steps` steps of K each among the programs, and allocate the workspace on the device of y.
+
+    `coded` states that the operands have 8 bits. `more` is the number of additional counters.
+    """
     sms = evened(tiles, device.sms) if coded and config["SPLIT_K"] == 1 else device.sms
     programs, waves, share, parts = shares(tiles, steps, sms, config["SPLIT_K"])
     others, scratch = 0, None
     if config["SPLIT_K"] != 1:
         left, part = tiles - waves * programs, config["BLOCK_M"] * config["BLOCK_N"]
         scratch = torch.empty(max(1, left * (parts - 1) * part), dtype=torch.float32, device=y.device)
-        others = -(-left * 2 // 4) * 4  # at 16 bytes: a kernel is compiled for where its pointers start
+        others = -(-left * 2 // 4) * 4  # a multiple of 16 bytes: Triton specialises kernels on the alignment of pointers
     counters = tickets(y.device, others + more) if scratch is not None or more else None
     return Pieces(programs, waves, share, parts, scratch, counters, others)
 
@@ -221,10 +232,11 @@ def launch_sm90(
     pdl: bool = False,
     y_scale: Tensor | None = None,
 ) -> Tensor:
-    """Fill y [M, F], which is not empty, and return it. Scales, float32 [M] and [N], multiply the product; K is not 0.
+    """Fill y [M, F], which must not be empty, and return it. K must not be 0.
 
-    With y_scale, one float32, y is int8 or float8 and holds the codes of the result by that scale. 8-bit operands must be dense
-    along K, with rows that start at multiples of 16 bytes.
+    x_scales and w_scales, float32 [M] and [N], multiply the product. With y_scale, one float32, y is int8 or float8 and
+    receives the result quantised with that scale. 8-bit operands must be dense along K, with rows that start at multiples of 16
+    bytes.
     """
     starts_early = x.shape[0] > 1 and early(x, x.shape[0])  # 8-bit products of one row were not measured
     call = _call(config, y, x, weight, bias, activation, residual, x_scales, w_scales, pdl or starts_early, y_scale)
@@ -235,7 +247,7 @@ def launch_sm90(
 
 
 class _Call(NamedTuple):
-    """A launch of the kernel."""
+    """The grid size and the arguments of a kernel launch."""
 
     programs: int
     arguments: tuple[Any, ...]
@@ -287,7 +299,7 @@ def _first_launch(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> Plan:  # fmt: skip
     call = _call(config, y, x, weight, bias, "none", residual, None, None, False, None)
-    owners = (0, None, 1, 2, 2, None, None, None, 3, 4)  # which operand each argument points into
+    owners = (0, None, 1, 2, 2, None, None, None, 3, 4)  # for each argument, the index of the operand that it points into
     operands = (x, weight, y, bias, residual)
     return Plan(first_launch(sm90_kernel, (call.programs,), call.arguments, call.constants, owners, operands))
 
@@ -298,7 +310,10 @@ _PLANS = Planned(_key, _first_launch)
 def _launch_invariant(
     config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """The short way (launch/plan.py): a pass that learns has hundreds of products, whose launches cost more than they do."""
+    """Launch through a stored plan (launch/plan.py), which is cheaper on the host.
+
+    A training pass has hundreds of products, and launching them the ordinary way takes longer than computing them.
+    """
     if x.stride(1) != 1 or not is_aligned(x):
         x = x.clone(memory_format=torch.contiguous_format)
     y = empty_output(x, weight, gated=False)

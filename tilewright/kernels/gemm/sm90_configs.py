@@ -1,6 +1,6 @@
-"""The configs of the Hopper products (sm90_kernel.py): tiles, which of them a problem takes, how work is cut into pieces.
+"""The configs of the Hopper products (sm90_kernel.py): tile shapes, the choice of a tile, and the division of work (split-K).
 
-Nothing here launches; sm90.py does.
+Nothing is launched here; sm90.py does that.
 """
 
 import torch
@@ -26,7 +26,7 @@ __all__ = [
 
 BLOCK_K_BYTES = 128
 GROUP_M = 8
-"""Rows of tiles that are walked down before the next column."""
+"""The number of tile rows that are processed in one tile column before the next column."""
 _EPILOGUE_N = 64
 
 # BLOCK_M, BLOCK_N, CONSUMERS
@@ -35,12 +35,13 @@ _TILES = (
     (256, 128, "m"),
     (128, 128, "m"),
     (128, 128, "tiles"),
-    (64, 128, "n"),  # of as many cycles by the estimate as the next one, and up to 13 % faster at long K
+    (64, 128, "n"),  # the estimate gives it as many cycles as the next one; it is up to 13 % faster with a long K
     (128, 64, "m"),
     (64, 64, "n"),
     (64, 256, "n"),
 )
-# Shapes between the others, which fill the card in one wave where those take one and a half; for up to so many rows.
+# Intermediate shapes. They fill the card in one wave where the shapes above need one and a half. _MOST_BETWEEN: up to how many
+# rows they are used, by the bytes of an operand's element.
 _BETWEEN = ((128, 192, "m"), (128, 96, "m"), (64, 32, "n"))
 _MOST_BETWEEN = {1: 512, 2: 1024}
 
@@ -51,13 +52,14 @@ def _config(tile: tuple[int, int, str], split_k: int, unaligned: str) -> Config:
 
 
 def _default(device: Device, problem: Problem, shared: bool = True) -> Config:
-    """The tile with the least estimated time; `shared`: or of a program's share of it.
+    """The tile, and with `shared` the split of K, with the least estimated time.
 
-    The constants of `_cycles` fit some 340 measured problems on an H100 (docs/log.md). Beside the best config measured the
-    choice costs 0.7 % of plain products of 16 bits, 1.5 % of those with an epilogue, 0.2 to 0.8 % of int8.
+    The constants of `_cycles` are fitted to some 340 measured problems on an H100 (docs/log.md). Compared with the best config
+    measured, this choice loses 0.7 % for plain 16-bit products, 1.5 % for those with an epilogue, 0.2 to 0.8 % for int8.
     """
     best, best_split, best_cycles = _TILES[0], 1, float("inf")
-    # Many rows are read by classes, whose tiles are never shared by columns or in turns: 5 to 10 % faster than copies.
+    # An unaligned x of many rows is read in classes of rows, which is 5 to 10 % faster than a copy. This works only with
+    # consumers that each take half of the tile's rows ("m").
     by_class = not problem.aligned and problem.x_major == "k" and problem.m_bucket >= 2048
     for tile in _TILES + _BETWEEN:
         block_m, block_n, consumers = tile
@@ -67,7 +69,7 @@ def _default(device: Device, problem: Problem, shared: bool = True) -> Config:
             continue
         many = _tiles(problem, 128, 128) > 35 * device.sms
         if tile in _BETWEEN and _tiles(problem, block_m, block_n) > device.sms and not (many and _in_spans(problem)):
-            continue  # in one wave they win 10 to 15 % (docs/log.md), in several they lose
+            continue  # in one wave they are 10 to 15 % faster (docs/log.md), in several waves slower
         for split, cycles in _cycles(device, problem, tile, by_class).items():
             if cycles < best_cycles and (shared or split == 1):
                 best, best_split, best_cycles = tile, split, cycles
@@ -75,48 +77,58 @@ def _default(device: Device, problem: Problem, shared: bool = True) -> Config:
 
 
 def _cycles(device: Device, problem: Problem, tile: tuple[int, int, str], by_class: bool) -> dict[int, float]:
-    """SPLIT_K -> estimated cycles: waves of tiles, each as long as its products or its operands' way from L2, and its end."""
+    """SPLIT_K -> estimated cycles.
+
+    The estimate counts waves of tiles. A wave lasts as long as its products or the loads of its operands from L2, whichever is
+    longer, plus the epilogue.
+    """
     block_m, block_n, consumers = tile
-    turns, codes = consumers == "tiles", problem.dtype == torch.int8  # float8 has the constants that fitted it before
+    turns, codes = consumers == "tiles", problem.dtype == torch.int8  # float8 keeps the constants of an earlier fit
     tiles, numbers = _tiles(problem, block_m, block_n), block_m * block_n
     waves, left = divmod(tiles, device.sms)
     rounds = waves + (left > 0)
-    # A column of x and of the weight: their product, or their way from L2; as measured, not as promised. Of codes fewer
-    # programs ask L2 at once (`evened`).
+    # Cycles for one index of K: to multiply one column of x and of the weight, or to load them from L2. The rates are measured,
+    # not those of the data sheet. With 8-bit operands fewer programs load from L2 at the same time (`evened`).
     product = numbers * (1.02 if turns else 1.2) / 2048
     way = (block_m + block_n) * 2 / (52 if codes else 50)
-    # Less of it is shared in L2 by programs that are no longer in step: int8 in turns 1430 T up to 32 rounds, 1170 from 48 on.
+    # After many waves programs are no longer in step, and share less in L2: int8 with consumers that alternate tiles reaches
+    # 1430 T up to 32 waves, 1170 from 48 on.
     way *= (1.1 if rounds > 36 else 1.0) if turns else (1.03 if waves >= 4 else 1.0)
     whole = problem.k * max(product, way)
     if block_n == 192 and tiles > device.sms:
-        whole *= 1.092  # sums in spans
+        whole *= 1.092  # the cost of partial sums (spans) that are added in float32
     if numbers == 32768:
         whole *= _beside(problem, tile, by_class)
-    # Column scales are loaded for a consumer's columns, once for all of its rows.
+    # A consumer loads the scales of its columns once for all of its rows.
     rows = block_m // (1 + (consumers == "m"))
     per_number = 0.21 * (problem.activation != "none") + 0.06 * problem.residual + codes * 10 / rows
-    # The end of the last tile in turns is one consumer's. Those of all others are hidden.
+    # `end`: the epilogue of a tile. With consumers that alternate tiles, only the epilogue of the last tile is visible, and one
+    # consumer alone runs it; all others are hidden.
     end = 1800 + (1 + turns) * numbers * per_number / (1 + problem.gated)
     ways = {1: rounds * (whole + (360 if turns else end)) + (end if turns else 0)}
     if tile in _TILES and not turns and 2 * left <= device.sms and problem.k >= (4096 if waves else 16384):
         parts = min(4, device.sms // max(left, 1))
-        # Less than a wave is shared by twos; by threes 256 x 5120 x 25600 in 128x256 (132 us, by twos 147), of 16 bits.
+        # Less than one wave is split in two. Only the largest tiles, in 16 bits, are split in three: 256 x 5120 x 25600 in
+        # 128x256 takes 132 us in three parts, 147 in two.
         threes = parts == 3 and numbers == 32768 and problem.dtype.itemsize == 2
         parts = parts if waves or threes else 2
-        # The program that ends a tile reads the others' parts one after the other: 128 KB in 4200 cycles.
+        # The program that finishes a tile reads the partial sums of the others one after the other: 128 KB in 4200 cycles.
         shared = (9600 + 4200 * (parts - 1) * numbers / 32768) if waves else 22000
         crowd = min(1.02, device.sms / evened(tiles, device.sms)) if codes else 1.0
         ways[0 if waves or threes else 2] = crowd * (waves * (whole + end) + whole / parts) + shared
     if tile in _BETWEEN and problem.dtype.itemsize == 2:
-        ways[1] *= 0.95  # 160 tiles of 128 columns, K 8192, a fifth of them shared: 6 and 11 % slower (products-left.json)
+        # Compared with 160 tiles of 128 columns at K 8192, of which a fifth are split: those are 6 and 11 % slower
+        # (products-left.json).
+        ways[1] *= 0.95
     return ways
 
 
 def _beside(problem: Problem, tile: tuple[int, int, str], by_class: bool) -> float:
-    """What tells the two largest tiles apart, which take as long by their products and bytes.
+    """A factor that distinguishes the two largest tiles, which have the same number of products and bytes.
 
-    The copy engine takes its time for rows of the weight that are not there: 4096 x 1800 x 4096, bf16, takes 102 us in 128x256,
-    of whose columns 12 % are outside of y, 90 in 256x128 (6 %). Else 256x128 is 1 % slower in 16 bits, by classes 8 %.
+    The copy engine also takes time for rows of a box that lie beyond the weight: 4096 x 1800 x 4096, bf16, takes 102 us in
+    128x256 (12 % of the columns are outside of y) and 90 us in 256x128 (6 %). Otherwise 256x128 is slower in 16 bits: by 1 %
+    (the factor counts 0.3 %), or by 8 % if x is read in classes.
     """
     n = _whole_columns(problem, tile[1])
     columns = -(-n // tile[1]) * tile[1]
@@ -125,22 +137,22 @@ def _beside(problem: Problem, tile: tuple[int, int, str], by_class: bool) -> flo
 
 
 def left_over(size: int, block: int) -> int:
-    """Rows or columns behind the last whole tile, where they are few enough to be computed without one."""
+    """The rows or columns beyond the last whole tile if they are few enough to be computed without a tile; otherwise 0."""
     return size % block if size > block and size % block <= MOST_LEFT_OVER else 0
 
 
 def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
-    """Tiles of the bucket's rows, without the columns that need none."""
+    """The number of tiles for the bucket's rows. Columns that are computed without a tile are not counted."""
     return -(-problem.m_bucket // block_m) * -(-_whole_columns(problem, block_n) // block_n)
 
 
 def _whole_columns(problem: Problem, block_n: int) -> int:
-    """N without the columns that are computed beside the tiles."""
+    """N without the columns that are computed without a tile."""
     return problem.n - (left_over(problem.n, block_n) if not problem.aligned and not problem.gated else 0)
 
 
 def _in_spans(problem: Problem) -> bool:
-    """Whether its sums are made of spans; `scaled_linear` halves K."""
+    """Whether its sums are computed in spans. (`scaled_linear` passes half of its K, so K is doubled here.)"""
     return float8_span(problem.dtype, 2 * problem.k) > 0
 
 
@@ -149,17 +161,17 @@ def _too_high(problem: Problem, block_m: int) -> bool:
 
 
 def consumer_tile(c: Config) -> tuple[int, int]:
-    """(rows, columns) that one consumer has in its registers."""
+    """(rows, columns) of the accumulator that one consumer holds in registers."""
     return c["BLOCK_M"] // (1 + (c["CONSUMERS"] == "m")), c["BLOCK_N"] // (1 + (c["CONSUMERS"] == "n"))
 
 
 def epilogue_n(cols: int, itemsize: int = 2) -> int:
-    """Columns of a block of a consumer's epilogue: rows of at most 128 bytes."""
+    """The number of columns that a consumer's epilogue stores at a time: rows of at most 128 bytes."""
     return min(_EPILOGUE_N, cols & -cols, 128 // itemsize)
 
 
 def ring(device: Device, c: Config) -> tuple[int, int]:
-    """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
+    """(pipeline stages, epilogue buffers per consumer). As many stages as fit into shared memory, up to eight."""
     rows, cols = consumer_tile(c)
     buffers = 2 if c["CONSUMERS"] == "tiles" else 1
     staging = 2 * rows * epilogue_n(cols) * 2 * buffers
@@ -203,7 +215,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if c["SPLIT_K"] != 1 and (consumers == "tiles" or (block_m, block_n, consumers) in _BETWEEN):
         return "consumers that take turns, or have a tile between others, do not share tiles with other programs"
     if c["SPLIT_K"] > 1 and c["SPLIT_K"] * _tiles(problem, block_m, block_n) > device.sms:
-        # Of 3,152 such configs measured at 338 problems on an H100 one came within 2 % of the best.
+        # 3,152 such configs were measured on 338 problems on an H100. Only one was within 2 % of the best config.
         return "tiles are shared where there are fewer than SMs, and not by more programs than those"
     if _too_high(problem, block_m):
         return "BLOCK_M is twice as high as x"
@@ -223,19 +235,24 @@ SPACE = Space(
     },
     refusal=_config_refusal,
 )
-"""SPLIT_K: programs that share a tile along K; 0 shares just the tiles that are left when no more fill the card."""
+"""SPLIT_K: the number of programs that share a tile along K. With 0 only the tiles of the last, incomplete wave are shared."""
 
 INVARIANT_SPACE = Space(
     default=lambda device, problem: _default(device, problem._replace(aligned=True, x_major="k"), shared=False), axes={}
 )
-"""For operands that are aligned, x dense along K. Whatever the tile, a number of y is one sum along K, 64 steps after 64 steps
-by the instructions of a warpgroup: the tile may follow the rows, and no bit does."""
+"""For aligned operands with x dense along K. With every tile shape, an element of y is one sum along K, which the warpgroup's
+instructions accumulate in steps of 64. So the tile may depend on the number of rows, and the bits do not."""
 
 # ---- pieces of work
 
 
 def shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, int, int]:
-    """(programs, whole tiles a program, steps of K in its share of the tiles left, most programs that share a tile)."""
+    """Divide tiles among programs.
+
+    Returns:
+        The number of programs, the whole tiles per program, the steps of K in a program's share of the remaining tiles, and the
+        largest number of programs that share one tile.
+    """
     if split_k == 1:
         return min(tiles, sms), 0, 0, 1
     waves, left = (tiles // sms, tiles % sms) if split_k == 0 else (0, tiles)
@@ -246,8 +263,9 @@ def shares(tiles: int, steps: int, sms: int, split_k: int) -> tuple[int, int, in
 
 
 def evened(tiles: int, sms: int) -> int:
-    """As few programs as need no more rounds than one an SM: 128 of 132 for 512 tiles. They have more of the power and of L2.
+    """The fewest programs that need no more waves than one program per SM would: 128 (of 132 SMs) for 512 tiles.
 
-    H100, products of codes in several rounds, 22 shapes: 0.994 to 1.034 times as fast, 1.011 on average; 15 of 16 bits: 0.998.
+    Each of them then gets more power and more L2 bandwidth. H100, 8-bit products of several waves, 22 shapes: 0.994 to 1.034
+    times as fast, 1.011 on average; 15 products of 16 bits: 0.998.
     """
     return -(-tiles // -(-tiles // sms))

@@ -3,35 +3,37 @@
     y = activation((x @ weight^T) * x_scales * w_scales + bias) + residual
 
 bf16 or fp16 without scales, x and weight each dense along either of their dimensions; int8 or float8, both dense along K, with
-scales. The host side is in sm90.py, a consumer's sums in sm90_mainloop.py, what follows in hopper/epilogue.py.
+scales. The host side is in sm90.py, the main loop of a consumer in sm90_mainloop.py, the epilogue in hopper/epilogue.py.
 
-A persistent block an SM, of twelve warps in three groups that talk through barriers in shared memory:
+One persistent thread block per SM. It has twelve warps in three groups, which synchronise through barriers in shared memory:
 
-    producer      one warp: has the copy engine (TMA) fetch tiles of x and of the weight, as far ahead as there are stages
-    two consumers a warpgroup each: wgmma on the stages as they fill, then the epilogue. They take the upper and the lower half
-                  of every tile ("m"), its left and right half ("n"), or turns, a whole tile each ("tiles")
+    producer      one warp: issues TMA loads of x and weight tiles, as far ahead as there are pipeline stages
+    two consumers one warpgroup each: wgmma on each stage as it fills, then the epilogue. They compute the upper and the lower
+                  half of every tile ("m"), its left and right half ("n"), or alternate, a whole tile each ("tiles")
 
-Tiles of 192 or 96 columns (operands of 8 bits) are three boxes of the weight, and three sums of a consumer: tensors have powers
-of two as shapes. They fill the card in one wave where 128 or 256 columns take one and a half.
+Tiles of 192 or 96 columns use three TMA boxes of the weight and three accumulators per consumer, because tensor shapes must be
+powers of two. Such tiles fill the card in one wave where 128 or 256 columns need one and a half.
 
-Consumers that take turns run the epilogue of one under the products of the other; halves of one tile end together, and their
-epilogue is hidden only as far as the stages ahead reach: a short K with a large tile pays for it. Limited by the tensor cores
-(128x256 tiles ask L2 for 48 bytes a cycle an SM).
+With "tiles", the epilogue of one consumer overlaps the products of the other. With "m" and "n", both consumers finish a tile at
+the same time. Their epilogue then overlaps only the loads into the free stages; with a short K and large tiles this costs time.
+The kernel is limited by the tensor cores (128x256 tiles load 48 bytes per cycle per SM from L2).
 
-With STREAM the tiles that do not fill the card, or all of them when they are few, are cut along K into equal shares, one a
-program (Osama et al., "Stream-K", 2023; their shares of any length leave nothing to share in L2, so here each tile has a whole
-number of them, as nearly as steps allow). The program that begins a tile ends it: it waits for the parts of the others, in
-float32, adds them in the order of K and runs the epilogue, so two runs give the same bits.
+With STREAM, the tiles of the last, incomplete wave (or all tiles if they are few) are cut along K into equal shares, one per
+program (Osama et al., "Stream-K", 2023). With shares of any length, as in that paper, programs would have nothing in common in
+L2. So here each tile consists of a whole number of shares, as nearly as the steps of K allow. The program that begins a tile
+also finishes it: it waits for the float32 partial sums of the others, adds them in the order of K and runs the epilogue. So two
+runs give the same bits.
 
-With CLASSES (1, 2, 4 or 8) x is dense along K but its rows do not start at multiples of 16 bytes, which the copy engine cannot
-address. Rows CLASSES apart do lie multiples of 16 bytes apart, so they make a matrix that it can; only the first of them starts
-`shift` elements into a 16-byte word. A tile takes its rows from one class and walks K in windows that start `shift` elements
-early. The weight, dense along N here, follows by starting its windows `shift` rows early, which costs nothing. What x's first
-and last window hold beyond its row belongs to the neighbours and is set to zero (0 * inf would be NaN).
+With CLASSES (1, 2, 4 or 8), x is dense along K but its rows do not start at multiples of 16 bytes, so TMA cannot address x
+directly. Rows that are CLASSES rows apart are a multiple of 16 bytes apart. Such a class of rows forms a matrix for TMA,
+except that its first row starts `shift` elements into a 16-byte word. A tile takes its rows from one class, and reads K in
+windows that start `shift` elements early. The weight is dense along N here; its windows also start `shift` rows early, which
+costs nothing. The first and last windows of x also contain elements of neighbouring rows; these are set to zero. (The weight is
+zero there too, but 0 * inf would be NaN.)
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
+# M rows of x, N rows of the weight, K the shared dimension, F columns of the output (N, or N / 2 with a gate)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,18 +49,21 @@ from tilewright.kernels.hopper.ring import barriers, new_ring
 __all__ = ["load_tiles", "multiply_tiles", "piece_count", "piece_of", "place_of", "program_rank", "sm90_kernel", "with_parts"]
 
 
-# ---- which work a program has
+# ---- the work of a program
 
 
 @gluon.jit
 def program_rank():
-    """Programs that wait for others' parts wait for those with a higher number: let these be the ones that start first."""
+    """The program's number, counted from the last program.
+
+    A program that needs partial sums waits for programs of a higher rank. Counting backwards makes those start first.
+    """
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @gluon.jit
 def piece_count(tiles, waves, share, steps, STREAM: gl.constexpr):
-    """How many pieces of work this program has: tiles, or parts of tiles."""
+    """The number of pieces of work of this program: tiles, or parts of tiles."""
     if STREAM:
         begin = program_rank() * share
         end = gl.minimum(begin + share, (tiles - waves * gl.num_programs(0)) * steps)
@@ -72,7 +77,7 @@ def piece_count(tiles, waves, share, steps, STREAM: gl.constexpr):
 
 @gluon.jit
 def piece_of(i, waves, share, steps, STREAM: gl.constexpr):
-    """(tile, first step of K, end) of this program's i-th piece: `waves` whole tiles, then its share of the tiles left."""
+    """(tile, first step of K, end step) of this program's i-th piece: `waves` whole tiles, then its share of the rest."""
     tile = program_rank() + i * gl.num_programs(0)
     first = steps * 0
     end = steps
@@ -88,7 +93,7 @@ def piece_of(i, waves, share, steps, STREAM: gl.constexpr):
 
 @gluon.jit
 def place_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
-    """(tile row, tile column): down GROUP_M rows, then on to the next column; neighbours in time share operands in L2."""
+    """(tile row, tile column). Tiles run down GROUP_M rows before the next column, so that concurrent tiles share L2 data."""
     top = tile // (GROUP_M * tiles_n) * GROUP_M
     height = gl.minimum(tiles_m - top, GROUP_M)
     within = tile % (GROUP_M * tiles_n)
@@ -97,14 +102,14 @@ def place_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _tile_rows(M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
-    """How many rows of tiles: each class of rows has its own."""
+    """The number of tile rows. Each class of rows has its own."""
     longer = M % CLASSES
     return longer * gl.cdiv(M // CLASSES + 1, BLOCK_M) + (CLASSES - longer) * gl.cdiv(M // CLASSES, BLOCK_M)
 
 
 @gluon.jit
 def _class_of(row, M, BLOCK_M: gl.constexpr, CLASSES: gl.constexpr):
-    """(class, first row of the tile among the rows of its class, whether the class has a row more than the last ones)."""
+    """(class, first row of the tile within its class, whether this is one of the first classes, which have one row more)."""
     longer = M % CLASSES
     tall = gl.cdiv(M // CLASSES + 1, BLOCK_M)
     low = gl.maximum(gl.cdiv(M // CLASSES, BLOCK_M), 1)
@@ -125,7 +130,7 @@ def load_tiles(
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     BOX_M: gl.constexpr = BLOCK_M // M_BOXES
     BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
-    X_BOX: gl.constexpr = x_desc.block_type.shape[0] * x_desc.block_type.shape[1]  # of few rows no higher than those
+    X_BOX: gl.constexpr = x_desc.block_type.shape[0] * x_desc.block_type.shape[1]  # with few rows, the box is only that high
     if PDL:
         gdc_wait()
     at = ring.to_fill()
@@ -140,7 +145,7 @@ def load_tiles(
             kind, m, is_longer = _class_of(row, M, BLOCK_M, CLASSES)
             start = lead + kind * x_stride
             shift = start % 8
-        if counters_ptr is not None:  # of rows of the weight that this launch makes
+        if counters_ptr is not None:  # counts the weight rows that other programs of this launch have produced
             gl.static_assert(HALVES == 1, "gate and up rows would be made one after the other, and are wanted together")
             await_rows(counters_ptr, col * BLOCK_N, F, BLOCK_N)
         for step in range(first, end):
@@ -175,7 +180,10 @@ def load_tiles(
 def with_parts(
     blocks, parts_ptr, tickets_ptr, left, first, share, steps, PARTS, wg: gl.constexpr, ELEMENTS: gl.constexpr
 ):  # fmt: skip
-    """A shared tile's blocks: with the others' parts where this program began it; else they are left to the one that did."""
+    """Combine the partial sums of a shared tile.
+
+    The program that began the tile adds the other programs' parts to its blocks. Any other program stores its part for it.
+    """
     begin = left * steps // share
     ticket_ptr = tickets_ptr + left * 2 + wg
     tile_parts_ptr = parts_ptr + (left.to(gl.int64) * PARTS * 2 + wg) * ELEMENTS
@@ -208,13 +216,13 @@ def multiply_tiles(
     FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
     ROW_STEP: gl.constexpr = CLASSES if CLASSES else 1
     OWN: gl.constexpr = 1 if CONSUMERS == "n" else N_BOXES
-    # Where the registers hold the residual beside the sums, it is under way while they are formed.
+    # If the registers have room for the residual beside the accumulators, it is loaded while the products are computed.
     EARLY: gl.constexpr = residual_ptr is not None and not STREAM and not CLASSES and HALVES * OWN * ROWS * COLS <= 64 * 128
-    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    F = F // VECTOR * VECTOR  # does not change F, but tells the compiler that VECTOR divides it
     y_stride = y_stride // VECTOR * VECTOR
     if PDL:
-        gdc_wait()  # in every group of warps that reads what the kernel before wrote, or writes: the scales, y, parts, tickets
-    passed = steps * FIRST  # stages that the producer filled before this piece, those of the other consumer's tiles included
+        gdc_wait()  # in every group of warps that writes, or reads results of the preceding kernel: scales, y, parts, tickets
+    passed = steps * FIRST  # stages that the producer filled before this piece, including those for the other consumer's tiles
     for i in range(FIRST, piece_count(tiles_m * tiles_n, waves, share, steps, STREAM), TURNS):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
@@ -229,7 +237,7 @@ def multiply_tiles(
             OWN * COLS // tile_bufs.shape[2], 256 // x_bufs.dtype.primitive_bitwidth,
         ) if EARLY and HALVES == 1 else None  # fmt: skip
         if TURNS == 2:
-            # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+            # Barrier parity distinguishes only two rounds: begin only when the other consumer has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i // 2 + 1 - wg) & 1)
         blocks = sum_piece(
             x_bufs, w_bufs, ring, turns, passed, first, end, shift, K, wg, CONSUMERS, X_MAJOR, W_MAJOR,
@@ -261,13 +269,16 @@ def sm90_kernel(
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
     RELEASES: gl.constexpr = False,
 ):  # fmt: skip
-    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+    """Launch with at most one program per SM and num_warps=4 (warp specialisation adds the producer and one consumer).
 
-    x_low_desc, lead, x_stride: with CLASSES, x as a matrix of every CLASSES-th row for the classes which have a row less than
-    the first ones; elements from the descriptors' base to x; elements from row to row. y_desc is None when y, whose rows are
-    y_stride apart, is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a program,
-    then steps of K a program, and the most programs that add to a tile. SPAN: sm90_mainloop.py. PDL, RELEASES: whether the
-    program waits for the launch before it, and whether it lets the next launch start early (launch/pdl.py).
+    With CLASSES: x_desc and x_low_desc describe every CLASSES-th row of x, x_low_desc for the classes that have one row less
+    than the first ones. `lead` is the number of elements from the descriptors' base to x, x_stride from row to row.
+    With STREAM: `waves` is the number of whole tiles per program, `share` the steps of K per program in the remaining tiles,
+    and PARTS the largest number of programs that add to a tile begun by another program.
+    The rows of y are y_stride apart. If y_desc is None, y is written by ordinary stores of VECTOR elements. SPAN: see
+    sm90_mainloop.py.
+    PDL, RELEASES: whether the program waits for the preceding launch, and whether it lets the next one start early
+    (launch/pdl.py).
     """
     if RELEASES:
         gdc_launch_dependents()

@@ -1,9 +1,10 @@
-"""The sums of sm90_kernel.py: what a consumer multiplies of a piece of work, in one sum or in spans.
+"""The main loop of sm90_kernel.py: the products of a consumer for one piece of work, as a single sum or in spans.
 
-The tensor cores of sm_90 keep some 14 bits of a sum of float8 products; what is lost of it grows with the number of terms.
-With SPAN a sum of so many steps ends in float32 and is added to a total in registers. Where these hold three times what a
-consumer sums, up to 64 x 128 numbers, two sums take turns: while the tensor cores form one, the other is added, which costs
-nothing every two steps (6 % every step). Sums of 64 x 192 are three boxes, each added just before its next one begins.
+The tensor cores of sm_90 keep some 14 bits of a sum of float8 products, and the error grows with the number of terms. With
+SPAN, the tensor cores sum only SPAN steps at a time; each such sum is then added in float32 to a total in registers. For
+accumulators of up to 64 x 128 elements the registers have room for three of them. Then two accumulators alternate: while the
+tensor cores compute one, the other is added to the total. This costs nothing with a span of two steps, and 6 % with one step.
+Accumulators of 64 x 192 consist of three boxes; each box is added to the total just before its next products begin.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -23,7 +24,7 @@ __all__ = ["sum_piece"]
 
 @gluon.jit
 def _clear_outside(buf, k, K):
-    """Zero what a window of x that starts at column k holds of other rows."""
+    """Set to zero the elements of other rows in a window of x that starts at column k."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     cols = k + gl.expand_dims(gl.arange(0, buf.shape[1], layout=gl.SliceLayout(0, layout)), 0)
     x = buf.load(layout)
@@ -33,7 +34,7 @@ def _clear_outside(buf, k, K):
 
 @gluon.jit
 def _waited(pendings: gl.constexpr, accs):
-    """The tuple, when no more than so many products are in flight."""
+    """Wait until at most `pendings` products are in flight, and return the tuple."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(pendings, deps=accs),)
     else:
@@ -42,8 +43,8 @@ def _waited(pendings: gl.constexpr, accs):
 
 @gluon.jit
 def _zeros(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OWN: gl.constexpr, NARROW: gl.constexpr = False):
-    """OWN sums of nothing, of operands of `dtype`."""
-    # An instruction takes 32 bytes of K. Triton knows those of int8 up to 224 columns.
+    """A tuple of OWN zero accumulators for operands of `dtype`."""
+    # One instruction consumes 32 bytes of K. For int8, Triton supports instructions of up to 224 columns.
     INTEGERS: gl.constexpr = dtype == gl.int8
     N: gl.constexpr = 128 if (INTEGERS or NARROW) and COLS > 128 else COLS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -57,7 +58,7 @@ def _zeros(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, OWN: gl.
 
 @gluon.jit
 def _own_rows(x_bufs, stage, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """What one consumer multiplies of a stage of x."""
+    """The part of a stage of x that one consumer multiplies."""
     return x_bufs.index(stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
 
 
@@ -65,7 +66,7 @@ def _own_rows(x_bufs, stage, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: 
 def _start_products(
     x, w_bufs, stage, accs, use_acc, wg: gl.constexpr, CONSUMERS: gl.constexpr, W_MAJOR: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Begin the products of x with one consumer's boxes of a stage of the weight, a sum in the registers of accs for each."""
+    """Start the products of x with one consumer's weight boxes of a stage. Each box accumulates into its entry of accs."""
     started = ()
     for b in gl.static_range(len(accs)):
         w = w_bufs.index(stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else b))
@@ -82,8 +83,8 @@ def _sum_steps(
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
     NARROW: gl.constexpr,
 ):  # fmt: skip
-    """One consumer's product over the steps [first, end), a tuple of [ROWS, COLS]; gives the stages back as it goes."""
-    # Boxes of the weight that this consumer multiplies by.
+    """One consumer's product over the steps [first, end), a tuple of [ROWS, COLS]. Stages are released as they are consumed."""
+    # The number of weight boxes that this consumer multiplies by.
     OWN: gl.constexpr = 1 if CONSUMERS == "n" else w_bufs.shape[0] // STAGES
     accs = _zeros(x_bufs.dtype, ROWS, COLS, OWN, NARROW)
     for step in range(first, end):
@@ -96,7 +97,7 @@ def _sum_steps(
         if X_MAJOR != "k":
             x = x.permute((1, 0))
         started = _start_products(x, w_bufs, at.stage, accs, step > first, wg, CONSUMERS, W_MAJOR, STAGES)
-        # One step's products stay in flight. Those before are over: the producer may overwrite what they read.
+        # One step's products stay in flight. Earlier ones are complete: the producer may overwrite the stages they read.
         accs = _waited(OWN, started)
         at.give_back_last(pred=step > first)
         at = at.next()
@@ -112,7 +113,7 @@ def _sum_span(
     x_bufs, w_bufs, at, steps, room, before, totals,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The sums of so many steps, in the registers of `room`, and the totals with `before` added to them."""
+    """(the sums of `steps` steps, in the registers of `room`; `totals` + `before`)."""
     OWN: gl.constexpr = len(room)
     at.wait()
     added = ()
@@ -120,7 +121,7 @@ def _sum_span(
         added += (totals[b] + before[b],)
     x = _own_rows(x_bufs, at.stage, wg, CONSUMERS, STAGES)
     started = _start_products(x, w_bufs, at.stage, room, False, wg, CONSUMERS, "k", STAGES)
-    # Named in the wait, the additions are not put off until after it.
+    # As arguments of the wait, the additions cannot be moved behind it by the compiler.
     waited = warpgroup_mma_wait(OWN, deps=started + added)
     accs = ()
     totals = ()
@@ -143,10 +144,11 @@ def _sum_spans(
     x_bufs, w_bufs, ring, passed, steps,
     wg: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """The sums of steps, two at least, in spans of at most SPAN + 1 that float32 adds; passed: stages filled before.
+    """The sums of at least two steps, in spans of at most SPAN + 1 steps that are added in float32.
 
-    A span is added while the tensor cores form the next, where the registers hold both; else as much of it as lets them begin.
-    The second consumer's spans end half a span before the first one's.
+    `passed` is the number of stages filled before. If the registers have room for two accumulators, a span is added to the
+    total while the tensor cores compute the next one. Otherwise each box is added just before its next products begin. The
+    second consumer's spans end half a span before those of the first.
     """
     OWN: gl.constexpr = 1 if CONSUMERS == "n" else w_bufs.shape[0] // STAGES
     BOTH: gl.constexpr = OWN * ROWS * COLS <= 64 * 128
@@ -181,10 +183,11 @@ def sum_piece(
     ROWS: gl.constexpr, COLS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CLASSES: gl.constexpr,
     COUNT: gl.constexpr, SPAN: gl.constexpr, NARROW: gl.constexpr = False,
 ):  # fmt: skip
-    """One consumer's product over the steps [first, end) of a piece, as COUNT blocks of columns of each box, in float32.
+    """One consumer's product over the steps [first, end) of a piece: for each box, COUNT blocks of columns in float32.
 
-    SPAN: 0, or of how many steps one sum is made; then x and the weight are dense along K, and consumers share a tile. NARROW:
-    instructions of 128 columns at most; of 256 they take more registers than programs of 512 threads are launched with.
+    SPAN: the number of steps in one sum, or 0 for a single sum. With spans, x and the weight must be dense along K, and both
+    consumers must work on the same tile. NARROW: use instructions of at most 128 columns. Instructions of 256 columns need more
+    registers than programs of 512 threads are launched with.
     """
     if SPAN:
         gl.static_assert(CONSUMERS != "tiles", "consumers that take turns at tiles would wait for each other for ever")

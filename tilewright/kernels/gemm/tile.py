@@ -1,17 +1,18 @@
 """`linear` by tiles on tensor cores, for every shape, layout and card: the implementations `triton` and `invariant`.
 
-A program computes a tile of BLOCK_M rows of x by BLOCK_N rows of the weight, walking K in steps of BLOCK_K that Triton
+A program computes a tile of BLOCK_M rows of x by BLOCK_N rows of the weight. It loops over K in steps of BLOCK_K, which Triton
 pipelines through shared memory (cp.async, num_stages deep). Programs are numbered in groups of GROUP_M tile rows, so that
-those which run together share x and weights in L2.
+concurrent programs share x and weights in L2.
 
-SPLIT_K programs share a tile when there are fewer tiles than SMs: each leaves its part of the sum, in float32, in a workspace
-and draws a ticket; the one that draws the last adds all parts in a fixed order. Two runs give the same bits.
+When there are fewer tiles than SMs, SPLIT_K programs share a tile. Each stores its float32 partial sum in a workspace and then
+increments the tile's ticket counter. The program that draws the last ticket adds all parts in a fixed order, so two runs give
+the same bits.
 
 `invariant` is the same kernel with one config for every number of rows: the bits of a row do not depend on its batch.
 
-Operands may be dense along K or along M / N (NN, NT, TN products), or along neither (slow, but right). A K that is not a
-multiple of 8 cannot be read in vectors and is slow too. float32 is multiplied in IEEE precision, which on NVIDIA cards means
-without tensor cores. Refuses: float64.
+Operands may be dense along K or along M / N (NN, NT, TN products), or along neither (slow, but correct). A K that is not a
+multiple of 8 cannot be read with vector loads and is slow too. float32 is multiplied in IEEE precision, which on NVIDIA cards
+means without tensor cores. Refuses: float64.
 """
 
 from typing import Any
@@ -40,8 +41,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 # ---- space
 
-# BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages. 256 columns only where the tensor core reads both operands from shared
-# memory (sm_90, 100): elsewhere they spill.
+# BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages. Tiles of 256 columns are used only where the tensor cores read both operands
+# from shared memory (sm_90, 100); elsewhere registers would spill.
 _TILES = (
     (128, 256, 64, 8, 3),
     (128, 128, 64, 8, 4),
@@ -62,8 +63,8 @@ _WIDE_TILES = (
 def best_tile(tiles: tuple[tuple[int, ...], ...], splits: tuple[int, ...], sms: int, problem: Problem) -> tuple[int, ...]:
     """The (tile, split) with the least estimated time, as one flat tuple: the tile's entries, then the split.
 
-    A step of one K costs an SM the longer of its multiply-adds and of fetching its operands from L2; tiles run in waves.
-    The rates are an H100's in bf16, and only their ratios matter.
+    Per index of K, a tile takes as long as its multiply-adds or the loads of its operands from L2, whichever is longer. Tiles
+    run in waves. The rates are those of an H100 in bf16; only their ratios matter.
     """
     multiply_adds, l2_bytes = 2048, 40
     best, best_cycles = (), float("inf")
@@ -75,8 +76,8 @@ def best_tile(tiles: tuple[tuple[int, ...], ...], splits: tuple[int, ...], sms: 
         for split in splits:
             if split > 1 and (count * split > sms or steps < 4 * split or _too_many_parts(block_m * block_n, warps, split)):
                 continue
-            # A program's start and end cost about as much as 1500 cycles. With a split, a part is written by each program,
-            # and the last of them waits for a ticket and reads all.
+            # The start and end of a program cost about 1500 cycles. With a split, each program also writes its part, and the
+            # last one waits for its ticket and reads all parts.
             ends = 1500 if split == 1 else 3000 + (1 + split) * block_m * block_n * 4 / l2_bytes
             cycles = -(-count * split // sms) * (-(-steps // split) * block_k * per_k + ends)
             if cycles < best_cycles:
@@ -85,7 +86,7 @@ def best_tile(tiles: tuple[tuple[int, ...], ...], splits: tuple[int, ...], sms: 
 
 
 def _too_many_parts(elements: int, warps: int, split: int) -> bool:
-    """Whether adding up a tile's parts spills: all of them are loaded at once, so as to wait for L2 once."""
+    """Whether adding the parts of a tile would spill registers. All parts are loaded at once, to wait for L2 only once."""
     accumulators = elements // (32 * warps)
     return accumulators > 64 or accumulators * split > 256
 
@@ -158,7 +159,7 @@ SPACE = Space(
 
 @triton.jit
 def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile row, tile column) of a tile number: down GROUP_M rows, then on to the next column."""
+    """(tile row, tile column) of a tile number. Tiles run down GROUP_M rows before the next column."""
     group = tile // (GROUP_M * tiles_n)
     first = group * GROUP_M
     height = min(tiles_m - first, GROUP_M)
@@ -171,10 +172,10 @@ def _walk_k(
     x_ptr, w_ptr, first_row, first_col, start, end, M, N, K, x_m_stride, x_k_stride, w_n_stride, w_k_stride,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The float32 tile of x @ w^T over the steps [start, end) of K; of float32 as a sum of sums of 512 terms.
+    """The float32 tile of x @ w^T over the steps [start, end) of K. For float32 inputs, it adds up partial sums of 512 terms.
 
-    One sum after the other is off by 2.7e-8 * sqrt(K / 2) of itself (RMS): 4.9e-6 at K = 65,536, and this way by 4e-7. Numbers
-    of 16 bits are rounded by more than that in the end, and the tensor cores add them in their own way.
+    A plain sequential sum has a relative error of 2.7e-8 * sqrt(K / 2) (RMS): 4.9e-6 at K = 65,536; with partial sums it is
+    4e-7. For 16-bit inputs the final rounding is larger than that, and the order of addition is up to the tensor cores.
     """
     FLOAT32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     SPAN: tl.constexpr = 512 // BLOCK_K
@@ -205,7 +206,7 @@ def _walk_k(
     return total + acc if FLOAT32 else acc
 
 
-# Batch strides are specialised like the others: left out, they would hide from Triton that the pointers are aligned.
+# Batch strides are specialised like the others. Otherwise Triton could not see that the pointers of a batch entry are aligned.
 @triton.jit(do_not_specialize=["M"])
 def _tile_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, parts_ptr, tickets_ptr, M, N, K,
@@ -236,7 +237,7 @@ def _tile_kernel(
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         part_ptrs = parts_ptr + tile.to(tl.int64) * (SPLIT_K * size) + inside
         tl.store(part_ptrs + tl.program_id(1) * size, acc)
-        # One thread draws the ticket for all: every thread's part must be out before.
+        # One thread draws the ticket for the program. Before that, every thread must have written its part.
         tl.debug_barrier()
         if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1:
             total = tl.load(part_ptrs, cache_modifier=".cg")
@@ -273,7 +274,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return y
 
 
-# 64 rows: the least that sm_90's tensor cores take, so that decoding, which pads most, pads least. Fits every card from sm_80.
+# 64 rows are the fewest that sm_90's tensor cores accept; this keeps the padding small in decoding. Fits every card from sm_80.
 _ANY_M = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "SPLIT_K": 1, "num_warps": 4, "num_stages": 4}
 _ANY_M_WIDE = {**_ANY_M, "BLOCK_K": 32, "num_warps": 8, "num_stages": 3}
 

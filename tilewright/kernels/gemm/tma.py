@@ -1,11 +1,12 @@
 """`linear` for many rows on cards with a copy engine (TMA, sm_90 and up): the implementation `triton_tma`.
 
-A persistent kernel: one program an SM takes tile after tile. The copy engine fetches whole tiles of x and of the weight into
-shared memory by two descriptors, which the host makes (no workspace, so a CUDA graph holds everything it needs); while a tile
-is written, the operands of the next are already on their way. Limited by the tensor cores from about 256 rows on.
+The kernel is persistent: one program per SM processes one tile after the other. The copy engine loads whole tiles of x and of
+the weight into shared memory, with two descriptors that the host makes. (There is no workspace, so a CUDA graph contains
+everything it needs.) While a tile is written, the loads of the next tile are already in flight. Limited by the tensor cores
+from about 256 rows on.
 
-With a gate the weight's descriptor is [F, 2, K] with the halves as the middle dimension, so that a box of it holds gate and up
-rows in turn, as the epilogue wants them.
+With a gate the weight's descriptor is [F, 2, K], with the halves as the middle dimension. So a box of it contains gate and up
+rows alternately, as the epilogue needs them.
 
 Refuses: float32 (IEEE products do not run on tensor cores), batches of weights, operands that are not dense along K, and rows
 that do not start at multiples of 16 bytes: the copy engine cannot address them.
@@ -55,8 +56,8 @@ _TILES = (
 
 
 def _smem_bytes(c: Config) -> int:
-    # The operands, and the tile on its way from the tensor cores' layout to the one that is stored: 32 KB of it at a time with
-    # triton 3.7, the whole of it with 3.6, and a barrier for each stage.
+    # The operands, a barrier per stage, and the buffer that converts a tile from the tensor cores' layout to the stored one.
+    # Triton 3.7 converts 32 KB at a time, 3.6 the whole tile; the whole tile is counted here.
     tile = c["BLOCK_M"] * c["BLOCK_N"] * 2
     return (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"] * c["num_stages"] * 2 + tile + 8 * c["num_stages"]
 
@@ -110,7 +111,8 @@ def _tma_kernel(
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(K, BLOCK_K)
-    # The store counts its tiles itself: sharing `tile` with the loads would tie the next tile's loads to this one's store.
+    # The store uses a tile counter of its own. Sharing `tile` with the loads would make the next tile's loads depend on the
+    # store of this one.
     stored = tl.program_id(0) - tl.num_programs(0)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         row, col = grouped(tile, tiles_m, tiles_n, GROUP_M)

@@ -1,14 +1,16 @@
 """`linear` for at most 64 rows of x and a weight whose rows do not start at multiples of 16 bytes: the Impl `uneven`.
 
-At few rows the weight's bytes set the time. Copying it first, as `sm90` does, moves them three times; reading it where it
-lies, two bytes a load, keeps too little on its way. But rows of the weight `classes` apart (8 for an odd K) lie multiples of 16
-bytes apart and start alike within 16 bytes: a program takes BLOCK_N rows of one class, and from the first multiple of 16 bytes
-on all of their loads are whole. x has to begin at the same column: a first launch copies it once for each class, from there on.
-What lies before, and the end of K, is read from the operands themselves, a number at a time.
+With few rows, reading the weight sets the time. Copying it first, as `sm90` does, moves its bytes three times. Reading it in
+place with 2-byte loads keeps too few bytes in flight. But weight rows that are `classes` apart (8 for an odd K) are a multiple
+of 16 bytes apart, so they have the same alignment. A program takes BLOCK_N rows of one class. From the first 16-byte boundary
+on, all of their loads are 16 bytes wide. x must begin at the same column: a first launch makes one copy of x per class, which
+starts at the class's first aligned column. The columns before it, and the end of K, are read from the operands themselves, one
+element at a time.
 
-Limited by the weight's bytes; x comes from L2 once a program. The output's columns are `classes` apart, too.
+Limited by reading the weight; each program reads x once from L2. The columns of y that a program writes are `classes` apart,
+too.
 
-Refuses: aligned operands, more than 64 rows, a gate, batches, operands that are not dense along K, numbers of 4 bytes.
+Refuses: aligned operands, more than 64 rows, a gate, batches, operands that are not dense along K, 4-byte elements.
 """
 
 import torch
@@ -31,7 +33,7 @@ MOST_ROWS = 64
 
 
 def refuse_uneven(problem: Problem, most_rows: int) -> str | None:
-    """Why a form that reads rows which start anywhere, of one weight and 16-bit numbers, does not take it, else None."""
+    """Why a kernel for unaligned rows, of one weight and 16-bit elements, refuses the problem; None if it accepts it."""
     if problem.aligned:
         return "is for rows that do not start at multiples of 16 bytes"
     if problem.m_bucket > most_rows:
@@ -77,13 +79,13 @@ SPACE = Space(
 
 @triton.jit
 def first_whole(lead, w_stride, kind):
-    """The first column at which rows of a class are at a multiple of 16 bytes."""
+    """The first column at which the rows of class `kind` are 16-byte aligned."""
     return ((8 - (lead + kind * w_stride) % 8) % 8).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["M", "K", "lead", "w_stride", "width"])
 def _shift_kernel(x_ptr, moved_ptr, M, K, lead, x_stride, w_stride, width, BLOCK: tl.constexpr):
-    """moved [classes, M, width * 8]: x from each class's first column on."""
+    """moved [classes, M, width * 8]: for each class, x from the class's first aligned column on."""
     release()
     kind = tl.program_id(2)
     begin = first_whole(lead, w_stride, kind)
@@ -99,7 +101,7 @@ def _uneven_kernel(
     ACTIVATION: tl.constexpr, CLASSES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """w_ptr is a multiple of 16 bytes, `lead` elements before the weight."""
+    """w_ptr is 16-byte aligned, `lead` elements before the weight."""
     if PDL:
         gdc_wait()
     kind = tl.program_id(0) % CLASSES
@@ -109,20 +111,20 @@ def _uneven_kernel(
     rows = tl.arange(0, BLOCK_M)[:, None]
     ks = tl.arange(0, BLOCK_K)[None, :]
     starts = lead + cols.to(tl.int64) * w_stride
-    # A multiple of 8 as it is: this tells the compiler, which then loads 16 bytes.
+    # The sum is already a multiple of 8; writing it this way tells the compiler, which then emits 16-byte loads.
     w_ptrs = w_ptr + (starts + begin) // 8 * 8 + ks
     moved_ptrs = moved_ptr + (kind * M + rows).to(tl.int64) * (width * 8) + ks
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     whole = tl.maximum(K - begin, 0) // 8 * 8
     for first in range(0, whole, BLOCK_K):
-        # By eights, so that the mask leaves loads whole.
+        # The mask is constant over groups of 8 columns, so that loads keep their full width.
         inside = (first + ks) // 8 * 8 < whole
         w = tl.load(w_ptrs, mask=(cols < N) & inside, other=0.0)
         x = tl.load(moved_ptrs, mask=(rows < M) & inside, other=0.0)
         acc = dot(w, tl.trans(x), acc)
         w_ptrs += BLOCK_K
         moved_ptrs += BLOCK_K
-    # At most 7 columns before and 7 behind.
+    # The remaining columns: at most 7 before the aligned part and 7 after it.
     at = tl.arange(0, 16)[None, :]
     k = tl.where(at < begin, at, at + whole)
     w = tl.load(w_ptr + starts + k, mask=(cols < N) & (k < K), other=0.0)
@@ -136,7 +138,7 @@ def _uneven_kernel(
 
 # ---- launcher
 
-_COPIED = 1024  # elements of a program of the first launch
+_COPIED = 1024  # elements per program of the first launch
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:

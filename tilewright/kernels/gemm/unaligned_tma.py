@@ -1,42 +1,44 @@
-"""`linear` for up to 1024 rows of x and a weight whose rows start anywhere, read in place by TMA: the Impl `uneven_tma`.
+"""`linear` for up to 1024 rows of x and an unaligned weight, which TMA reads in place: the Impl `uneven_tma`.
 
-Copying such a weight first, as `sm90` does, moves it three times, which costs more than the product of a few hundred rows. But
-rows of the weight `classes` apart (8 for an odd K) lie multiples of 16 bytes apart and start alike within 16 bytes. So one
-descriptor, rows `classes` apart, reads them all in place: a class begins at its first column that is a multiple of 16 bytes.
-Three launches, each of which starts while the one before it ends (launch/pdl.py):
+The rows of the weight need not start at multiples of 16 bytes. Copying such a weight first, as `sm90` does, moves it three
+times, which takes longer than a product of a few hundred rows. But weight rows that are `classes` apart (8 for an odd K) are a
+multiple of 16 bytes apart, so they have the same alignment. A TMA descriptor whose rows are `classes` apart can therefore read
+all of them in place. Each class begins at its first column that is 16-byte aligned. There are three launches, each of which
+starts while the one before it ends (launch/pdl.py):
 
-    turn     turned [K, M] = x^T, its rows at multiples of 128 bytes. Along K, now the outer dimension, a box of x may begin
-             anywhere: the same matrix serves all classes, and nothing of it is masked
-    product  a program takes BLOCK_N rows of one class, BLOCK_M rows of x and one of PARTS shares of K, and leaves a part of
-             y^T [N, M] in float32
+    turn     turned [K, M] = x^T, with rows at multiples of 128 bytes. K is now the outer dimension, along which a box of x may
+             begin anywhere. So the same matrix serves all classes, and no mask is needed
+    product  a program takes BLOCK_N rows of one class, BLOCK_M rows of x and one of PARTS shares of K, and stores a partial sum
+             of y^T [N, M] in float32
     gather   adds the parts in order, applies the epilogue and writes y
 
-Columns of one class are `classes` apart in y. Written by the product they would be as many stores of 2 bytes as y has numbers,
-each to a sector of its own: a million at 256x4095, 33 MB of sectors. By the rows of y^T they are whole lines.
+The columns of one class are `classes` apart in y. If the product wrote y directly, it would need a 2-byte store per element,
+each to a separate sector: a million at 256x4095, 33 MB of sectors. In the rows of y^T, stores cover whole cache lines.
 
-Whole steps of BLOCK_K stay inside of a row of the weight. What they leave out is loaded by the last part on its own, before its
-first step, with masks: what lies beside a row (another row's numbers, finite or not) is never multiplied. The last tile of a
-class ends with the class, so that rows behind the weight are never asked for; what it shares with the tile before it, it does
-not write.
+The main loop uses only whole steps of BLOCK_K that lie inside a weight row. The last part loads the remaining columns
+separately, before its first step, with masks. So elements of neighbouring rows, finite or not, are never multiplied. The last
+tile of a class is moved back to end with the class, so that no rows beyond the weight are loaded. It does not write the rows
+that it shares with the tile before it.
 
-Measured on an H100 with the default configs, us; what would be taken otherwise; the aligned neighbour (docs/log.md):
+Measured on an H100 with the default configs, in us. The third column is the implementation that would run otherwise, the last
+one the nearest aligned problem (docs/log.md):
 
     32x4095x4095    20.0   tiles 32x64, 2 parts       `uneven` 23.2
     64x4095x4095    20.3   64x64, 2 parts             `uneven` 31.4    15.7
     128x4095x4095   22.1   128x64, 2 parts            `sm90` 40.4
     256x4095x4095   27.1   256x64, 2 parts            `sm90` 43.0      18.7
     256x2049x2049   13.3   128x64, 2 parts            `sm90` 14.4      12.2
-    127x4099x2053   16.0   128x64, 3 parts, two an SM `sm90` 21.8      12.9
+    127x4099x2053   16.0   128x64, 3 parts, 2 per SM  `sm90` 21.8      12.9
 
-Tiles of 128 columns ask for less of x, yet the best of them is 6 to 11 % slower: with so few rows the time goes into the weight
-(its 33.5 MB are 10.8 us of HBM at 3.1 TB/s) and three launches. Parts go out in float32 and in again: 8.4 MB each at 256x4095,
-about 3 us.
+Tiles of 128 columns load less of x, but the best of them is 6 to 11 % slower. With so few rows, most of the time is spent on
+reading the weight (33.5 MB take 10.8 us of HBM at 3.1 TB/s) and on three launches. Parts are written and read again in float32:
+8.4 MB each at 256x4095, about 3 us.
 
-Refuses: aligned operands, more than 1024 rows (`sm90` reads x by classes there), a gate, batches, operands that are not dense
-along K, numbers of 4 bytes, cards before sm_90.
+Refuses: aligned operands, more than 1024 rows (there, `sm90` reads x in classes), a gate, batches, operands that are not dense
+along K, 4-byte elements, cards before sm_90.
 """
 
-# M rows of x, N rows of the weight, K shared
+# M rows of x, N rows of the weight, K the shared dimension
 
 from itertools import product
 
@@ -71,12 +73,12 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 # ---- space
 
-_EDGE = 16  # columns at the ends of a row that are loaded one by one, at most 14 of them
+_EDGE = 16  # room for the columns at the ends of a row that are loaded one by one; there are at most 14 of them
 _PARTS = (1, 2, 3, 4, 6, 8)
 
 
 def _likely_classes(problem: Problem) -> int:
-    """Classes of a weight whose rows follow each other without gaps."""
+    """The number of classes of a weight whose rows are contiguous in memory."""
     return next(c for c in (1, 2, 4, 8) if c * problem.k % 8 == 0)
 
 
@@ -87,34 +89,38 @@ def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
 
 
 def _smem_bytes(c: Config) -> int:
-    """The stages with a barrier each, and beside them the edges."""
+    """The shared memory of the pipeline stages with their barriers, and of the edge columns."""
     return (c["BLOCK_M"] + c["BLOCK_N"]) * (c["BLOCK_K"] * c["num_stages"] + _EDGE) * 2 + 8 * c["num_stages"]
 
 
 _ROW_BYTES_PER_US = 2.9e6
-"""At which parts of y are written and read again. This and the time of a step are fitted to six shapes on an H100: configs of
-64 columns and 4 warps come out in the order measured, but for times within 3 %, the length of a step and the depth of the
-ring."""
+"""The rate at which parts of y are written and read again. This and the time of a step are fitted to six shapes on an H100. The
+estimate orders configs of 64 columns and 4 warps as measured, except for times within 3 % of each other, and for configs that
+differ in BLOCK_K or num_stages."""
 
 
 def _step_us(block_m: int) -> float:
-    """64 columns of K in a program of BLOCK_N 64: what it waits for is the weight, whatever its rows, and for 256 of them x."""
+    """The time of 64 columns of K in a program of BLOCK_N 64, which waits for the weight, and with 256 rows also for x."""
     return 0.24 + 0.06 * block_m / 128
 
 
 def _estimate_us(device: Device, problem: Problem, c: Config) -> float:
-    """What depends on BLOCK_M, PARTS and the programs that an SM holds: the steps of K, and the parts out and in again."""
+    """The part of the time that depends on BLOCK_M, PARTS and the programs per SM: steps of K, writing and reading parts."""
     programs = _tiles(problem, c["BLOCK_M"], c["BLOCK_N"]) * c["PARTS"]
     in_turn: float = ceil_div(programs, device.sms)
     if programs > device.sms and 2 * _smem_bytes(c) <= device.smem_bytes:
-        # Programs that share an SM are faster where others have left theirs: between the busiest SM and the mean.
+        # With two programs per SM, a program becomes faster once the other has ended. So take the middle between the load of
+        # the busiest SM and the mean load.
         in_turn = (in_turn + programs / device.sms) / 2
     steps = in_turn * problem.k / (64 * c["PARTS"]) * _step_us(c["BLOCK_M"])
     return steps + c["PARTS"] * problem.m_bucket * problem.n * 8 / _ROW_BYTES_PER_US
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    """Tiles of 64 columns and 4 warps, the best of every shape measured. Else alike: long steps and a deep ring."""
+    """The least estimated time among tiles of 64 columns and 4 warps, which were best for every shape measured.
+
+    Ties are resolved in favour of a long step (BLOCK_K), then a deep pipeline (num_stages).
+    """
     made = (
         {"BLOCK_M": m, "BLOCK_N": 64, "BLOCK_K": k, "PARTS": parts, "num_warps": 4, "num_stages": stages}
         for k, stages, m, parts in product((128, 64), (5, 4, 3), (32, 64, 128, 256), _PARTS)
@@ -164,7 +170,7 @@ SPACE = Space(
 
 @triton.jit(do_not_specialize=["M", "K", "width"])
 def _turn_kernel(x_ptr, turned_ptr, M, K, x_stride, width, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """turned [K, width * 64]: x transposed, with zeros behind its rows."""
+    """turned [K, width * 64]: x transposed, with its rows padded with zeros."""
     release()
     ks = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -178,22 +184,23 @@ def _outside_steps(
     w_ptr, turned_ptr, starts, live, mine, begin, steps, first_row, K, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EDGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The product of the columns before and behind `steps` whole steps, zero where they are not `mine`; waits for `turned`.
+    """Wait for `turned`, then return the product of the columns before and after `steps` whole steps; zero unless `mine`.
 
-    In one piece with the product's loop, not behind a condition: there ptxas (12.8) takes the accumulator for one that others
-    write, and makes the tensor cores wait after each instruction.
+    This is not under a condition: inside one, ptxas (12.8) assumes that the accumulator is also written elsewhere, and makes
+    the tensor cores of the main loop wait after each instruction.
     """
     whole = tl.maximum(K - begin, 0) // 8 * 8
-    # At most 7 columns before and 7 behind.
+    # The remaining columns: at most 7 before the aligned part and 7 after it.
     at = tl.arange(0, EDGE)
     edge = tl.where(at < begin, at, at + whole)
     on_edge = mine & (edge < K)
-    # By eights, so that the mask leaves loads whole.
+    # The mask is constant over groups of 8 columns, so that loads keep their full width.
     ks = steps * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = mine & (ks // 8 * 8 < whole)
-    # Before the wait: the launch that is waited for does not write the weight, and itself began behind all others.
+    # Loading the weight before the wait is safe: the preceding launch (turn) does not write it, and that launch itself started
+    # only after all earlier launches had ended.
     w_edge = tl.load(w_ptr + starts + edge[None, :], mask=live & on_edge[None, :], other=0.0)
-    # A multiple of 8 as it is: this tells the compiler, which then loads 16 bytes.
+    # The sum is already a multiple of 8; writing it this way tells the compiler, which then emits 16-byte loads.
     w = tl.load(w_ptr + (starts + begin) // 8 * 8 + ks[None, :], mask=live & inside[None, :], other=0.0)
     if PDL:
         gdc_wait()
@@ -209,7 +216,7 @@ def _product_kernel(
     CLASSES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     EDGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """parts [PARTS, N, width * 64]. w_ptr is a multiple of 16 bytes, `lead` elements before the weight."""
+    """Fill parts [PARTS, N, width * 64]. w_ptr is 16-byte aligned, `lead` elements before the weight."""
     kind = tl.program_id(0) % CLASSES
     first = tl.program_id(0) // CLASSES * BLOCK_N
     first_row = tl.program_id(1) * BLOCK_M
@@ -221,7 +228,7 @@ def _product_kernel(
         cols, live = (kind + j * CLASSES)[:, None], (j >= first)[:, None]
         begin = first_whole(lead, w_stride, kind)
         steps = tl.maximum(K - begin, 0) // BLOCK_K
-        # What lies outside of whole steps takes the last part about as long as two of them.
+        # For the last part, the columns outside of whole steps take about as long as two steps.
         share = tl.cdiv(steps + 2, PARTS)
         acc = _outside_steps(
             w_ptr, turned_ptr, lead + cols.to(tl.int64) * w_stride, live, part == PARTS - 1, begin, steps, first_row, K, width,
@@ -256,8 +263,8 @@ def _gather_kernel(
 
 # ---- launcher
 
-_TURNED = (64, 32)  # rows of x and columns that a program of the first launch turns
-_GATHERED = (32, 64)  # rows and columns of y of a program of the last one
+_TURNED = (64, 32)  # rows and columns of x per program of the first launch
+_GATHERED = (32, 64)  # rows and columns of y per program of the last launch
 
 
 def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
@@ -266,10 +273,10 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     if not y.numel():
         return y
     if not weight.stride(0):
-        weight = weight.contiguous()  # one row, repeated: the copy engine has no stride of 0
+        weight = weight.contiguous()  # a single row, repeated: TMA does not support a stride of 0
     (m, k), n = x.shape, weight.shape[0]
     block_m, block_n, block_k, parts = (config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "PARTS"))
-    waits = launch_options(not env.interpreting())  # every card with a copy engine can
+    waits = launch_options(not env.interpreting())  # every card with TMA also supports dependent launches
     w_stride, classes, (base, lead) = weight.stride(0), class_count(weight), aligned_base(weight)
     rows = ceil_div(m, max(64, block_m)) * max(64, block_m)
     width = rows // 64

@@ -1,6 +1,6 @@
-"""What a launch of `linear`'s kernels really does: `Impl.work` for the analytical model (launch/work.py). No kernels."""
+"""The work of `linear`'s kernels as the analytical model counts it: `Impl.work` (launch/work.py). Contains no kernels."""
 
-# M rows of x, N rows of the weight, K shared. Arguments: x, weight, bias, activation, residual
+# M rows of x, N rows of the weight, K the shared dimension. Arguments: x, weight, bias, activation, residual
 
 from typing import Any
 
@@ -17,25 +17,28 @@ __all__ = ["gemv_work", "library_activates", "skinny_work", "sm90_work", "tile_w
 
 
 def library_activates(dtype: torch.dtype, activation: str, bias: bool, batched: bool) -> bool:
-    """Whether cuBLAS applies an activation itself: ReLU or the tanh form of GELU, behind a bias, to one product of 16 bits."""
+    """Whether cuBLAS itself applies the activation: ReLU or tanh-GELU after a bias, in a 16-bit product without a batch."""
     return activation in ("relu", "gelu_tanh") and bias and not batched and dtype.itemsize == 2
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int, int, int]:
-    """(B, M, N, K, bytes of an element); where nothing is launched, as if there were one of what there is none."""
+    """(B, M, N, K, bytes per element). Sizes of 0, for which nothing is launched, are counted as 1."""
     m, k = x.shape[-2:]
     return (x.shape[0] if x.dim() == 3 else 1) or 1, m or 1, weight.shape[-2] or 1, k or 1, x.element_size()
 
 
 def _compulsory(x: Tensor, weight: Tensor, activation: str, residual: Tensor | None) -> tuple[float, float]:
-    """(bytes that come from memory, bytes that go there)."""
+    """(bytes read from memory, bytes written to memory)."""
     batch, m, n, _, size = _sizes(x, weight)
     out = batch * m * (n // 2 if activation.endswith("_mul") else n) * size
     return batch * x.shape[-1] * (m + n) * size + (out if residual is not None else 0), out
 
 
 def _vector(x: Tensor, weight: Tensor, multiple: int = 16) -> int:
-    """Bytes of a load: Triton widens loads only along strides, and up to sizes, that it knows as multiples: by itself of 16."""
+    """Bytes per load. Triton vectorises loads only if it knows that sizes and strides are multiples of `multiple`.
+
+    By itself Triton recognises multiples of 16.
+    """
     size = x.element_size()
     for t in (x, weight):
         along, step = (t.shape[-1], t.stride(-2)) if t.stride(-1) == 1 else (t.shape[-2], t.stride(-1))
@@ -47,7 +50,7 @@ def _vector(x: Tensor, weight: Tensor, multiple: int = 16) -> int:
 def gemv_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Work:
-    """Each block reads all of x, from L1 most of the time: counted as instructions, not as bytes of L2."""
+    """Each block reads all of x, mostly from L1. These reads are counted as instructions, not as L2 bytes."""
     _, m, n, k, _ = _sizes(x, weight)
     block_n, block_k, warps = config["BLOCK_N"], config["BLOCK_K"], config["num_warps"]
     read, written = _compulsory(x, weight, activation, residual)
@@ -69,7 +72,7 @@ def gemv_work(
 def skinny_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Work:
-    """The weight is the tall operand of the tensor core's product; each block reads all of x from L2."""
+    """The weight is the tall operand of the tensor cores; each block reads all of x from L2."""
     _, m, n, k, size = _sizes(x, weight)
     block_n, step = config["BLOCK_N"], config["SLICES"] * config["BLOCK_K"]
     read, written = _compulsory(x, weight, activation, residual)
@@ -82,7 +85,7 @@ def skinny_work(
         dram_bytes=read + written,
         l2_bytes=blocks * k * (block_n + m) * size + written,
         steps=steps,
-        # Loads narrower than 4 bytes are not copied asynchronously: nothing is under way ahead.
+        # Loads narrower than 4 bytes cannot be asynchronous copies, so nothing is loaded ahead.
         depth=config["num_stages"] - 1 if vector >= 4 else 1,
         vector=vector,
         rounds=1 + np.log2(config["SLICES"]) / 2,
@@ -94,7 +97,7 @@ def skinny_work(
 def _tiles(
     config: Config, split: Any, x: Tensor, weight: Tensor, activation: str, residual: Tensor | None
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """(tiles, steps of a program, multiply-adds x 2, bytes from L2, bytes from memory) of a product by tiles."""
+    """(tiles, steps per program, flops, L2 bytes, memory bytes) of a tiled product. A multiply-add counts as two flops."""
     batch, m, n, k, size = _sizes(x, weight)
     block_m, block_n, block_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     rows, cols = cdiv(m, block_m), cdiv(n, block_n)
@@ -108,7 +111,7 @@ def _tiles(
 def tile_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Work:
-    """With SPLIT_K each program leaves its part, and the last one of a tile reads all."""
+    """With SPLIT_K each program writes its part, and the last program of a tile reads all parts."""
     split = config["SPLIT_K"]
     tiles, steps, flops, l2, dram = _tiles(config, split, x, weight, activation, residual)
     vector = _vector(x, weight)
@@ -130,7 +133,7 @@ def tile_work(
 
 
 def tma_work(device: Device, config: Config, *args: Any) -> Work:
-    """As `tile_work`. The copy engine loads whole boxes: no instructions to count, and none is narrow."""
+    """As `tile_work`. The copy engine loads whole boxes, so there are no load instructions to count and no narrow loads."""
     work = tile_work(device, {**config, "SPLIT_K": 1}, *args)
     return work._replace(depth=config["num_stages"] - 1, vector=1024, persistent=True)
 
@@ -138,11 +141,12 @@ def tma_work(device: Device, config: Config, *args: Any) -> Work:
 def sm90_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Work:
-    """As `tma_work`, with parts of shared tiles, and with copies of operands whose rows do not start at 16 bytes."""
+    """As `tma_work`, plus the partial sums of shared tiles, and copies of operands whose rows are not 16-byte aligned."""
     split, config = config["SPLIT_K"], {**config, "BLOCK_K": 64}
     tiles, whole, *_ = _tiles(config, 1, x, weight, activation, residual)
     waves, left = tiles // device.sms, tiles % device.sms
-    # 0 shares the tiles that are left after the full waves: as if all tiles were so much shorter. Without a wave those are all.
+    # SPLIT_K 0 shares only the tiles left after the full waves (all tiles if there is no full wave). It is modelled as if all
+    # tiles were shorter by the same factor.
     shared = np.where(split == 0, np.clip(device.sms // np.maximum(left, 1), 1, 4), split)
     _, steps, flops, l2, dram = _tiles(config, shared, x, weight, activation, residual)
     shorter = np.where(left > 0, (waves + 1 / shared) / (waves + 1), 1.0)
@@ -169,10 +173,10 @@ def sm90_work(
 def vendor_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Work:
-    """The operands once, the product without padding: what a library gets of that is in the model's constants.
+    """Each operand is read once, and the product has no padding. The model's constants contain the efficiency of a library.
 
-    cuBLAS minds rows of the result that do not start at 16 bytes as it minds those of the operands. An activation or a residual
-    that it does not take (gemm/cublas.py) is a kernel of its own, which reads the product and writes the result.
+    cuBLAS is slower if rows of the operands, or of the result, do not start at multiples of 16 bytes. An activation or residual
+    that cuBLAS cannot apply itself (gemm/cublas.py) is a separate kernel, which reads the product and writes the result.
     """
     batch, m, n, k, size = _sizes(x, weight)
     read, written = _compulsory(x, weight, activation, residual)

@@ -1,1 +1,1 @@
-"""Grouped products: rows sorted by expert, a weight for each expert."""
+"""Grouped products: rows sorted by expert, and one weight per expert."""

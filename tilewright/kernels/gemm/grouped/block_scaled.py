@@ -1,22 +1,23 @@
-"""Grouped products of float8 matrices with scales along K: the experts of a mixture, quantised by blocks.
+"""Grouped products of float8 matrices with scales along K: the experts of a mixture, quantised in blocks.
 
     y[r] = activation(the sum over blocks b of 128 columns: x_scales[r, b] * w_scales[e, n, b] * (x[r, b] . weight[e, n, b]) +
     bias[e])
 
-    x [R, K] with rows sorted by expert and offsets [X + 1], or [X, M, K] and counts [X], as `grouped_linear` takes them; weight
-    [X, N, K]; both float8_e4m3fn or float8_e5m2, one dtype, dense along K. x_scales [R, K / 128] or [X, M, K / 128], w_scales
-    [X, N / 128, K / 128], one for 128 x 128 elements, float32, rounded up. bias [X, N] of `dtype` -> y [R, N] or [X, M, N] of
-    `dtype`, bf16 or fp16; float32 too on a CPU, where the reference runs
+    x [R, K] with rows sorted by expert and offsets [X + 1], or [X, M, K] and counts [X], as in `grouped_linear`; weight
+    [X, N, K]; both float8_e4m3fn or float8_e5m2, of the same dtype, dense along K. x_scales [R, K / 128] or [X, M, K / 128],
+    w_scales [X, N / 128, K / 128], one per 128 x 128 elements; scales are float32, quotients are rounded up. bias [X, N] of
+    `dtype` -> y [R, N] or [X, M, N] of `dtype`, bf16 or fp16; on a CPU, where the reference runs, also float32
 
-Blocks are added up in float32, each after at most 128 products that the tensor cores add themselves (gemm/quantized/
-block_scaled.py); the epilogue is float32, with one rounding at the end. Rows that belong to nobody are zeros. Bounds are read
-on the device, and held to the rows that there are. Activations are those of `grouped_linear`.
+Blocks are added in float32. The tensor cores themselves add only within a block, of at most 128 products (quantized/
+block_scaled.py). The epilogue is float32, with one rounding at the end. Rows that belong to no expert are zeros. Bounds are
+read on the device, and clamped to the existing rows. Activations are those of `grouped_linear`.
 
     triton      from sm_89 on
     sm90        Hopper: Gluon, persistent, on the schedule of hopper/groups.py
     invariant   `triton` with one config for every number of rows
 
-Where experts have 32 rows and more `sm90` is first, below `triton`. Not supported: gradients, gathered rows, other blocks.
+With 32 rows per expert and more, `sm90` is preferred, with fewer `triton`. Not supported: gradients, gathered rows, other block
+sizes.
 """
 
 from typing import Any
@@ -128,7 +129,7 @@ EXAMPLES = (
 # ---- triton
 
 _BLOCK_K = 128
-# Rows of an expert up to which a tile is taken: BLOCK_M, BLOCK_N, num_warps, num_stages
+# The most rows per expert for which a tile is used, and the tile: BLOCK_M, BLOCK_N, num_warps, num_stages
 _TILES = ((16, (16, 64, 4, 4)), (64, (64, 128, 4, 4)), (1 << 30, (128, 128, 8, 4)))
 
 
@@ -147,7 +148,7 @@ def _default(device: Device, problem: GroupedBlockProblem) -> Config:
 def _config_refusal(device: Device, problem: GroupedBlockProblem, c: Config) -> str | None:
     if _smem_bytes(c) > device.smem_bytes:
         return "more shared memory than the device has"
-    # A block's product has registers beside the sum's.
+    # The product of a block needs registers in addition to the accumulators.
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if not 8 <= accumulators <= 64:
         return "too many accumulators for the registers, or too few for so many warps"
@@ -246,10 +247,11 @@ def _launch_sm90(
 
 
 def _first(device: Device, problem: GroupedBlockProblem) -> str | None:
-    """H200: sm90 has 1,210 T of 4 x 8192 rows by 4096 x 7168, 1,112 T of rooms with 256 rows each, 1,163 T with a gate.
+    """The implementation to try first.
 
-    Microseconds of triton and sm90, 128 experts of 1536 x 2048 with a gate: 8 rows each 110 and 122, 32 rows 127 and 125, 128
-    rows 399 and 166.
+    H200: sm90 reaches 1,210 T with 4 x 8192 rows by 4096 x 7168, 1,112 T in the masked layout with 256 rows each, and 1,163 T
+    with a gate. Microseconds of triton and sm90, 128 experts of 1536 x 2048 with a gate: 8 rows each 110 and 122, 32 rows 127
+    and 125, 128 rows 399 and 166.
     """
     return "sm90" if problem.rows_each >= 32 else None
 
@@ -292,7 +294,7 @@ def grouped_block_scaled_linear(
         weight: [X, N, K] of the same dtype, dense along K.
         x_scales: [R, K / 128 rounded up], or [X, M, K / 128], float32.
         w_scales: [X, N / 128, K / 128] rounded up, float32.
-        bounds, bias, activation, dtype, clear: those of `grouped_scaled_linear`, whose result and errors it has.
+        bounds, bias, activation, dtype, clear: as in `grouped_scaled_linear`; so are the result and the errors.
     """
     name = "grouped_block_scaled_linear"
     check_shapes(name, x, weight.shape, bounds, bias, activation)

@@ -1,4 +1,4 @@
-"""The host side of block_scaled_sm90_kernel.py: what it takes, its tiles and descriptors."""
+"""The host side of block_scaled_sm90_kernel.py: supported problems, tile shapes and TMA descriptors."""
 
 from typing import NamedTuple
 
@@ -16,11 +16,11 @@ __all__ = ["BLOCK_SM90_SPACE", "GroupedBlockProblem", "launch_grouped_block_sm90
 
 
 class GroupedBlockProblem(NamedTuple):
-    """All that a choice may depend on. `n` counts rows of an expert's weight."""
+    """Everything that the choice of a kernel may depend on. `n` counts rows of an expert's weight."""
 
     dtype: torch.dtype
     rows: int
-    """The next power of two above R, or above X * M."""
+    """R, or X * M, rounded up to a power of two."""
     experts: int
     n: int
     k: int
@@ -28,23 +28,23 @@ class GroupedBlockProblem(NamedTuple):
     bias: bool
     masked: bool
     aligned: bool
-    """Whether x and the weight start, and step from row to row, at multiples of 16 bytes."""
+    """Whether all rows of x and of the weight start at multiples of 16 bytes."""
     packed: bool
-    """Whether the experts' weights lie one behind the other."""
+    """Whether the experts' weights follow each other in memory without gaps."""
 
     @property
     def gated(self) -> bool:
-        """Whether the weight's halves meet in the epilogue."""
+        """Whether the weight has a gate half and an up half."""
         return GROUPED_ACTIVATIONS[self.activation][1]
 
     @property
     def rows_each(self) -> int:
-        """Rows of an expert, if all have as many."""
+        """The rows per expert if they are distributed evenly."""
         return max(1, self.rows // self.experts)
 
 
 def refuse_block_sm90(device: Device, problem: GroupedBlockProblem) -> str | None:
-    """Why the kernel does not take the problem, or None when it does."""
+    """Why the kernel refuses the problem; None if it accepts it."""
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.packed:
@@ -63,7 +63,7 @@ def refuse_block_sm90(device: Device, problem: GroupedBlockProblem) -> str | Non
 _BLOCK_K = 128
 _EPILOGUE_N = 64
 
-# BLOCK_M, BLOCK_N -> (PART_N, microseconds for 128 columns of K that the tile takes in `block_scaled_linear` on an H100)
+# BLOCK_M, BLOCK_N -> (PART_N, microseconds per 128 columns of K for the same tile in `block_scaled_linear` on an H100)
 _TILES = {(128, 256): (64, 0.76), (256, 128): (128, 0.79), (128, 128): (128, 0.385), (64, 128): (64, 0.4)}
 
 
@@ -78,7 +78,7 @@ def _config_refusal(problem: GroupedBlockProblem, block_m: int, block_n: int) ->
 
 
 def _default(device: Device, problem: GroupedBlockProblem) -> Config:
-    """The tile with the least estimated time, by the figures of `block_scaled_linear`: this one was not measured yet."""
+    """The tile with the least estimated time. The figures are those of `block_scaled_linear`; this one was not measured yet."""
     best, best_us = {}, float("inf")
     for (block_m, block_n), (_, step_us) in _TILES.items():
         if _config_refusal(problem, block_m, block_n):
@@ -101,7 +101,7 @@ def launch_grouped_block_sm90(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bounds: Tensor,
     bias: Tensor | None, activation: str, masked: bool, clear: bool,
 ) -> Tensor:  # fmt: skip
-    """Fill y, which is not empty, and return it; x [R, K] and x_scales [R, K / 128] of all experts, K is not 0."""
+    """Fill y, which must not be empty, and return it. x [R, K] and x_scales [R, K / 128] are of all experts; K is not 0."""
     (function, gated), device = GROUPED_ACTIVATIONS[activation], card_of(x)
     (experts, n, k), rows, halves = weight.shape, x.shape[0], 1 + gated
     block_m, block_n, width = config["BLOCK_M"], config["BLOCK_N"], n // (1 + gated)
@@ -111,7 +111,7 @@ def launch_grouped_block_sm90(
     staging = 2 * 64 * _EPILOGUE_N * 2 * buffers
     stages = min(8, (device.smem_bytes - staging - 1024) // ((block_m + block_n) * _BLOCK_K))
     part_n = min(_TILES[block_m, block_n][0], own_cols // halves)
-    # Of 64 x 128 a consumer has registers for the products of two steps beside its sum, whatever parts it is added in.
+    # With 64 x 128, a consumer has registers for the products of two steps beside its accumulator, for any PART_N.
     parts = own_rows // 64 * own_cols // part_n
     overlap = "steps" if own_rows * own_cols == 64 * 128 else "parts" if part_n == 64 and parts % 2 == 0 else ""
     each = rows // experts if masked else 0

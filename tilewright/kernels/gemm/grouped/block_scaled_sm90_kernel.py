@@ -2,12 +2,13 @@
 
     y[r] = activation(the sum over blocks b of K of (x[r, b] . weight[e, :, b]) * x_scales[r, b] * w_scales[e, :, b] + bias[e])
 
-The producer and the schedule of groups are sm90_kernel.py's, whose argument against waiting in a circle holds here as well: the
-consumers share every tile. How a consumer adds up the products of 128 columns of K is quantized/block_scaled_sm90_kernel.py's.
+The producer and the schedule of groups are those of sm90_kernel.py. Its argument that there is no deadlock holds here as well;
+here the consumers share every tile. The sum of the products of 128 columns is that of quantized/block_scaled_sm90_kernel.py.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared, F columns of the output
+# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K the shared dimension,
+# F columns of the output
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +32,7 @@ def _multiply_groups(
     STAGES: gl.constexpr, GROUP_M: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, ACTIVATION: gl.constexpr,
     VECTOR: gl.constexpr, CLEAR: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: its half of every tile."""
+    """A consumer: computes its half of every tile."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
@@ -40,7 +41,7 @@ def _multiply_groups(
     N_BOX: gl.constexpr = wg if CONSUMERS == "n" else 0
     COUNT: gl.constexpr = ROWS // 64 * (COLS // PART_N)
     PARTS: gl.constexpr = COLS // tile_bufs.shape[2]
-    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    F = F // VECTOR * VECTOR  # does not change F, but tells the compiler that VECTOR divides it
     passed = steps * 0
     tile = gl.program_id(0)
     at = groups.first().seek(tile)
@@ -83,9 +84,10 @@ def grouped_block_sm90_kernel(
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, ACTIVATION: gl.constexpr,
     VECTOR: gl.constexpr, CLEAR: gl.constexpr,
 ):  # fmt: skip
-    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+    """Launch with at most one program per SM and num_warps=4 (warp specialisation adds the producer and one consumer).
 
-    x_desc: [R, K], w_desc: [X * N, K]. steps: of K, one at least. VECTOR divides F. OVERLAP: block_scaled_sm90_kernel.py.
+    x_desc: [R, K], w_desc: [X * N, K]. steps: the steps of K, at least one. VECTOR divides F. OVERLAP: see
+    quantized/block_scaled_sm90_kernel.py.
     """
     BLOCK_K: gl.constexpr = 128
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1

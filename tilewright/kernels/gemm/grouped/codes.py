@@ -1,6 +1,6 @@
-"""What the grouped products of quantised weights share: the problem they choose by, memory for the result, cost, checks."""
+"""Code that the grouped products of quantised weights share: the problem, memory for the result, cost, argument checks."""
 
-# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared
+# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K the shared dimension
 
 from typing import NamedTuple
 
@@ -19,12 +19,12 @@ __all__ = ["GroupedCodesProblem", "check_codes", "codes_cost", "codes_problem", 
 
 
 class GroupedCodesProblem(NamedTuple):
-    """All that a choice may depend on. `n` counts rows of an expert's weight."""
+    """Everything that the choice of a kernel may depend on. `n` counts rows of an expert's weight."""
 
     dtype: torch.dtype
-    """Of x."""
+    """The dtype of x."""
     rows: int
-    """The next power of two above R, or above X * M."""
+    """R, or X * M, rounded up to a power of two."""
     experts: int
     n: int
     k: int
@@ -33,7 +33,7 @@ class GroupedCodesProblem(NamedTuple):
     masked: bool
     gathered: bool
     format: str
-    """Of the weight's codes: int8, int4, e4m3 or e5m2."""
+    """The format of the weight's codes: int8, int4, e4m3 or e5m2."""
     block_rows: int = 1
     block_cols: int = 0
     """Columns of the weight that share a scale; 0: all."""
@@ -41,12 +41,12 @@ class GroupedCodesProblem(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether the weight's halves meet in the epilogue."""
+        """Whether the weight has a gate half and an up half."""
         return GROUPED_ACTIVATIONS[self.activation][1]
 
     @property
     def rows_each(self) -> int:
-        """Rows of an expert, if all have as many."""
+        """The rows per expert if they are distributed evenly."""
         return max(1, self.rows // self.experts)
 
 
@@ -73,7 +73,7 @@ def empty_rows(x: Tensor, codes: Tensor, activation: str, order: Tensor | None, 
 
 
 def programs(y: Tensor, experts: int, n: int, config: Config) -> int:
-    """Of a launch that fills y: as many as there may be tiles."""
+    """The number of programs of a launch that fills y: the largest possible number of tiles."""
     block_m = config["BLOCK_M"]
     high = experts * ceil_div(y.shape[1], block_m) if y.dim() == 3 else most_tiles(y.shape[0], experts, block_m)
     return high * ceil_div(n, config["BLOCK_N"])
@@ -83,7 +83,7 @@ def codes_cost(
     x: Tensor, codes: Tensor, more: tuple[Tensor | None, ...], bounds: Tensor, bias: Tensor | None, activation: str,
     order: Tensor | None, chosen: int, clear: bool, dtype: torch.dtype,
 ) -> Cost:  # fmt: skip
-    """The codes, scales and zero points (`more`) of the experts that have rows, each once; the rows once, and the result."""
+    """Reads codes, scales and zero points (`more`) of experts with rows once each, and the rows once; writes the result."""
     experts, n, k = codes.shape[0], codes.shape[1], x.shape[-1]
     sizes = group_sizes(x, bounds, experts, order)
     rows, active = sum(sizes), sum(size > 0 for size in sizes)
@@ -98,7 +98,7 @@ def check_codes(
     op: str, x: Tensor, codes: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
     dtype: torch.dtype, *, packed: bool = False,
 ) -> None:  # fmt: skip
-    """Raise ValueError where the arguments that all these products have do not fit together. packed: codes are int4."""
+    """Raise ValueError if the arguments that these products have in common do not fit together. packed: codes are int4."""
     shape = codes.shape
     if packed and x.dim() and shape[-1] == ceil_div(x.shape[-1], CHUNK) * CHUNK // 2:
         shape = torch.Size((*shape[:-1], x.shape[-1]))

@@ -1,6 +1,6 @@
-"""Example arguments of the grouped products from dimensions: the `Op.make` of each."""
+"""Example arguments of the grouped products for given dimensions: the `Op.make` of each."""
 
-# X experts, M rows of all experts, N rows of an expert's weight, K shared
+# X experts, M rows of all experts, N rows of an expert's weight, K the shared dimension
 
 import math
 
@@ -23,11 +23,11 @@ __all__ = [
 
 
 SKEWS = ("even", "random", "one", "tail")
-"""How rows are dealt out: as evenly as may be, at random, all to one expert, or half of them to nobody."""
+"""How rows are distributed to experts: as evenly as possible, at random, all to one expert, or half of them to none."""
 
 
 def row_offsets(inputs: Inputs, rows: int, experts: int, skew: str) -> Tensor:
-    """Offsets [X + 1], int32, of so many rows.
+    """Offsets [X + 1], int32, for `rows` rows.
 
     Raises:
         ValueError: an unknown skew.
@@ -81,10 +81,11 @@ def grouped_arguments(
     count: int = 0,
     clear: bool = True,
 ) -> Args:
-    """x [M, K] sorted by expert, weight [X, N, K]; with layout "masked" x [X, M / X, K]: `count` rows count, or half and more.
+    """x [M, K] sorted by expert, weight [X, N, K]. With layout "masked", x is [X, M / X, K].
 
-    chosen: of how many experts each token is a row; then x is [M / chosen, K], gathered by an order. w_major: "k" or "n", along
-    which the weight is dense.
+    count: with "masked", the number of rows of each expert; 0: random, at least half of M / X. chosen: the number of experts
+    per token; then x is [M / chosen, K], and rows are gathered by an order. w_major: "k" or "n", along which the weight is
+    dense.
 
     Raises:
         ValueError: an unknown layout or skew.
@@ -122,7 +123,7 @@ def grouped_block_arguments(
     count: int = 0,
     clear: bool = True,
 ) -> Args:
-    """x [M, K] sorted by expert, or [X, M / X, K]; weight [X, N, K]; scales for 128 of K such that the product is about 1.
+    """x [M, K] sorted by expert, or [X, M / X, K]; weight [X, N, K]; scales per 128 columns of K for results of about 1.
 
     Raises:
         ValueError: an unknown layout or skew.
@@ -133,7 +134,7 @@ def grouped_block_arguments(
     return (
         x,
         weight,
-        # Dense along rows, as quantisers leave them.
+        # Dense along rows, as the quantisers write them.
         inputs.randn(blocks, math.prod(lead)).abs().add(0.1).div(60.0).t().unflatten(0, lead),
         inputs.randn(X, -(-N // 128), blocks).abs().add(0.1).div(60.0 * max(K, 1) ** 0.5),
         bounds,
@@ -170,7 +171,7 @@ def grouped_mixed_arguments(
         ValueError: an unknown format, layout or skew.
     """
     lead, bounds, order = _by_expert(inputs, X, M, layout, skew, chosen, count)
-    # Experts lie one behind the other, each in whole blocks of rows.
+    # Experts follow each other in memory, each with whole blocks of rows.
     each = -(-N // block_rows) * block_rows
     _, codes, scales, points, *_ = mixed_linear_arguments(
         inputs, M=0, N=X * each, K=K, format=format, group=group, block_rows=block_rows, zeros=zeros

@@ -1,12 +1,12 @@
 """Grouped products through torch's `grouped_mm`: the implementations `vendor` of `grouped_linear` and of its weight's gradient.
 
-Rows are gathered, and an activation is applied, by a kernel each: 16-bit results carry one rounding more than the definition's
-one. What torch leaves unwritten, rows that no expert has and gradients of experts without rows, is set to zero afterwards.
-Bounds that do not ascend end in an assertion of torch's kernel.
+Gathering the rows and applying the activation are separate kernels. So 16-bit results have one rounding more than the single
+one of the definition. torch does not write rows of no expert, nor gradients of experts without rows; these are set to zero
+afterwards. Bounds that do not ascend trigger an assertion in torch's kernel.
 
-Refuses what torch has no kernel for, and computes expert by expert from offsets that the host waits for: other cards than sm_90
-and sm_100, other dtypes than bfloat16, operands whose rows do not start at multiples of 16 bytes. Also a bias, which torch does
-not take, and the masked layout.
+Refuses the cases in which torch has no grouped kernel, reads the offsets on the host and computes expert by expert: cards other
+than sm_90 and sm_100, dtypes other than bfloat16, operands whose rows do not start at multiples of 16 bytes. Also refuses a
+bias, which torch does not accept, and the masked layout.
 """
 
 import torch
@@ -28,7 +28,7 @@ __all__ = ["GROUPED_VENDOR", "launch_library_gradient", "refuses_library"]
 
 
 def refuses_library(device: Device, dtype: torch.dtype, aligned: bool) -> str | None:
-    """Why torch's `grouped_mm` is not called for such operands on this card, or None where it is."""
+    """Why torch's `grouped_mm` is not called for such operands on this card; None if it is."""
     if not hasattr(F, "grouped_mm"):
         return "this torch has no grouped_mm"
     if device.arch not in (90, 100):
@@ -49,12 +49,12 @@ def _refuse(device: Device, problem: GroupedProblem) -> str | None:
 
 
 _CLEARED = 8192
-"""Numbers that a program zeroes."""
+"""The number of elements that a program sets to zero."""
 
 
 @triton.jit(do_not_specialize=["R"])
 def _clear_rows_kernel(y_ptr, offsets_ptr, R, X, N, BLOCK: tl.constexpr):
-    """Zeros behind the last expert's rows, by programs of so many numbers; those before them end at once."""
+    """Set the rows after the last expert's rows to zero, BLOCK elements per program. Programs before these rows end at once."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     first = tl.maximum(tl.load(offsets_ptr + X), 0).to(tl.int64) * N
     if start + BLOCK <= first:
@@ -65,7 +65,7 @@ def _clear_rows_kernel(y_ptr, offsets_ptr, R, X, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _clear_experts_kernel(dw_ptr, offsets_ptr, SIZE, BLOCK: tl.constexpr):
-    """Zeros in the gradients of experts without rows."""
+    """Set the gradients of experts without rows to zero."""
     expert = tl.program_id(1)
     if tl.load(offsets_ptr + expert + 1) > tl.load(offsets_ptr + expert):
         return
@@ -74,7 +74,7 @@ def _clear_experts_kernel(dw_ptr, offsets_ptr, SIZE, BLOCK: tl.constexpr):
 
 
 def launch_library_gradient(config: Config, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """The gradient [X, N, K] of the weights, from dy [R, N] and x [R, K]; of what `refuses_library` does not refuse."""
+    """The gradient [X, N, K] of the weights, from dy [R, N] and x [R, K]. `refuses_library` must have accepted the operands."""
     dw = F.grouped_mm(dy.mT, x, offs=offsets[1:])
     size = dw.shape[1] * dw.shape[2]
     _clear_experts_kernel[(ceil_div(size, _CLEARED), dw.shape[0])](dw, offsets, size, BLOCK=_CLEARED)

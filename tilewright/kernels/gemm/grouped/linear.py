@@ -1,28 +1,30 @@
-"""Grouped products, a weight for each expert: the matrix products of a mixture of experts.
+"""Grouped products, with one weight per expert: the matrix products of a mixture of experts.
 
     y[r] = activation(x[r] @ weight[e]^T + bias[e])        for the rows r of expert e
 
     sorted   x [R, K], rows sorted by expert; bounds: offsets [X + 1] int32, ascending from 0: expert e has the rows from
-             offsets[e] to offsets[e + 1], rows behind offsets[X] belong to nobody -> y [R, N]
-    gathered x [T, K] and order [R] int32: row r is x[order[r] // chosen], where `chosen` is how many experts a token goes to
+             offsets[e] to offsets[e + 1], and rows from offsets[X] on belong to no expert -> y [R, N]
+    gathered x [T, K] and order [R] int32: row r is x[order[r] // chosen], where `chosen` is the number of experts per token
     masked   x [X, M, K]; bounds: counts [X] int32: expert e has the first counts[e] rows of x[e] -> y [X, M, N]
 
-    Rows of y that belong to nobody are zeros; without `clear` they are whatever the memory held.
+    Rows of y that belong to no expert are zeros; without `clear` they are not written, and their contents are undefined.
 
-    weight [X, N, K], each expert's dense along K or along N; bias [X, N]. bf16, fp16 or fp32, one dtype. Accumulated in
-    float32, the epilogue is float32, one rounding. The bounds are read on the device: nothing waits for the host, a launch can
-    be captured. Bounds that are not as above give wrong rows, and never reach outside of a tensor.
+    weight [X, N, K], each expert's dense along K or along N; bias [X, N]. bf16, fp16 or fp32; all operands have the same dtype.
+    The product is accumulated in float32, the epilogue is computed in float32, and the result is rounded once. The bounds are
+    read on the device: nothing waits for the host, so a launch can be captured. Bounds that are not as described give wrong
+    rows, but no access is out of bounds.
 
-Activations are those of `linear`; with silu_mul, gelu_mul and clamped_silu_mul (gpt-oss's) the weight is [X, 2F, K], gate half
-first, and y is [.., F]. With few rows an expert the chosen experts' weights set the time, with many the tensor cores.
+Activations are those of `linear`. With silu_mul, gelu_mul and clamped_silu_mul (that of gpt-oss) the weight is [X, 2F, K], gate
+half first, and y is [.., F]. With few rows per expert, reading the weights of the chosen experts sets the time; with many rows,
+the tensor cores.
 
     vendor      torch's grouped_mm (CUTLASS), bf16 on sm_90 and sm_100
-    sm90        Hopper: Gluon, persistent, the producer and consumers of `linear`'s kernel on a schedule of groups
+    sm90        Hopper: Gluon, persistent, with the main loop and epilogue of `linear`'s kernel on a schedule of groups
     triton      any card, layout and dtype; tiles of 16 rows for decoding
     invariant   `triton` with one config for every number of rows
 
-Where experts have 16 rows and more `sm90` is first, below `triton` (`_first` has the figures). `vendor` is what other cards
-than Hopper take first of many rows, where nothing was measured yet.
+With 16 rows per expert and more, `sm90` is preferred, with fewer `triton` (figures in `_first`). On cards other than Hopper,
+where nothing was measured yet, `vendor` is preferred for many rows.
 
 Not supported: gradients (ops/experts.py has them), quantised weights, mixed dtypes.
 """
@@ -99,17 +101,18 @@ EXAMPLES = (
 # ---- op
 
 _MANY = 64
-"""Rows of an expert from which on torch's kernel is called on cards where nothing was measured."""
+"""The rows per expert from which on torch's kernel is preferred on cards where nothing was measured."""
 _HOPPER_MANY = 16
 
 
 def _first(device: Device, problem: GroupedProblem) -> str | None:
-    """Few rows: tiles of 16 of them, which gather x as they read it.
+    """The implementation to try first. With few rows it is triton: tiles of 16 rows, and x is gathered as it is read.
 
-    H200, microseconds of triton and sm90. Mixtral-8x7B up with a gate and gathered, 0.25 rows an expert 117 and 120, 4 rows 396
-    and 408, 16 rows 473 and 442; down 54 and 93, 230 and 216, 224 and 223. Qwen3-30B-A3B up 0.06 rows 16 and 31, 1 row 126 and
-    133, 4 rows 179 and 187, 16 rows 205 and 206, 32 rows 227 and 216; down 10 and 21, 64 and 67, 95 and 97, 116 and 105, 137
-    and 108. Of 2,048 rows an expert sm90 takes 0.65 to 0.99 of torch's time, and 256 rows of rooms 0.70 of triton's.
+    H200, microseconds of triton and sm90. Mixtral-8x7B up with a gate and gathered: 0.25 rows per expert 117 and 120, 4 rows
+    396 and 408, 16 rows 473 and 442; down 54 and 93, 230 and 216, 224 and 223. Qwen3-30B-A3B up: 0.06 rows 16 and 31, 1 row 126
+    and 133, 4 rows 179 and 187, 16 rows 205 and 206, 32 rows 227 and 216; down 10 and 21, 64 and 67, 95 and 97, 116 and 105,
+    137 and 108. With 2,048 rows per expert sm90 takes 0.65 to 0.99 of torch's time; with 256 rows in the masked layout, 0.70 of
+    triton's.
     """
     return "triton" if problem.rows_each < (_HOPPER_MANY if device.is_hopper else _MANY) else None
 
@@ -131,7 +134,7 @@ grouped_linear_op = Op(
 def check_shapes(
     op: str, x: Tensor, weight: tuple[int, ...], bounds: Tensor, bias: Tensor | None, activation: str
 ) -> None:  # fmt: skip
-    """Raise ValueError where rows, the shape of the experts' weights, bounds, bias and activation do not fit together."""
+    """Raise ValueError if x, the shape of the experts' weights, bounds, bias and activation do not fit together."""
     if activation not in GROUPED_ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(GROUPED_ACTIVATIONS)}; got {activation!r}")
     if len(weight) != 3 or x.dim() not in (2, 3) or x.shape[-1] != weight[2]:
@@ -156,7 +159,7 @@ def check_shapes(
 
 
 def check_order(op: str, x: Tensor, order: Tensor | None, chosen: int) -> None:
-    """Raise ValueError where rows cannot be gathered in that order."""
+    """Raise ValueError if the rows of x cannot be gathered in that order."""
     if order is None:
         return
     if x.dim() == 3 or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1:
@@ -171,7 +174,7 @@ def check_order(op: str, x: Tensor, order: Tensor | None, chosen: int) -> None:
 def check_grouped(
     x: Tensor, weight: Any, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int
 ) -> None:
-    """Raise ValueError where the arguments of `grouped_linear` do not fit together; of a quantised weight its shape counts."""
+    """Raise ValueError if the arguments of `grouped_linear` do not fit. Of a quantised weight only the shape is checked."""
     check_shapes("grouped_linear", x, weight.shape, bounds, bias, activation)
     check_order("grouped_linear", x, order, chosen)
     for name, other in (("weight", weight), ("bias", bias)):

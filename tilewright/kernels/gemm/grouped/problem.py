@@ -1,11 +1,12 @@
-"""What the implementations of `grouped_linear` share: the problem they choose by, tiles in the order of experts, the epilogue.
+"""Code that the implementations of `grouped_linear` share: the problem, tiles in the order of experts, the epilogue.
 
-Rows of x are sorted by expert, and how many each expert has is known on the device alone. A launch has programs for the most
-tiles that there can be, `most_tiles`; each looks its tile up (`group_of`), and the ones that find none end at once. So nothing
-waits for the host, and a launch can be captured.
+Rows of x are sorted by expert. Only the device knows how many rows each expert has. So a launch has programs for the largest
+possible number of tiles, `most_tiles`. Each program looks up its tile (`group_of`), and ends at once if there is none. So
+nothing waits for the host, and a launch can be captured.
 """
 
-# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared, F columns of the output
+# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K the shared dimension,
+# F columns of the output
 
 from typing import Any, NamedTuple
 
@@ -38,12 +39,12 @@ _SLOPE = tl.constexpr(1.702)
 GROUPED_ACTIVATIONS = {
     name: ACTIVATIONS[name] for name in ("none", "relu", "gelu", "gelu_tanh", "silu", "silu_mul", "gelu_mul")
 } | {"clamped_silu_mul": ("clamped_silu", True)}  # fmt: skip
-"""Those of `linear`, and gpt-oss's: gate and up are clamped to 7 (the gate from above alone), gate * sigmoid(1.702 gate) *
-(up + 1)."""
+"""The activations of `linear`, and that of gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), where the gate is clamped to at most
+7, and up to -7 to 7."""
 
 
 def grouped_activated(y: Tensor, activation: str) -> Tensor:
-    """The activation of a tensor, as torch has it; of a gated one the columns are halved."""
+    """The activation of a tensor in torch. A gated activation halves the columns."""
     if activation != "clamped_silu_mul":
         return ACTIVATION_FORMS[activation](y)
     gate, up = y.chunk(2, -1)
@@ -52,11 +53,11 @@ def grouped_activated(y: Tensor, activation: str) -> Tensor:
 
 
 class GroupedProblem(NamedTuple):
-    """All that a choice may depend on. `n` counts rows of an expert's weight."""
+    """Everything that the choice of a kernel may depend on. `n` counts rows of an expert's weight."""
 
     dtype: torch.dtype
     rows: int
-    """The next power of two above R, or above X * M."""
+    """R, or X * M, rounded up to a power of two."""
     experts: int
     n: int
     k: int
@@ -66,18 +67,18 @@ class GroupedProblem(NamedTuple):
     gathered: bool
     w_major: str
     aligned: bool
-    """Whether x and the weight start, and step from row to row and expert to expert, at multiples of 16 bytes."""
+    """Whether all rows of x and of the experts' weights start at multiples of 16 bytes."""
     packed: bool
-    """Whether the experts' weights lie one behind the other."""
+    """Whether the experts' weights follow each other in memory without gaps."""
 
     @property
     def gated(self) -> bool:
-        """Whether the weight's halves meet in the epilogue."""
+        """Whether the weight has a gate half and an up half."""
         return GROUPED_ACTIVATIONS[self.activation][1]
 
     @property
     def rows_each(self) -> int:
-        """Rows of an expert, if all have as many."""
+        """The rows per expert if they are distributed evenly."""
         return max(1, self.rows // self.experts)
 
 
@@ -116,7 +117,7 @@ def empty_grouped(x: Tensor, weight: Tensor, activation: str, order: Tensor | No
 
 
 def most_tiles(rows: int, experts: int, block_m: int) -> int:
-    """The most rows of tiles that sorted rows can make: each expert, and what no expert has, may end within a tile."""
+    """The largest number of tile rows for sorted rows. Each expert, and the rows of no expert, may end inside a tile."""
     return rows // block_m + min(experts + 1, rows)
 
 
@@ -125,10 +126,11 @@ def most_tiles(rows: int, experts: int, block_m: int) -> int:
 
 @triton.jit
 def group_of(bounds_ptr, tile, across, R, X, M, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr):
-    """(expert, number among its tiles, its rows of tiles, first row, end of its rows, end of the rows to write) of a tile.
+    """Look up a tile.
 
-    across: tiles beside each other. Rows are zeros from the end of an expert's on. Expert X has those that no expert has, and
-    a number above X says that there is no such tile. Bounds are held to [0, R], whatever they say.
+    Returns (expert, tile number within the expert, the expert's number of tile rows, its first row, the end of its rows, the
+    end of the rows to write). Rows between the two ends are written as zeros. Expert X stands for the rows of no expert; a
+    larger number means that there is no such tile. `across` is the number of tile columns. Bounds are clamped to [0, R].
     """
     if MASKED:
         high = tl.cdiv(M, BLOCK_M)
@@ -170,10 +172,10 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 def finish_rows(
     acc, y_ptr, bias_ptr, first_row, first_col, end, limit, N, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """Bias, activation and the one rounding of a float32 tile; its rows before `end`, and zeros up to `limit`.
+    """Apply bias and activation to a float32 tile, round it once, and store its rows before `end`, then zeros up to `limit`.
 
-    y is contiguous; bias_ptr, of this expert, may be None. The tile's columns are the weight's rows, a gate's halves
-    interleaved.
+    y is contiguous. bias_ptr, of this expert, may be None. The tile's columns are the weight's rows, with the halves of a gated
+    weight interleaved.
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]

@@ -1,13 +1,13 @@
-"""Grouped products of 8-bit matrices, a scale for each row of both: experts that are stored in 8 bits, where flops count.
+"""Grouped products of 8-bit matrices with a scale per row of both, for experts whose time is set by the tensor cores.
 
     y[r] = activation((x[r] @ weight[e]^T) * x_scales[r] * w_scales[e] + bias[e])        for the rows r of expert e
 
-x [R, K], [T, K] with an order, or [X, M, K], and weight [X, N, K], int8, float8_e4m3fn or float8_e5m2, one dtype, dense along
-K; x_scales in x's shape without K, w_scales [X, N], float32; bounds, order and `chosen` as in `grouped_linear` -> y [R, N] or
-[X, M, N] of `dtype`, bf16 or fp16
+x [R, K], [T, K] with an order, or [X, M, K], and weight [X, N, K], int8, float8_e4m3fn or float8_e5m2, of the same dtype, dense
+along K; x_scales in x's shape without K, w_scales [X, N], float32; bounds, order and `chosen` as in `grouped_linear`
+-> y [R, N] or [X, M, N] of `dtype`, bf16 or fp16
 
-Sums are those of `scaled_linear`: int8 exact, in int32, K at most 131,072; float8 in float32 after at most 128 products. The
-epilogue is float32, with one rounding at the end. Rows that belong to nobody are zeros.
+Sums are those of `scaled_linear`: int8 is summed exactly, in int32, with K at most 131,072; float8 is added in float32 after at
+most 128 products. The epilogue is float32, with one rounding at the end. Rows that belong to no expert are zeros.
 
     triton      from sm_80 on for int8, from sm_89 on for float8
     invariant   `triton` with one config for every number of rows
@@ -111,10 +111,10 @@ EXAMPLES = (
 # ---- triton
 
 _BLOCK_K = 128
-# Rows of an expert up to which a tile is taken: BLOCK_M, BLOCK_N, num_warps, num_stages
+# The most rows per expert for which a tile is used, and the tile: BLOCK_M, BLOCK_N, num_warps, num_stages
 _TILES = ((16, (16, 64, 4, 4)), (64, (64, 64, 4, 4)), (128, (64, 128, 4, 4)), (1 << 30, (128, 128, 8, 4)))
 _LARGE = (128, 256, 8, 3)
-"""int8, 128 experts of 1536 x 2048 with 2,048 rows each, H200: 913 T, where (128, 128, 8, 4) has 727."""
+"""int8, 128 experts of 1536 x 2048 with 2,048 rows each, H200: 913 T, compared with 727 for (128, 128, 8, 4)."""
 
 
 def _smem_bytes(c: Config) -> int:
@@ -134,7 +134,7 @@ def _default(device: Device, problem: GroupedCodesProblem) -> Config:
 def _config_refusal(device: Device, problem: GroupedCodesProblem, c: Config) -> str | None:
     if _smem_bytes(c) > device.smem_bytes:
         return "more shared memory than the device has"
-    # float8 has as many registers again, of the products that are added next.
+    # float8 needs the same number of registers again, for the partial sums that are added to the accumulators.
     most = 128 if device.multiplies_by_warpgroup and problem.dtype not in FLOAT8 else 64
     if not 8 <= c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"]) <= most:
         return "too many accumulators for the registers, or too few for so many warps"
@@ -261,9 +261,9 @@ def grouped_scaled_linear(
         bias: [X, N] of `dtype`.
         activation: those of `grouped_linear`.
         order: [R] int32, row r is x[order[r] // chosen].
-        chosen: of how many experts a token is a row.
-        dtype: of the output, bf16 or fp16; on a CPU float32 too.
-        clear: whether rows that belong to nobody are zeros; else they are whatever the memory held.
+        chosen: the number of experts per token.
+        dtype: of the output, bf16 or fp16; on a CPU also float32.
+        clear: whether rows that belong to no expert are set to zero; otherwise their contents are undefined.
 
     Returns:
         [R, N] or [X, M, N] (half as wide with a gate).

@@ -1,9 +1,9 @@
-"""The host side of sm90_kernel.py: what it takes, its tiles and descriptors; exports the Impl `sm90`.
+"""The host side of sm90_kernel.py: supported problems, tile shapes and TMA descriptors. Exports the Impl `sm90`.
 
-Gathered rows are put in order by a launch of their own before: the copy engine reads rows that lie beside each other.
+Gathered rows are first put in order by a separate launch, because the copy engine (TMA) reads only adjacent rows.
 
-Refuses: float32, operands whose rows do not start at multiples of 16 bytes, weights whose experts do not lie one behind the
-other, a K that ends within a step of a weight dense along N, and gpt-oss's activation, which the shared epilogue does not have.
+Refuses: float32, operands whose rows do not start at multiples of 16 bytes, experts' weights with gaps between them, a K that
+is no multiple of a step if the weight is dense along N, and gpt-oss's activation, which the shared epilogue does not have.
 """
 
 from torch import Tensor
@@ -65,7 +65,7 @@ def _tile_refusal(problem: GroupedProblem, block_m: int, block_n: int, consumers
 
 
 def _default(device: Device, problem: GroupedProblem) -> Config:
-    """The tile with the least estimated time, by the constants of `linear`'s kernel: this one was not measured yet."""
+    """The tile with the least estimated time. The constants are those of `linear`'s kernel; this one was not measured yet."""
     best, best_cycles = _TILES[-2], float("inf")
     for tile in _TILES:
         block_m, block_n, consumers = tile

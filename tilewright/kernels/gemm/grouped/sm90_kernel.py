@@ -2,28 +2,29 @@
 
     y[r] = activation(x[r] @ weight[e]^T + bias[e])        for the rows r of expert e
 
-The persistent block of gemm/sm90_kernel.py, a warp that fetches and two warpgroups that multiply, on another schedule: tiles
-are those of each expert's rows (hopper/groups.py), and the weight is one tall matrix [X * N, K] of which a tile's boxes start
-at its expert's rows. The loop over K and the epilogue are `linear`'s own.
+A block has the same structure as in gemm/sm90_kernel.py: it is persistent, with one producer warp and two consumer warpgroups.
+Only the schedule differs: the tiles are those of each expert's rows (hopper/groups.py). The weight is one tall matrix
+[X * N, K], in which a tile's boxes start at the rows of its expert. The loop over K and the epilogue are those of `linear`.
 
-    tensor                    written by    read by       what stands between
+    tensor                    written by    read by       synchronisation
     a stage of x and weight   the producer  consumers     `full` of the stage (bytes), `empty` (an arrival of each reader)
     tile_bufs                 a consumer    itself        its own block barrier in the epilogue
 
-A tile's boxes of x may reach beyond its expert's rows, and those of the weight beyond its columns: what comes of it is computed
-and not stored. With CLEAR rows that belong to nobody are zeroed at the end, by ordinary stores, a row at a time.
+A tile's boxes of x may extend beyond its expert's rows, and those of the weight beyond its columns. The results for these are
+computed but not stored. With CLEAR, rows that belong to no expert are set to zero at the end, by ordinary stores, row by row.
 
-No group of warps waits in a circle. The producer waits for `empty` of a stage alone, a consumer for `full` of a stage and,
-where consumers take turns at tiles, for its turn. All walk the same tiles in the same order, each tile has the same number of
-steps, and stages are filled in the order in which they are read; so the stage that a consumer waits for is either filled, or
-the next that the producer fills once the stage STAGES before it is given back, and that was read earlier. A turn is handed over
-when a consumer has seen its whole tile arrive, which waits for the producer alone; the consumer whose turn it is waits for
-nobody else. A consumer that has no tile left ends without handing on, and the other has none left either by its next turn: the
-tiles of a program alternate between them.
+There is no deadlock. The producer waits only for `empty` of a stage. A consumer waits for `full` of a stage and, if consumers
+alternate tiles, for its turn. All of them process the same tiles in the same order, each tile has the same number of steps, and
+stages are filled in the order in which they are read. So the stage that a consumer waits for is either filled, or the producer
+fills it next, as soon as the stage STAGES before it is released; and that one was read earlier. A consumer passes the turn on
+when it has seen its whole tile arrive, for which it waits only for the producer; the consumer whose turn it is waits for no
+other. A consumer without further tiles ends without passing the turn on. The other consumer then has no tile left at its next
+turn either, because the tiles of a program alternate between them.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K shared, F columns of the output
+# X experts, R rows, M rows of an expert in the masked layout, N rows of an expert's weight, K the shared dimension,
+# F columns of the output
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,7 +46,7 @@ def load_groups(
     W_MAJOR: gl.constexpr, HALVES: gl.constexpr, N_BOXES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """The producer: every step's boxes of every tile."""
+    """The producer: loads the boxes of every step of every tile."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     BOX_M: gl.constexpr = BLOCK_M // M_BOXES
     BOX_N: gl.constexpr = BLOCK_N // (N_BOXES * HALVES)
@@ -76,7 +77,7 @@ def load_groups(
 
 @gluon.jit
 def clear_unused(y_ptr, groups, F, VECTOR: gl.constexpr):
-    """Zeros in the rows that belong to nobody, dealt out to the programs."""
+    """Set the rows that belong to no expert to zero. The rows are distributed to the programs."""
     layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [4], [0])
     cols = gl.arange(0, 128 * VECTOR, layout=layout)
     zeros = gl.zeros([128 * VECTOR], y_ptr.dtype.element_ty, layout)
@@ -94,7 +95,7 @@ def _multiply_groups(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, CLEAR: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: its part of every tile, or every second tile."""
+    """A consumer: computes its part of every tile, or every second tile."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
@@ -103,15 +104,15 @@ def _multiply_groups(
     N_BOX: gl.constexpr = wg if CONSUMERS == "n" else 0
     TURNS: gl.constexpr = 2 if CONSUMERS == "tiles" else 1
     FIRST: gl.constexpr = wg if CONSUMERS == "tiles" else 0
-    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
-    passed = steps * FIRST  # stages that the producer filled before this tile, those of the other consumer's tiles included
+    F = F // VECTOR * VECTOR  # does not change F, but tells the compiler that VECTOR divides it
+    passed = steps * FIRST  # stages that the producer filled before this tile, including those for the other consumer's tiles
     i = steps * 0
     tile = gl.program_id(0) + FIRST * gl.num_programs(0)
     at = groups.first().seek(tile)
     while at.is_tile():
         row, col = place_of(tile - at.before, at.high(), groups.across, GROUP_M)
         if TURNS == 2:
-            # A stage's parity tells its last two rounds apart, no more: begin when the other has seen its whole tile arrive.
+            # Barrier parity distinguishes only two rounds: begin only when the other consumer has seen its whole tile arrive.
             mbarrier.wait(turns.index(wg), (i + 1 - wg) & 1)
         blocks = sum_piece(
             x_bufs, w_bufs, ring, turns, passed, 0, steps, 0, K, wg, CONSUMERS, "k", W_MAJOR,
@@ -141,10 +142,10 @@ def grouped_sm90_kernel(
     GROUP_M: gl.constexpr, EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
     ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+    """Launch with at most one program per SM and num_warps=4 (warp specialisation adds the producer and one consumer).
 
-    x_desc: [R, K], boxes of a consumer's rows; w_desc: [X * N, K], or [X * K, N] where it is dense along N. steps: of K, one at
-    least. VECTOR divides F.
+    x_desc: [R, K], in boxes of a consumer's rows. w_desc: [X * N, K], or [X * K, N] if the weight is dense along N. steps: the
+    steps of K, at least one. VECTOR divides F.
     """
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
     N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 1

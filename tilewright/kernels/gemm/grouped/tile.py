@@ -1,12 +1,12 @@
 """`grouped_linear` by tiles on tensor cores, on every card: the implementations `triton` and `invariant`.
 
-A program computes BLOCK_M rows of one expert by BLOCK_N rows of its weight, walking K in steps that Triton pipelines through
-shared memory. Tiles are numbered expert by expert, and within an expert in groups of GROUP_M tile rows, so that programs which
-run together share its weight in L2. An expert's weight is read once for each BLOCK_M of its rows: with tiles of 16 rows a step
-of decoding reads the chosen experts' weights, once, and no others. Rows may be gathered on the way (`order`), which saves a
-copy of x sorted by expert.
+A program computes BLOCK_M rows of one expert by BLOCK_N rows of its weight. It loops over K in steps that Triton pipelines
+through shared memory. Tiles are numbered expert by expert, and within an expert in groups of GROUP_M tile rows, so that
+concurrent programs share the expert's weight in L2. The weight of an expert is read once per BLOCK_M of its rows. So with tiles
+of 16 rows, a decoding step reads the weights of the chosen experts once, and no others. Rows may be gathered as they are read
+(`order`), which saves a copy of x sorted by expert.
 
-`invariant` is the same kernel with one config for every number of rows: the bits of a row depend on its expert's weight alone.
+`invariant` is the same kernel with one config for every number of rows: the bits of a row do not depend on other rows.
 
 float32 is multiplied as float32, in sums of 512 terms. Refuses: float64.
 """
@@ -45,7 +45,7 @@ def _refuse(device: Device, problem: GroupedProblem) -> str | None:
 
 # ---- space
 
-# Rows of an expert up to which a tile is taken: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages
+# The most rows per expert for which a tile is used, and the tile: BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages
 _TILES = (
     (16, (16, 64, 128, 4, 4)),
     (32, (32, 64, 128, 4, 4)),
@@ -118,7 +118,7 @@ def _walk_k(
     x_ptr, w_ptr, sources, live, first_col, steps, N, K, x_stride, w_n_stride, w_k_stride,
     GATED: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The float32 tile of x @ w^T over so many steps of K; of float32 as a sum of sums of 512 terms (gemm/tile.py says why)."""
+    """The float32 tile of x @ w^T over `steps` steps of K. float32 inputs are summed in parts of 512 terms (gemm/tile.py)."""
     FLOAT32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     SPAN: tl.constexpr = 512 // BLOCK_K
     cols = (first_col + tl.arange(0, BLOCK_N))[:, None]

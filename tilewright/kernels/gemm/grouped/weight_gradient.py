@@ -2,12 +2,12 @@
 
     dw[e] = the sum over the rows r of expert e of dy[r]^T x[r]
 
-    dy [R, N], x [R, K], rows sorted by expert, dense along their columns; offsets [X + 1] int32 as `grouped_linear` takes them
-    -> dw [X, N, K]. bf16, fp16 or fp32, one dtype. Accumulated in float32, rounded once; an expert without rows has zeros.
+    dy [R, N], x [R, K], rows sorted by expert, dense along their columns; offsets [X + 1] int32 as in `grouped_linear`
+    -> dw [X, N, K]. bf16, fp16 or fp32, one for all. Accumulated in float32, rounded once; an expert without rows has zeros.
 
-A program has a tile of an expert's dw and walks the expert's rows; how many it walks is known on the device alone. No two
-programs add to one number, so two runs give the same bits. Limited by the tensor cores where experts have hundreds of rows,
-else by writing dw. Rows of one expert alone take as long as its own tiles do: they are not split.
+A program computes a tile of an expert's dw, in a loop over the expert's rows, whose number only the device knows. No element is
+written by two programs, so two runs give the same bits. Limited by the tensor cores if experts have hundreds of rows, otherwise
+by writing dw. The sum over an expert's rows is not split. So if one expert has all rows, only the programs of its tiles work.
 
     vendor      torch's grouped_mm (CUTLASS), bf16 on sm_90 and sm_100
     triton      any card and dtype
@@ -64,16 +64,16 @@ def _cost(dy: Tensor, x: Tensor, offsets: Tensor) -> Cost:
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on."""
+    """Everything that the choice of a kernel may depend on."""
 
     dtype: torch.dtype
     rows: int
-    """The next power of two above R."""
+    """R, rounded up to a power of two."""
     experts: int
     n: int
     k: int
     aligned: bool
-    """Whether dy and x start, and step from row to row, at multiples of 16 bytes."""
+    """Whether all rows of dy and x start at multiples of 16 bytes."""
 
 
 def _problem(dy: Tensor, x: Tensor, offsets: Tensor) -> Problem:
@@ -181,9 +181,12 @@ def _refuse_vendor(device: Device, problem: Problem) -> str | None:
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """H200, microseconds of triton and torch: 128 experts of 1536 x 2048, 16 rows each 390 and 382, 128 rows 509 and 459,
-    2,048 rows 2,950 and 2,283, all of these with one expert 3,867 and 2,918; of 2048 x 768 1,785 and 1,340, and 2,099 and
-    2,464. Of fewer rows nothing was measured."""
+    """The implementation to try first.
+
+    H200, microseconds of triton and torch. 128 experts of 1536 x 2048: 16 rows each 390 and 382, 128 rows 509 and 459, 2,048
+    rows 2,950 and 2,283; the latter with all rows at one expert 3,867 and 2,918. 128 experts of 2048 x 768, 2,048 rows each
+    1,785 and 1,340; all rows at one expert 2,099 and 2,464. Fewer rows were not measured.
+    """
     return "triton" if problem.rows < 16 * problem.experts else None
 
 

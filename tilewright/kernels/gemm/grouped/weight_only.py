@@ -1,16 +1,17 @@
-"""Grouped products with weights of 8 or 4 bits, activations in 16: experts that are stored quantised, where bytes count.
+"""Grouped products of 16-bit activations with quantised weights of 8 or 4 bits, for experts limited by memory bandwidth.
 
     y[r] = activation(x[r] @ W[e]^T + bias[e])        for the rows r of expert e;    W = (code - zero) * scale
 
-x, bounds, order and `chosen` are those of `grouped_linear`: sorted, gathered or masked rows, bf16 or fp16. Each expert's weight
-is as `mixed_linear` takes one: codes [X, N, K] int8, float8_e4m3fn or float8_e5m2, or int4, uint8 [X, N, 64 * ceil(K / 128)] in
-the order of weight_only/int4_layout.py; scales float32 [X, N], or [X, N / block_rows, K / block_cols] rounded up; zeros in the
-shape of scales, for int4 -> y [R, N] or [X, M, N]
+x, bounds, order and `chosen` are those of `grouped_linear`: sorted, gathered or masked rows, bf16 or fp16. The weight of each
+expert has the form that `mixed_linear` accepts: codes [X, N, K] int8, float8_e4m3fn or float8_e5m2, or int4 in uint8
+[X, N, 64 * ceil(K / 128)] in the order of weight_only/int4_layout.py; scales float32 [X, N], or
+[X, N / block_rows, K / block_cols] rounded up; zeros in the shape of scales, for int4 -> y [R, N] or [X, M, N]
 
-A code is exact in 16 bits. Its scale is multiplied as `mixed_linear`'s `triton` does it: onto float32 sums of a row or a block,
-or onto the code where blocks are shorter than a step. One rounding at the end. Rows that belong to nobody are zeros. The bounds
-are read on the device: nothing waits for the host. With few rows an expert the chosen experts' codes set the time. For int4 x
-is copied first, its columns in the order in which words hold theirs: a thread then takes words apart by itself.
+A code is exact in 16 bits. As in `triton` of `mixed_linear`, its scale multiplies the float32 sums of a row or a block, or the
+code if blocks are shorter than a step. The result is rounded once, at the end. Rows that belong to no expert are zeros. The
+bounds are read on the device: nothing waits for the host. With few rows per expert, reading the codes of the chosen experts
+sets the time. For int4, x is copied first, with its columns in the order of the codes in a word. Then a thread can unpack its
+words without data from other threads.
 
     triton      any card
     invariant   `triton` with one config for every number of rows
@@ -121,7 +122,7 @@ def _refuse(device: Device, problem: GroupedCodesProblem) -> str | None:
     return f"does not take {problem.dtype}" if problem.dtype.itemsize != 2 else None
 
 
-# Rows of an expert up to which a tile is taken: BLOCK_M, BLOCK_N, num_warps
+# The most rows per expert for which a tile is used, and the tile: BLOCK_M, BLOCK_N, num_warps
 _TILES = ((16, (16, 64, 4)), (32, (32, 64, 4)), (64, (64, 64, 4)), (128, (64, 128, 4)), (1 << 30, (128, 128, 8)))
 _SHAPES = tuple(tile for _, tile in _TILES)
 
@@ -150,21 +151,21 @@ SPACE = Space(
 
 
 _MAGIC = tl.constexpr(8388608.0)
-"""2^23: a float32 of this exponent counts in ones, so a code in its low bits is the number that is added to it."""
+"""2^23. Float32 values with this exponent have a spacing of 1, so a code in the low bits of the mantissa adds its value."""
 
 
 def _in_order_of_words(x: Tensor) -> Tensor:
-    """x [..., K] with its columns in the order in which int4 words hold theirs (int4_layout.py), filled up with zeros."""
+    """x [..., K] with its columns in the order of int4 words (int4_layout.py), padded with zeros to whole chunks."""
     chunks = F.pad(x, (0, -x.shape[-1] % CHUNK)).unflatten(-1, (-1, 4, 4, 4, 2))  # c, i, t, j of column 32 c + 8 i + 2 t + j
     return chunks.movedim(-2, -4).flatten(-5)  # t, c, i, j
 
 
 @triton.jit
 def _load_codes(w_ptrs, live, k, K, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`load_codes`, but for int4 in the order of the words, and `_MAGIC` more: no number changes its thread."""
+    """As `load_codes`, but int4 codes keep the order of the words, so that no data moves between threads; `_MAGIC` is added."""
     if FORMAT == "int4":
         words = tl.load(w_ptrs + k // 8, mask=live, other=0)
-        # The numbers of i and j stand at bits 4 i + 16 j; joined, the last dimensions are i / 2, i % 2 and j.
+        # The code of i and j is at bits 4 i + 16 j. After the joins, the last dimensions are i / 2, i % 2 and j.
         evens = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
         odds = tl.join(tl.join(words >> 16, words >> 24), tl.join(words >> 20, words >> 28))
         codes = tl.join(evens, odds) & 15 | 0x4B000000
@@ -192,13 +193,13 @@ def _walk_codes(
     x_ptrs, w_ptrs, scales_ptr, zeros_ptr, blocks, row_live, col_live, K, FORMAT: tl.constexpr, BLOCK_COLS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The float32 tile of W @ x^T: on sm_90 tensor cores take the tall operand from registers, where codes are converted."""
-    # A group of columns that is shorter than a step has its scale multiplied onto the weight, any other onto sums.
+    """The float32 tile of W @ x^T, transposed. W is the tall operand, which sm_90's tensor cores can read from registers."""
+    # The scale of a group of columns multiplies the weight if the group is shorter than a step, otherwise the sums.
     SHORT: tl.constexpr = BLOCK_COLS > 0 and BLOCK_COLS < BLOCK_K
     ks = tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, K, BLOCK_K):
-        if FORMAT == "int4":  # x is filled up
+        if FORMAT == "int4":  # x is padded with zeros
             x = tl.load(x_ptrs + k, mask=row_live, other=0.0)
         else:
             x = tl.load(x_ptrs + k, mask=row_live & (ks < K - k), other=0.0)
@@ -319,10 +320,10 @@ def grouped_mixed_linear(
     Args:
         x: [R, K] sorted by expert, [T, K] with an order, or [X, M, K]; bf16 or fp16 (on a CPU fp32 too), dense along K.
         codes: [X, N, K] int8, float8_e4m3fn or float8_e5m2, dense along K; or int4, uint8 [X, N, 64 * ceil(K / 128)],
-            contiguous, what `int4_layout.prepare` makes of `formats.pack_int4`'s.
-        scales: float32, contiguous: [X, N] with block_cols 0, else [X, N / block_rows, K / block_cols], rounded up.
-        zeros: uint8 in the shape of scales, for int4 codes; None: 8.
-        bounds, bias, activation, order, chosen, clear: those of `grouped_scaled_linear`; bias of x's dtype.
+            contiguous, which `int4_layout.prepare` makes from the result of `formats.pack_int4`.
+        scales: float32, contiguous: [X, N] with block_cols 0, otherwise [X, N / block_rows, K / block_cols], rounded up.
+        zeros: uint8 in the shape of scales, only for int4 codes; None means 8.
+        bounds, bias, activation, order, chosen, clear: as in `grouped_scaled_linear`; bias of x's dtype.
         block_rows: rows of W that share a scale: 1, or 128 together with block_cols 128.
         block_cols: columns of W that share a scale: 32, 64, 128, or 0 for all.
 

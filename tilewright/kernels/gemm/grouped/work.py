@@ -1,9 +1,9 @@
-"""What a grouped product has to do, and what a launch of it really does: `Op.cost` and `Impl.work`. No kernels.
+"""The minimum cost of a grouped product, `Op.cost`, and the work of its kernels, `Impl.work`. Contains no kernels.
 
-How many rows an expert has is read from the device, which waits for it; of meta tensors every expert is taken to have as many.
+The number of rows per expert is read from the device, so the host waits for it. For meta tensors it is assumed to be even.
 """
 
-# X experts, R rows, N rows of an expert's weight, K shared
+# X experts, R rows, N rows of an expert's weight, K the shared dimension
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,7 +21,7 @@ __all__ = ["group_places", "group_sizes", "grouped_cost", "grouped_library_work"
 
 
 def group_sizes(x: Tensor, bounds: Tensor, experts: int, order: Tensor | None) -> list[int]:
-    """Rows of each expert."""
+    """The number of rows of each expert."""
     masked = x.dim() == 3
     rows = x.shape[0] * x.shape[1] if masked else x.shape[0] if order is None else order.shape[0]
     if bounds.is_meta:
@@ -33,7 +33,7 @@ def group_sizes(x: Tensor, bounds: Tensor, experts: int, order: Tensor | None) -
 
 
 def group_places(x: Tensor, bounds: Tensor, experts: int) -> Iterator[tuple[int, Any]]:
-    """(an expert that has rows, where they stand in x and y), one after the other; x is in order already."""
+    """For each expert that has rows: (expert, index of its rows in x and y). x must already be in order."""
     start = 0
     for e, size in enumerate(group_sizes(x, bounds, experts, None)):
         if size:
@@ -45,7 +45,7 @@ def grouped_cost(
     x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str, order: Tensor | None, chosen: int,
     clear: bool = True,
 ) -> Cost:  # fmt: skip
-    """The weights of the experts that have rows, each once; the rows once, and the result."""
+    """Reads the weights of the experts that have rows once each, and the rows once; writes the result."""
     n, k = weight.shape[1:]
     sizes = group_sizes(x, bounds, weight.shape[0], order)
     rows, active = sum(sizes), sum(size > 0 for size in sizes)
@@ -85,7 +85,7 @@ def grouped_tile_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
     order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
-    """Tiles of each expert's rows; an expert without rows has none."""
+    """The tiles of each expert's rows. An expert without rows has none."""
     size = x.element_size()
     vector = 16 if weight.shape[2] % 16 == 0 and x.stride(-2) % 16 == 0 else size
     depth = config["num_stages"] - 1 if vector >= 4 else 1
@@ -96,7 +96,7 @@ def grouped_sm90_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
     order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
-    """The same by the copy engine, which reads x in order: gathered rows are copied before."""
+    """The same with loads by the copy engine (TMA), which reads x in order: gathered rows are copied first."""
     work = _work(
         device, {**config, "BLOCK_K": 64}, x, weight, bounds, bias, activation, order, chosen, clear, 4, 1024, True
     )  # fmt: skip
@@ -108,7 +108,7 @@ def grouped_library_work(
     device: Device, config: Config, x: Tensor, weight: Tensor, bounds: Tensor, bias: Tensor | None, activation: str,
     order: Tensor | None, chosen: int, clear: bool = True,
 ) -> Work:  # fmt: skip
-    """Rows gathered, the product, and an activation are a kernel each."""
+    """Gathering the rows, the product, and the activation are separate kernels."""
     cost = grouped_cost(x, weight, bounds, bias, activation, order, chosen)
     rows = x.shape[0] if order is None else order.shape[0]
     product = rows * weight.shape[1] * x.element_size()

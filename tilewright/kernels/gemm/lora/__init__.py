@@ -1,1 +1,1 @@
-"""Low-rank adapters of many tokens at once, each with its own: `shrink` to the rank, `expand` back."""
+"""Low-rank adapters (LoRA) for many tokens at once, each with its own adapter: `shrink` to the rank, `expand` back."""

@@ -1,14 +1,14 @@
 """The second product of low-rank adapters, added to a layer's output, where each token has its own adapter or none.
 
-    # T tokens, N outputs, S adapters that are held, R rank, C chunks, P parts of a merged layer
+    # T tokens, N outputs, S loaded adapters, R rank, C chunks, P parts of a merged layer
     y[t, n] += scales[s(t), p(n)] (sum over c of h[c, t, R columns of part p]) B[s(t)][n, :]
 
-    y [T, N], b [S, N, R]: one dtype, bf16, fp16 or fp32; y is changed in place. h [C, T, P R] float32, as `lora_shrink` gives
-    it; scales [S, P] float32. Part p has the rows from the end of the part before it to `first`, `second` or N: one part where
-    both are N, two where `second` is. A token without an adapter (0) keeps its bits.
-    The scaled sum of h is rounded to b's dtype, the product is float32, and its sum with y is rounded once.
+    y [T, N], b [S, N, R]: of the same dtype, bf16, fp16 or fp32; y is changed in place. h [C, T, P R] float32, the result of
+    `lora_shrink`; scales [S, P] float32. The rows of B (columns of y) are divided into parts, which end at `first`, `second`
+    and N. There is one part if both are N, and there are two if only `second` is N. A token without an adapter (0) keeps its
+    bits. The scaled sum of h is rounded to b's dtype, the product is float32, and its sum with y is rounded once.
 
-Limited by bytes: y is read and written, B is read for the adapters that are in use; rows without one cost nothing.
+Limited by memory bandwidth: y is read and written, and B is read for the adapters in use. Rows without an adapter cost nothing.
 Not supported: gradients, more than three parts, quantised adapters.
 """
 
@@ -41,7 +41,7 @@ __all__ = ["lora_expand_add", "lora_expand_add_op"]
 
 
 def _spans(n: int, first: int, second: int) -> list[tuple[int, int]]:
-    """Rows of each part, those without rows left out."""
+    """(begin, end) of the rows of each part. Empty parts are left out."""
     return [(begin, end) for begin, end in ((0, first), (first, second), (second, n)) if end > begin]
 
 
@@ -72,7 +72,7 @@ def _arguments(
     inputs: Inputs, *, M: int, N: int, R: int = 16, K: int = 4096, first: int = 0, second: int = 0, adapters: int = 8,
     dtype: torch.dtype = torch.bfloat16, one: bool = False, row_stride: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:  # fmt: skip
-    """M tokens; first, second: where parts end, 0: at N. K: what h was made of. one: all tokens have one adapter."""
+    """M tokens. first, second: the ends of parts; 0 means N. K: the features from which h was made. one: a single adapter."""
     first, second = first or N, second or N
     parts = len(_spans(N, first, second))
     y = inputs.randn(M, row_stride or N, dtype=dtype)[:, :N]
@@ -104,7 +104,7 @@ EXAMPLES = (
 
 @triton.jit
 def _tile(pid, N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(part, first column, end of the part) of tile `pid`: no tile has columns of two parts."""
+    """(part, first column, end of the part) of tile `pid`. No tile contains columns of two parts."""
     BEFORE_1: tl.constexpr = (FIRST + BLOCK_N - 1) // BLOCK_N
     BEFORE_2: tl.constexpr = BEFORE_1 + (SECOND - FIRST + BLOCK_N - 1) // BLOCK_N
     part = (pid >= BEFORE_1).to(tl.int32) + (pid >= BEFORE_2).to(tl.int32)
@@ -183,15 +183,15 @@ lora_expand_add_op = Op(
 def lora_expand_add(
     y: Tensor, h: Tensor, b: Tensor, scales: Tensor, adapters: Tensor, parts: tuple[int, ...] | None = None
 ) -> Tensor:  # fmt: skip
-    """Add scale B h of each token's adapter to y [T, N], in place; returns y.
+    """Add scale B h of each token's adapter to y [T, N], in place, and return y.
 
     Args:
-        y: bf16, fp16 or fp32; the elements of a row lie side by side.
-        h: [C, T, P R] float32, of `lora_shrink`.
+        y: bf16, fp16 or fp32, dense along its rows.
+        h: [C, T, P R] float32, the result of `lora_shrink`.
         b: [S, N, R] of y's dtype, contiguous.
         scales: [S, P] float32, contiguous.
-        adapters: [2, T] int32, as `adapter_order` makes it; numbers above S read what is not there.
-        parts: rows of N that each of P parts has, 3 at most; None: one part.
+        adapters: [2, T] int32, as `adapter_order` returns it. Numbers above S cause reads out of bounds.
+        parts: the number of rows of N in each of the P parts, at most 3 parts; None: one part.
 
     Raises:
         ValueError: shapes, dtypes or layouts do not fit.

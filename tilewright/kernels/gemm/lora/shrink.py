@@ -1,15 +1,16 @@
 """The first product of low-rank adapters, where each token has its own adapter or none (Chen et al., "Punica", 2023).
 
-    # T tokens, K features, S adapters that are held, M rows of A: the ranks of a layer's parts, C chunks of K
+    # T tokens, K features, S loaded adapters, M rows of A (the ranks of all parts of a layer), C chunks of K
     h[c, t, :] = x[t, chunk c] A[s(t)][:, chunk c]^T,     0 where token t has no adapter
 
-    x [T, K], a [S, M, K]: one dtype, bf16, fp16 or fp32. h [C, T, M] float32, C = ceil(K / 512): sums over parts of K, which
-    `lora_expand_add` adds up in their order. adapters [2, T] int32: tokens in the order of their adapters, and the adapter
-    (1 to S, 0 for none) of each in that order, as `adapter_order` makes it.
+    x [T, K], a [S, M, K]: of the same dtype, bf16, fp16 or fp32. h [C, T, M] float32, C = ceil(K / 512): sums over parts of K,
+    which `lora_expand_add` adds in their order. adapters [2, T] int32: tokens in the order of their adapters, and the adapter
+    (1 to S, 0 for none) of each in that order, as `adapter_order` returns it.
 
-Limited by bytes: x, and A of the adapters that are in use. A program takes neighbours in the order, and multiplies them by one
-adapter after the other: a tile of tokens with one adapter costs one product. Every K of a layer has its own binary, numbers of
-tokens and adapters do not.
+Limited by reading x, and A of the adapters in use. A program takes tokens that are neighbours in this order, and multiplies
+them by one of their adapters after the other. So a tile of tokens with the same adapter costs one product. The kernel is
+compiled for every K, but not for every number of tokens or adapters.
+
 Not supported: gradients, quantised adapters.
 """
 
@@ -65,7 +66,7 @@ def _cost(x: Tensor, a: Tensor, adapters: Tensor) -> Cost:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # Decoding has few tokens with many adapters: a tile of the least that tensor cores take meets the fewest of them.
+    # In decoding, few tokens have many adapters. The smallest tile that tensor cores accept contains the fewest adapters.
     return {"BLOCK_T": 16, "BLOCK_K": 64 if problem.dtype == torch.float32 else 128, "num_warps": 4}
 
 
@@ -76,7 +77,7 @@ def _arguments(
     inputs: Inputs, *, M: int, K: int, R: int = 16, parts: int = 1, adapters: int = 8, dtype: torch.dtype = torch.bfloat16,
     one: bool = False, row_stride: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """M tokens; R: the rank of each of `parts`. one: all tokens have one adapter, as in a prompt."""
+    """M tokens. R: the rank of each of `parts` parts. one: all tokens have the same adapter, as in a prompt."""
     x = inputs.randn(M, row_stride or K, dtype=dtype)[:, :K]
     order = adapter_order(inputs.tensor(some_order(M, adapters, one), torch.int64))
     return x, inputs.randn(adapters, parts * R, K, dtype=dtype, scale=max(K, 1) ** -0.5), order
@@ -152,7 +153,7 @@ def lora_shrink(x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     Args:
         x: bf16, fp16 or fp32.
         a: [S, M, K] of x's dtype, contiguous.
-        adapters: [2, T] int32, as `adapter_order` makes it; numbers above S read what is not there.
+        adapters: [2, T] int32, as `adapter_order` returns it. Numbers above S cause reads out of bounds.
 
     Returns:
         [ceil(K / 512), T, M] float32.

@@ -1,1 +1,1 @@
-"""Products of two quantised matrices: scales by row, by block, MX, and results that are quantised again."""
+"""Products of two quantised matrices: with scales per row, per block, or in MX formats, and with requantised results."""

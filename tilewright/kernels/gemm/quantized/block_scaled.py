@@ -2,20 +2,20 @@
 
     y[m, n] = activation(sum over blocks b of 128 columns: x_scales[m, b] * w_scales[n, b] * (x[m, b] . weight[n, b]) + bias[n])
 
-    x [M, K] and weight [N, K] float8_e4m3fn or float8_e5m2, one dtype; x_scales [M, K / 128] float32; w_scales float32, one for
-    128 x 128 elements of the weight, [N / 128, K / 128], or one for 128 of each row, [N, K / 128]; rounded up -> [M, N] of
-    `dtype`, bf16 or fp16; float32 too on a CPU, where the reference runs
+    x [M, K] and weight [N, K] float8_e4m3fn or float8_e5m2, of the same dtype; x_scales [M, K / 128] float32; w_scales float32,
+    one per block of 128 x 128 elements of the weight, [N / 128, K / 128], or one per 128 elements of each row, [N, K / 128];
+    quotients are rounded up -> [M, N] of `dtype`, bf16 or fp16; on a CPU, where the reference runs, also float32
 
-Blocks are added up in float32, each after at most 128 products that the tensor cores add themselves (on sm_90 with about 14
-bits): the error of a sum does not grow with K as that of `scaled_linear` does. The epilogue is float32, with one rounding at
-the end; activations are those of `linear`. Rows start at multiples of 16 bytes, as the quantisers lay them out. With K = 0 the
-product is zero. What a scale of NaN belongs to is NaN. mxfp8 runs here on cards without its units: `quantize/mx_to_block.py`
-makes its four scales for 128 columns one. Limited by the tensor cores from some hundred rows on, and by adding up the blocks:
-one operation for each 128 products.
+Blocks are added in float32. The tensor cores themselves add only within a block, of at most 128 products (on sm_90 with about
+14 bits). So the error of a sum does not grow with K as it does in `scaled_linear`. The epilogue is float32, with one rounding
+at the end; activations are those of `linear`. Rows start at multiples of 16 bytes; the quantisers lay them out this way. With
+K = 0 the product is zero. A scale of NaN makes its elements NaN. mxfp8 also uses this product on cards without MX tensor cores:
+`quantize/mx_to_block.py` combines its four scales per 128 columns into one. Limited by the tensor cores from some hundred rows
+on, and by adding the blocks: one operation per 128 products.
 
-    sm90             Hopper: Gluon, for one scale a 128 x 128 block of the weight
+    sm90             Hopper: Gluon, for one scale per 128 x 128 block of the weight
     triton           from sm_89 on
-    sm90_invariant   `sm90` with tiles that no two programs share: whatever the tile, a row has the same bits
+    sm90_invariant   `sm90` without split-K: with every tile shape, a row has the same bits
     invariant        `triton` with one config for every number of rows
 
 Not supported: gradients, operands that are dense along M or N, other sizes of blocks.
@@ -77,8 +77,8 @@ def block_problem(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool = False,
 ) -> BlockProblem:  # fmt: skip
-    """The problem of a call whose weight has a scale for each of its rows, or for 128 together."""
-    # Runs at every call: no keywords, no slices.
+    """The problem of a call. The weight has a scale for each of its rows, or for 128 rows together."""
+    # This runs at every call, so it avoids keyword arguments and slices, which are slower.
     (m, k), n = x.shape, weight.shape[0]
     return BlockProblem(
         x.dtype,
@@ -148,14 +148,14 @@ _BLOCK_K = 128
 
 
 def _default_triton(device: Device, problem: BlockProblem) -> Config:
-    """The tile with the least estimated time: waves of tiles, and of rows no more than x has."""
+    """The tile with the least estimated time, counted in waves of tiles."""
     best, best_cycles = _TILES[-1], float("inf")
     for tile in _TILES:
         block_m, block_n, _, stages = tile
         if not fits(device, block_m, block_n, _BLOCK_K, stages):
             continue
         waves = -(-(-(-problem.m_bucket // block_m) * -(-problem.n // block_n)) // device.sms)
-        # A step's product, or its operands' way from L2, in cycles; a block takes about 1500 to begin and end.
+        # Cycles per index of K: for the products, or to load the operands from L2. Start and end of a block take about 1500.
         cycles = waves * (problem.k * max(block_m * block_n / 4096, (block_m + block_n) / 40) + 1500)
         if cycles < best_cycles:
             best, best_cycles = tile, cycles
@@ -253,14 +253,14 @@ def block_scaled_linear(
     dtype: torch.dtype = torch.bfloat16,
     chained: bool = False,
 ) -> Tensor:
-    """activation((x * x_scales) @ (weight * w_scales)^T + bias) + residual, a scale for each 128 columns.
+    """activation((x * x_scales) @ (weight * w_scales)^T + bias) + residual, with a scale per 128 columns.
 
     Args:
         x: [M, K], float8_e4m3fn or float8_e5m2, dense along K.
         weight: [N, K] of the same dtype, dense along K.
-        x_scales: [M, K / 128 rounded up], float32, any strides; a step of 1 from row to row reads best.
+        x_scales: [M, K / 128 rounded up], float32, any strides; fastest with a stride of 1 from row to row.
         w_scales: [N / 128, K / 128] rounded up, or [N, K / 128], float32, any strides.
-        bias, activation, residual, dtype, chained: those of `scaled_linear`, whose result and errors it has.
+        bias, activation, residual, dtype, chained: as in `scaled_linear`; so are the result and the errors.
     """
     check_product("block_scaled_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]

@@ -1,4 +1,4 @@
-"""The host side of block_scaled_sm90_kernel.py: what it takes, its configs and descriptors."""
+"""The host side of block_scaled_sm90_kernel.py: the problem, configs, TMA descriptors and the launch."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ __all__ = ["SPACE", "BlockProblem", "best_config", "launch_block_sm90"]
 
 
 class BlockProblem(NamedTuple):
-    """All that a choice may depend on. `n` counts rows of the weight."""
+    """Everything that the choice of a kernel may depend on. `n` counts rows of the weight."""
 
     dtype: torch.dtype
     m_bucket: int
@@ -30,13 +30,13 @@ class BlockProblem(NamedTuple):
     bias: bool
     residual: bool
     block_rows: int
-    """Rows of the weight that share a scale: 128 or 1."""
+    """The number of weight rows that share a scale: 128 or 1."""
     aligned: bool
-    """Whether x and the weight start, and step from row to row, at multiples of 16 bytes."""
+    """Whether all rows of x and of the weight start at multiples of 16 bytes."""
 
     @property
     def gated(self) -> bool:
-        """Whether the weight's halves meet in the epilogue."""
+        """Whether the weight has a gate half and an up half."""
         return ACTIVATIONS[self.activation][1]
 
 
@@ -54,15 +54,15 @@ def _consumers(c: Config) -> str:
 
 
 def _consumer_tile(c: Config) -> tuple[int, int]:
-    """(rows, columns) that one consumer has in its registers."""
+    """(rows, columns) of the accumulator that one consumer holds in registers."""
     by_rows = _consumers(c) == "m"
     return c["BLOCK_M"] // (1 + by_rows), c["BLOCK_N"] // (2 - by_rows)
 
 
 def best_config(device: Device, problem: BlockProblem, splits: tuple[int, ...]) -> Config:
-    """The tile, and one of `splits`, with the least estimated time: waves of tiles, or the weight's way from memory.
+    """The tile, and one of `splits`, with the least estimated time: that of the waves of tiles or of reading the weight.
 
-    The constants, in microseconds, fit 15 problems measured on an H100 and 32 of 2048 rows and more (docs/log.md).
+    The constants, in microseconds, are fitted to 15 problems measured on an H100, and 32 of 2048 rows and more (docs/log.md).
     """
     best, best_us = {}, float("inf")
     steps = -(-problem.k // _BLOCK_K)
@@ -99,13 +99,13 @@ SPACE = Space(
     axes={"BLOCK_M": (64, 128, 256), "BLOCK_N": (128, 256), "SPLIT_K": (1, 0)},
     refusal=_config_refusal,
 )
-"""SPLIT_K 0: the tiles that are left when no more fill the card are shared along K by up to four programs each."""
+"""SPLIT_K 0: each tile of the last, incomplete wave is shared along K by up to four programs."""
 
 # ---- launcher
 
 
 def _ring(device: Device, c: Config) -> tuple[int, int]:
-    """(stages, buffers of a consumer's epilogue): as many stages as fit, up to eight."""
+    """(pipeline stages, epilogue buffers per consumer). As many stages as fit into shared memory, up to eight."""
     buffers = 1 if c["BLOCK_M"] == 64 else 2
     staging = 2 * 64 * _EPILOGUE_N * 2 * buffers
     return min(8, (device.smem_bytes - staging - 1024) // ((c["BLOCK_M"] + c["BLOCK_N"]) * _BLOCK_K)), buffers
@@ -123,7 +123,7 @@ def launch_block_sm90(
     residual: Tensor | None,
     pdl: bool = False,
 ) -> Tensor:
-    """Fill y [M, F], which is not empty, and return it. x_scales [M, K / 128], w_scales [N / 128, K / 128]; K is not 0."""
+    """Fill y [M, F], which must not be empty, and return it. x_scales [M, K / 128], w_scales [N / 128, K / 128]; K is not 0."""
     function, gated = ACTIVATIONS[activation]
     (m, k), width, halves = x.shape, y.shape[1], 1 + gated
     device = card_of(x)
@@ -131,12 +131,13 @@ def launch_block_sm90(
     rows, cols = _consumer_tile(config)
     stages, buffers = _ring(device, config)
     part_n = min(_TILES[block_m, block_n][0], cols // halves)
-    # Of 64 x 128 a consumer has registers for the products of two steps beside its sum, whatever parts it is added in.
+    # With 64 x 128, a consumer has registers for the products of two steps beside its accumulator, for any PART_N.
     overlap = "steps" if rows * cols == 64 * 128 else "parts" if part_n == 64 and rows // 64 * cols // part_n % 2 == 0 else ""
     y_box = [64, _EPILOGUE_N]
     tiles, steps = ceil_div(m, block_m) * ceil_div(width * halves, block_n), ceil_div(k, _BLOCK_K)
     stream = config["SPLIT_K"] != 1
-    # Not `evened` as other products of codes: H100, 128 programs for 132 are 0.978 to 1.009 times as fast, 0.992 on average.
+    # `evened`, as in other 8-bit products, does not help here: on an H100, 128 programs instead of 132 are 0.978 to 1.009 times
+    # as fast, 0.992 on average.
     programs, waves, share, most = shares(tiles, steps, device.sms, config["SPLIT_K"])
     scratch = counters = None
     if stream:

@@ -2,22 +2,26 @@
 
     y = activation(sum over blocks b of K of (x[:, b] @ weight[:, b]^T) * x_scales[:, b] * w_scales[:, b] + bias) + residual
 
-float8 operands, both dense along K; a scale for 128 columns of each row of x, and for 128 x 128 elements of the weight. The
-host side is in block_scaled_sm90.py. The producer, the order of tiles and how programs share a tile along K are
-gemm/sm90_kernel.py's, and what follows the sum is in hopper/epilogue.py.
+float8 operands, both dense along K, with one scale per 128 columns of each row of x, and one per 128 x 128 elements of the
+weight. The host side is in block_scaled_sm90.py. The producer, the order of tiles and the sharing of tiles along K are those of
+gemm/sm90_kernel.py; the epilogue is in hopper/epilogue.py.
 
-Every 128 columns of K are a product of its own on the tensor cores, which then is multiplied by its scales and added to the
-sum in registers, in float32: an operation for each 128 products, of which an SM does 128 in the time in which its tensor cores
-do 4096. So both must run at once. A consumer goes through its tile in parts of 64 rows and PART_N columns. Its sums take up to
-128 registers a thread. Beside them two parts of 64x64 fit, so that one is added up while the tensor cores work on the next
-("parts"), or one of 64x128, which the other consumer's products cover. Beside sums of 64 registers there is room for two such
-parts, the products of two steps, which take turns ("steps"). A part goes into the registers of one that is done with
-(`room`): were it free to take others, ptxas would begin more parts than it has registers for, and spill. x multiplied from
-registers, which asks less of shared memory, was 2 % slower.
+For every 128 columns of K, the tensor cores compute a separate product. It is multiplied by its scales and added to the
+accumulators in registers, in float32. That is one operation per 128 products. An SM does 128 such operations in the time in
+which its tensor cores do 4096 products, so both must run at the same time. A consumer processes its tile in parts of 64 rows
+and PART_N columns. Its accumulators take up to 128 registers per thread. In addition the registers have room for one of these:
+
+    two parts of 64x64: one is added while the tensor cores compute the next ("parts")
+    one part of 64x128: its addition overlaps the products of the other consumer ("")
+    two parts of 64x128 if the accumulators take only 64 registers: the products of two steps, which alternate ("steps")
+
+A part is always computed in the registers of a part that is no longer needed (`room`). If ptxas were free to choose registers,
+it would start more parts than there are registers for, and spill. Multiplying x from registers, which reads less shared memory,
+was 2 % slower.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
+# M rows of x, N rows of the weight, K the shared dimension, F columns of the output (N, or N / 2 with a gate)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +38,7 @@ __all__ = ["block_sm90_kernel"]
 
 @gluon.jit
 def _row_scales(x_scale_ptr, first_row, step, M, m_stride, k_stride, COUNT: gl.constexpr, layout: gl.constexpr):
-    """The scales of COUNT times 64 rows of x for a step, a vector each."""
+    """The scales of COUNT groups of 64 rows of x for a step: a tuple of vectors."""
     scales = ()
     for r in gl.static_range(COUNT):
         rows = first_row + r * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
@@ -46,7 +50,7 @@ def _row_scales(x_scale_ptr, first_row, step, M, m_stride, k_stride, COUNT: gl.c
 def _block_scales(
     w_scale_ptr, first_col, step, F, n_stride, k_stride, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES: gl.constexpr
 ):
-    """The scales of COUNT equal blocks of a consumer's columns for a step, a number each."""
+    """The scales of COUNT equal blocks of a consumer's columns for a step: a tuple of scalars."""
     scales = ()
     for b in gl.static_range(COUNT):
         col = first_col + b * (COLS // COUNT) % (COLS // HALVES) + b * HALVES // COUNT * F
@@ -66,7 +70,7 @@ def _products(row_scales, block_scales):
 
 @gluon.jit
 def _replaced(values, place: gl.constexpr, value):
-    """The tuple with another value at a place."""
+    """The tuple with `value` at index `place`."""
     changed = ()
     for i in gl.static_range(len(values)):
         if i == place:
@@ -78,7 +82,7 @@ def _replaced(values, place: gl.constexpr, value):
 
 @gluon.jit
 def _start_part(x, w, room, p: gl.constexpr, C_PARTS: gl.constexpr):
-    """Begin the product of part p in the registers of `room`, whose numbers do not matter."""
+    """Start the product of part p in the registers of `room`, whose contents do not matter."""
     PART_N: gl.constexpr = room.shape[1]
     x_part = x.slice(p // C_PARTS * 64, 64, dim=0)
     w_part = w.slice(p % C_PARTS * PART_N, PART_N, dim=0).permute((1, 0))
@@ -92,7 +96,7 @@ def _sum_blocks(
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """One consumer's sum over the steps of a piece, a tuple of [64, PART_N] blocks, row by row; OVERLAP "parts" or ""."""
+    """One consumer's sum over the steps of a piece: a tuple of [64, PART_N] blocks, row by row. OVERLAP is "parts" or ""."""
     M_BOXES: gl.constexpr = x_bufs.shape[0] // STAGES
     N_BOXES: gl.constexpr = w_bufs.shape[0] // STAGES
     C_PARTS: gl.constexpr = COLS // PART_N
@@ -102,7 +106,7 @@ def _sum_blocks(
     accs = ()
     for _ in gl.static_range(COUNT):
         accs += (gl.zeros([64, PART_N], gl.float32, layout),)
-    # The first part that is added is zeros. None of these may be another's alias: Gluon would not carry it through the loop.
+    # The first part that is added is all zeros. These must be separate tensors: Gluon does not carry an alias through the loop.
     part = gl.zeros([64, PART_N], gl.float32, layout)
     part_scales = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
     room = gl.zeros([64, PART_N], gl.float32, layout)  # for the next product
@@ -123,7 +127,7 @@ def _sum_blocks(
             if OVERLAP == "parts":
                 acc += part * gl.expand_dims(part_scales, 1)
                 room = part
-            # The sum before is named so that the compiler does not put its additions off until after this wait.
+            # The previous accumulator is an argument of the wait, so that the compiler cannot move its additions behind it.
             part, acc = warpgroup_mma_wait(0, deps=(started, acc))
             accs = _replaced(accs, (p + COUNT - 1) % COUNT, acc)
             part_scales = scales[p // C_PARTS * BLOCKS + p % C_PARTS * BLOCKS // C_PARTS]
@@ -139,7 +143,7 @@ def _sum_blocks(
 
 @gluon.jit
 def _added(accs, part, scales):
-    """The sums, neighbouring blocks of columns, with a part as wide as all of them added: scales [64] for each."""
+    """Add a part to the accumulators `accs`, which are neighbouring blocks of its columns, with scales [64] for each block."""
     parts = column_blocks(part, len(accs))
     added = ()
     for b in gl.static_range(len(accs)):
@@ -149,7 +153,10 @@ def _added(accs, part, scales):
 
 @gluon.jit
 def _waited(part, accs):
-    """A part under way, over, and the sums: named in the wait, what is added to them is not put off until after it."""
+    """Wait for a part in flight and return it with the accumulators.
+
+    The accumulators are arguments of the wait, so that the compiler cannot move additions to them behind it.
+    """
     named = warpgroup_mma_wait(0, deps=(part,) + accs)
     sums = ()
     for b in gl.static_range(len(accs)):
@@ -159,7 +166,7 @@ def _waited(part, accs):
 
 @gluon.jit
 def _start_step(x_bufs, w_bufs, place, room, wg: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
-    """Begin a step's product in the registers of `room`."""
+    """Start a step's product in the registers of `room`."""
     place.wait()
     x = x_bufs.index(place.stage * (x_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "m" else 0))
     w = w_bufs.index(place.stage * (w_bufs.shape[0] // STAGES) + (wg if CONSUMERS == "n" else 0))
@@ -168,7 +175,7 @@ def _start_step(x_bufs, w_bufs, place, room, wg: gl.constexpr, CONSUMERS: gl.con
 
 @gluon.jit
 def _step_scales(at, step, end, COUNT: gl.constexpr, COLS: gl.constexpr, HALVES: gl.constexpr, layout: gl.constexpr):
-    """The scales of 64 rows and of a consumer's columns for a step before `end`, or for the last; not multiplied yet.
+    """The scales of 64 rows and of a consumer's columns for a step, or for the last step before `end`; not yet multiplied.
 
     at: the pointers to the scales of x and of the weight, the first row and column, M, F, and the scales' strides.
     """
@@ -184,11 +191,11 @@ def _sum_turns(
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
     PART_N: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """As _sum_blocks, for 64 rows: one step's product is added while the tensor cores form another's, in registers of its own.
+    """As _sum_blocks, for 64 rows. One step's product is added while the tensor cores compute another's in separate registers.
 
-    filled: how many stages were filled before; at: as _step_scales takes it. Two steps a turn of the loop: neither product
-    changes its registers. None is under way from one turn to the next: ptxas would take an addition of the other for one of it,
-    and put a wait after every product.
+    filled: the number of stages filled before. at: as in _step_scales. The loop body covers two steps, so that each of the two
+    products keeps its registers. No product is in flight between iterations: otherwise ptxas would mistake an addition of the
+    other product for one of it, and insert a wait after every product.
     """
     whole: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART_N, 32])
@@ -209,7 +216,8 @@ def _sum_turns(
     even_rows, even_blocks = _step_scales(at, start, end, COUNT, COLS, HALVES, layout)
     odd_rows, odd_blocks = _step_scales(at, start + 1, end, COUNT, COLS, HALVES, layout)
     for step in range(start, end, 2):
-        # Multiplied a turn after they were read: ptxas would multiply them at once, and hold up the products of this turn.
+        # The scales are multiplied one iteration after their load. Otherwise ptxas would multiply them right after the load,
+        # which would delay the products of this iteration.
         even_scales = _products(even_rows, even_blocks)
         next_scales = _products(odd_rows, odd_blocks)
         even_rows, even_blocks = _step_scales(at, step + 2, end, COUNT, COLS, HALVES, layout)
@@ -234,7 +242,7 @@ def _sum_piece(
     wg: gl.constexpr, CONSUMERS: gl.constexpr, HALVES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
     STAGES: gl.constexpr, PART_N: gl.constexpr, OVERLAP: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
-    """One consumer's sum over the steps of a piece, in whichever way; passed: how many stages were filled before."""
+    """One consumer's sum over the steps of a piece, as OVERLAP states. `passed`: the number of stages filled before."""
     if OVERLAP == "steps":
         at = (x_scale_ptr, w_scale_ptr, first_row, first_col, M, F, x_m_stride, x_k_stride, w_n_stride, w_k_stride)
         return _sum_turns(x_bufs, w_bufs, ring, passed, first, end, at, wg, CONSUMERS, HALVES, COLS, STAGES, PART_N, COUNT)
@@ -263,9 +271,9 @@ def multiply_tiles(
     N_BOX: gl.constexpr = wg if CONSUMERS == "n" else 0
     C_PARTS: gl.constexpr = COLS // PART_N
     COUNT: gl.constexpr = ROWS // 64 * C_PARTS
-    F = F // VECTOR * VECTOR  # F itself: this tells the compiler what divides it
+    F = F // VECTOR * VECTOR  # does not change F, but tells the compiler that VECTOR divides it
     if PDL:
-        gdc_wait()  # before the scales of x are read, and anything is written
+        gdc_wait()  # before the scales of x are read, and before anything is written
     passed = steps * 0
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
@@ -307,13 +315,14 @@ def block_sm90_kernel(
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr,
     STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Launch on at most as many programs as there are SMs, with num_warps=4 (the producer and a consumer bring their own).
+    """Launch with at most one program per SM and num_warps=4 (warp specialisation adds the producer and one consumer).
 
-    y_desc is None when y is written by ordinary stores of VECTOR elements. waves, share, PARTS: with STREAM, whole tiles a
-    program, then steps of K a program, and the most programs that add to what another one has of a tile.
+    If y_desc is None, y is written by ordinary stores of VECTOR elements. With STREAM: `waves` is the number of whole tiles per
+    program, `share` the steps of K per program in the remaining tiles, and PARTS the largest number of programs that add to a
+    tile begun by another program.
 
-    OVERLAP: what is added while the tensor cores work on the next. "parts": of an even number a consumer; "steps": of a tile of
-    64 x 128 a consumer; "": nothing.
+    OVERLAP: what a consumer adds while the tensor cores compute its next product. "parts": parts of a step, which must be an
+    even number; "steps": whole steps, with a consumer tile of 64 x 128; "": nothing.
     """
     BLOCK_K: gl.constexpr = 128
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1

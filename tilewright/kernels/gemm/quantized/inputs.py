@@ -1,4 +1,4 @@
-"""Example arguments of the products of quantised matrices from dimensions: the `Op.make` of each."""
+"""Example arguments of the products of quantised matrices for given dimensions: the `Op.make` of each."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ def cast_linear_arguments(
     inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.bfloat16, out: torch.dtype = torch.int8,
     bias: bool = False, activation: str = "none", residual: bool = False,
 ) -> tuple[Tensor | str | torch.dtype | None, ...]:  # fmt: skip
-    """Operands of `dtype`, bf16 or fp16 without scales, int8 or float8 with; the result, about 1, as `out`.
+    """Operands of `dtype` (bf16 or fp16 without scales, int8 or float8 with scales), for results of about 1 and dtype `out`.
 
-    Codes have a step such that about 4 is the largest.
+    The y_scale of an 8-bit `out` is such that about 4 is the largest value.
     """
     if dtype.itemsize == 2:
         x, weight, given, _, more = linear_arguments(
@@ -45,7 +45,7 @@ def scaled_linear_arguments(
     inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.int8, bias: bool = False, activation: str = "none",
     residual: bool = False, out: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """x [M, K] and weight [N, K] of `dtype` in rows of a multiple of 16 bytes, scales such that the product is about 1."""
+    """x [M, K] and weight [N, K] of `dtype` with rows of a multiple of 16 bytes, and scales such that results are about 1."""
 
     def matrix(rows: int) -> Tensor:
         padded = -(-K // 16) * 16
@@ -67,16 +67,16 @@ def block_scaled_linear_arguments(
     inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.float8_e4m3fn, block_rows: int = 128,
     bias: bool = False, activation: str = "none", residual: bool = False, out: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """x [M, K] and weight [N, K] of a float8 `dtype`, scales for 128 of K such that the product is about 1.
+    """x [M, K] and weight [N, K] of a float8 `dtype`, and a scale per 128 columns of K such that results are about 1.
 
-    `block_rows`: rows of the weight that share a scale, 128 or 1.
+    `block_rows`: the number of weight rows that share a scale, 128 or 1.
     """
     padded, blocks = -(-K // 16) * 16, -(-K // 128)
     x, weight = (inputs.randn(rows, padded, scale=60.0).clamp(-448, 448).to(dtype)[:, :K] for rows in (M, N))
     return (
         x,
         weight,
-        # Dense along M, as quantisers leave them.
+        # Dense along M, as the quantisers write them.
         inputs.randn(blocks, M).abs().add(0.1).div(60.0).t(),
         inputs.randn(-(-N // block_rows), blocks).abs().add(0.1).div(60.0 * max(K, 1) ** 0.5),
         *_epilogue(inputs, M, N, bias, activation, residual, out),
@@ -87,7 +87,7 @@ def mx_linear_arguments(
     inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = torch.float8_e4m3fn, bias: bool = False,
     activation: str = "none", residual: bool = False, out: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """x [M, K] and weight [N, K] of a float8 `dtype`, E8M0 scales for 32 of K such that the product is about 1."""
+    """x [M, K] and weight [N, K] of a float8 `dtype`, and an E8M0 scale per 32 columns of K such that results are about 1."""
     x, weight = (inputs.randn(rows, K, scale=60.0).clamp(-448, 448).to(dtype) for rows in (M, N))
     low = 121 - max(K, 1).bit_length() // 2
 

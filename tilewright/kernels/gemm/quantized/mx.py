@@ -1,15 +1,15 @@
 """Products of MX matrices (OCP Microscaling Formats v1.0): activation(x @ weight^T + bias) + residual, both mxfp8.
 
-    x [M, K] and weight [N, K] float8_e4m3fn or float8_e5m2, one dtype; x_scales [M, K / 32] and w_scales [N, K / 32]
-    float8_e8m0fnu, as `quantize_mx` and `formats.quantize` give them -> [M, N] of `dtype`, bf16 or fp16; float32 too on a CPU
+    x [M, K] and weight [N, K] float8_e4m3fn or float8_e5m2, of the same dtype; x_scales [M, K / 32] and w_scales [N, K / 32]
+    float8_e8m0fnu, as `quantize_mx` and `formats.quantize` return them -> [M, N] of `dtype`, bf16 or fp16, on a CPU also fp32
 
     sm100   Blackwell: its tensor cores multiply elements and scales (tl.dot_scaled)
-    fold    any card from sm_89 on: makes four scales one (quantize/mx_to_block.py) and multiplies by `block_scaled_linear`
+    fold    any card from sm_89 on: combines four scales into one (quantize/mx_to_block.py) and calls `block_scaled_linear`
 
-What `fold` may add to the error is said in quantize/mx_to_block.py; it folds the weight at every call, so a layer on such a
-card keeps its weight folded and calls `quantize_fold` and `block_scaled_linear` itself. The epilogue is float32, with one
-rounding at the end; activations are those of `linear`. A scale of NaN (0xFF) makes its 32 elements NaN. Limited by the tensor
-cores.
+quantize/mx_to_block.py states how much `fold` may add to the error. `fold` converts the weight at every call. A layer on such a
+card therefore keeps its weight folded, and calls `quantize_fold` and `block_scaled_linear` itself. The epilogue is float32,
+with one rounding at the end; activations are those of `linear`. A scale of NaN (0xFF) makes its 32 elements NaN. Limited by
+the tensor cores.
 
 Not supported: gradients, operands that are dense along M or N, K that 32 does not divide. `sm100` has been compiled, not run.
 """
@@ -50,7 +50,7 @@ def _reference(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    # float64 arguments are those of an oracle; products of elements and scales are exact there.
+    # Tests pass float64 arguments to get an exact reference: products of elements and scales are exact in float64.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     values = (
         codes.to(wide) * scales.to(wide).repeat_interleave(32, 1) for codes, scales in ((x, x_scales), (weight, w_scales))
@@ -172,7 +172,7 @@ def mx_linear(
         weight: [N, K] of the same dtype, dense along K.
         x_scales: [M, K / 32], float8_e8m0fnu, dense along K.
         w_scales: [N, K / 32], float8_e8m0fnu, dense along K.
-        bias, activation, residual, dtype: those of `scaled_linear`, whose result and errors it has.
+        bias, activation, residual, dtype: as in `scaled_linear`; so are the result and the errors.
     """
     check_product("mx_linear", FLOAT8, x, weight, bias, activation, residual, dtype)
     (m, k), n = x.shape, weight.shape[0]

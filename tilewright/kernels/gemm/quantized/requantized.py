@@ -1,22 +1,23 @@
-"""Products whose result is not of their operands' dtype: codes of 8 bits for the layer that follows, or float32.
+"""Products whose result has another dtype than the operands: quantised to 8 bits for the next layer, or float32.
 
     y = cast(activation((x @ weight^T) * x_scales * w_scales + bias) + residual)
 
-    x [M, K], weight [N, K]: bf16 or fp16, without scales; or int8 or float8, with scales as `scaled_linear` has them
-    y [M, N]: int8, float8_e4m3fn or float8_e5m2: y / y_scale, to nearest even, saturated, one scale for all that is known
-              before (calibrated); or float32, without y_scale
+    x [M, K], weight [N, K]: bf16 or fp16 without scales; or int8 or float8 with scales, as in `scaled_linear`
+    y [M, N]: int8, float8_e4m3fn or float8_e5m2: y / y_scale, rounded to nearest even and saturated, with a single scale that
+              is known in advance (calibrated); or float32, without y_scale
 
-Everything before the cast is float32. Codes lie in rows of a multiple of 16 bytes, as products want them; the padding is not
-written. Of what is not finite infinities saturate; a NaN stays one in float8 and is 0 in int8, which has none. Against a 16-bit
-result and `quantize_static` this saves memory, a launch, one rounding and time: with GELU on an H100, int8 2048x4096x4096 52
-us for 60, 2048x14336x4096 167 for 207, 128x4096x4096 14 for 16; bf16 2048x4096x4096 99 for 107.
+Everything before the cast is float32. The rows of a quantised result are padded to a multiple of 16 bytes, as products need
+them; the padding is not written. Infinities saturate. A NaN stays a NaN in float8 and becomes 0 in int8, which has no NaN.
+Compared with a 16-bit result followed by `quantize_static`, this saves memory, a launch, one rounding and time. With GELU on an
+H100: int8 2048x4096x4096 52 us instead of 60, 2048x14336x4096 167 instead of 207, 128x4096x4096 14 instead of 16; bf16
+2048x4096x4096 99 instead of 107.
 
     sm90       Hopper: the Gluon kernel of `linear`
     triton     from sm_80 on, float8 from sm_89 on: the kernel of `scaled_linear`
-    invariant  `triton` with one config for all: a row's bits do not depend on its batch
+    invariant  `triton` with one config for every number of rows: the bits of a row do not depend on its batch
 
-Not supported: gradients, batches, zero points of the result, operands that are not dense along K, float32 operands. No vendor
-library has such a product: it would be composed, which is what this is instead of.
+Not supported: gradients, batches, zero points of the result, operands that are not dense along K, float32 operands. There is no
+`vendor` implementation, because no vendor library has such a product.
 """
 
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def _reference(
 
 
 def _empty(x: Tensor, weight: Tensor, activation: str, dtype: torch.dtype) -> Tensor:
-    """Memory for the result, of 8 bits in rows of a multiple of 16 bytes."""
+    """Memory for the result. The rows of an 8-bit result are padded to a multiple of 16 bytes."""
     width = weight.shape[0] // 2 if ACTIVATIONS[activation][1] else weight.shape[0]
     row = padded_width(width) if dtype.itemsize == 1 else width
     return torch.empty((x.shape[0], row), dtype=dtype, device=x.device)[:, :width]
@@ -96,7 +97,7 @@ EXAMPLES = (
 
 
 def _sixteen(problem: CastProblem) -> Problem:
-    """The product of 16 bits that takes as long."""
+    """The 16-bit product that takes the same time."""
     return problem.product if problem.product.dtype.itemsize == 2 else halved(problem.product)
 
 
@@ -104,9 +105,10 @@ _TILES = ((128, 256, "m"), (128, 128, "tiles"), (128, 128, "m"), (64, 256, "n"),
 
 
 def _default_sm90(device: Device, problem: CastProblem) -> Config:
-    """Of `linear`'s tiles the largest that fills half of the card, else the smallest: others are for the last per cent.
+    """The largest of five tiles of `linear` with which more than half of the SMs have a tile, otherwise the smallest.
 
-    Consumers that take turns at tiles hide an activation or a residual under the other's product.
+    Other tiles would gain very little. Consumers that alternate tiles ("tiles") are used with an activation or a residual,
+    because then one consumer's epilogue overlaps the other's products.
     """
     product, config = _sixteen(problem), {}
     long_end = product.activation != "none" or product.residual
@@ -217,24 +219,24 @@ def cast_linear(
     activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activation((x @ weight^T) * x_scales * w_scales + bias) + residual, as codes of 8 bits or in float32.
+    """activation((x @ weight^T) * x_scales * w_scales + bias) + residual, quantised to 8 bits or in float32.
 
     Args:
         x: [M, K], bf16 or fp16; int8 or float8, dense along K, with scales.
         weight: [N, K] of the same dtype, dense along K.
         dtype: of the output: int8, float8_e4m3fn or float8_e5m2, with y_scale; or float32.
-        y_scale: one float32, positive and finite (it is not looked at), on x's device: what a step of the codes means.
-        x_scales: [M], float32, for operands of 8 bits.
-        w_scales: [N], float32, likewise.
-        bias: [N], of x's dtype, for operands of 8 bits bf16, fp16 or float32.
+        y_scale: one float32 on x's device, by which the result is divided. It must be positive and finite; this is not checked.
+        x_scales: [M], float32; only for 8-bit operands, which need it.
+        w_scales: [N], float32; likewise.
+        bias: [N]; of x's dtype, or with 8-bit operands bf16, fp16 or float32.
         activation: those of `scaled_linear`.
-        residual: the shape of the output, of the dtype of a bias that is not float32; added last.
+        residual: the shape of the output; of x's dtype, or with 8-bit operands bf16 or fp16. Added last.
 
     Returns:
-        [M, N] ([M, F] with silu_mul and gelu_mul); codes in rows that start at multiples of 16 bytes.
+        [M, N] ([M, F] with silu_mul and gelu_mul). The rows of an 8-bit result start at multiples of 16 bytes.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, a scale is missing or too many, or the activation is unknown.
+        ValueError: shapes, dtypes or devices do not fit, a scale is missing or not allowed, or the activation is unknown.
         Refused: float8 on a card before sm_89.
     """
     if x.dtype == torch.int8 and x.dim() == 2 and x.shape[1] > LONGEST:

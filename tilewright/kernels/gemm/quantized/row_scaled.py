@@ -1,19 +1,20 @@
 """Products of 8-bit matrices: y = activation((x @ weight^T) * x_scales * w_scales + bias) + residual.
 
-    x [M, K] and weight [N, K] int8, float8_e4m3fn or float8_e5m2, one dtype; x_scales [M], w_scales [N] float32, one for each
-    row of x (a token) and each row of the weight (an output channel) -> [M, N] of `dtype`, bf16 or fp16
+    x [M, K] and weight [N, K] int8, float8_e4m3fn or float8_e5m2, of the same dtype; x_scales [M], w_scales [N] float32, one
+    for each row of x (a token) and each row of the weight (an output channel) -> [M, N] of `dtype`, bf16 or fp16
 
-int8 is summed exactly, in int32; K is at most 131,072, where that is sure not to overflow. float8 is summed by the tensor cores
-no further than 256 products (`sm90`; the last span up to 384) or 128, then in float32: on sm_90 they keep about 14 bits of a
-sum. So it is as exact as float32 sums, but for 0.005 of the RMS at the furthest of millions. The epilogue is float32, with one
-rounding at the end; activations are those of `linear`. Rows start at multiples of 16 bytes, as the quantisers lay them out.
-With K = 0 the product is zero. Limited by bytes up to some hundred rows, then by the tensor cores: twice the rate of 16 bits,
-for half of the bytes.
+int8 is summed exactly, in int32. K is at most 131,072, so that the sum cannot overflow. For float8, the tensor cores sum at
+most 256 products (`sm90`; up to 384 in the last span) or 128 (`triton`); these partial sums are added in float32. The reason is
+that on sm_90 tensor cores keep about 14 bits of a sum. So float8 products are as exact as float32 sums, except for an error
+whose largest value, among millions of sums, was 0.005 of the RMS. The epilogue is float32, with one rounding at the end;
+activations are those of `linear`. Rows start at multiples of 16 bytes; the quantisers lay them out this way. With K = 0 the
+product is zero. Limited by memory bandwidth up to some hundred rows, then by the tensor cores: twice the rate of 16-bit
+products, with half of the bytes.
 
-    sm90       Hopper: the Gluon kernel of `linear` with other numbers
+    sm90       Hopper: the Gluon kernel of `linear` with other operand types
     triton     from sm_80 on for int8, from sm_89 on for float8
-    vendor     cuBLAS through torch._int_mm and torch._scaled_mm, the rest composed
-    invariant  `triton` with one config for all: a row's bits do not depend on its batch
+    vendor     cuBLAS through torch._int_mm and torch._scaled_mm; the epilogue is composed of torch operations
+    invariant  `triton` with one config for every number of rows: the bits of a row do not depend on its batch
 
 Not supported: gradients, operands that are dense along M or N, zero points, scales along K.
 """
@@ -64,7 +65,7 @@ def _reference(
 
 
 def finished(y: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """What follows a product, in plain torch."""
+    """The epilogue of a product in plain torch."""
     if bias is not None:
         y = y + bias
     y = activated(y, activation)
@@ -92,7 +93,7 @@ EXAMPLES = (
 
 
 def refuse_sm90(device: Device, problem: Problem) -> str | None:
-    """Why the Hopper kernel does not take a product of rows that it neither turns nor copies, or None."""
+    """Why the Hopper kernel refuses a product whose operands it reads in place, without a copy; None if it accepts it."""
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
@@ -103,7 +104,7 @@ def refuse_sm90(device: Device, problem: Problem) -> str | None:
 
 
 def halved(problem: Problem) -> Problem:
-    """The 16-bit problem that takes as long: an instruction holds twice as much of K."""
+    """The 16-bit problem that takes the same time. It has half of K, because an 8-bit instruction covers twice as much of K."""
     return problem._replace(k=-(-problem.k // 2))
 
 
@@ -143,17 +144,17 @@ def _default_triton(device: Device, problem: Problem) -> Config:
 
 
 def _most_accumulators(device: Device, problem: Any) -> int:
-    """Of a thread; float8 has as many again, of the products that are added next."""
+    """The most accumulators per thread. float8 needs the same number again for the partial sums that are added to them."""
     return 128 if device.multiplies_by_warpgroup and problem.dtype not in FLOAT8 else 64
 
 
 def fits(device: Device, block_m: int, block_n: int, block_k: int, stages: int) -> bool:
-    """Whether the stages of a tile of codes fit into shared memory."""
+    """Whether the pipeline stages of a tile with 8-bit operands fit into shared memory."""
     return (block_m + block_n) * block_k * stages <= device.smem_bytes
 
 
 def refuse_tile(device: Device, problem: Any, c: Config) -> str | None:
-    """Why a tile of a product of codes is too large or too small, for a problem with a dtype and an m_bucket."""
+    """Why a tile is too large or too small for a product of 8-bit operands, or None. `problem` has a dtype and an m_bucket."""
     if not fits(device, c["BLOCK_M"], c["BLOCK_N"], c["BLOCK_K"], c["num_stages"]):
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
@@ -183,7 +184,7 @@ def scaled_kernel(
     y_scale_ptr, y_stride, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Also of 16-bit operands, without scales; with y_scale the result is codes (requantized.py)."""
+    """The product. It also accepts 16-bit operands without scales. With y_scale the result is quantised (requantized.py)."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     row, col = grouped(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows = (row * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -228,7 +229,7 @@ def launch_scaled(
     config: Config, y: Tensor, x: Tensor, weight: Tensor, x_scales: Tensor | None, w_scales: Tensor | None,
     bias: Tensor | None, activation: str, residual: Tensor | None, y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Fill y, of codes where there is a y_scale, and return it."""
+    """Fill y and return it. With a y_scale, y is quantised."""
     if not y.numel():
         return y
     (m, k), n = x.shape, weight.shape[0]
@@ -242,7 +243,7 @@ def launch_scaled(
 
 
 _ONE_CONFIG: Config = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-"""What `invariant` takes for any number of rows; it fits the shared memory of every card from sm_80 on."""
+"""The config of `invariant` for any number of rows. It fits into the shared memory of every card from sm_80 on."""
 
 
 # ---- vendor
@@ -316,7 +317,7 @@ def scaled_linear(
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where the weight is [2F, K], gate half first.
         residual: the shape of the output, of `dtype`; added last.
         dtype: of the output, bf16 or fp16; on a CPU, where the reference runs, also fp32.
-        chained: a hint that the launch before this one is the quantiser that wrote x; it changes no result.
+        chained: a hint that the preceding launch is the quantiser that wrote x. It does not change the result.
 
     Returns:
         [M, N] ([M, F] with silu_mul and gelu_mul), contiguous.

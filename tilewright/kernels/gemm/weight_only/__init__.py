@@ -1,1 +1,1 @@
-"""Products of 16-bit activations with weights of 8 and 4 bits."""
+"""Products of 16-bit activations with quantised weights of 8 and 4 bits."""

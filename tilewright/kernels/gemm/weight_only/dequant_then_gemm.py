@@ -1,7 +1,7 @@
-"""`mixed_linear` for many rows on any card: the weight is written out in x's dtype, then `linear` multiplies.
+"""`mixed_linear` for many rows on any card: the weight is written to memory in x's dtype, then `linear` multiplies.
 
-W = (code - zero) * scale is rounded to x's dtype once. Writing it costs what reading a weight in 16 bits costs: little beside
-some thousand rows. The workspace is as large as that weight.
+W = (code - zero) * scale is rounded to x's dtype once. Writing it takes as long as reading a 16-bit weight, which is little
+compared with a product of some thousand rows. The workspace is as large as the 16-bit weight.
 """
 
 import torch
@@ -17,7 +17,7 @@ from tilewright.tune.space import Config
 
 __all__ = ["DEQUANTIZED"]
 
-_FROM = 512  # rows; on an H100 the weight of fewer rows costs more to write than the product
+_FROM = 512  # rows; on an H100, with fewer rows, writing the weight takes longer than the product
 
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:

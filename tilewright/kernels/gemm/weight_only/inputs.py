@@ -1,4 +1,4 @@
-"""Example arguments of `mixed_linear` from dimensions: the `Op.make` of each."""
+"""Example arguments of `mixed_linear` for given dimensions: its `Op.make`."""
 
 import torch
 
@@ -13,9 +13,9 @@ def mixed_linear_arguments(
     inputs: Inputs, *, M: int, N: int, K: int, dtype: torch.dtype = _BF16, format: str = "int4", group: int = 0,
     block_rows: int = 1, zeros: bool = False, bias: bool = False, activation: str = "none", residual: bool = False,
 ) -> Args:  # fmt: skip
-    """x [M, K] of `dtype`, codes of a weight [N, K] (int8, int4, e4m3 or e5m2), scales such that the product is about 1.
+    """x [M, K] of `dtype`, codes of a weight [N, K] (int8, int4, e4m3 or e5m2), and scales such that results are about 1.
 
-    int4 codes are drawn in the order in which the op takes them: whole chunks of 128 columns.
+    Random int4 codes are generated directly in the layout that the op expects: whole chunks of 128 columns.
 
     Raises:
         ValueError: an unknown format.

@@ -1,12 +1,13 @@
-"""The order in which `mixed_linear` takes int4 codes: 16 bytes hold what a thread has of a tensor core's operand.
+"""The order of int4 codes in `mixed_linear`: 16 consecutive bytes are one thread's share of a tensor core operand.
 
-A row is stored in chunks of 128 codes, 64 bytes, the last one filled up with code 8, which stands for zero. Within a chunk
+A row is stored in chunks of 128 codes (64 bytes). The last chunk is padded with code 8, which stands for zero. In a chunk
 
-    32-bit word 4 t + c  (t and c of 0 to 3)  holds the codes of columns 32 c + 8 i + 2 t + j  (i of 0 to 3, j of 0 and 1)
-    of these, the one of i and j stands at bits 4 i + 16 j
+    32-bit word 4 t + c  (t and c from 0 to 3)  contains the codes of columns 32 c + 8 i + 2 t + j  (i from 0 to 3, j 0 or 1)
+    the code of i and j is at bits 4 i + 16 j of this word
 
-Of every 16 columns the t-th of the four threads that share a row of the operand `a` of mma and wgmma has columns 2 t, 2 t + 1,
-2 t + 8 and 2 t + 9: it loads the words of one t, and (word >> 4 i) & 0x000f000f is a pair as one of its registers wants it.
+Four threads share a row of the operand `a` of mma and wgmma. Of every 16 columns, thread t holds columns 2 t, 2 t + 1, 2 t + 8
+and 2 t + 9. So a thread loads the words of one t, and (word >> 4 i) & 0x000f000f is a pair of codes at the positions that one
+of its registers needs.
 """
 
 import torch
@@ -30,21 +31,25 @@ def prepare(codes: Tensor) -> Tensor:
     if codes.dtype != torch.uint8 or codes.dim() != 2:
         raise ValueError(f"prepare: wanted uint8 [N, K / 2], got {codes.dtype} {list(codes.shape)}")
     filled = F.pad(codes, (0, -codes.shape[1] % (CHUNK // 2)), value=0x88)
-    # Columns are c, i / 2, i % 2, t, j; in memory a byte's two halves have i of one parity: t, c, j, i / 2, i % 2.
+    # A column index consists of c, i / 2, i % 2, t, j. In memory the order is t, c, j, i / 2, i % 2: the halves of a byte
+    # differ in i % 2.
     columns = unpack_int4(filled).unflatten(1, (-1, 4, 2, 2, 4, 2))
     return pack_int4(columns.permute(0, 1, 5, 2, 6, 3, 4).flatten(1).contiguous())
 
 
 def restore(codes: Tensor, k: int) -> Tensor:
-    """The inverse of `prepare` for a row of k columns: [N, k / 2]."""
+    """The inverse of `prepare` for rows of k columns: [N, k / 2]."""
     return pack_int4(unpack(codes, codes.shape[1] * 2))[:, : k // 2]
 
 
 def unpack(codes: Tensor, k: int) -> Tensor:
-    """What `prepare` made as numbers of 0 to 15, [N, k], in the order of columns. On a CPU this is much of a product's time."""
+    """The result of `prepare` as numbers from 0 to 15, [N, k], in the order of columns.
+
+    On a CPU this takes a large part of a product's time.
+    """
     rows, chunks = codes.shape[0], codes.shape[1] * 2 // CHUNK
     words = codes.contiguous().view(torch.int32).view(rows, chunks, 4, 4).mT.contiguous()  # c, t
-    # A word's bytes 0 and 2 have i of 0 and 1, bytes 1 and 3 i of 2 and 3: two by two they are the j of one t.
+    # Bytes 0 and 2 of a word have i 0 and 1, bytes 1 and 3 have i 2 and 3. The two bytes of a pair are j = 0 and 1 of one t.
     bytes_of_i = torch.stack([_pair(words), _pair(words >> 8)], 3)  # c, i / 2, t
     eights = bytes_of_i.view(torch.int64)  # all of t and j, i % 2 in the halves of each byte
     return torch.cat((eights & _LOW_HALVES, eights >> 4 & _LOW_HALVES), -1).view(torch.uint8).view(rows, chunks * CHUNK)[:, :k]

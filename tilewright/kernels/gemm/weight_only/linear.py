@@ -1,28 +1,31 @@
-"""Products of 16-bit activations with a weight in 8 or 4 bits: y = activation(x @ ((code - zero) * scale)^T + bias) + residual.
+"""Products of 16-bit activations with a quantised weight: y = activation(x @ ((code - zero) * scale)^T + bias) + residual.
 
     x [M, K] bf16 or fp16 -> y [M, N] of x's dtype
-    codes int8, float8_e4m3fn or float8_e5m2 [N, K], or uint8 [N, 64 * ceil(K / 128)]: int4 in the order of int4_layout.py
-    scales float32, one for a block of rows and columns of W:   block_rows, block_cols    scales
+    codes (the quantised weight) int8, float8_e4m3fn or float8_e5m2 [N, K]; or int4, in uint8 [N, 64 * ceil(K / 128)] in the
+          order of int4_layout.py
+    scales float32, one per block of rows and columns of W:     block_rows, block_cols    scales
         a row                                                   1, 0                      [N]
         a group of 32, 64 or 128 columns                        1, G                      [N, K / G] rounded up
         128 x 128                                               128, 128                  [N / 128, K / 128] rounded up
-    zeros uint8 in the shape of scales, for int4 alone; None means 8
+    zeros uint8 in the shape of scales, only for int4; None means 8
 
-At few rows the codes' bytes set the time: half or a quarter of what a weight in 16 bits takes. At hundreds the tensor cores do,
-at the rate of x's dtype. A code becomes a bf16 or fp16 without rounding, and products are summed in float32. The epilogue is
-float32, with one rounding at the end; activations are those of `linear`. The implementations, best first:
+With few rows, reading the codes sets the time: half or a quarter of that of a 16-bit weight. With hundreds of rows the tensor
+cores set it, at the rate of x's dtype. A code is converted to bf16 or fp16 without rounding, and products are summed in
+float32. The epilogue is float32, with one rounding at the end; activations are those of `linear`. The implementations, in order
+of preference:
 
-    skinny        at most 32 rows: codes go straight into the registers that the tensor core reads; scales multiply sums
-    registers     Hopper, any rows: codes become wgmma's register operand, the product is transposed. Scales multiply sums, but
-                  from 65 rows on those of groups multiply the weight, which is then rounded to x's dtype
-    dequantized   512 rows and more: W is written out in x's dtype, rounded once, and multiplied by `linear`
-    sm90          Hopper, int4, more than 1024 rows: the same in one launch; some warps write W under the products of others
-    triton        any shape, any alignment, from sm_80 on; scales of int4's groups of 32 and 64 multiply the weight
-    invariant     `triton` with one config for all: a row's bits do not depend on its batch
+    skinny        at most 32 rows: codes are loaded straight into the tensor cores' operand registers; scales multiply the sums
+    registers     Hopper, any rows: codes become wgmma's register operand, and the product is transposed. Scales multiply the
+                  sums; but from 65 rows on, group scales multiply the weight, which is then rounded to x's dtype
+    dequantized   512 rows and more: W is written to memory in x's dtype, rounded once, and multiplied by `linear`
+    sm90          Hopper, int4, more than 1024 rows: the same in one launch; some warps write W while others multiply
+    triton        any shape, any alignment, from sm_80 on; scales of int4 groups of 32 and 64 multiply the weight
+    invariant     `triton` with one config for every number of rows: the bits of a row do not depend on its batch
 
-Codes of float8 that are no numbers (no quantiser here makes them) are numbers to skinny and registers (device/dequant.py).
+Float8 codes that stand for NaN or infinity (no quantiser here makes them) are treated as finite numbers by skinny and registers
+(device/dequant.py).
 
-Not supported: gradients, fp32 x on a GPU (the CPU's reference takes it), columns in activation order (GPTQ's desc_act).
+Not supported: gradients, fp32 x on a GPU (the CPU's reference accepts it), columns in activation order (GPTQ's desc_act).
 """
 
 import torch
@@ -79,7 +82,7 @@ def _reference(
 
 
 def _facing(values: Tensor, t: Tensor, block_rows: int, block_cols: int) -> tuple[Tensor, Tensor]:
-    """Views of a matrix and of one number a block that meet element by element."""
+    """Views of a matrix and of a tensor with one number per block, such that the two broadcast with each other."""
     n, k = values.shape
     if not block_cols:
         return values, t[:, None]
@@ -170,9 +173,9 @@ def _mixed_kernel(
     x_ptrs = x_ptr + rows.to(tl.int64) * x_stride + ks
     w_ptrs = w_ptr + weights.to(tl.int64) * w_stride + tl.arange(0, BLOCK_K // 8 if FORMAT == "int4" else BLOCK_K)[None, :]
     blocks = weights // BLOCK_ROWS * scales_stride
-    # A group of columns that is shorter than a step has its scale multiplied onto the weight, any other onto sums.
+    # The scale of a group of columns multiplies the weight if the group is shorter than a step, otherwise the sums.
     SHORT: tl.constexpr = BLOCK_COLS > 0 and BLOCK_COLS < BLOCK_K
-    # The weight is the tall operand: sm_90's tensor cores take that one from registers, where codes are converted.
+    # The weight is the tall operand. sm_90's tensor cores can read that one from registers, where codes are converted.
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(x_ptrs + k, mask=(rows < M) & (ks < K - k), other=0.0)
@@ -220,13 +223,14 @@ INVARIANT = Impl(
 
 
 def _first(device: Device, problem: MixedProblem) -> str | None:
-    """Few rows: skinny has no parts of tiles to add. Many: the weight is written out once, not once a tile.
+    """The implementation to try first. With few rows skinny is, because it has no partial sums of tiles to add.
 
-    H100, speed over cuBLAS in bf16, best configs: 4 rows of int4 skinny 2.1 to 3.1, registers 1.7 to 3.0, 8 rows 1.6 to 1.7 and
-    1.7 to 2.5; 16 rows of int8 1.5 to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98.
-    Of int4, means of 12 projections, dequantized, registers, sm90: 2048 rows 0.861, 0.898, 0.904 (up to three tiles an SM
-    sm90 has 0.860, beyond 0.937), 4096 rows 0.927, 0.900, 0.970, 8192 rows 0.967, 0.904, 0.992; 1024 rows, a run before,
-    registers 0.884, sm90 0.748.
+    With many rows, the weight is converted once, not again for every tile. H100, speed relative to cuBLAS in bf16, with the
+    best configs: 4 rows of int4 skinny 2.1 to 3.1, registers 1.7 to 3.0, 8 rows 1.6 to 1.7 and 1.7 to 2.5; 16 rows of int8 1.5
+    to 1.9 and 1.4 to 1.9; 2048 rows of int8 dequantized 0.84 to 0.86, registers 0.94 to 0.98. For int4, the means of 12
+    projections with dequantized, registers, sm90 are: 2048 rows 0.861, 0.898, 0.904 (sm90 has 0.860 up to three tiles per SM,
+    above that 0.937), 4096 rows 0.927, 0.900, 0.970, 8192 rows 0.967, 0.904, 0.992; 1024 rows, in an earlier run, registers
+    0.884, sm90 0.748.
     """
     m, int4 = problem.m_bucket, problem.format == "int4"
     if not device.is_hopper:
@@ -265,9 +269,9 @@ def mixed_linear(
     Args:
         x: [M, K], bf16 or fp16 (on the CPU fp32 too), dense along K.
         codes: [N, K] int8, float8_e4m3fn or float8_e5m2, dense along K; or int4, uint8 [N, 64 * ceil(K / 128)], contiguous,
-            what `mixed_layout.prepare` makes of `formats.pack_int4`'s.
-        scales: float32, contiguous: [N] with block_cols 0, else [N / block_rows, K / block_cols], rounded up.
-        zeros: uint8 in the shape of scales, for int4 codes; None: 8.
+            which `prepare` makes from the result of `formats.pack_int4`.
+        scales: float32, contiguous: [N] with block_cols 0, otherwise [N / block_rows, K / block_cols], rounded up.
+        zeros: uint8 in the shape of scales, only for int4 codes; None means 8.
         bias: [N] of x's dtype.
         activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, where W is [2F, K], gate half first.
         residual: the shape of the output, of x's dtype; added last.

@@ -1,6 +1,6 @@
-"""What the implementations of `mixed_linear` share: the problem they choose by, sizes of blocks, and what a code means."""
+"""Code that the implementations of `mixed_linear` share: the problem, block sizes, and the decoding of codes."""
 
-# M rows of x, N rows of the weight, K shared, G columns that share a scale
+# M rows of x, N rows of the weight, K the shared dimension, G columns that share a scale
 
 from typing import NamedTuple
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 FORMATS = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""dtype of the codes -> the name that kernels know it by."""
+"""dtype of the codes -> the name of the format in kernels."""
 
 
 class MixedProblem(NamedTuple):
-    """All that a choice may depend on. `n` counts rows of the weight."""
+    """Everything that the choice of a kernel may depend on. `n` counts rows of the weight."""
 
     dtype: torch.dtype
     m_bucket: int
@@ -44,11 +44,11 @@ class MixedProblem(NamedTuple):
     """Columns of the weight that share a scale; 0: all."""
     zeros: bool
     aligned: bool
-    """Whether x and the codes start, and step from row to row, at multiples of 16 bytes."""
+    """Whether all rows of x and of the codes start at multiples of 16 bytes."""
 
     @property
     def gated(self) -> bool:
-        """Whether the weight's halves meet in the epilogue."""
+        """Whether the weight has a gate half and an up half."""
         return ACTIVATIONS[self.activation][1]
 
 
@@ -56,8 +56,8 @@ def mixed_problem(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, activation: str,
     residual: Tensor | None, block_rows: int, block_cols: int,
 ) -> MixedProblem:  # fmt: skip
-    """The problem of a call; its m_bucket is the next power of two above the number of rows."""
-    # Runs at every call: no keywords, no slices.
+    """The problem of a call. Its m_bucket is the number of rows, rounded up to a power of two, at most LARGEST_BUCKET."""
+    # This runs at every call, so it avoids keyword arguments and slices, which are slower.
     m, k = x.shape
     return MixedProblem(
         x.dtype,
@@ -76,14 +76,14 @@ def mixed_problem(
 
 
 def as_units(codes: Tensor) -> Tensor:
-    """Codes as Triton's kernels take them: int4 in words of 8, float8 as the bytes it is, which any card can load."""
+    """Codes as the Triton kernels load them: int4 as 32-bit words of 8 codes; float8 as bytes, which any card can load."""
     if codes.dtype == torch.uint8:
         return codes.view(torch.int32)
     return codes.view(torch.uint8) if codes.is_floating_point() else codes
 
 
 def block_k(format: str, block_cols: int) -> int:
-    """Columns of a step: a chunk of int4; of 8-bit codes at most a group."""
+    """The columns per step: a chunk of int4; of 8-bit codes 64, or a group if that is shorter."""
     return CHUNK if format == "int4" else min(block_cols or 64, 64)
 
 
@@ -92,10 +92,11 @@ def block_k(format: str, block_cols: int) -> int:
 
 @triton.jit
 def _code_values(codes, FORMAT: tl.constexpr):
-    """float32 values of a tile of codes as `as_units` gives them."""
+    """float32 values of a tile of codes in the form that `as_units` returns."""
     if FORMAT == "e4m3":
         bits = codes.to(tl.int32)
-        # The exponent keeps its bias of 7 under one of 127; subnormal codes are subnormal here, and the product is exact.
+        # The exponent field keeps its bias of 7 inside a float32, whose bias is 127; the factor corrects this. Subnormal codes
+        # become subnormal float32 numbers here, and the product is exact.
         x = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), x)
     elif FORMAT == "e5m2":
@@ -109,12 +110,15 @@ def _code_values(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_codes(w_ptrs, live, k, K, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """float32 [BLOCK_N, BLOCK_K] of codes without their zero points; outside of the matrix any number, and nothing is read."""
+    """Load codes as float32 [BLOCK_N, BLOCK_K], before zero points are subtracted.
+
+    Elements outside of the matrix are not read, and have arbitrary values.
+    """
     if FORMAT == "int4":
         words = tl.load(w_ptrs + k // 8, mask=live, other=0)
         e = tl.arange(0, 8)[None, None, :]
         codes = (words[:, :, None] >> (e // 2 * 4 + e % 2 * 16)) & 15
-        # Words 4 t + c hold columns 32 c + 8 i + 2 t + j; here to the columns' order.
+        # Word 4 t + c contains columns 32 c + 8 i + 2 t + j. Permute them into the order of columns.
         codes = tl.permute(tl.reshape(codes, [BLOCK_N, 4, 4, 4, 2]), [0, 2, 3, 1, 4])
         return tl.reshape(codes, [BLOCK_N, BLOCK_K]).to(tl.float32)
     else:
@@ -126,9 +130,9 @@ def load_codes(w_ptrs, live, k, K, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, 
 def load_blocks(
     ptr, blocks, live, k, K, other: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Scales or zero points of a step, for its tile of codes: [BLOCK_N, 1], or [BLOCK_N, BLOCK_K] for int4's shorter groups.
+    """Scales or zero points for a step's tile of codes: [BLOCK_N, 1], or [BLOCK_N, BLOCK_K] for int4 groups below a step.
 
-    blocks [BLOCK_N, 1]: offsets of the rows'. Without a tensor it is `other`.
+    blocks [BLOCK_N, 1]: the offset of each row's first scale. If ptr is None, the result is `other`.
     """
     if ptr is None:
         return tl.full([BLOCK_N, 1], other, tl.float32)

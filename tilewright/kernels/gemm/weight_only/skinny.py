@@ -1,15 +1,15 @@
-"""`mixed_linear` for at most 32 rows of x: codes are streamed once, straight into the registers that the tensor core reads.
+"""`mixed_linear` for at most 32 rows of x: codes are streamed once, straight into the tensor cores' operand registers.
 
-A program owns BLOCK_N rows of the weight and all of K; its warps take chunks of K in turn and meet once, at the end. The
-product is transposed, the weight as the tensor core's tall operand, x as the narrow one. int4 codes lie in the order of that
-operand (int4_layout.py), and a thread loads pairs of x. Of 8-bit codes it takes the 16 neighbours that one load brings, and
-those columns of x: within a chunk the order of K is free as long as both operands agree on it. So no operand passes through
-shared memory; x comes from L1, which the programs of an SM fill for each other. Codes of the next DEPTH chunks are under way in
-registers.
+A program owns BLOCK_N rows of the weight and all of K. Its warps take chunks of K alternately, and synchronise only once, at
+the end. The product is transposed: the weight is the tall operand of the tensor cores, x the narrow one. int4 codes are stored
+in the order of that operand (int4_layout.py), and a thread loads pairs of x. Of 8-bit codes, a thread takes the 16 neighbours
+of one load, and the same columns of x: within a chunk, K may have any order that is the same in both operands. So no operand
+passes through shared memory. x is read through L1, which the programs on an SM share. Loads of the codes of the next DEPTH
+chunks are in flight, into registers.
 
-Limited by the codes' bytes; with 16 rows and BLOCK_N 16 by x, of which four times as many bytes pass as of int4.
+Limited by reading the codes; with 16 rows and BLOCK_N 16 by x, of which a program reads four times as many bytes as of int4.
 
-A chunk is 64 bytes of a row. The scale of a group multiplies the sum over a chunk, or over the group where that is shorter.
+A chunk is 64 bytes of a row. The scale of a group multiplies the sum over a chunk, or over the group if that is shorter.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -62,7 +62,7 @@ def _chunk(format: str) -> int:
 def _default(device: Device, problem: MixedProblem) -> Config:
     """From the timings of an H100, 4096 to 57344 rows of the weight, 4096 to 28672 columns (studies/mixed-linear-choices.json).
 
-    Few programs want more warps each. Many share x, which they have from L1: tiles are taller where x is more bytes than codes.
+    With few programs, each needs more warps. With many, they share x in L1: tiles are taller where x is more bytes than codes.
     """
     rows, per_sm, long = problem.m_bucket, problem.n / device.sms, problem.k > 8192
     if problem.format != "int4":
@@ -70,7 +70,7 @@ def _default(device: Device, problem: MixedProblem) -> Config:
             few = per_sm <= 40 and problem.k > 4 * _chunk(problem.format)
             return _config(16, 8, 2) if few else _config(32 if rows == 16 and per_sm > 128 else 16, 4, 2)
         return _config(32, 4, 1) if per_sm > 64 else _config(16, 4, 2)
-    # Not timed: four scales and zero points a chunk leave few registers.
+    # Not timed. Four scales and zero points per chunk leave few registers.
     short = problem.block_cols == 32
     if rows <= 8:
         tall = rows > 2 and per_sm > 128 and not short
@@ -79,7 +79,7 @@ def _default(device: Device, problem: MixedProblem) -> Config:
         if per_sm > 128:
             return _config(64, 4, 1)
         if 32 < per_sm <= 64 and problem.k >= 8192:
-            return _config(64, 8, 1)  # a tile an SM, nearly
+            return _config(64, 8, 1)  # nearly one tile per SM
         return _config(32, 8, 1) if per_sm <= 32 and long else _config(32, 4, 2)
     return _config(32 if rows == 16 or per_sm > 48 else 16, 4, 1)
 
@@ -89,7 +89,7 @@ def _config(block_n: int, slices: int, depth: int) -> Config:
 
 
 def x_depth(format: str, rows: int, depth: int) -> int:
-    """How far ahead x is fetched, in chunks: 16 rows of one are as many bytes as int4 codes of 64 rows of the weight."""
+    """How many chunks ahead x is loaded. A chunk of 16 rows of x has as many bytes as the int4 codes of 64 weight rows."""
     return 1 if format == "int4" and rows >= 16 else min(depth, 2)
 
 
@@ -103,7 +103,7 @@ def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | N
         return "more operands under way than the registers hold"
     if problem.block_cols == 32 and rows >= 16 and depth * c["BLOCK_N"] > 32:
         return "more scales of groups under way than the registers hold"
-    # What no product timed on an H100 wanted by more than 1 %.
+    # The following configs are refused because no product timed on an H100 was faster with them by more than 1 %.
     if c["BLOCK_N"] == 64 and not (int4 and rows >= 16):
         return "the highest tiles are for rows of x that are more bytes than int4's codes"
     if depth == 4 and (rows > 8 or (c["BLOCK_N"], c["SLICES"]) != (16, 4)):
@@ -124,7 +124,7 @@ SPACE = Space(
 
 @constexpr_function
 def _spread_layout(slices: int, rows: int, cols: int, own: int, step: int) -> gl.DistributedLinearLayout:
-    """[slices, rows, cols]: a slice a warp, every eighth row a thread, and `own` neighbours of every `step` columns."""
+    """[slices, rows, cols]: a warp has one slice; a thread has every eighth row, and `own` neighbours per `step` columns."""
     registers = [[0, 0, 1 << i] for i in range(own.bit_length() - 1)]
     registers += [[0, 0, step << i] for i in range((cols // step).bit_length() - 1)]
     registers += [[0, 8 << i, 0] for i in range((rows // 8).bit_length() - 1)]
@@ -135,9 +135,9 @@ def _spread_layout(slices: int, rows: int, cols: int, own: int, step: int) -> gl
 
 @gluon.jit
 def _operand(x, INDEX: gl.constexpr, FORMAT: gl.constexpr, ACC: gl.constexpr):
-    """[S, R, C], of which a thread has C / 4 columns, as an operand of the tensor core.
+    """[S, R, C], of which a thread holds C / 4 columns, as an operand of the tensor cores.
 
-    Those of 8-bit codes are neighbours, which decides the order of K, the same for both operands.
+    For 8-bit codes these columns are neighbours. This determines the order of K, which is the same in both operands.
     """
     S: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
@@ -167,7 +167,7 @@ def _groups(x, COUNT: gl.constexpr):
 def _word_groups(words, COUNT: gl.constexpr):
     """A chunk of int4 [S, R, 16 words] as a tuple of COUNT tensors with the words of a group of columns each."""
     if COUNT > 1:
-        # Words 4 t + c belong to columns 32 c and on.
+        # Word 4 t + c belongs to columns 32 c to 32 c + 31.
         words = words.reshape([words.shape[0], words.shape[1], 4, COUNT, 4 // COUNT]).permute([0, 1, 3, 2, 4])
         words = words.reshape([words.shape[0], words.shape[1], 16])
     return _groups(words, COUNT)
@@ -203,7 +203,7 @@ def _replace(items, i: gl.constexpr, item):
 def _finish(
     acc, y_ptr, bias_ptr, residual_ptr, first_col, M, N, residual_stride, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, residual and the one rounding of a float32 tile [weight rows, rows of x]; then its store."""
+    """Apply bias, activation and residual to a float32 tile [weight rows, rows of x], round it once and store it."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 2 if GATED else 1], [1, 32], [1, gl.num_warps()], [1, 0])
     y = gl.convert_layout(acc.permute([1, 0]), layout)
@@ -229,7 +229,7 @@ def _finish(
 
 @gluon.jit
 def _weight_rows(cols, N, GATED: gl.constexpr):
-    """The weight's rows behind the columns of a tile: as they are, or the two halves interleaved."""
+    """The weight rows for the columns of a tile: the same indices, or with a gate the two halves interleaved."""
     if GATED:
         return (cols % 2) * (N // 2) + cols // 2
     else:
@@ -243,7 +243,7 @@ def _places(
 ):  # fmt: skip
     """(which rows exist, offsets, first columns) of a step's tile in `_spread_layout`: slice s has the s-th UNITS of a row.
 
-    A unit is what a pointer counts; it holds WIDTH columns.
+    A unit is the element type of the pointer; it contains WIDTH columns.
     """
     SLICES: gl.constexpr = layout.shape[0]
     s = gl.arange(0, SLICES, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
@@ -254,9 +254,9 @@ def _places(
     units = gl.expand_dims(gl.expand_dims(units, 0), 1)
     offsets = _weight_rows(rows, count, GATED).to(gl.int64) * stride + s * UNITS + units
     if WIDTH == 8:
-        return rows < count, offsets, s * (UNITS * WIDTH)  # chunks of int4 are whole
+        return rows < count, offsets, s * (UNITS * WIDTH)  # int4 is padded to whole chunks
     else:
-        # Those of 16 bytes count as one column: the compiler then sees that one load brings them.
+        # All units of 16 bytes get the same column: so the compiler sees that a single load covers them.
         return rows < count, offsets, s * (UNITS * WIDTH) + units // 4 * (4 * WIDTH)
 
 
@@ -265,7 +265,7 @@ def _block_places(
     first, N, stride, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, BLOCK_N: gl.constexpr, COLS: gl.constexpr,
     GATED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """(which rows exist, offsets of the scales, first columns) of a step's chunks, in a layout without their columns."""
+    """(which rows exist, offsets of the scales, first columns) of a step's chunks, in a layout without the column dimension."""
     SLICES: gl.constexpr = gl.num_warps()
     s = gl.expand_dims(gl.arange(0, SLICES, layout=gl.SliceLayout(1, layout)), 1)
     rows = gl.expand_dims(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)), 0)
@@ -275,7 +275,7 @@ def _block_places(
 
 @gluon.jit
 def _fetch(ptr, place, step, APART: gl.constexpr, STEP: gl.constexpr, end, EVEN: gl.constexpr, CACHE: gl.constexpr):
-    """What a step has of an operand: its place is (which rows exist, offsets, columns); steps are APART units apart."""
+    """Load an operand's elements of a step. place: (which rows exist, offsets, columns). Steps are APART units apart."""
     live, offsets, cols = place
     inside = live & (step * STEP < end) if EVEN else live & (cols < end - step * STEP)
     return gl.load(ptr + step * APART + offsets, mask=inside, other=0, cache_modifier=CACHE)
@@ -287,7 +287,7 @@ def _sum_chunks(
     FORMAT: gl.constexpr, BLOCK_COLS: gl.constexpr, COLS: gl.constexpr, EVEN: gl.constexpr, DEPTH: gl.constexpr,
     X_DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """acc + codes @ x^T over all of K, slice by slice; multiplied by the scales of groups, if there are groups."""
+    """acc + codes @ x^T over all of K, separately per slice. If there are groups, their scales are applied."""
     ACC: gl.constexpr = acc.type.layout
     STEP: gl.constexpr = acc.shape[0] * COLS
     WORDS: gl.constexpr = acc.shape[0] * 16
@@ -309,7 +309,7 @@ def _sum_chunks(
         xs += (_fetch(x_ptr, x_place, i, STEP // 2, STEP, K, EVEN, ""),)
     for step in range(0, gl.cdiv(K, STEP), DEPTH):
         for i in gl.static_range(DEPTH):
-            # What a slot held is used up, then it is filled again: no register is waited for before its turn.
+            # The contents of a slot are used, then the slot is loaded again. So no load is waited for before it is needed.
             parts = _word_groups(weights[i], COUNT)
             x_parts = _groups(pairs(xs[i % X_DEPTH], x_like), COUNT)
             ahead = step + (i + DEPTH)
@@ -342,7 +342,7 @@ def mixed_skinny_kernel(
     GATED: gl.constexpr, EVEN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
     X_DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """x and w as words, strides in 16 bytes: the compiler sees what divides them. EVEN: whole steps, whole tiles."""
+    """x and w are 32-bit words and strides count 16 bytes, so the compiler knows the alignment. EVEN: whole steps and tiles."""
     SLICES: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = 128 if FORMAT == "int4" else 64
     WORDS: gl.constexpr = _spread_layout(SLICES, BLOCK_N, 16, 4, 16)

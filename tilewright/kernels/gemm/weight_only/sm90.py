@@ -1,10 +1,10 @@
 """The host side of sm90_kernel.py: the implementation `sm90` of `mixed_linear`, for int4 weights and many rows.
 
-W = (code - zero) * scale is rounded to x's dtype once, as `dequantized` does, by the launch that multiplies by it. The
-workspace is as large as that weight.
+As in `dequantized`, W = (code - zero) * scale is rounded to x's dtype once, but by the same launch that multiplies by it. The
+workspace is as large as the 16-bit weight.
 
-Refuses: 1024 rows and fewer, other codes than int4 in groups of 64 or 128 columns of a row, gated activations, x or codes in
-rows that do not start at 16 bytes.
+Refuses: 1024 rows and fewer, codes other than int4 in groups of 64 or 128 columns of a row, gated activations, and x or codes
+whose rows do not start at multiples of 16 bytes.
 """
 
 import torch
@@ -27,11 +27,11 @@ from tilewright.tune.space import Config, Space
 __all__ = ["MIXED_SM90", "tiles_of"]
 
 _LEAST_ROWS = 1024
-# The one large tile whose ring leaves shared memory for what puts codes in order.
+# The only large tile whose pipeline stages leave shared memory for the reordering of codes.
 _TILE: Config = {"BLOCK_M": 128, "BLOCK_N": 256, "CONSUMERS": "m"}
 _BLOCK_K = BLOCK_K_BYTES // 2
-_COLS = 2048  # of an item at once
-_K_VECTOR = 64  # divides K, as groups do: how wide the kernel may read
+_COLS = 2048  # the columns of an item that are converted at a time
+_K_VECTOR = 64  # a divisor of K (every group size is a multiple of it), so that the kernel can use wide accesses
 _REGISTERS = (208, 24, 72)
 
 
@@ -52,12 +52,15 @@ def _refuse(device: Device, problem: MixedProblem) -> str | None:
 
 
 def tiles_of(problem: MixedProblem) -> int:
-    """How many tiles the product of the bucket's rows has."""
+    """The number of tiles of the product with the bucket's rows."""
     return -(-problem.m_bucket // _TILE["BLOCK_M"]) * -(-problem.n // _TILE["BLOCK_N"])
 
 
 def _first_items(tiles_m: int, tiles_n: int, programs: int, group_m: int) -> int:
-    """From which item on a consumer that made one begins its tiles: then those of the first round are made, or being made."""
+    """The item from which on a consumer, after converting it, begins its tiles.
+
+    By then the items that the first wave of tiles needs have been converted, or are being converted.
+    """
     columns = min(tiles_n, ceil_div(programs, min(group_m, tiles_m)))
     return max(0, columns * _TILE["BLOCK_N"] // int(ITEM) - 3 * programs)
 
@@ -95,8 +98,8 @@ def _launch(
     return y
 
 
-# H100, docs/log.md#int4-weights-written-under-the-products: tiles left that are shared are 2 % faster on average than whole
-# ones, at most 20 %; groups of 32 rows of tiles up to 1.5 % faster than of 16, 4 % than of 8.
+# H100, docs/log.md#int4-weights-written-under-the-products: sharing the tiles of the last wave along K is 2 % faster on
+# average, at most 20 %. GROUP_M 32 is up to 1.5 % faster than 16, and 4 % than 8.
 _SPACE = Space(
     default=lambda device, problem: {"SPLIT_K": 0, "GROUP_M": 32},
     axes={"SPLIT_K": (0, 1), "GROUP_M": (16, 32)},

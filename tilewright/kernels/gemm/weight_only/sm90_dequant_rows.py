@@ -1,8 +1,9 @@
-"""Rows of an int4 weight in 16 bits, made by the kernel that multiplies by them (sm90_kernel.py): an item.
+"""Conversion of int4 weight rows to 16 bits inside the kernel that multiplies by them (sm90_kernel.py).
 
-W = (code - zero) * scale in float32, rounded once, bit by bit what dequant_then_gemm.py writes. Codes are in the order of
-int4_layout.py: of a chunk of 128, word 4 t + c holds columns 32 c + 8 i + 2 t + j. A thread loads the words of one t, widens
-them in registers, and four threads exchange t for i through shared memory: then each has 8 neighbouring columns.
+The unit of this work is an item of ITEM rows. W = (code - zero) * scale is computed in float32 and rounded once; the bits are
+those that dequant_then_gemm.py writes. Codes are in the order of int4_layout.py: in a chunk of 128, word 4 t + c contains
+columns 32 c + 8 i + 2 t + j. A thread loads the words of one t and converts them in registers. Then groups of four threads
+exchange t for i through shared memory, so that each thread has 8 neighbouring columns.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -16,12 +17,12 @@ from tilewright.kernels.hopper.producer_rows import say_done
 __all__ = ["ITEM", "write_item"]
 
 ITEM = gl.constexpr(4)
-"""Rows of an item: one for each warp."""
+"""The number of rows of an item: one per warp."""
 
 
 @constexpr_function
 def _eights(cols: int) -> gl.DistributedLinearLayout:
-    """Of [4, cols], a row for each warp: eight neighbouring columns a thread, of every 32 four threads."""
+    """[4, cols] with one row per warp: each thread has groups of eight neighbouring columns, four threads cover 32 columns."""
     further = [[0, 1024 << bit] for bit in range((cols // 1024).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], *further],
@@ -32,7 +33,7 @@ def _eights(cols: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _in_order(x, COLS: gl.constexpr):
-    """[ITEM, COLS / 32, c, 2 i + j], the second 4 * chunk + t, as [ITEM, COLS] in the order of columns."""
+    """[ITEM, COLS / 32, c, 2 i + j], whose second index is 4 * chunk + t, as [ITEM, COLS] in the order of columns."""
     apart = x.reshape([ITEM, COLS // 128, 4, 4, 4, 2])
     layout: gl.constexpr = _eights(COLS)
     return gl.convert_layout(apart.permute([0, 1, 3, 4, 2, 5]).reshape([ITEM, COLS]), layout)
@@ -42,13 +43,13 @@ def _in_order(x, COLS: gl.constexpr):
 def write_item(
     source, counters_ptr, item, N, K, GROUP: gl.constexpr, COLS: gl.constexpr, VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """ITEM rows of a weight [N, K], COLS columns at a time. VECTOR divides K.
+    """Write ITEM rows of a weight [N, K], COLS columns at a time, and count them as done. VECTOR divides K.
 
-    source: the codes' words, int32 [N, 16 * ceil(K / 128)], scales and zeros (or None) [N, K / GROUP] rounded up, where W goes
-    (dense), and the strides of rows of words and of scales.
+    source: a tuple of the codes as int32 words [N, 16 * ceil(K / 128)], scales and zeros (or None) [N, K / GROUP] rounded up,
+    the memory for W (dense), and the row strides of words and of scales.
     """
     words_ptr, scale_ptr, zero_ptr, w_ptr, words_stride, scale_stride = source
-    K = K // VECTOR * VECTOR  # K itself: this tells the compiler what divides it
+    K = K // VECTOR * VECTOR  # does not change K, but tells the compiler that VECTOR divides it
     CHUNKS: gl.constexpr = COLS // 128
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [4, 1, 1], [2, 1, 0])
     lines: gl.constexpr = gl.SliceLayout(2, layout)
@@ -58,7 +59,7 @@ def write_item(
     like = gl.zeros([1], w_ptr.dtype.element_ty, gl.BlockedLayout([1], [32], [4], [0]))
     words_ptrs = words_ptr + row.to(gl.int64) * words_stride + line * 4 + c
     for k in range(0, K, COLS):
-        here = (row < N) & (line // 4 * 128 < K - k) & (c < 4)  # chunks are whole in memory; c gives the mask its shape
+        here = (row < N) & (line // 4 * 128 < K - k) & (c < 4)  # memory has whole chunks; c < 4 only gives the mask its shape
         words = gl.load(words_ptrs + k // 8, mask=here, other=0)
         x = _in_order(widen(words, minus(gl.zeros_like(words), like), "int4", like), COLS)
         rows = item * ITEM + gl.arange(0, ITEM, layout=gl.SliceLayout(1, x.type.layout))

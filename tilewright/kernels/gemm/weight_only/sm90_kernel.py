@@ -1,18 +1,19 @@
-"""int4 weights and many rows on Hopper: W is written out in x's dtype by the launch that multiplies by it.
+"""int4 weights and many rows on Hopper: the launch that multiplies by W also converts W to x's dtype.
 
-A launch that writes W before the product is limited by memory, while the tensor cores have nothing to do: 14 % of the time at
-2048 rows. Here a program has a fourth group of warps, and W's rows are made in the order in which tiles want them:
+A separate launch that writes W before the product is limited by memory bandwidth, and the tensor cores are idle meanwhile: 14 %
+of the time at 2048 rows. Here each program has a fourth group of warps, and the rows of W are converted in the order in which
+the tiles need them:
 
-    at the start   all groups that compute make rows, until those are done that a first round of tiles reads
-    then           the consumers multiply, as in gemm/sm90_kernel.py; the fourth group goes on, item after item, under the
-    products the producer   waits, before it has boxes of W fetched, until all rows of the tile are counted as done
+    at the start   both consumers and the fourth group convert rows, until the rows that the first wave of tiles reads are done
+    then           the consumers multiply, as in gemm/sm90_kernel.py; meanwhile the fourth group converts item after item
+    producer       before it loads boxes of W, it waits until all rows of the tile are counted as done
 
-Tiles go down all of x before the next column, so that few rows of W are wanted first. Who makes which rows, and who waits for
-them: hopper/producer_rows.py; how a row is made: sm90_dequant_rows.py. A program has 512 threads, so each is launched with 128
-registers: an instruction of wgmma has 128 columns at most.
+Tiles run down GROUP_M rows of tiles before the next column, so that few rows of W are needed at first. hopper/producer_rows.py
+assigns rows to groups of warps and implements the waiting; sm90_dequant_rows.py converts a row. A program has 512 threads, so
+each is launched with 128 registers. Therefore wgmma instructions have at most 128 columns.
 
-Limited by the tensor cores, and at the start by the first rows' way to memory. Refuses gates: gate and up rows would be made
-one after the other, and are wanted together.
+Limited by the tensor cores, and at the start by writing the first rows to memory. Gated activations are refused: gate and up
+rows are needed at the same time, but would be converted one after the other.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -31,7 +32,7 @@ _GROUPS = gl.constexpr(4)
 
 @gluon.jit
 def _make_rows(source, counters_ptr, N, K, GROUP: gl.constexpr, COLS: gl.constexpr, K_VECTOR: gl.constexpr):
-    """The fourth group: item after item."""
+    """The fourth group of warps: converts item after item."""
     items = gl.cdiv(N, ITEM)
     item = draw_item(counters_ptr)
     while item < items:
@@ -49,7 +50,7 @@ def _make_and_multiply(
     STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
     GROUP: gl.constexpr, COLS: gl.constexpr, K_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: the first items, then its tiles."""
+    """A consumer: converts some of the first items, then computes its tiles."""
     items = gl.cdiv(N, ITEM)
     item = draw_item(counters_ptr)
     while item < items:
@@ -73,7 +74,7 @@ def _load_made(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     STREAM: gl.constexpr,
 ):  # fmt: skip
-    """The producer."""
+    """The producer warp: loads the tiles of x and W."""
     load_tiles(
         x_desc, None, w_desc, x_bufs, w_bufs, ring, M, N, tiles_m, tiles_n, steps, waves, share, 0, 0,
         "k", "k", 1, 1, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GROUP_M, STREAM, 0, counters_ptr=counters_ptr,
@@ -89,11 +90,11 @@ def mixed_sm90_kernel(
     EPILOGUE_N: gl.constexpr, TILE_LAYOUT: gl.constexpr, STREAM: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr,
     GROUP: gl.constexpr, COLS: gl.constexpr, K_VECTOR: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `sm90_kernel`, of a W [N, K] that `source` makes (what `write_item` takes) and that w_desc reads.
+    """As `sm90_kernel`, with a W [N, K] that is converted from `source` (see `write_item`) and that w_desc reads.
 
-    counters_ptr: `counters_of(N)` zeros. A consumer that has made item first_items or a later one begins its tiles. GROUP:
-    columns of W that share a scale; COLS: columns of an item at once. REGISTERS: of the second consumer's threads, the
-    producer's, the fourth group's.
+    counters_ptr: `counters_of(N)` zeros. A consumer that has converted item first_items or a later one begins its tiles. GROUP:
+    columns of W that share a scale. COLS: columns of an item that are converted at a time. REGISTERS: registers per thread of
+    the second consumer, the producer and the fourth group.
     """
     ROWS: gl.constexpr = BLOCK_M // 2
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, ROWS, BLOCK_K], x_desc.layout)

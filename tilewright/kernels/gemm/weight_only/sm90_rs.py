@@ -1,11 +1,12 @@
-"""The host's side of sm90_rs_kernel.py: what it takes, its tiles, how work is dealt out, the launch.
+"""The host side of sm90_rs_kernel.py: supported problems, tile shapes, the division of work, the launch.
 
-A tile is 128 rows of the weight by BLOCK_M rows of x. Two programs an SM hide each other's latencies where tiles are low.
+A tile is 128 rows of the weight by BLOCK_M rows of x. With a small BLOCK_M, two programs per SM hide each other's latencies.
 
-Refuses: cards other than sm_90, groups of 32 columns, zero points of whole rows, rows that do not start at 16 bytes, an odd K.
+Refuses: cards other than sm_90, groups of 32 columns, zero points of whole rows, an odd K, and rows that do not start at
+multiples of 16 bytes.
 """
 
-# M rows of x, N rows of the weight, K shared
+# M rows of x, N rows of the weight, K the shared dimension
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ __all__ = ["MIXED_REGISTERS", "shares"]
 
 _BLOCK_N = 128
 _BLOCK_K = 128
-_REGISTERS = {1: 168, 2: 80, 3: 56}  # of a thread, for twelve warps a program; the consumers take the producer's
-_ON_SUMS = 64  # rows of x up to which a group's scale multiplies sums; above, the weight's elements are fewer
+_REGISTERS = {1: 168, 2: 80, 3: 56}  # per thread, for twelve warps per program; consumers receive the producer's registers
+_ON_SUMS = 64  # up to so many rows of x, a group's scale multiplies the sums; above, there are fewer weight elements than sums
 
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
@@ -49,47 +50,47 @@ def _refuse(device: Device, problem: MixedProblem) -> str | None:
 
 
 def _span(config: Config, format: str) -> int:
-    """How many times 64 columns a stage holds: int4 comes in chunks of 128; high tiles of 8-bit codes want more stages."""
+    """The columns per stage, divided by 64. int4 has chunks of 128; tall tiles of 8-bit codes need more, smaller stages."""
     return 1 if format != "int4" and config["BLOCK_M"] >= 128 else 2
 
 
 def _ring(device: Device, config: Config, format: str) -> int:
-    """Stages, as many as fit, up to twelve."""
+    """The number of pipeline stages: as many as fit into shared memory, up to twelve."""
     block_m = config["BLOCK_M"]
     columns = 64 * _span(config, format)
     stage = block_m * 2 * columns + _BLOCK_N * columns // (2 if format == "int4" else 1)
     room = device.smem_bytes // config["PER_SM"] - 1024
-    # What the epilogue turns round, and barriers.
+    # Subtract the buffer with which the epilogue transposes sums, and the barriers.
     return min(12, (room - _BLOCK_N * min(block_m, 16) * 4 - 512) // stage)
 
 
 def _default(device: Device, problem: MixedProblem) -> Config:
-    """The tile, and the way to cut it along K, whose busiest program is done first by `_cycles`."""
+    """The tile and the split along K for which the busiest program has the fewest `_cycles`."""
     block_m, int4 = min(256, max(8, problem.m_bucket)), problem.format == "int4"
-    # 8-bit codes take their time in HBM; int4's is what lies between two steps of a program.
+    # 8-bit codes are limited by HBM. int4 is limited by the latency between two steps of a program.
     per_sm = 2 if int4 and block_m <= 16 else 1
-    # H100, 4096 to 57344 rows of the weight: such a choice is 0.5 % behind the best config of each product, at most 7 %.
+    # H100, 4096 to 57344 rows of the weight: this choice is 0.5 % slower than the best config of each product, at most 7 %.
     heights = (256, 128) if block_m == 256 else (block_m,)
     ways = [(height, cut) for height in heights for cut in (_in_step(height), 0)]
     block_m, split = min(ways, key=lambda way: _cycles(device, problem, per_sm, *way))
-    # A group's scale and zero point, asked for a step earlier: 4 % at 16 and 2048 rows, 12 at 64. Not timed for 8-bit codes.
+    # Loading a group's scale and zero point one step ahead gains 4 % at 16 and 2048 rows, 12 % at 64 (not timed for 8 bits).
     ahead = int(int4 and problem.block_cols > 0)
     return {"BLOCK_M": block_m, "SPLIT_K": split, "PER_SM": per_sm, "AHEAD": ahead}
 
 
 def _in_step(block_m: int) -> int:
-    """SPLIT_K that keeps programs in step: by tiles, or by pairs of high tiles, of which there are fewer than programs."""
+    """The SPLIT_K that keeps programs in step along K: per tile, or per pair of tall tiles, which are fewer than programs."""
     return 3 if block_m >= 128 else 2
 
 
 def _cycles(device: Device, problem: MixedProblem, per_sm: int, block_m: int, split_k: int) -> float:
-    """What the busiest program takes (H100)."""
+    """The estimated cycles of the busiest program (H100)."""
     steps, tiles = -(-problem.k // _BLOCK_K), -(-problem.m_bucket // block_m) * -(-problem.n // _BLOCK_N)
     _, waves, share, parts = shares(tiles, steps, device.sms * per_sm, block_m, split_k)
     if not split_k and steps % share:
-        # Programs at as many places of K: L2 does not serve x to all, least where it holds no more than a part of x.
+        # Every program is at a different place along K, so L2 serves x less well, in particular if it holds only a part of x.
         share *= 1.2 if 5 * problem.m_bucket * problem.k > device.l2_bytes else 1.05
-    # Whoever adds parts has them from L2, some 40 bytes a cycle.
+    # A program that adds parts reads them from L2, at some 40 bytes per cycle.
     return (waves * steps + share) * (800 + 5 * block_m) + (2000 + parts * block_m * 13 if parts > 1 else 0)
 
 
@@ -102,7 +103,8 @@ def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | N
         return "codes are converted for each tile of x anew: low tiles are for few rows"
     if block_m > {1: 256, 2: 32 if groups else 64, 3: 8 if int4 else 16}[c["PER_SM"]]:
         return "more sums and stages than several programs have room for on an SM"
-    # What no product timed on an H100 wanted by more than 1 % (studies/mixed-linear-choices.json).
+    # The following configs are refused because no product timed on an H100 was faster with them by more than 1 %
+    # (studies/mixed-linear-choices.json).
     if int4 and block_m == 16 and c["PER_SM"] == 1:
         return "one program an SM waits for each product"
     if split == 1 and (int4 or block_m >= 64):
@@ -126,20 +128,21 @@ SPACE = Space(
     },
     refusal=_config_refusal,
 )
-"""SPLIT_K: 1 none; others cut the tiles that are left when no more fill the card along K: 0 into one share a program, 2 and
-3 into a whole number of shares for each tile, or for each two. PER_SM: programs an SM. AHEAD: sm90_rs_kernel.py.
+"""SPLIT_K: 1 splits nothing. The other values split the tiles of the last, incomplete wave along K: 0 into one share per
+program, 2 into a whole number of shares per tile, 3 per pair of tiles. PER_SM: programs per SM. AHEAD: see sm90_rs_kernel.py.
 """
 
 
 def shares(tiles: int, steps: int, programs: int, block_m: int, split_k: int) -> tuple[int, int, int, int]:
-    """(programs, whole tiles a program, steps in its share of the tiles left, most programs that share a tile)."""
+    """(programs, whole tiles per program, steps in a program's share of the other tiles, most programs that share a tile)."""
     if split_k == 1:
         return min(tiles, programs), 0, 0, 1
     waves, left = divmod(tiles, programs)
-    # One program adds the parts of a tile, which takes long if they are many and large.
+    # A single program adds the parts of a tile, which takes long if they are many and large.
     share = max(2, -(-left * steps // programs), -(-steps * block_m // 1024))
     if split_k:
-        # Programs in step along K read the same columns of x, which L2 then has; of shares of any length each has its own.
+        # Programs that are in step along K read the same columns of x, which are then in L2. With shares of any length, each
+        # program would read other columns.
         whole = (split_k - 1) * steps
         share = max(share, -(-whole // max(1, whole // share)))
     parts = max(((t * steps + steps - 1) // share - t * steps // share + 1 for t in range(left)), default=1)

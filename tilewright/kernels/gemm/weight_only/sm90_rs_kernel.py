@@ -1,25 +1,28 @@
-"""`mixed_linear` for Hopper: the weight as wgmma's register operand, so that no converted weight passes through shared memory.
+"""`mixed_linear` for Hopper: the weight is wgmma's register operand, so no converted weight passes through shared memory.
 
-The product is transposed, y^T = W x^T: wgmma takes its tall operand from registers, and that is where codes are converted.
-A persistent block of nine warps in two groups that talk through barriers in shared memory:
+The product is transposed, y^T = W x^T: wgmma can read its tall operand from registers, and codes are converted there. The
+kernel is persistent. A block has nine warps in two groups, which synchronise through barriers in shared memory:
 
-    producer    one warp: has the copy engine (TMA) fetch stages of 64 or 128 columns of x and of the codes
-    consumers   two warpgroups, 64 rows of the weight each by BLOCK_M rows of x: codes from shared memory, int4 in loads of 16
-                bytes (int4_layout.py), 8-bit codes in pairs, become the next operand while the product of the last one runs
+    producer    one warp: issues TMA loads of pipeline stages, 64 or 128 columns of x and of the codes
+    consumers   two warpgroups, each for 64 rows of the weight by BLOCK_M rows of x. They read codes from shared memory (int4
+                with 16-byte loads, see int4_layout.py; 8-bit codes in pairs), and convert them into the next operand while the
+                product of the previous one runs
 
-Row scales multiply the sums at the end. A group's scale multiplies its own sum in float32 with ON_SUMS; else it multiplies the
-weight, in float32, which is then rounded to x's dtype once. Codes of float8 that are no numbers: see device/dequant.py.
+Row scales multiply the sums at the end. With ON_SUMS, the scale of a group multiplies the group's sum in float32. Otherwise it
+multiplies the weight, in float32, which is then rounded to x's dtype once. For NaN and infinity in float8 codes see
+device/dequant.py.
 
-With STREAM the tiles are cut along K into equal shares, as in gemm/sm90_kernel.py. Few rows of x are limited by the codes'
-bytes, many by the tensor cores: 128x256x64 are 1024 cycles of them, and about 250 of a scheduler's instructions.
+With STREAM the tiles are cut along K into equal shares, as in gemm/sm90_kernel.py. With few rows of x the kernel is limited by
+reading the codes, with many by the tensor cores: 128x256x64 takes them 1024 cycles, and a scheduler about 250 instructions.
 
-What ptxas 12.8 wants, or it lets each product end before the next begins: the consumers as one group, the first (as two, each
-with setmaxnreg of its own, it finds too few registers for operands under way: C7512), and `use_acc` False for the first product
-instead of an accumulator set to zero (C7515).
+ptxas 12.8 lets products overlap only under two conditions; otherwise it ends each product before the next begins. First, the
+consumers must be a single group of warps, the first one: with two groups, each with its own setmaxnreg, ptxas finds too few
+registers for the operands in flight (C7512). Second, the first product must have `use_acc` False instead of an accumulator that
+was set to zero (C7515).
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# M rows of x, N rows of the weight, K shared, F columns of the output (N, or N / 2 with a gate)
+# M rows of x, N rows of the weight, K the shared dimension, F columns of the output (N, or N / 2 with a gate)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
@@ -65,7 +68,10 @@ def _load_tiles(
 
 @constexpr_function
 def _code_layout(format: str) -> gl.DistributedLinearLayout:
-    """A thread's part of 128 rows: int4's words [128, 16], 8-bit codes in pairs [128, 32]; rows as wgmma deals them out."""
+    """The layout of the codes of 128 rows: int4 words [128, 16], or pairs of 8-bit codes [128, 32].
+
+    Rows are distributed to threads as in wgmma's register operand.
+    """
     rows, warps = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [64, 0]]
     if format == "int4":
         return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *rows], warps, [], [128, 16])
@@ -74,7 +80,7 @@ def _code_layout(format: str) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _half_of_codes(words, FORMAT: gl.constexpr, HALF: gl.constexpr):
-    """Of int4's words 4 t + c those with c = 2 HALF and on: [128, 8], columns 64 HALF and on; 8-bit codes as they are."""
+    """Of int4's words 4 t + c, those with c = 2 HALF and 2 HALF + 1, for 64 columns: [128, 8]. 8-bit codes are unchanged."""
     if FORMAT == "int4":
         even, odd = words.reshape([128, 4, 2, 2]).permute([0, 1, 3, 2]).split()
         words = even.reshape([128, 8]) if HALF == 0 else odd.reshape([128, 8])
@@ -83,7 +89,7 @@ def _half_of_codes(words, FORMAT: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def _operand(codes, zeros, FORMAT: gl.constexpr, x, layout: gl.constexpr):
-    """A weight of 64 columns in x's dtype, as wgmma's register operand, without its scales. zeros: int4's, [128]."""
+    """64 columns of the weight in x's dtype, as wgmma's register operand, before scales. zeros: int4's zero points, [128]."""
     if FORMAT == "int4":
         LAYOUT: gl.constexpr = gl.SliceLayout(1, codes.type.layout)
         less = gl.expand_dims(gl.convert_layout(minus(zeros, x), LAYOUT, assert_trivial=True), 1)
@@ -97,7 +103,7 @@ def _operand(codes, zeros, FORMAT: gl.constexpr, x, layout: gl.constexpr):
 
 @gluon.jit
 def _block_numbers(ptr, weights, F, step, K, stride, other, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr):
-    """Scales, or zero points, of a stage: one for the rows' 128 columns, or two for 64 each, or none."""
+    """Scales or zero points of a stage, a tuple: one for 128 columns, two for 64 each, or none."""
     made = ()
     for g in gl.static_range(128 // BLOCK_COLS if BLOCK_COLS and ptr is not None else 0):
         k = step * 128 + g * BLOCK_COLS
@@ -109,17 +115,17 @@ def _block_numbers(ptr, weights, F, step, K, stride, other, BLOCK_ROWS: gl.const
 def _stage_numbers(
     scales_ptr, zeros_ptr, weights, N, step, K, stride, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr,
 ):  # fmt: skip
-    """(scales, zero points) of a stage, as `_block_numbers` has them."""
+    """(scales, zero points) of a stage, each as `_block_numbers` returns them."""
     scales = _block_numbers(scales_ptr, weights, N, step, K, stride, 0.0, BLOCK_ROWS, BLOCK_COLS)
     return scales, _block_numbers(zeros_ptr, weights, N, step, K, stride, 8, BLOCK_ROWS, BLOCK_COLS)
 
 
-# ---- the end of a tile
+# ---- epilogue
 
 
 @gluon.jit
 def _blocks_of_rows(acc, COUNT: gl.constexpr):
-    """Sums [128 weights, rows of x] as a tuple of COUNT blocks of rows of x. Each thread keeps what it has."""
+    """Sums [128 weight rows, rows of x] as a tuple of COUNT blocks of rows of x. Each thread keeps its elements."""
     blocks = (acc,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         halves = ()
@@ -140,7 +146,7 @@ def _sums(width: int) -> gl.NVMMADistributedLayout:
 
 @constexpr_function
 def _turned_layout(width: int) -> gl.DistributedLinearLayout:
-    """[width rows of x, 128 weights]: a thread has neighbours, and those 64 further on, which with a gate belong to them."""
+    """[width rows of x, 128 weight rows]: a thread has neighbours, and those 64 further on (with a gate, the up half)."""
     cols = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32]]
     rows = [[1 << i, 0] for i in range(width.bit_length() - 1)]
     own = 1 if width == 8 else 2
@@ -153,7 +159,7 @@ def _finish_block(
     y, y_ptr, row_scales, bias, residual_ptr, first_row, first_col, M, F, residual_stride,
     ACTIVATION: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Scales, bias, activation, residual, the one rounding and the store of sums [128 weights, rows of x]."""
+    """Apply scales, bias, activation and residual to sums [128 weight rows, rows of x], round them once and store them."""
     if row_scales is not None:
         y = y * gl.expand_dims(row_scales, 1)
     if bias is not None:
@@ -208,7 +214,7 @@ def _sum_steps(
     FORMAT: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr, BLOCK_M: gl.constexpr, SPAN: gl.constexpr,
     STAGES: gl.constexpr, ON_SUMS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """The product over the steps of a piece, 128 columns each; gives the stages back as it goes."""
+    """The product over the steps of a piece, 128 columns each. Stages are released as they are consumed."""
     GROUPS: gl.constexpr = 128 // BLOCK_COLS if BLOCK_COLS else 1
     ACC: gl.constexpr = _sums(BLOCK_M)
     W: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -241,7 +247,7 @@ def _sum_steps(
                 if BLOCK_COLS:
                     w = _scaled(w, scales[h * GROUPS // 2], W)
                 acc = warpgroup_mma(w, x, acc, use_acc=(step > first) | (h == 1), is_async=True)
-                # One product stays in flight. The one before is over: the producer may overwrite what it read.
+                # One product stays in flight. The one before is complete: the producer may overwrite the stage that it read.
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 if h % SPAN == 0:
                     at.give_back_last((step > first) | (h == 1))
@@ -264,7 +270,7 @@ def _multiply_tiles(
     AHEAD: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     at = gl.arange(0, 128, layout=gl.SliceLayout(1, _sums(BLOCK_M)))
-    passed = 0  # stages used up before this piece
+    passed = 0  # stages consumed before this piece
     for i in range(piece_count(tiles_m * tiles_n, waves, share, steps, STREAM)):
         tile, first, end = piece_of(i, waves, share, steps, STREAM)
         row, col = place_of(tile, tiles_m, tiles_n, GROUP_M)
@@ -304,11 +310,11 @@ def mixed_registers_kernel(
     SPAN: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr, STREAM: gl.constexpr, ON_SUMS: gl.constexpr,
     AHEAD: gl.constexpr, ACTIVATION: gl.constexpr, CODE_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=8 on at most as many programs as run at once: with STREAM they wait for each other.
+    """Launch with num_warps=8, and at most as many programs as can run concurrently: with STREAM they wait for each other.
 
-    w_desc: boxes of 64 bytes of a row's codes, int4 as words of 32 bits and others as pairs. parts and tickets: with STREAM.
-    SPAN: a stage holds so many times 64 columns, 2 for int4.
-    AHEAD: the next step's scales and zero points are asked for where a step begins, not where it ends.
+    w_desc: boxes of 64 bytes of a row's codes, int4 as 32-bit words and others as pairs. parts and tickets: used with STREAM.
+    SPAN: the columns per stage, divided by 64; 2 for int4.
+    AHEAD: the scales and zero points of the next step are loaded at the start of a step, not at its end.
     """
     BOXES: gl.constexpr = 1 if FORMAT == "int4" else SPAN
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * SPAN] + x_desc.block_type.shape, x_desc.layout)
