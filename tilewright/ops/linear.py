@@ -203,6 +203,8 @@ def linear(
     if activation != "none" and isinstance(weight, Tensor) and invariant_scope():
         y = activated(linear(x, weight, bias), activation)
         return y if residual is None else y + residual
+    if isinstance(weight, Tensor):
+        weight = operand_ready(weight)
     if len(lead) == 1:
         return op(operand_ready(x), weight, bias, activation, None if residual is None else rows_ready(residual))
     if not lead:

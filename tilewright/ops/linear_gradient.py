@@ -33,7 +33,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return linear_op(operand_ready(x), weight, bias, "none", None if residual is None else rows_ready(residual))
+        residual = None if residual is None else rows_ready(residual)
+        return linear_op(operand_ready(x), operand_ready(weight), bias, "none", residual)
 
     @staticmethod
     @once_differentiable
@@ -127,7 +128,8 @@ def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activat
         return y.view(residual.shape)
     y: Any = _Product.apply(rows, weight, bias, None)
     key = call_key((linear_op.generation, activation), x, weight, bias) if residual is None else None
-    if key is not None and x.is_contiguous() and x.dim() > 1 and x.numel() and weight.numel():
+    ready = x.is_contiguous() and operand_ready(weight) is weight
+    if key is not None and ready and x.dim() > 1 and x.numel() and weight.numel():
         _AGAIN.keep(key, _Again(linear_op.chosen(rows, weight, bias, "none", None)))
     y = y.view(*x.shape[:-1], weight.shape[0])
     y = activated(y, activation)

@@ -291,8 +291,12 @@ def check_epilogue(
 
 
 def operand_ready(x: Tensor) -> Tensor:
-    """x [..., M, K] itself if it is dense along K, or along M with M > 1; otherwise a contiguous copy."""
-    return x if x.stride(-1) == 1 or (x.stride(-2) == 1 and x.shape[-2] > 1) else x.contiguous()
+    """x [..., M, K] if it is dense along K, or along M with M > 1, and its other stride is not 0; otherwise a contiguous copy.
+
+    Kernels receive one stride of an operand. TMA was not tested with a stride of 0, as `expand` makes it.
+    """
+    down, along = x.stride(-2), x.stride(-1)
+    return x if (along == 1 and down) or (down == 1 and along and x.shape[-2] > 1) else x.contiguous()
 
 
 def matmul(
@@ -324,7 +328,7 @@ def matmul(
         if residual is not None:
             residual = rows_ready(residual.flatten(0, -2))
         x = operand_ready(a if a.dim() == 2 else a.flatten(0, -2))
-        return linear_op(x, b.mT, bias, activation, residual).view(shape)
+        return linear_op(x, operand_ready(b.mT), bias, activation, residual).view(shape)
     try:
         lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError as error:
@@ -335,7 +339,7 @@ def matmul(
     if residual is not None:
         residual = residual.flatten(0, -3).contiguous()
     x = operand_ready(a.expand(*lead, *a.shape[-2:]).flatten(0, -3))
-    weight = b.mT.expand(*lead, *b.mT.shape[-2:]).flatten(0, -3)
+    weight = operand_ready(b.mT.expand(*lead, *b.mT.shape[-2:]).flatten(0, -3))
     return linear_op(x, weight, bias, activation, residual).view(shape)
 
 
