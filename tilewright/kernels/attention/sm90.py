@@ -111,7 +111,7 @@ SPACE = Space(
 
 
 def _descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """A descriptor of [T, H, D] as a matrix whose rows contain adjacent heads; a box is `rows` by `cols` columns of one head."""
+    """[T, H, D] as a matrix whose rows contain adjacent heads. A box is `rows` by `cols` columns of one head."""
     width = (t.shape[1] - 1) * t.stride(1) + t.shape[2]
     return descriptor(t, [rows, cols], [t.shape[0], width], [t.stride(0), 1])
 
@@ -203,8 +203,8 @@ def _launch_any_layout(config: Config, q: Tensor, k: Tensor, v: Tensor, *rest: A
 
 
 def _refuse_invariant(device: Device, problem: Problem) -> str | None:
-    # Outside the invariant scope the portable kernel reads other layouts. At 512 keys it is two and a half times as fast as this
-    # kernel with the copies.
+    # Outside the invariant scope the portable kernel runs for other layouts. At 512 keys it is two and a half times as fast as
+    # the copies.
     return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
 
 
