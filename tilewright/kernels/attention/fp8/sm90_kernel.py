@@ -27,9 +27,6 @@ Not supported: problems that sm90.py refuses.
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
 # D head dim, N keys per block, B sequences, H query heads, G key/value heads
-# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
-
-# D head dim, N keys of a block, B sequences, H query heads, G key/value heads
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
