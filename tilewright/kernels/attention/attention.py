@@ -15,7 +15,7 @@ options restrict the keys that a query sees, or change its scores:
                 the left bound of a window still applies
     softcap     z = cap tanh(scale q . k / cap)                                      (Gemma 2)
     ALiBi       z - slope[h] |own - s|, after the cap                                (Press et al., "Train Short, Test Long")
-    sinks       one more score z = sink[h], as of a key whose value is zero; lse includes it (Xiao et al., 2023; gpt-oss)
+    sinks       one more score z = sink[h], of a key with the value zero; lse includes it (Xiao et al., 2023; gpt-oss)
 
 For a query that sees no key, the output is zero and lse is -inf (with a sink, lse is the sink).
 

@@ -9,6 +9,7 @@ The hash is multiply-shift (Dietzfelbinger et al. 1997) of 31 bits. The minimum 
 last shift keeps the order. Each shingle and place then needs a multiply-add of 32 x 32 to 64 bits, a 32-bit multiply-add, and a
 minimum. Limited by integer arithmetic. A long document is divided among programs, which combine their results by an atomic
 minimum, whose order does not matter. Not checked: that `ends` does not decrease, because the host would have to wait.
+Not supported: more than 2**31 programs, backward.
 """
 
 from typing import NamedTuple

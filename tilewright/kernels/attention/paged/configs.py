@@ -145,8 +145,8 @@ def _varlen_default(device: Device, problem: Problem) -> Config:
     if problem.queries == 1:
         return {"BLOCK_M": max(16, next_pow2(problem.group)), "BLOCK_N": 32 if small else 64, "num_warps": 4, "num_stages": 2}
     # The config of `invariant`. H100, mixtures of prefill, chunks and decoding: at most 15 % slower than the best of all
-    # configs; with 128 rows and 8 warps up to 49 % (docs/regret.md). Without warpgroup instructions it spills with 64 rows and
-    # 8 warps.
+    # configs; with 128 rows and 8 warps up to 49 % (docs/regret.md). It spills if each warp has accumulators of its own, that
+    # is, without warpgroup instructions.
     by_warpgroup = device.multiplies_by_warpgroup
     block_m = max(64 if small or by_warpgroup else 128, next_pow2(problem.group))
     warps = 8 if block_m > 64 and not small else 4

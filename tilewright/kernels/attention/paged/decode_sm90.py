@@ -131,7 +131,7 @@ def _launch(
 
 
 def _work(device: Device, config: Config, *args: Any) -> Work:
-    """As `stream`, whose names of the config are translated."""
+    """The work of `stream`, with this config translated to its names."""
     return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
 
 

@@ -20,8 +20,8 @@ __all__ = ["unit", "widen"]
 
 _INTERPRETED = tl.constexpr(env.interpreting())
 
-# Four codes in, two registers of two numbers out. prmt's selector 4140 puts byte 0 below byte 0 of the other operand, and byte
-# 1 likewise.
+# Four codes in, two registers of two numbers out. prmt's selector 4140 pairs bytes 0 and 1, each with byte 0 of the other
+# operand as the upper byte.
 _INT8_BF16 = tl.constexpr(
     "{ .reg .b32 p, q, t, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0xBF80BF80; "
     "prmt.b32 p, $2, k, 0x4140; prmt.b32 q, $2, k, 0x4342; "

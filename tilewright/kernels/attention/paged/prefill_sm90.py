@@ -83,7 +83,7 @@ def _launch(
 
 
 def _work(device: Device, config: Config, q: Tensor, *args: object) -> Work:
-    """As `varlen`, whose names of the config are translated."""
+    """The work of `varlen`, with this config translated to its names."""
     tile = {"BLOCK_M": _CONSUMERS * _ROWS, "BLOCK_N": _BLOCK_N, "num_stages": 2, "num_warps": 8}
     return varlen_work(device, tile, q, *args)  # pyright: ignore[reportArgumentType] (the op's own arguments)
 
