@@ -1,4 +1,4 @@
-"""Forward attention for Hopper, scheduled by hand in Gluon.
+"""Forward attention for Hopper, written in Gluon.
 
     out[t, h] = sum_s p[s] v[s, g],   p = softmax_s(scale * q[t, h] . k[s, g]),   g = h // (query heads per KV head)
 
@@ -24,7 +24,7 @@ Masking is applied only to blocks that a mask or the end of the keys cuts. Block
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# T query rows, S key rows, H query heads, D head dim, M rows of a tile, N keys of a block
+# T query rows, S key rows, H query heads, D head dim, M rows per tile, N keys per block
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

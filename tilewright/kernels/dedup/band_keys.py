@@ -56,7 +56,7 @@ def _cost(signature: Tensor, bands: int) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a recipe fixes; not the number of documents."""
+    """The properties that a recipe fixes; not the number of documents."""
 
     places: int
     bands: int
@@ -139,7 +139,7 @@ def band_keys(signature: Tensor, bands: int) -> Tensor:
         [D, bands] int64.
 
     Raises:
-        ValueError: not such a signature, or more bands than places.
+        ValueError: the signature does not fit, or bands is not from 1 to P.
     """
     if signature.dim() != 2 or signature.dtype != torch.int32 or (signature.shape[1] > 1 and signature.stride(1) != 1):
         raise ValueError(

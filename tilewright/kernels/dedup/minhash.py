@@ -51,7 +51,7 @@ def _cost(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a recipe fixes; not the number of documents."""
+    """The properties that a recipe fixes; not the number of documents."""
 
     places: int
 

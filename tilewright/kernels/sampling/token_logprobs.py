@@ -95,7 +95,7 @@ def _top_cost(logits: Tensor, ids: Tensor, wanted: Tensor, most: int) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a model fixes; not the number of rows."""
+    """The properties that a model fixes; not the number of rows."""
 
     dtype: torch.dtype
     vocab: int

@@ -77,7 +77,7 @@ SPLIT_SPACE = row_space(_default, BLOCK_D=(8192, 16384), num_warps=(16,))
 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
-    """Why rows of this width are not shared."""
+    """Why programs do not share rows of this width, or None."""
     block = 32768 // problem.dtype.itemsize
     if problem.cols <= block:
         return "a row that one program holds"

@@ -104,7 +104,7 @@ def _split_kernel(
 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
-    """Why rows of this width are not shared."""
+    """Why programs do not share rows of this width, or None."""
     most = PART_BYTES // problem.dtype.itemsize
     if 2 * problem.vocab <= most:
         return "a row that one program holds with fewer threads"

@@ -3,8 +3,8 @@
     y[t, i] = exp(x[t, i] - max(x[t, :])) / sum_j exp(x[t, j] - max(x[t, :]))
     log_softmax: log y[t, i], as x[t, i] - max(x[t, :]) - log(sum), so that small probabilities keep their digits
 
-    x, y: [..., D] of bf16, fp16 or fp32; exponentials and sums are float32. As in torch, a row of -inf alone, a row with +inf
-    and a row with NaN give NaN; -inf beside finite numbers gives 0.
+    x, y: [..., D] of bf16, fp16 or fp32; exponentials and sums are float32. As in torch, a row that contains only -inf, or a
+    +inf, or a NaN gives NaN. In a row with finite numbers -inf gives 0.
 
 Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers. For a wider row,
 each thread keeps a running maximum and a sum relative to it (Milakov and Gimelshein, "Online normalizer calculation for

@@ -69,7 +69,7 @@ def _cost(slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: 
 
 
 class Problem(NamedTuple):
-    """What an engine fixes; not the number of rows."""
+    """The properties that an engine fixes; not the number of rows."""
 
     pages: int
 

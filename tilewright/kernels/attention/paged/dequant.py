@@ -3,7 +3,7 @@
 A cache of codes is int8, or the bytes of float8 e4m3fn as uint8, because sm_80 has no float8. No conversion instruction of the
 hardware is as fast as a few logical instructions on two numbers at a time:
 
-    int8    0x4300 | (code & 0x7f) less 0x4300 | (code & 0x80)      bf16     (fp16: 0x6400 | (code ^ 0x80), less 1152)
+    int8    0x4300 | (code & 0x7f) minus 0x4300 | (code & 0x80)     bf16     (fp16: 0x6400 | (code ^ 0x80), minus 1152)
     e4m3    exponent and mantissa moved next to the sign            2^-120 of the number as bf16, 2^-8 as fp16
 
 The factor of e4m3 is a power of two that is applied afterwards, in float32 (`unit`), so every step is exact. Subnormal codes
