@@ -69,8 +69,7 @@ def _gradients(
     bufs, bars, results, shape, scale, scale_log2, place, it, n,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
-    """Process a warpgroup's 64 of the 128 keys of the n-th tile. `it` counts the program's blocks of queries; returns it after
-    the tile."""
+    """Process a warpgroup's 64 of the 128 keys of the n-th tile. Returns `it`, the number of blocks of queries so far."""
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, _p_bufs, _lse_bufs, delta_bufs = bufs
     _kv_full, _q_full, q_empty, do_full, do_empty, ds_full = bars[:6]
     STAGES: gl.constexpr = q_bufs.shape[0]

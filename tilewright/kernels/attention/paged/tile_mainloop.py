@@ -143,13 +143,12 @@ def walk(
 ):  # fmt: skip
     """Softmax-weighted values over the keys first .. last, `first` a multiple of BLOCK_N. No key from `end` on is read.
 
-    `end` is at most the tokens of the table's row (`length_of`). A page number outside 0 .. pages_held - 1 is replaced by the
-    nearest valid one.
+    `end` is at most the tokens of the table's row (`length_of`). A page number outside the `pages_held` pages of the cache
+    is replaced by the nearest valid one.
 
     `first_at` is the position of the tile's first query. SKIP_MASKS: a separate loop without masks processes the tiles of keys
-    that lie wholly before `first_at`. Each of the two loops fills its own pipeline, so short walks use only one loop. cap_log2:
-    None, or the cap of scores times log2(e); `scale_log2` is then the factor inside the hyperbolic tangent, 2 scale log2(e) /
-    cap.
+    that end at or before `first_at`. Each of the two loops fills its own pipeline, so short walks use only one loop. cap_log2:
+    None, or the cap of scores times log2(e); `scale_log2` is then the factor of the tanh argument, 2 scale log2(e) / cap.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -157,9 +156,8 @@ def walk(
     if CODED:
         scales = tl.zeros([BLOCK_M], tl.float32) + scale_log2
         if q.dtype == tl.bfloat16:
-            # Codes widen to fp16 in fewer instructions than to bf16, and their scaled weights are rounded less. Each row of q
-            # is divided by a power of two so that it fits fp16. Elements that become too small for fp16 are less than 2^-24 of
-            # the row's largest element.
+            # Codes widen to fp16 in fewer instructions than to bf16, and scaled weights are rounded less. A power of two brings
+            # each row of q into fp16's range. Elements that become too small are less than 2^-24 of the row's largest element.
             wide = q.to(tl.float32)
             power = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             power = tl.where((power > 0.0) & (power < float("inf")), power, 1.0)
