@@ -1,53 +1,56 @@
-"""Attention: every query's average of the values, weighted by how well its key fits.
+"""Attention: the output of each query is the average of the values, weighted by how well each key matches the query.
 
-    # B sequences, T query rows of all of them, S keys, H query heads, G key/value heads, D head dim, V value head dim
+    # B sequences, T query rows of all sequences, S keys, H query heads, G key/value heads, D head dim, V value head dim
     out[t, h] = sum_s p[s] v[s, g]      p = softmax_s(z[t, s])      z[t, s] = scale * q[t, h] . k[s, g]      g = h // (H / G)
     lse[t, h] = log sum_s exp(z[t, s])
 
-q [B, S, H, D], k [B, SK, G, D], v [B, SK, G, V]; or, for sequences of different lengths, packed: q [T, H, D], k [TK, G, D] and
-v [TK, G, V], sequence b in rows cu_q[b] .. cu_q[b + 1] of q and cu_k[b] .. cu_k[b + 1] of k and v. Query i of Q has a key of
-its own, i + K - Q: the last query's is the last key. What a query sees, and how its scores are bent:
+The operands are q [B, S, H, D], k [B, SK, G, D] and v [B, SK, G, V]. Sequences of different lengths are packed: q [T, H, D],
+k [TK, G, D], v [TK, G, V], where sequence b has rows cu_q[b] .. cu_q[b + 1] of q and rows cu_k[b] .. cu_k[b + 1] of k and v.
+In a sequence of Q queries and K keys, key i + K - Q is query i's own key; so the last query's own key is the last key. These
+options restrict the keys that a query sees, or change its scores:
 
-    causal      the keys up to its own
-    window      (left, right): the keys from own - left to own + right
-    prefix      under a causal mask also keys 0 .. P - 1, P one number or one a sequence; a window's left bound stays
+    causal      a query sees the keys up to its own
+    window      (left, right): a query sees the keys from own - left to own + right
+    prefix      under a causal mask a query also sees keys 0 .. P - 1, with one P for all sequences or one per sequence;
+                the left bound of a window still applies
     softcap     z = cap tanh(scale q . k / cap)                                      (Gemma 2)
     ALiBi       z - slope[h] |own - s|, after the cap                                (Press et al., "Train Short, Test Long")
-    sinks       one more score z = sink[h], of a key whose value is zero; lse has it (Xiao et al., 2023; gpt-oss)
+    sinks       one more score z = sink[h], of a key with the value zero; lse includes it (Xiao et al., 2023; gpt-oss)
 
-A query that sees no key gives zeros, and -inf for lse (with a sink: the sink).
+For a query that sees no key, the output is zero and lse is -inf (with a sink, lse is the sink).
 
-**Tiling.** Written down, the scores of one head are Q x K numbers: at 16384 tokens half a gigabyte in bf16, to be written and
-read several times, for an average of 4 MB. So nobody writes them down (Dao et al., "FlashAttention", 2022). A tile of M queries
-stays on the chip while keys and values go by in blocks of N; of a block's scores only [M, N] exist, in registers. A block is
-4 N D bytes in 16 bits and 4 M N D operations, M operations a byte: tiles of 128 rows are limited by the tensor cores.
+**Tiling.** The scores of one head are Q x K numbers. At 16384 tokens in bf16 that is half a gigabyte, which would be written
+and read several times to compute an output of 4 MB. So the scores are never stored in global memory (Dao et al.,
+"FlashAttention", 2022). A tile of M queries stays on the chip, and the keys and values pass through in blocks of N. Only the
+[M, N] scores of the current block exist, in registers. A block is 4 N D bytes in 16 bits and needs 4 M N D operations, which
+is M operations per byte: tiles of 128 rows are limited by the tensor cores.
 
-**Incremental softmax** (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). A softmax needs its row's
-maximum, and its sum, before it can weigh the first value; the last block of keys brings both too late. But weights that were
-taken relative to a maximum m too small are wrong by one factor for the whole row, exp(m - m'), and that can be made good
+**Incremental softmax** (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). A softmax needs the maximum
+and the sum of its whole row before it can weigh the first value, but both are known only after the last block of keys. However,
+weights computed relative to a maximum m that is too small are all wrong by the same factor, exp(m - m'), which can be corrected
 afterwards. Per row, with the scores s_j = scale * q . k_j of a block:
 
     m' = max(m, max_j s_j)                      the maximum so far;           at first -inf
-    a  = exp(m - m')                            what the past is worth now
+    a  = exp(m - m')                            the correction of earlier sums
     l' = a l + sum_j exp(s_j - m')              the sum of weights so far;    at first 0
     o' = a o + sum_j exp(s_j - m') v_j          the weighted values so far;   at first 0
 
 and after the last block  out = o / l,  lse = m + log l.  By induction m, l and o are what one pass over all keys so far would
-have given, whatever the blocks and their order. So a mask is a score of -inf, and a block beyond the diagonal is not visited at
-all: the half of the work that a causal mask saves. Cards have exp2, not exp: with c = scale * log2(e), and m taken of q . k
-alone, exp(s_j - m) = exp2(c q . k_j - c m), one multiply-add and one exp2 a score. So scale must be above 0.
+give, for any blocks in any order. So a mask sets scores to -inf, and blocks beyond the diagonal are not visited at all: this
+is the half of the work that a causal mask saves. GPUs compute exp2, not exp. With c = scale * log2(e), and m the maximum of
+the unscaled q . k, exp(s_j - m) = exp2(c q . k_j - c m): one multiply-add and one exp2 per score. So scale must be above 0.
 
-The products are accumulated in float32; the weights are rounded to the inputs' dtype for the second product, the result once at
-the end: two roundings. The implementations, best first:
+The products are accumulated in float32. The weights are rounded to the inputs' dtype for the second product, and the result is
+rounded once at the end: two roundings. The implementations, best first:
 
-    sm90              Hopper, by hand in Gluon (sm90_kernel.py): one warp fetches, two or three groups of warps multiply
+    sm90              Hopper, written in Gluon (sm90_kernel.py): one warp loads, two or three warpgroups multiply
     vendor            scaled_dot_product_attention: equal lengths, no lse, no mask but a causal one
     sm90_invariant    the kernel of sm90 with one config for every length: the same bits alone, in a batch, packed, in chunks
-    short             Hopper, up to 256 keys, no mask, head dims 32 and 64 (short.py): where it is measured to win
+    short             Hopper, up to 256 keys, no mask, head dims 32 and 64 (short.py): where measurements show that it is faster
     triton            sm_80 and up, any head dim up to 256, any layout and mask (tile.py); batch-invariant too
 
-attention/backward/backward.py has the gradients, biased.py masks and biases as tensors, attention/paged/attention.py caches in
-pages. Not supported: dropout. Cumulative lengths and prefixes on a GPU are trusted.
+Gradients are in attention/backward/backward.py, masks and biases given as tensors in biased.py, and paged caches in
+attention/paged/attention.py. Not supported: dropout. Cumulative lengths and prefixes that are on a GPU are not checked.
 """
 
 import math
@@ -97,7 +100,7 @@ def _cost(
     causal: bool, want_lse: bool, left: int | None = None, right: int | None = None, prefix: int = 0,
     prefixes: Tensor | None = None, softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Cost:  # fmt: skip
-    """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
+    """If the lengths are on a device, this waits for it. On meta tensors every sequence counts as long as the longest."""
     behind = 0 if causal else right
     lengths = lengths_of(q, cu_q, cu_k, max_q, max_k)
     of_each = [prefix] * len(lengths) if prefixes is None or prefixes.is_meta else prefixes.tolist()
@@ -119,9 +122,10 @@ def attention_example(
     right: int | None = None, prefix: int | tuple[int, ...] = 0, softcap: float | None = None, sinks: bool = False,
     alibi: bool = False,
 ) -> tuple[object, ...]:  # fmt: skip
-    """A call: `lengths` are (queries, keys) of each sequence, all alike unless `packed`.
+    """The arguments of a call. `lengths`: (queries, keys) of each sequence, all equal unless `packed`.
 
-    `merged`: q, k and v are views of one projection. `spoilt`: keys of that sequence are NaN; its neighbours must not notice.
+    `merged`: q, k and v are views of one projection. `spoilt`: the keys of that sequence are NaN; other sequences must not
+    change.
     """
     ends = [list(accumulate((one[i] for one in lengths), initial=0)) for i in (0, 1)]
     if merged:
@@ -185,17 +189,19 @@ EXAMPLES = (
 
 
 def _vendor_up_to(problem: Problem) -> int:
-    """Keys, a power of two as `max_k` is, up to which cuDNN was measured to be no slower than sm90 (docs/log.md#attention).
+    """The largest number of keys up to which cuDNN was measured to be no slower than sm90 (docs/log.md#attention).
 
-    There sm90 has 0.91 to 1.01 of it, for a tile begins and ends without products; from the next power on 0.996 to 1.26.
+    A power of two, as `max_k` is. Up to it sm90 has 0.91 to 1.01 times cuDNN's speed, because the beginning and the end of a
+    tile have no products to compute. From the next power of two on it has 0.996 to 1.26 times cuDNN's speed.
     """
-    # At 512 keys, as many queries: 32/8 heads of 128 have 1.14 full and 1.03 causal, 64 dims 1.03 full and 0.95 causal.
+    # Speed of sm90 relative to cuDNN at 512 keys and 512 queries: 32/8 heads of 128 dims 1.14 without a mask and 1.03 causal,
+    # heads of 64 dims 1.03 without a mask and 0.95 causal.
     ahead = problem.heads > problem.kv_heads if problem.head_dim == 128 else problem.head_dim == 64 and not problem.causal
     return 256 if problem.square and ahead else 512
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    """The vendor's library where it was measured to be no slower than sm90."""
+    """The vendor's library, where it was measured to be no slower than sm90."""
     return "vendor" if device.is_hopper and problem.max_k <= _vendor_up_to(problem) else None
 
 
@@ -220,10 +226,10 @@ def attention(
     window: int | tuple[int | None, int | None] | None = None, prefix: int | Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The forward pass of `ops.attention`, which says what goes in and what comes out; nothing is kept for gradients.
+    """The forward pass of `ops.attention`, which documents the arguments and results; nothing is kept for gradients.
 
     Raises:
-        ValueError: shapes, dtypes, devices, strides, lengths, the scale, or what bends the scores do not fit.
+        ValueError: shapes, dtypes, devices, strides, lengths, the scale, or the options that change scores do not fit.
     """
     check_operands(q, k, v)
     factor = scale_of(q, scale)

@@ -1,27 +1,28 @@
-"""Attention whose scores take a tensor along: a mask, or a bias.
+"""Attention whose scores include a tensor: a mask, or a bias.
 
     # B sequences, S queries and K keys of each, H query heads, G key/value heads, D head dim, V value head dim
     out[b, i, h] = sum_j p[j] v[b, j, g]      p = softmax_j(z[j])      g = h // (H / G)
-    z[j] = scale * q[b, i, h] . k[b, j, g] + bias[b mod N, h, i, j]            of a floating-point bias
-    z[j] = scale * q[b, i, h] . k[b, j, g], or `fill` where bias is False      of a bool bias (True: the query sees the key)
+    z[j] = scale * q[b, i, h] . k[b, j, g] + bias[b mod N, h, i, j]            with a floating-point bias
+    z[j] = scale * q[b, i, h] . k[b, j, g], or `fill` where bias is False      with a bool bias (True: the query sees the key)
 
-q [B, S, H, D], k [B, K, G, D], v [B, K, G, V] of bf16, fp16 or fp32, V and D at most 256; the result [B, S, H, V]. bias is
-[N | 1, H | 1, S | 1, K | 1], with any strides: a dimension of 1 is the same for all, and with fewer sequences than B the
-biases are repeated (the windows of an image, whose masks are those of every image). `scale` is any number.
+q [B, S, H, D], k [B, K, G, D], v [B, K, G, V] are bf16, fp16 or fp32, V and D at most 256; the result is [B, S, H, V]. bias is
+[N | 1, H | 1, S | 1, K | 1], with any strides. A dimension of 1 is broadcast. If N is less than B, the biases are repeated: for
+example the windows of an image, which have the same masks in every image. `scale` is any number.
 
-A row whose scores are all -inf gives zeros, as torch's scaled_dot_product_attention does, or with `empty_nan` NaN, as a softmax
-that is written out does. So a mask that fills with a finite number averages all keys in such a row, in both.
+A row whose scores are all -inf gives zeros, as in torch's scaled_dot_product_attention, or with `empty_nan` NaN, as an explicit
+softmax gives. If the mask fills with a finite number instead, such a row is the average over all keys in both cases.
 
-Tiling and the incremental softmax are those of attention.py. But the scores are scaled before they meet the bias, and their
-maximum is taken off before the exponent's factor: a bias of float32's least number times log2(e) would be -inf. A bias of all
-heads and rows is 2 to 4 bytes a score, as many as 16 to 32 multiply-adds take time: it is read once for each use, and no scores
-are written. The weights are rounded to the operands' dtype for the second product, the result once: two roundings.
+Tiling and the incremental softmax are those of attention.py. But the scores are scaled before the bias is added, and the
+maximum is subtracted before the multiplication by log2(e): a bias of float32's lowest number times log2(e) would be -inf. A
+bias that differs for all heads and rows is 2 to 4 bytes per score, and reading it takes the time of 16 to 32 multiply-adds. So
+each use reads it only once, and no scores are written. The weights are rounded to the operands' dtype for the second product,
+and the result is rounded once: two roundings.
 
     triton    sm_80 and up (this file); a row's bits do not depend on other rows
     vendor    scaled_dot_product_attention with attn_mask
 
-Not supported: gradients, packed sequences, caches in pages, dropout. Causal masks and windows that need no tensor are
-attention.py's, which leaves out the keys that nobody sees; this one visits all.
+Not supported: gradients, packed sequences, paged caches, dropout. For causal masks and windows that need no tensor use
+attention.py, which skips the keys that no query sees; this kernel visits all keys.
 """
 
 import math
@@ -80,7 +81,7 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: flo
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
+    """All properties that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
 
     dtype: torch.dtype
     bias_dtype: torch.dtype
@@ -92,12 +93,12 @@ class Problem(NamedTuple):
     head_dim: int
     value_dim: int
     repeated: bool
-    """Whether there are several biases and fewer than sequences."""
+    """Whether there are several biases, but fewer than sequences."""
     heads_share: bool
     rows_share: bool
-    """Whether all queries have one bias: a mask of keys."""
+    """Whether all queries have the same bias: a mask of keys."""
     filled: bool
-    """Whether what is hidden gets a finite score."""
+    """Whether hidden keys get a finite score."""
     empty_nan: bool
 
 
@@ -110,8 +111,8 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: 
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # Compiled, not measured: tiles that do not spill on sm_90 and sm_100; on sm_80 up to 416 bytes at head dim 128. 64 rows:
-    # the windows of an image have 49, a padded text 128.
+    # Chosen by compiling, not by measuring: tiles that do not spill on sm_90 and sm_100; on sm_80 they spill up to 416 bytes at
+    # head dim 128. 64 rows, because the windows of an image have 49 and a padded text 128.
     width, shared = max(widths(problem)), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
@@ -129,7 +130,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "a group of four warps multiplies 64 rows at once"
     if c["BLOCK_M"] // c["num_warps"] < 16 and width <= 128 and problem.dtype.itemsize == 2:
         return "a warp has at least 16 rows: a row that two warps share costs a trip through shared memory"
-    # Of a thread: the average, the scores, the bias, and the weights in 16 bits.
+    # Registers per thread: the weighted sum, the scores, the bias, and the weights in 16 bits.
     registers = c["BLOCK_M"] * (2 * of_values + 5 * c["BLOCK_N"]) // (64 * c["num_warps"])
     if not device.multiplies_by_warpgroup:
         registers += c["BLOCK_M"] * width // (64 * c["num_warps"])  # the queries too
@@ -150,7 +151,7 @@ def _example(
     value_dim: int | None = None, fill: float = -math.inf, empty_nan: bool = False, blind: int | None = None,
     turned: bool = False, scale: float | None = None,
 ) -> tuple[object, ...]:  # fmt: skip
-    """`blind`: that query sees no key. `turned`: the bias lies with its keys outermost."""
+    """`blind`: the index of a query that sees no key. `turned`: the bias is stored with its keys outermost."""
     q = inputs.randn(batch, rows[0], heads[0], dim, dtype=dtype)
     k, v = (inputs.randn(batch, rows[1], heads[1], width, dtype=dtype) for width in (dim, value_dim or dim))
     shape = (*bias[:2], bias[3], bias[2]) if turned else bias
@@ -190,7 +191,7 @@ def _biased_step(
     bias_row_stride, bias_key_stride, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BOOL: tl.constexpr, ROWS_SHARE: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys start .. start + BLOCK_N into (acc, m, l). The pointers stand at the first key of the head."""
+    """Add the keys start .. start + BLOCK_N to (acc, m, l). The pointers point to the first key of the head."""
     keys = start + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr, keys, k_row_stride, D, BLOCK_D, RAGGED, n_keys)
     v = load_rows(v_ptr, keys, v_row_stride, DV, BLOCK_DV, RAGGED, n_keys)
@@ -208,7 +209,7 @@ def _biased_step(
     if RAGGED:
         s = tl.where(keys[None, :] < n_keys, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
-    # Of a row with nothing but -inf so far the weights are exp2(-inf) = 0, not NaN.
+    # If all scores of a row were -inf so far, the weights are exp2(-inf) = 0, not NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2((s - base[:, None]) * _LOG2_E)
     alpha = tl.exp2((m - base) * _LOG2_E)
@@ -224,7 +225,7 @@ def _biased_kernel(
     D: tl.constexpr, DV: tl.constexpr, BOOL: tl.constexpr, ROWS_SHARE: tl.constexpr, EMPTY_NAN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of a head are neighbours, so that they share its keys in L2.
+    # The tiles of a head are neighbours, so that they share its keys in L2.
     first = tl.program_id(0) % tiles * BLOCK_M
     h = (tl.program_id(0) // tiles % H).to(tl.int64)
     b = (tl.program_id(0) // tiles // H).to(tl.int64)
@@ -306,7 +307,7 @@ def _vendor(config: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias.expand(shape), scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
-    # Its kernels do not agree about a query that sees no key: on a GPU some give it the mean of all values.
+    # Its kernels differ for a query that sees no key: on a GPU some of them return the mean of all values.
     seen = bias if bias.dtype == torch.bool else bias > -math.inf
     out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
     return out.transpose(1, 2).contiguous()
@@ -330,7 +331,7 @@ biased_attention_op = Op(
 
 
 def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, scale: float | None = None) -> Tensor:
-    """`ops.attention` with `bias`, which says what goes in and what comes out; without gradients.
+    """`ops.attention` with `bias`; see there for the arguments and the result. Without gradients.
 
     Raises:
         ValueError: shapes, dtypes, devices, strides or the scale do not fit.

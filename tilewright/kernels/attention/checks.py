@@ -1,4 +1,4 @@
-"""What `attention` asks of its arguments, and the bounds that a window stands for."""
+"""Checks of the arguments of `attention`, and the bounds that a window means."""
 
 import math
 from itertools import pairwise
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes, dtypes, devices and strides. Raises ValueError."""
+    """Check shapes, dtypes, devices and strides. Raises ValueError."""
     if q.dim() not in (3, 4) or k.dim() != q.dim() or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             "attention: wants q [B, S, H, D], k [B, SK, G, D] and v [B, SK, G, V], or packed q [T, H, D], k [TK, G, D] and "
@@ -46,7 +46,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """The factor on q . k: as given, or 1 / sqrt(D). Raises ValueError where it is no finite number above 0."""
+    """The factor on q . k: `scale`, or 1 / sqrt(D) by default. Raises ValueError if it is not a finite number above 0."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not 0.0 < factor < math.inf:
         raise ValueError(f"attention: scale is {factor}, wanted a finite number above 0 (for a negative one negate q)")
@@ -54,10 +54,10 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def check_lengths(name: str, cu: Tensor | None, longest: int | None, t: Tensor) -> tuple[Tensor, int]:
-    """The cumulative lengths of q or k, and the longest. Values are checked on the CPU alone: a GPU's would be waited for.
+    """The cumulative lengths of q or k, and the longest length. Values are checked only on a CPU; reading a GPU's would wait.
 
     Raises:
-        ValueError: they are missing, no int32 row on the operand's device, or do not fit its rows.
+        ValueError: they are missing, are not a contiguous int32 vector on the operand's device, or do not fit its rows.
     """
     if cu is None or longest is None:
         raise ValueError(
@@ -82,7 +82,7 @@ def check_lengths(name: str, cu: Tensor | None, longest: int | None, t: Tensor) 
 
 
 def window_bounds(window: int | tuple[int | None, int | None] | None, causal: bool) -> tuple[int | None, int | None]:
-    """(left, right): how many keys before and behind its own a query sees, None for all.
+    """(left, right): how many keys a query sees before and after its own key; None for all.
 
     Raises:
         ValueError: a number of 0 (a query would see nothing), a negative bound, or a right bound with a causal mask.
@@ -104,7 +104,7 @@ def check_bends(
     q: Tensor, batch: int, causal: bool, prefix: int | Tensor | None, softcap: float | None, sinks: Tensor | None,
     slopes: Tensor | None,
 ) -> None:  # fmt: skip
-    """What changes a mask or a score. Raises ValueError."""
+    """Check the options that change a mask or a score. Raises ValueError."""
     if prefix is not None and not causal:
         raise ValueError("attention: a prefix is what every query sees beside its causal mask: wanted causal=True with it")
     if isinstance(prefix, Tensor):

@@ -1,4 +1,4 @@
-"""Example arguments of `attention` and `biased_attention` from dimensions: the `Op.make` of each."""
+"""Example arguments of `attention` and `biased_attention`, made from dimensions: the `Op.make` of each."""
 
 import math
 
@@ -15,10 +15,10 @@ def biased_attention_arguments(
     inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 12, G: int | None = None, D: int = 64,
     V: int | None = None, bias: str = "keys", mask: bool = False, dtype: torch.dtype = torch.bfloat16,
 ) -> Args:  # fmt: skip
-    """B sequences of KV keys and Q queries (KV of them unless given), H query heads on G key/value heads (H unless given).
+    """B sequences of KV keys and Q queries (default: KV), with H query heads and G key/value heads (default: H).
 
     bias: "keys" of each sequence for all of its queries (padding), "heads" for all sequences (relative positions), or "each"
-    for every score. mask: bool instead of numbers in `dtype`. V: of the values' heads, D unless given.
+    for every score. mask: a bool bias instead of numbers in `dtype`. V: the head dim of values (default: D).
 
     Raises:
         ValueError: another `bias`.
@@ -38,10 +38,10 @@ def dense_attention_arguments(
     causal: bool = False, packed: bool = False, lse: bool = False, window: int | None = None, prefix: int = 0,
     sinks: bool = False, alibi: bool = False, dtype: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """B sequences of KV keys and Q queries (KV of them unless given), in a row; `packed`: with cumulative lengths.
+    """B sequences of KV keys and Q queries (default: KV), one after the other; `packed`: with cumulative lengths.
 
-    V: of the values' heads, D unless given. window: a query sees its own key and window - 1 before it, and behind it unless
-    causal. prefix: keys that every query sees.
+    V: the head dim of values (default: D). window: a query sees its own key and the window - 1 keys before it; unless causal,
+    also the window - 1 keys after it. prefix: the number of first keys that every query sees.
     """
     queries = KV if Q is None else Q
     q = inputs.randn(B, queries, H, D, dtype=dtype)

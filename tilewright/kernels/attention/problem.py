@@ -1,6 +1,7 @@
-"""What the implementations of `attention` share: the problem they choose by, and how their operands lie in memory."""
+"""Shared by the implementations of `attention`: the problem by which they are chosen, and the memory layout of operands."""
 
-# B sequences, T query rows of all, S keys of all, H query heads, G key/value heads, D head dim, V value head dim
+# B sequences, T query rows of all sequences, S keys of all sequences, H query heads, G key/value heads, D head dim, V value
+# head dim
 
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
+    """All properties that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
 
     dtype: torch.dtype
     heads: int
@@ -47,12 +48,12 @@ class Problem(NamedTuple):
     """Whether every sequence has as many queries as keys."""
     has_keys: bool
     tma: bool
-    """Whether q, k and v are matrices that the copy engine can address: heads beside each other, starts at 16 bytes."""
+    """Whether TMA can address q, k and v as matrices: adjacent heads, starts at multiples of 16 bytes."""
     value_dim: int
     left: bool
-    """Whether a query sees only so many keys before its own."""
+    """Whether the number of keys that a query sees before its own key is bounded."""
     right: bool
-    """Whether it sees only so many behind its own, without a causal mask."""
+    """Whether the number of keys that a query sees after its own key is bounded, without a causal mask."""
     prefix: bool
     softcap: bool
     sinks: bool
@@ -60,9 +61,10 @@ class Problem(NamedTuple):
 
 
 def lacks(problem: Any, *, window: bool = False, sinks: bool = False) -> str | None:
-    """What an implementation lacks that has neither masks beyond a causal one nor bent scores, but for those said.
+    """Which options of a problem are missing in an implementation that supports only causal masks and unmodified scores, or
+    None.
 
-    problem: of `attention` or of `attention_backward`.
+    problem: of `attention` or of `attention_backward`. window, sinks: whether the implementation supports these as well.
     """
     wanted = {
         "windows": not window and (problem.left or problem.right),
@@ -76,7 +78,7 @@ def lacks(problem: Any, *, window: bool = False, sinks: bool = False) -> str | N
 
 
 def side_by_side(t: Tensor) -> bool:
-    """Whether [T, H, D] or [B, S, H, D] is, in memory, one matrix whose rows hold a token's heads beside each other."""
+    """Whether [T, H, D] or [B, S, H, D] is, in memory, one matrix whose rows contain the adjacent heads of a token."""
     strides = t.stride()
     if t.dim() == 4 and t.shape[0] > 1 and strides[0] != t.shape[1] * strides[1]:
         return False
@@ -85,7 +87,7 @@ def side_by_side(t: Tensor) -> bool:
 
 
 def addressable(t: Tensor) -> bool:
-    """Whether t is a matrix that the copy engine can address: heads beside each other, starts at 16 bytes."""
+    """Whether TMA can address t as a matrix: adjacent heads, starts at multiples of 16 bytes."""
     rows, heads, _ = t.stride()[-3:]
     return (rows | heads) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 and side_by_side(t)
 
@@ -122,22 +124,22 @@ def problem_of(
 
 
 def packed(t: Tensor) -> Tensor:
-    """[B, S, H, D] as [B S, H, D] without a copy, which `side_by_side` promises; [T, H, D] as it is."""
+    """[B, S, H, D] as [B S, H, D] without a copy, which requires `side_by_side`; [T, H, D] unchanged."""
     if t.dim() == 3:
         return t
-    # Not `flatten`: it may change the stride of a dimension of 1, which the copy engine reads.
+    # Not `flatten`: it may change the stride of a dimension of size 1, and TMA descriptors contain that stride.
     return t.as_strided((t.shape[0] * t.shape[1], *t.shape[2:]), t.stride()[1:])
 
 
 def empty_outputs(q: Tensor, v: Tensor, want_lse: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the result, contiguous, [.., H, V], and for the log-sum-exp: float32 [H, T], or [0] where nobody wants it."""
+    """Memory for the contiguous result [.., H, V], and for the log-sum-exp: float32 [H, T], or [0] if it is not requested."""
     rows = q.shape[:-2].numel()
     lse = torch.empty((q.shape[-2], rows) if want_lse else (0,), dtype=torch.float32, device=q.device)
     return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device), lse
 
 
 def lengths_of(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int) -> list[tuple[int, int]]:
-    """(queries, keys) of every sequence. Waits for the device; on meta tensors every one counts as long as the longest."""
+    """(queries, keys) of every sequence. Waits for the device; on meta tensors every sequence counts as long as the longest."""
     if cu_q is None or cu_k is None:
         return [(max_q, max_k)] * q.shape[0]
     if cu_q.is_meta:
@@ -146,7 +148,7 @@ def lengths_of(q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, 
 
 
 def pairs_seen(queries: int, keys: int, left: int | None, right: int | None, prefix: int = 0) -> int:
-    """Pairs of a query and a key that it sees."""
+    """The number of (query, key) pairs in which the query sees the key."""
     own = np.arange(keys - queries, keys, dtype=np.int64)
     end = np.full(queries, keys) if right is None else np.minimum(np.maximum(own + right + 1, prefix), keys)
     begin = 0 if left is None else np.maximum(own - left, 0)

@@ -1,10 +1,11 @@
-"""Attention of sequences of one shape in plain torch: the scores, who sees whom, and the average; what both directions are
-checked by.
+"""Attention of sequences of one shape in plain torch: the scores, which query sees which key, and the average. Reference for
+the forward and the backward pass.
 
-attention.py has the formulae. In float32, or float64 where the operands are.
+attention.py has the formulae. Computed in float32, or in float64 if the operands are float64.
 """
 
-# ... sequences alike, any leading dims; Q query rows, K keys, H query heads, G key/value heads, D head dim, V value head dim
+# ... sequences of equal shape, any leading dims; Q query rows, K keys, H query heads, G key/value heads, D head dim, V value
+# head dim
 
 import math
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ from torch import Tensor
 __all__ = ["Bends", "alike", "attend", "by_group", "inverted", "scores_of", "sequences", "stacked"]
 
 _MOST_SCORES = 1 << 22
-"""Scores computed at once where sequences are alike; a longer sequence is computed alone."""
+"""The most scores that are computed at once for sequences of equal shape; a longer sequence is computed alone."""
 
 
 class Bends(NamedTuple):
-    """What changes the mask or the scores of one sequence; `right` is 0 under a causal mask."""
+    """The options that change the mask or the scores of one sequence; `right` is 0 under a causal mask."""
 
     left: int | None = None
     right: int | None = None
@@ -33,7 +34,7 @@ class Bends(NamedTuple):
 def sequences(
     of_queries: tuple[Tensor, ...], of_keys: tuple[Tensor, ...], cu_q: Tensor | None, cu_k: Tensor | None
 ) -> list[tuple[Tensor, ...]]:
-    """For each sequence its rows, [Q, H, ..] of each of `of_queries`, then [K, G, ..] of `of_keys`. Waits for the device."""
+    """The rows of each sequence: [Q, H, ..] of each of `of_queries`, then [K, G, ..] of `of_keys`. Waits for the device."""
     if cu_q is None or cu_k is None:
         q_parts, k_parts = ([t.unbind() for t in some] for some in (of_queries, of_keys))
     else:
@@ -43,9 +44,9 @@ def sequences(
 
 
 def alike(parts: Sequence[tuple[Tensor, ...]], keys: int, prefixes: Sequence[int]) -> list[list[int]]:
-    """The sequences' places, those of one shape and one prefix together, so that many short ones are few products.
+    """The indices of the sequences, grouped by equal shape and prefix, so that many short sequences need few products.
 
-    keys: which part's rows are the keys; the first part's are the queries.
+    keys: the index of the part whose rows are the keys; the rows of the first part are the queries.
     """
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for place, (part, prefix) in enumerate(zip(parts, prefixes, strict=True)):
@@ -85,8 +86,8 @@ def _seen(rows: int, keys: int, bends: Bends, device: torch.device) -> Tensor:
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, bends: Bends) -> tuple[Tensor, Tensor | float]:
-    """(scores [..., G, H / G, Q, K], -inf where a query does not see a key; their slope over scale * q . k, which a cap
-    flattens).
+    """(scores [..., G, H / G, Q, K], -inf where a query does not see a key; their derivative with respect to scale * q . k,
+    which is below 1 with a cap).
 
     q [..., G, H / G, Q, D], k [..., G, 1, K, D].
     """

@@ -1,8 +1,9 @@
 """`attention` through torch's scaled_dot_product_attention: the implementation `vendor` (cuDNN, FlashAttention-2; torch picks).
 
-Refuses what that call does not have: packed sequences of different lengths, the log-sum-exp, masks that are not causal, bent
-scores, and causal masks where queries and keys are not equally many (it aligns the first key with the first query, not the last
-with the last), but for one query, which sees all keys. A row's bits may depend on the batch.
+Refuses what that call does not support: packed sequences of different lengths, the log-sum-exp, masks that are not causal, and
+options that change scores. It also refuses causal masks with different numbers of queries and keys, because that call aligns
+the first key with the first query, not the last with the last; but a single query, which sees all keys, is supported. The bits
+of a row may depend on the batch.
 """
 
 from typing import Any

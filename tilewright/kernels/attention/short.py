@@ -1,12 +1,13 @@
-"""`attention` over few keys, up to 256, without a mask: the implementation `short`. Image patches, short texts.
+"""`attention` over few keys, up to 256, without a mask: the implementation `short`. For image patches and short texts.
 
-A program holds all keys and values of a head in shared memory, and walks its tiles of 64 queries; PARTS programs share a head's
-tiles. Keys are at most two blocks of 128, the second one masked and taken first, so a tile is two steps of the incremental
-softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) without a loop, and nothing is loaded
-between them but the next queries. H100, 197 keys, 12 heads of 64, against cuDNN: 1.00 at 32 images, 1.47 at one.
+A program keeps all keys and values of a head in shared memory, and loops over its tiles of 64 queries; PARTS programs share the
+tiles of a head. There are at most two blocks of 128 keys; the last one is masked and comes first. So a tile is at most two
+steps of the incremental softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018) without a loop, and
+only the next queries are loaded between tiles. H100, 197 keys, 12 heads of 64, speed relative to cuDNN: 1.00 at 32 images, 1.47
+at one.
 
-Refuses: causal masks and all that bends scores, log-sum-exp, packed sequences, head dims other than 32 and 64, cards other than
-sm_90 (elsewhere the operands would not stay in shared memory).
+Refuses: causal masks and all other options that change masks or scores, log-sum-exp, packed sequences, head dims other than 32
+and 64, GPUs other than sm_90 (elsewhere the operands would not stay in shared memory).
 """
 
 # pyright: reportCallIssue=false, reportAssignmentType=false
@@ -27,11 +28,12 @@ __all__ = ["SHORT"]
 
 _BLOCK_M = 64
 _KEYS = 128
-"""Of a block."""
+"""Keys per block."""
 _QUERIES = 1 << 14
-"""Rows of less than 131072 numbers are within 32 bits then."""
+"""With at most so many queries, offsets fit 32 bits for rows of less than 131072 numbers."""
 _REGISTERS = 168
-"""Three programs fit an SM. H100, 32 images of 197 keys and 12 heads: 26.5 us, with 240 registers, two programs an SM, 37.8."""
+"""With this limit three programs fit on an SM. H100, 32 images of 197 keys and 12 heads: 26.5 us. With 240 registers, two
+programs per SM: 37.8 us."""
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -49,7 +51,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, 197 keys, 12 heads of 64: one image 5.3 us in four parts, 14.1 in one; 32 images 26.5 in one, 36.1 in four.
+    # H100, 197 keys, 12 heads of 64: one image takes 5.3 us in four parts, 14.1 in one; 32 images 26.5 in one part, 36.1 in
+    # four.
     return {"PARTS": 1 if problem.batch * problem.heads >= 2 * device.sms else 4}
 
 
@@ -69,7 +72,7 @@ def _short_kernel(
     v_batch_stride, v_row_stride, v_head_stride,
     D: tl.constexpr, TWO: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """TWO: there are more keys than KEYS; the last block, which is masked, begins there."""
+    """TWO: there are more keys than KEYS. The second block, which is masked, then begins at KEYS."""
     head = tl.program_id(0) // PARTS
     b = (head // heads).to(tl.int64)
     h = head % heads

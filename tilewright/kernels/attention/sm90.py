@@ -1,13 +1,14 @@
-"""The host side of sm90_kernel.py: what it takes, its configs, its descriptors; exports the Impls `sm90`, `sm90_invariant`.
+"""The host side of sm90_kernel.py: refusals, configs, descriptors and launch; exports the Impls `sm90` and `sm90_invariant`.
 
-Refuses: dtypes other than bf16 and fp16, head dims that are not in HEAD_DIMS, prefixes, soft caps and ALiBi; and `sm90` heads
-that are not beside each other in a row (a [heads, tokens, D] layout), and rows or heads that do not start at multiples of 16
-bytes.
+Refuses: dtypes other than bf16 and fp16; head dims that are not in HEAD_DIMS; prefixes, soft caps and ALiBi. `sm90` also
+refuses layouts in which the heads of a token are not adjacent (such as [heads, tokens, D]), and rows or heads that do not start
+at multiples of 16 bytes.
 
-A row's bits depend on its own keys and on the config: blocks of keys begin at the same places of a sequence whatever tile the
-row is in, and a block that the row does not see leaves it as it was. The default of `sm90` depends on lengths; `sm90_invariant`
-has one config for a head dim and kind of mask, so that a sequence alone, in a batch, packed, or in chunks has the same bits. In
-the invariant scope it copies what the copy engine cannot address: else strides would choose between kernels, and so bits.
+The bits of a row depend only on its own keys and on the config: in a sequence, blocks of keys begin at the same positions for
+every tile, and a block that the row does not see leaves the row unchanged. The default config of `sm90` depends on the lengths.
+`sm90_invariant` has one config per head dim and kind of mask, so that a sequence has the same bits alone, in a batch, packed,
+or in chunks. In the invariant scope it copies operands that TMA cannot address. Otherwise the strides would decide which kernel
+runs, and so the bits of the result could differ.
 """
 
 from collections.abc import Hashable
@@ -30,8 +31,8 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["SM90", "SM90_INVARIANT"]
 
-HEAD_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 256))  # of keys and of values
-_ROWS = 64  # of a consumer
+HEAD_DIMS = ((64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 256))  # (keys, values)
+_ROWS = 64  # query rows per consumer
 
 
 def _refuse_any_layout(device: Device, problem: Problem) -> str | None:
@@ -55,11 +56,11 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _config(problem: Problem, long: bool) -> Config:
-    # H100, docs/log.md#attention: three consumers share each block of keys; they have the registers only where D is 64, and
-    # lose under a diagonal, which cuts more of a higher tile, and where tiles are few.
+    # H100, docs/log.md#attention: with three consumers more rows share each block of keys. Only for D = 64 are there enough
+    # registers. Three are slower with a causal mask, because the diagonal cuts more of a taller tile, and with few tiles.
     wide = problem.head_dim == 64 and not problem.causal and long
-    # Overlapped products cost registers. They bring nothing before a tile has about 16 blocks, and nothing where D is 64 and
-    # most tiles under a diagonal are short.
+    # Overlapped products need more registers. They gain nothing until a tile has about 16 blocks, and nothing for D = 64 with a
+    # causal mask, where most tiles are short.
     overlap = long if problem.head_dim == 128 else problem.head_dim != 64 or not problem.causal
     return {
         "CONSUMERS": 3 if wide else 2,
@@ -75,7 +76,7 @@ def _default(device: Device, problem: Problem) -> Config:
 def _ring(device: Device, head_dim: int, value_dim: int, config: Config) -> tuple[int, int, bool]:
     """(stages, buffers for Q, whether the output goes through Q's memory).
 
-    Two buffers of Q, so that the next tile's first scores do not wait, come before a third stage.
+    A second buffer of Q, which lets the next tile's first scores start without waiting, has priority over a third stage.
     """
     rows = config["CONSUMERS"] * _ROWS
     stage = 2 * config["BLOCK_N"] * (head_dim + value_dim)
@@ -90,7 +91,7 @@ def _ring(device: Device, head_dim: int, value_dim: int, config: Config) -> tupl
 
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    # Registers of a thread: o, s and p of 64 rows.
+    # Registers per thread: o, s and p of 64 rows.
     accumulators = problem.value_dim // 2 + config["BLOCK_N"] // 2 + config["BLOCK_N"] // 4
     if accumulators > (184 if config["CONSUMERS"] == 2 else 128):
         return "more accumulators than the registers hold"
@@ -104,19 +105,19 @@ SPACE = Space(
     axes={"CONSUMERS": (2, 3), "BLOCK_N": (64, 128), "OVERLAP": (1, 0)},
     refusal=_config_refusal,
 )
-"""OVERLAP: this block's product with the values in flight under the next one's softmax."""
+"""OVERLAP: whether the product of a block's weights and values runs during the softmax of the next block."""
 
 # ---- launcher
 
 
 def _descriptor(t: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Of [T, H, D] as a matrix whose rows hold the heads beside each other; a box is `rows` of `cols` columns of one head."""
+    """[T, H, D] as a matrix whose rows contain adjacent heads. A box is `rows` by `cols` columns of one head."""
     width = (t.shape[1] - 1) * t.stride(1) + t.shape[2]
     return descriptor(t, [rows, cols], [t.shape[0], width], [t.stride(0), 1])
 
 
 def _memory(device: torch.device, programs: int) -> tuple[Tensor, Tensor]:
-    """Tickets, and what the programs tell each other of them."""
+    """The ticket counter, and the slots through which the warps of each program exchange the descriptions of tiles."""
     return tickets(device, 1), torch.empty(2 * SLOT.value * programs, dtype=torch.int32, device=device)
 
 
@@ -142,7 +143,7 @@ def _launch(
     result, lse = empty_outputs(q, v, want_lse)
     if not q.numel():
         return result, lse
-    if not k.numel():  # the copy engine has no empty matrices
+    if not k.numel():  # TMA does not support empty matrices
         return result.zero_(), lse.fill_(float("-inf")) if sinks is None or not want_lse else lse.copy_(sinks[:, None])
     seen = lse if want_lse else None
     args = (q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, want_lse, left, right, sinks)
@@ -155,7 +156,7 @@ def _first_launch(
     cu_k: Tensor | None, max_q: int, max_k: int, scale: float, causal: bool, want_lse: bool, left: int | None,
     right: int | None, sinks: Tensor | None,
 ) -> Plan:  # fmt: skip
-    """Fill the result and, where it is wanted, lse."""
+    """Fill the result and, if requested, lse."""
     result, lse = results
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     q, k, v, out = packed(q), packed(k), packed(v), packed(result)
@@ -164,13 +165,13 @@ def _first_launch(
     behind = 0 if causal else right
     consumers, block_n = config["CONSUMERS"], config["BLOCK_N"]
     dv = v.shape[2]
-    main = 1 << d.bit_length() - 1  # tiles are powers of two wide: 192 columns are 128 and 64
+    main = 1 << d.bit_length() - 1  # the width of a tile is a power of two: 192 columns are 128 and 64
     tail = d - main
     stages, q_buffers, share_q = _ring(device, d, dv, config)
     blocks = -(-max_q // (_ROWS * consumers))
     group = heads // k.shape[1]
-    # Heads at a time: as many as give each SM a tile (two under a mask, whose tiles differ), so that memory is read evenly and
-    # not in bursts, with at most half of L2 for their keys and values. Heads that share them go together.
+    # Heads computed at a time: enough to give each SM one tile (two under a mask, where tiles differ in length), so that memory
+    # is read evenly and not in bursts; but their keys and values must fit in half of L2. Heads that share keys stay together.
     wanted = -(-device.sms * (1 if behind is None else 2) // (blocks * group))
     section = max(1, min(wanted, device.l2_bytes // 2 // max(1, max_k * 2 * (d + dv)))) * group
     programs = min(blocks * batch * heads, device.sms)
@@ -202,7 +203,8 @@ def _launch_any_layout(config: Config, q: Tensor, k: Tensor, v: Tensor, *rest: A
 
 
 def _refuse_invariant(device: Device, problem: Problem) -> str | None:
-    # Elsewhere the portable kernel reads other layouts: two and a half times as fast as the copies at 512 keys.
+    # Outside the invariant scope the portable kernel runs for other layouts. At 512 keys it is two and a half times as fast as
+    # the copies.
     return _refuse_any_layout(device, problem) if scope().invariant else _refuse(device, problem)
 
 

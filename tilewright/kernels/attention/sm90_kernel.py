@@ -1,29 +1,30 @@
-"""Forward attention for Hopper, scheduled by hand in Gluon.
+"""Forward attention for Hopper, written in Gluon.
 
-    out[t, h] = sum_s p[s] v[s, g],   p = softmax_s(scale * q[t, h] . k[s, g]),   g = h // (query heads a KV head)
+    out[t, h] = sum_s p[s] v[s, g],   p = softmax_s(scale * q[t, h] . k[s, g]),   g = h // (query heads per KV head)
 
-bf16 or fp16; q [T, H, D], k and v [S, KV, D] packed: sequence b has rows cu_q[b]..cu_q[b + 1] of q, cu_k[b]..cu_k[b + 1] of k
-and v; without cu_q and cu_k all are of equal length. Causal masks and windows align the last query with the last key. A row
-that sees no key is zero, its log-sum-exp -inf. Not supported: soft-cap, bias, prefixes, paged KV; the host side
-(sm90.py) refuses what does not fit. sm90_schedule.py says which tile a program has.
+bf16 or fp16. The operands q [T, H, D], k and v [S, KV, D] are packed: sequence b has rows cu_q[b]..cu_q[b + 1] of q, and rows
+cu_k[b]..cu_k[b + 1] of k and v. Without cu_q and cu_k all sequences have the same length. Causal masks and windows align the
+last query with the last key. A row that sees no key is zero, and its log-sum-exp is -inf. Not supported: soft caps, biases,
+prefixes, paged KV; the host side (sm90.py) refuses them. sm90_schedule.py assigns the tiles to the programs.
 
-attention.py has the formulae of the incremental softmax; here the blocks of keys come from the last to the first. Limited by
-the tensor cores, and where D is 64 as much by exponentials: each has 2 D multiply-adds, and an SM does 16 exponentials or 2048
-multiply-adds a cycle. Hence the schedule of FlashAttention-3 (Shah et al., 2024):
+attention.py has the formulae of the incremental softmax. Here the blocks of keys are visited from the last to the first. The
+kernel is limited by the tensor cores, and for D = 64 equally by the exponentials: an SM computes 16 exponentials or 2048
+multiply-adds per cycle, and each exponential comes with 2 D multiply-adds. Hence the schedule of FlashAttention-3 (Shah et al.,
+2024):
 
-    dealer      one warp: hands out tiles (an atomic counter: tiles differ in length)
-    producer    one warp: has the copy engine (TMA) fetch Q once a tile, and blocks of K and V as far ahead as there are stages
-    consumers   two or three warpgroups of 64 query rows each. With OVERLAP one issues Q K^T of the next block, then P V of this
-                one, and computes the softmax of the next while P V runs. P never leaves the registers: it is the first operand
-                of its product. The next tile's first scores are computed while this one's result is stored. Letting the
-                warpgroups issue their products in turns, one at its softmax while another multiplies, was between 4 %
-                slower and 1 % faster: they part by themselves
+    scheduler   one warp: assigns tiles to the other warps, by an atomic counter because tiles differ in length
+    producer    one warp: loads Q by TMA once per tile, and blocks of K and V as many blocks ahead as there are pipeline stages
+    consumers   two or three warpgroups of 64 query rows each. With OVERLAP a warpgroup issues Q K^T of the next block, then P V
+                of this one, and computes the softmax of the next block while P V runs. P stays in registers: it is the first
+                operand of its product. The first scores of the next tile are computed while the result of this tile is stored.
+                Forcing the warpgroups to issue their products in turns, so that one computes its softmax while another
+                multiplies, was between 4 % slower and 1 % faster: without it they already drift apart
 
-Only blocks that a mask or the end of the keys cuts are masked; blocks outside of a window are not visited.
+Masking is applied only to blocks that a mask or the end of the keys cuts. Blocks outside the window are not visited.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# T query rows, S key rows, H query heads, D head dim, M rows of a tile, N keys of a block
+# T query rows, S key rows, H query heads, D head dim, M rows per tile, N keys per block
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -56,7 +57,7 @@ __all__ = ["attend", "attention_sm90_kernel", "barriers"]
 
 @gluon.jit
 def _masked(s, n, row, offset, k_len, window, RIGHT: gl.constexpr, LEFT: gl.constexpr, PACK: gl.constexpr):
-    """Scores of block n with -inf where a row does not see a key. offset: keys before the first query's."""
+    """Scores of block n, set to -inf where a row does not see the key. offset: keys before the first query's own key."""
     layout: gl.constexpr = s.type.layout
     left, right = window
     cols = gl.expand_dims(gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout)), 0)
@@ -75,14 +76,14 @@ def _masked(s, n, row, offset, k_len, window, RIGHT: gl.constexpr, LEFT: gl.cons
 
 @gluon.jit
 def _exponentials(s, m, scale, CHECK: gl.constexpr):
-    """(p, m', 2^(m - m')) of a block's scores. CHECK: a row may have seen no key yet; its m is -inf."""
+    """(p, m', 2^(m - m')) of a block's scores. CHECK: a row may have seen no key yet, so that its m is -inf."""
     high = gl.maximum(m, gl.max(s, 1))
     base = high
     if CHECK:
         base = gl.where(high == float("-inf"), 0.0, high)
     p = gl.exp2(s * scale - gl.expand_dims(base * scale, 1))
-    # The difference first: where nothing higher came this is 1, whatever the products round to, and a block that a row does not
-    # see leaves the row as it was.
+    # Subtract first, then scale: if the maximum did not change, the factor is exactly 1 however the products round. So a block
+    # that a row does not see leaves the row unchanged.
     return p, high, gl.exp2((m - base) * scale)
 
 
@@ -94,7 +95,7 @@ def _as_operand(p, o, dtype: gl.constexpr):
 
 @gluon.jit
 def _product(q_buf, k_buf, q_tail, k_tail, TAIL: gl.constexpr):
-    """Q K^T, in flight. TAIL: of columns behind those of q_buf and k_buf too."""
+    """Issue Q K^T, and return it in flight. TAIL: the product includes the columns in q_tail and k_tail."""
     N: gl.constexpr = k_buf.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     zero = gl.zeros([ROWS, N], gl.float32, layout)
@@ -106,7 +107,7 @@ def _product(q_buf, k_buf, q_tail, k_tail, TAIL: gl.constexpr):
 
 @gluon.jit
 def _scores(bufs, slot, k_full, it, TAIL: gl.constexpr):
-    """Q K^T of the it-th block of keys, in flight."""
+    """Issue Q K^T for the it-th block of keys, and return it in flight."""
     q_bufs, k_bufs, _, _, q_tails, k_tails = bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     stage = it % STAGES
@@ -116,7 +117,7 @@ def _scores(bufs, slot, k_full, it, TAIL: gl.constexpr):
 
 @gluon.jit
 def _weigh(o, p, v_bufs, v_full, it):
-    """o + P V of the it-th block of keys, in flight."""
+    """Issue o + P V for the it-th block of keys, and return it in flight."""
     STAGES: gl.constexpr = v_bufs.shape[0]
     mbarrier.wait(v_full.index(it % STAGES), it // STAGES & 1)
     return warpgroup_mma(p, v_bufs.index(it % STAGES), o, is_async=True)
@@ -124,7 +125,7 @@ def _weigh(o, p, v_bufs, v_full, it):
 
 @gluon.jit
 def _floor(sinks_ptr, head, scale, layout: gl.constexpr, PACK: gl.constexpr):
-    """The maximum that a row begins with: its head's sink, as a product of a query and a key, or nothing."""
+    """The initial maximum of each row: the sink of its head, expressed as an unscaled q . k, or -inf without sinks."""
     if sinks_ptr is not None:
         heads = head * PACK + gl.arange(0, ROWS, layout=layout) % PACK
         return gl.load(sinks_ptr + heads).to(gl.float32) * 1.4426950408889634 / scale
@@ -134,7 +135,7 @@ def _floor(sinks_ptr, head, scale, layout: gl.constexpr, PACK: gl.constexpr):
 
 @gluon.jit
 def _begin(s, v_bufs, v_full, it, seen, floor, scale, RIGHT: gl.constexpr, LEFT: gl.constexpr, PACK: gl.constexpr):
-    """The softmax of a tile's first block, which is the last of its keys: (weights, m, l)."""
+    """The softmax of a tile's first block, which contains its last keys. Returns (weights, m, l)."""
     STAGES: gl.constexpr = v_bufs.shape[0]
     N: gl.constexpr = v_bufs.shape[1]
     row, offset, k_len, last, whole, _cut, window = seen
@@ -155,7 +156,7 @@ def _step(
     bufs, slot, bars, o, p, m, l, it, n, seen, scale,
     RIGHT: gl.constexpr, LEFT: gl.constexpr, OVERLAP: gl.constexpr, TAIL: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
-    """P V of the block before and the softmax of the it-th, which is keys n * N and on: (o, p, m, l)."""
+    """P V of the preceding block, and the softmax of the it-th block, whose keys begin at n * N. Returns (o, p, m, l)."""
     v_bufs = bufs[2]
     STAGES: gl.constexpr = v_bufs.shape[0]
     k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
@@ -180,7 +181,8 @@ def _step(
     e, m, alpha = _exponentials(s, m, scale, RIGHT or LEFT)
     l = scaled_rows(l, alpha) + row_parts(e)
     if OVERLAP:
-        # The assembler would wait for P V before the exponentials, but moves nothing across a loop. This one ends at once.
+        # ptxas would move the wait for P V before the exponentials, but it moves nothing across a loop. The wait on a barrier
+        # is a loop, and ends at once here because `_weigh` has already waited for this barrier.
         mbarrier.wait(v_full.index(before % STAGES), before // STAGES & 1)
         o, p, e = warpgroup_mma_wait(0, deps=(o, p, e))
         release(v_empty.index(before % STAGES))
@@ -190,7 +192,7 @@ def _step(
 
 @gluon.jit
 def _store_rows(o_buf, out, row, head, q_start, q_len, PACK: gl.constexpr):
-    """What exists of the consumer's rows, by the threads themselves."""
+    """Store those of the consumer's rows that exist, with ordinary stores of the threads instead of TMA."""
     o_desc, out_ptr, _, total_q, out_row_stride, out_head_stride, _ = out
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     at = row + gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), 1)
@@ -206,7 +208,7 @@ def _store_rows(o_buf, out, row, head, q_start, q_len, PACK: gl.constexpr):
 
 @gluon.jit
 def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale, PACK: gl.constexpr):
-    """Divide, round, and store what exists of the consumer's rows, through shared memory."""
+    """Divide, round, and store those of the consumer's rows that exist, through shared memory."""
     o_desc, out_ptr, lse_ptr, total_q, _, out_head_stride, sinks_ptr = out
     weight = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, o.type.layout), assert_trivial=True)
     if sinks_ptr is not None:
@@ -218,7 +220,7 @@ def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale, PACK: 
     if lse_ptr is not None:
         rows = row + gl.arange(0, ROWS, layout=m.type.layout)
         total = gl.convert_layout(weight, m.type.layout, assert_trivial=True)
-        # scale is in the domain of exp2
+        # scale already includes log2(e)
         lse = (m * scale + gl.log2(total)) * 0.6931471805599453
         gl.store(lse_ptr + head.to(gl.int64) * total_q + q_start + rows, lse, mask=rows < q_len)
     if row + ROWS <= q_len * PACK:
@@ -241,7 +243,7 @@ def _finish(o, m, l, o_buf, out, row, head, q_start, q_len, floor, scale, PACK: 
 def _first_scores(
     bufs, bars, it, n, tile, total, wg: gl.constexpr, CONSUMERS: gl.constexpr, TAIL: gl.constexpr
 ):  # fmt: skip
-    """Q K^T of a tile's first block, in flight. Beyond the last tile: of whatever the memory holds, and nobody reads it."""
+    """Issue Q K^T for a tile's first block, and return it in flight. After the last tile the result is garbage and unused."""
     q_bufs, k_bufs, _, _, q_tails, k_tails = bufs
     q_full, k_full = bars[0], bars[2]
     STAGES: gl.constexpr = k_bufs.shape[0]
@@ -261,9 +263,10 @@ def attend(
     wg: gl.constexpr, CONSUMERS: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr,
     OVERLAP: gl.constexpr, SHARE_Q: gl.constexpr, TAIL: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
-    """A consumer's share of all tiles of its program.
+    """A consumer's rows of all the tiles of its program.
 
-    PACK: heads that share keys and stand beside each other in a tile, query 0's first, then query 1's; `head` counts by them.
+    PACK: number of query heads that share a KV head and are packed into one tile. The rows of a tile are the PACK heads of
+    query 0, then those of query 1, and so on; `head` counts groups of PACK heads.
     """
     q_bufs, k_bufs, v_bufs, o_bufs, _, _ = bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
@@ -323,14 +326,14 @@ def attention_sm90_kernel(
     RIGHT: gl.constexpr, LEFT: gl.constexpr,
     OVERLAP: gl.constexpr, Q_BUFS: gl.constexpr, SHARE_Q: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4 on at most as many programs as there are tiles; the others bring their own warps.
+    """Launch with num_warps=4, on at most as many programs as there are tiles; the other partitions bring their own warps.
 
     blocks: tiles of the longest sequence of queries. heads: sequences times H. section: heads that are computed at a time.
-    GROUP: query heads a KV head. max_q, max_k: of every sequence, where cu_q_ptr and cu_k_ptr are None. scale: times log2(e).
-    lse_ptr: None, or float32 [H, total_q]. sinks_ptr: None, or [H]. counter_ptr: one int32 of zero, left as zero. slots_ptr:
-    int32, 2 * SLOT a program. D, TAIL: a head of queries or keys is D columns, and TAIL more through descriptors of their own
-    (tiles are powers of two wide); DV: of values.
-    RIGHT, LEFT: a row sees keys up to `right` behind its own, from `left` before it.
+    GROUP: query heads per KV head. max_q, max_k: the lengths of every sequence, if cu_q_ptr and cu_k_ptr are None. scale:
+    already multiplied by log2(e). lse_ptr: None, or float32 [H, total_q]. sinks_ptr: None, or [H]. counter_ptr: one int32 zero;
+    it is zero again at the end. slots_ptr: int32, 2 * SLOT per program. D, TAIL: a head of queries or keys has D columns, and
+    TAIL more that are loaded through descriptors of their own (the width of a tile is a power of two). DV: columns of a head of
+    values. RIGHT, LEFT: whether a row sees keys only up to `right` after its own key, and only from `left` before it.
     """
     dtype: gl.constexpr = q_desc.dtype
     q_bufs = gl.allocate_shared_memory(dtype, [Q_BUFS * CONSUMERS, ROWS, D], q_desc.layout)

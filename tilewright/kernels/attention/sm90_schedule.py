@@ -1,9 +1,10 @@
-"""Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the warps that deal and fetch.
+"""Which tile a program of `attention_sm90_kernel` computes, which keys its rows see, and the scheduler and producer warps.
 
-Tiles of a launch are numbered: the heads in sections that keep the SMs busy, inside of a section the longest tiles first. What
-is left over when heads are dealt into sections goes first, so that a launch ends with the short tiles of a whole section.
-A program begins with its own number and then draws tickets from a counter, for tiles differ in length; the warp that draws
-hands the number, and what it found out of the tile, to the others (hopper/primitives.py).
+The tiles of a launch are numbered. The heads are divided into sections that keep the SMs busy; within a section the longest
+tiles come first. If the heads do not divide evenly, the smaller section comes first, so that a launch ends with the short tiles
+of a full section. A program begins with the tile of its own number and then draws tickets from an atomic counter, because tiles
+differ in length. The scheduler warp draws the tickets, and passes the number and the description of the tile to the other warps
+(hopper/primitives.py).
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -16,8 +17,8 @@ from tilewright.kernels.hopper.primitives import BEHIND, hand_out, load_box, nex
 __all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "load_tiles"]
 
 
-ROWS = gl.constexpr(64)  # of a consumer: what the tensor cores take at once
-SLOT = gl.constexpr(16)  # from one tile's numbers to the next one's
+ROWS = gl.constexpr(64)  # query rows per consumer: the M of one wgmma instruction
+SLOT = gl.constexpr(16)  # int32 from the description of one tile to the next
 PLACE = gl.constexpr(10)  # numbers that describe a tile
 
 
@@ -35,15 +36,16 @@ def _span(b, cu_ptr, length):
 def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.constexpr, LEFT: gl.constexpr):
     """(first row, head, start and length of q, start and length of k, last block of keys, blocks, whole, cut) of a tile.
 
-    where: the grid (tiles a head, heads, section, H), lengths (cu_q_ptr, cu_k_ptr, max_q, max_k) and window (left, right).
-    RIGHT, LEFT: whether a row sees only so many keys behind or before its own (a causal mask: none behind). A tile visits the
-    `blocks` blocks of keys that end with `last`; those from `whole` on, and those before `cut`, have keys to mask.
+    where: the grid (tiles per head, heads, section, H), lengths (cu_q_ptr, cu_k_ptr, max_q, max_k) and window (left, right).
+    RIGHT, LEFT: whether the keys of a row end `right` after its own key (0 with a causal mask), and begin `left` before it.
+    A tile visits the `blocks` blocks of keys that end with block `last`. Blocks from `whole` on, and blocks before `cut`,
+    contain keys that must be masked.
     """
     grid, lengths, window = where
     blocks, heads, section, H = grid
     cu_q_ptr, cu_k_ptr, max_q, max_k = lengths
     left, right = window
-    # From the end, so that a section of few heads is the first one: as the last it kept SMs waiting for its longest tiles.
+    # Count from the end, so that a smaller section comes first: when it came last, SMs had to wait for its longest tiles.
     before = blocks * heads - 1 - tile
     first = before // (section * blocks) * section
     within = before % (section * blocks)
@@ -54,14 +56,14 @@ def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.cons
     q_start, q_len = _span(b, cu_q_ptr, max_q)
     k_start, k_len = _span(b, cu_k_ptr, max_k)
     row = block * BLOCK_M
-    own = row + k_len - q_len  # the key that is the first row's own
+    own = row + k_len - q_len  # the first row's own key
     seen = k_len
     whole = k_len // N
     if RIGHT:
         seen = gl.minimum(k_len, own + BLOCK_M + right)
         whole = gl.minimum(whole, gl.maximum(own + 1 + right, 0) // N)
-    # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
-    # So does one beyond the rows of its sequence, and stores nothing.
+    # A tile that sees no key visits one block, with all keys masked: the same formulae then give zero.
+    # A tile beyond the rows of its sequence also visits one block, and stores nothing.
     last = gl.where(row < q_len, gl.maximum(gl.cdiv(gl.maximum(seen, 0), N) - 1, 0), 0)
     count = last + 1
     cut = gl.cdiv(gl.maximum(own + BLOCK_M - 1 - left, 0), N)
@@ -75,7 +77,7 @@ def _tile_of(tile, where, BLOCK_M: gl.constexpr, N: gl.constexpr, RIGHT: gl.cons
 
 @gluon.jit
 def _load(desc, tail_desc, row, col, full, buf, tail):
-    """A box of 16-bit numbers; with `tail_desc` also the columns behind it."""
+    """Load a box of 16-bit numbers and, with `tail_desc`, the columns that follow it."""
     D: gl.constexpr = buf.shape[1]
     if tail_desc is not None:
         mbarrier.expect(full, buf.shape[0] * (D + tail.shape[1]) * 2)
@@ -87,7 +89,7 @@ def _load(desc, tail_desc, row, col, full, buf, tail):
 
 @gluon.jit
 def _fetch(descs, cols, bufs, bars, key, it):
-    """The it-th block of keys and values, from row `key` on, each when its stage is free."""
+    """Load the it-th block of keys and of values, from row `key` on, each as soon as its stage is free."""
     _, k_desc, v_desc, _, k_tail_desc = descs
     _, k_bufs, v_bufs, _, _, k_tails = bufs
     k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
@@ -136,7 +138,7 @@ def load_tiles(
         tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
 
 
-# ---- the warp that deals
+# ---- the scheduler warp
 
 
 @gluon.jit

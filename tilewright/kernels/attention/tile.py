@@ -1,15 +1,16 @@
-"""`attention` on tensor cores for every card, head dim, layout and mask: the implementation `triton`.
+"""`attention` on tensor cores for every GPU, head dim, layout and mask: the implementation `triton`.
 
-A program takes BLOCK_M query rows of one head and walks the keys upwards, BLOCK_N at a time, in steps that Triton pipelines:
-from the block where its first row's window begins to the one where its last row's ends (a causal mask: at the diagonal). Only
-blocks that a mask or the end of the keys cuts are masked. Where a head dim is no power of two the tiles are as wide as the next
-one, and masked: D = 80 costs what 128 costs.
+A program processes BLOCK_M query rows of one head. It goes through the keys in ascending order, BLOCK_N at a time, in a loop
+that Triton pipelines: from the block in which the window of its first row begins, to the block in which the window of its last
+row ends (with a causal mask: at the diagonal). Masking is applied only to blocks that a mask or the end of the keys cuts. If a
+head dim is not a power of two, the tiles are as wide as the next power of two, and masked: D = 80 costs as much as D = 128.
 
-A row's bits depend on its own keys alone: blocks of keys start at the same places whatever tile or batch the row is in, and no
-default depends on lengths. A block that a row does not see has to leave it as it is, to the bit. So the factor on the past is
-exp2((m - m') c), which is 1 where m' = m; exp2(m c - m' c) with one of the products rounded and one not would not be. And the
-exponent is written as one multiply-add, which the compiler would else form in one loop and not in the other. float32 is
-multiplied in IEEE precision, which on NVIDIA cards means without tensor cores. Refuses: float64, head dims above 256.
+The bits of a row depend only on its own keys: blocks of keys start at the same positions for every tile and batch, and no
+default config depends on lengths. A block that a row does not see must leave the row unchanged, to the bit. So the factor for
+the earlier sums is exp2((m - m') c), which is exactly 1 if m' = m. With exp2(m c - m' c) it might not be 1, because the
+compiler may fuse one of the products and round the other. The exponent is an explicit fused multiply-add, because the compiler
+might otherwise fuse it in one loop and not in the other. float32 is multiplied in IEEE precision, which on NVIDIA GPUs means
+without tensor cores. Refuses: float64, head dims above 256.
 """
 
 from typing import Any
@@ -44,19 +45,21 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def widths(problem: Any) -> tuple[int, int]:
-    """Columns of a tile of queries or keys, and of a tile of values."""
+    """(columns of a tile of queries or keys, columns of a tile of values)."""
     return max(16, next_pow2(problem.head_dim)), max(16, next_pow2(problem.value_dim))
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # Compiled, not measured: the largest tiles that do not spill (a few registers at head dim 256 on sm_90 and 100).
+    # Chosen by compiling, not by measuring: the largest tiles that do not spill (a few registers at head dim 256 on sm_90 and
+    # 100).
     width, shared = max(widths(problem)), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
     if width > 128:
         return {"BLOCK_M": 128 if shared else 64, "BLOCK_N": 64 if shared else 32, "num_warps": 8, "num_stages": 2}
     if width <= 64:
-        # On sm_80 64 keys of 32 dims are up to 167 registers a thread, or 128 and a spill; 32 keys 114: two blocks an SM.
+        # On sm_80, 64 keys of 32 dims need up to 167 registers per thread, or 128 and spills; 32 keys need 114: two blocks per
+        # SM.
         block_n = 64 if shared or width > 32 else 32
         return {"BLOCK_M": 128, "BLOCK_N": block_n, "num_warps": 4 if shared else 8, "num_stages": 4}
     block_n = 64 if shared or width == problem.head_dim else 32
@@ -74,11 +77,11 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "more shared memory than the device has"
     if c["BLOCK_M"] // c["num_warps"] < 16 and width <= 128 and problem.dtype.itemsize == 2:
         return "a warp has at least 16 rows: a row that two warps share costs a trip through shared memory"
-    # Of a thread: the average, the scores, and the weights in 16 bits.
+    # Registers per thread: the weighted sum, the scores, and the weights in 16 bits.
     registers = c["BLOCK_M"] * (2 * of_values + 3 * c["BLOCK_N"]) // (64 * c["num_warps"])
     if not device.multiplies_by_warpgroup:
         registers += c["BLOCK_M"] * width // (64 * c["num_warps"])  # the queries too
-    # 192 spill on sm_80 in all three tiles that have them, up to 120 bytes, or spill where the mask is more than causal.
+    # On sm_80 all three tiles that need 192 registers spill: by up to 120 bytes, or only with masks that are more than causal.
     if registers > (200 if device.multiplies_by_warpgroup else 184):
         return "more accumulators than the registers hold"
     return None
@@ -99,9 +102,9 @@ def _tile_step(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys start .. start + BLOCK_N into (acc, m, l): of a row those from its `begin` (LEFT) to before its `end`.
+    """Add the keys start .. start + BLOCK_N to (acc, m, l): for each row those from its `begin` (if LEFT) to before its `end`.
 
-    k_ptr and v_ptr point at the first key of the head. Scores are in units of 1 / scale_log2 of the exponent of two.
+    k_ptr and v_ptr point to the first key of the head. A score times scale_log2 is an exponent of two.
     """
     keys = start + tl.arange(0, BLOCK_N)
     k = load_rows(k_ptr, keys, k_row_stride, D, BLOCK_D, MASKED, k_len)
@@ -116,7 +119,8 @@ def _tile_step(
         if LEFT:
             seen &= keys[None, :] >= begin[:, None]
         s = tl.where(seen, s, float("-inf"))
-    # Unscaled until here: the scale is a factor of the exponent's multiply-add, masked or not, so that both give the same bits.
+    # Scores are unscaled until here. The scale is applied in the fma of the exponent, masked or not, so that both give equal
+    # bits.
     m_new = tl.maximum(m, tl.max(s, 1))
     # A row that has seen no key yet has m = -inf; subtracting 0 instead keeps its weights exp2(-inf) = 0, not NaN.
     base = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -128,7 +132,7 @@ def _tile_step(
 
 @triton.jit
 def _finish(acc, m, l, out_ptr, lse_ptr, rows, q_start, q_len, total_q, h, H, scale_log2, DV: tl.constexpr):
-    """Divide, round, and store what exists of the tile's rows."""
+    """Divide, round, and store those of the tile's rows that exist."""
     dims = tl.arange(0, acc.shape[1])
     total = tl.where(l == 0.0, 1.0, l)
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -148,7 +152,7 @@ def _attention_kernel(
     D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of a head are neighbours, so that they share its keys in L2; under a diagonal the longest come first.
+    # The tiles of a head are neighbours, so that they share its keys in L2. With a right bound the longest tiles come first.
     tile = tl.program_id(0) % tiles
     if RIGHT:
         tile = tiles - 1 - tile
@@ -174,7 +178,7 @@ def _attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:  # a key with this score and the value zero
+    if sinks_ptr is not None:  # starts as after a key with this score and the value zero
         m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h).to(tl.float32) * _LOG2_E / scale_log2
         l += 1.0
     if LEFT:
@@ -209,7 +213,7 @@ def _launch(
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     tiles = ceil_div(max_q, config["BLOCK_M"])
     behind = 0 if causal else right
-    # Under a cap a score is tanh(scale q . k / cap) in [-1, 1], and its scale the cap.
+    # With a cap, a score is tanh(scale q . k / cap) in [-1, 1], and its scale is the cap.
     factor, pre = (scale, 0.0) if softcap is None else (softcap, 2 * scale / softcap * LOG2_E)
     _attention_kernel[(tiles * batch * heads,)](
         q, k, v, out, lse if want_lse else None, cu_q, cu_k, prefixes, sinks, slopes,

@@ -1,4 +1,5 @@
-"""Rows of a head as tiles, and who sees whom: what the portable kernels of attention share, both ways. No launchers."""
+"""Tiles of a head's rows, and which queries see which keys: shared by the portable forward and backward kernels. No
+launchers."""
 
 import triton
 import triton.language as tl
@@ -8,7 +9,7 @@ __all__ = ["capped", "load_rows", "queries_that_see", "seen_by", "sequence", "st
 
 
 def strides_of(*tensors: Tensor) -> list[int]:
-    """(sequence, row, head) strides of each, one after the other; packed tensors have no sequence's."""
+    """The (sequence, row, head) strides of each tensor, concatenated. For packed tensors the sequence stride is 0."""
     return [stride for t in tensors for stride in ((0, *t.stride()) if t.dim() == 3 else t.stride())[:3]]
 
 
@@ -37,7 +38,7 @@ def sequence(ptr, b, cu_ptr, length, batch_stride, row_stride):
 
 @triton.jit
 def capped(s, pre_scale):
-    """tanh of s * pre_scale / (2 log2(e)): a score under a cap, in units of the cap."""
+    """tanh(s * pre_scale / (2 log2(e))): a capped score, in units of the cap."""
     return 1.0 - 2.0 / (tl.exp2(s * pre_scale) + 1.0)
 
 
@@ -46,12 +47,12 @@ def seen_by(
     first, q_len, k_len, left, right, prefix,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    """(own, begin, end) of the rows of queries from `first` on, and (start, cut, plain, last) of their tile.
+    """(own, begin, end) of the query rows from `first` on, and (start, cut, plain, last) of their tile.
 
-    Row r sees the keys begin[r] .. end[r] - 1. The tile goes from `start` to before `last`; from `cut` to before `plain` its
-    blocks are seen whole by all rows.
+    Row r sees the keys begin[r] .. end[r] - 1. The tile visits the keys from `start` to before `last`. All rows see the blocks
+    from `cut` to before `plain` completely.
     """
-    own = first + tl.arange(0, BLOCK_M) + (k_len - q_len)  # the last key that a row sees under a causal mask
+    own = first + tl.arange(0, BLOCK_M) + (k_len - q_len)  # each row's own key, the last that it sees under a causal mask
     first_own = first + (k_len - q_len)
     begin = own - left
     end = tl.zeros([BLOCK_M], tl.int32) + k_len
@@ -86,8 +87,8 @@ def queries_that_see(
 ):  # fmt: skip
     """(own, begin, end) of the keys from `first` on, and (start, plain, tail, last) of their tile.
 
-    own: the query whose own key it is. The queries begin[j] .. end[j] - 1 see key j. The tile goes from `start` to before
-    `last`; from `plain` to before `tail` its blocks see all keys of the tile.
+    own: the query whose own key it is. The queries begin[j] .. end[j] - 1 see key j. The tile visits the queries from `start`
+    to before `last`. The blocks of queries from `plain` to before `tail` see all keys of the tile.
     """
     own = first + tl.arange(0, TILE) - (k_len - q_len)
     first_own = first - (k_len - q_len)

@@ -3,9 +3,9 @@
     rows = P // bands
     key = 0;  for r in 0 .. rows-1:  key = mix((key + signature[d, band * rows + r]) * odd)        modulo 2**64
 
-mix is the finaliser of MurmurHash3 (Appleby), odd = 2**64 / golden ratio (Knuth 6.4). signature: [D, P] int32, not negative,
-rows may be strided. Result: [D, bands] int64, the bits of unsigned numbers. Documents whose keys are equal in a column are
-candidates: sort the column. Limited by bytes. Not supported: backward.
+mix is the finaliser of MurmurHash3 (Appleby), odd = 2**64 / golden ratio (Knuth 6.4). signature: [D, P] int32, not negative;
+rows may be strided. Result: [D, bands] int64, the bits of unsigned numbers. Documents with equal keys in a column are
+candidates; sorting the column finds them. Limited by bytes. Not supported: backward.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 
 
 def _mixed(value: Tensor) -> Tensor:
-    # >> of int64 copies the sign: the mask makes it the shift of unsigned numbers.
+    # >> of int64 copies the sign. The mask turns it into a shift of unsigned numbers.
     value = value ^ ((value >> 33) & 0x7FFFFFFF)
     value = value * _FIRST
     value = value ^ ((value >> 33) & 0x7FFFFFFF)
@@ -56,7 +56,7 @@ def _cost(signature: Tensor, bands: int) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a recipe fixes; not the number of documents."""
+    """The properties that a recipe fixes; not the number of documents."""
 
     places: int
     bands: int
@@ -129,17 +129,17 @@ band_keys_op = Op(
 
 
 def band_keys(signature: Tensor, bands: int) -> Tensor:
-    """A number for each band of each signature, equal where all its places are; see the top of this file.
+    """A number for each band of each signature. Bands with equal places have equal numbers; see the top of this file.
 
     Args:
-        signature: [D, P] int32, not negative, as `minhash` gives them; rows may be strided.
-        bands: how many bands of P // bands places each; what is left over is not looked at.
+        signature: [D, P] int32, not negative, as `minhash` returns them; rows may be strided.
+        bands: the number of bands, of P // bands places each; the places left over are ignored.
 
     Returns:
         [D, bands] int64.
 
     Raises:
-        ValueError: not such a signature, or more bands than places.
+        ValueError: the signature does not fit, or bands is not from 1 to P.
     """
     if signature.dim() != 2 or signature.dtype != torch.int32 or (signature.shape[1] > 1 and signature.stride(1) != 1):
         raise ValueError(

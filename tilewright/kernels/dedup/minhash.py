@@ -2,13 +2,14 @@
 
     out[d, p] = min over shingles x of document d of (a[p] x + b[p] mod 2**64) >> 33        2**31 - 1 where d has none
 
-    shingles: [S] int32, the bits of unsigned numbers, documents back to back; ends: [D] int64, where each document ends, not
-    falling, the last one S. a, b: [P] int64, the bits of unsigned numbers. Result: [D, P] int32.
+    shingles: [S] int32, the bits of unsigned numbers, documents one after the other; ends: [D] int64, where each document ends,
+    not decreasing, the last one S. a, b: [P] int64, the bits of unsigned numbers. Result: [D, P] int32.
 
-The hash is multiply-shift (Dietzfelbinger et al. 1997) of 31 bits. The minimum is taken of the upper 32 bits, since the last
-shift keeps the order: a 32 by 32 to 64 bit product and sum, a 32-bit product and sum, a minimum for each shingle and place.
-Limited by integer arithmetic. A document is cut among programs that meet in an atomic minimum, whose order does not matter.
-Not checked: that `ends` does not fall, which would need the host to wait. Not supported: more than 2**31 programs, backward.
+The hash is multiply-shift (Dietzfelbinger et al. 1997) of 31 bits. The minimum is taken over the upper 32 bits, because the
+last shift keeps the order. Each shingle and place then needs a multiply-add of 32 x 32 to 64 bits, a 32-bit multiply-add, and a
+minimum. Limited by integer arithmetic. A long document is divided among programs, which combine their results by an atomic
+minimum, whose order does not matter. Not checked: that `ends` does not decrease, because the host would have to wait.
+Not supported: more than 2**31 programs, backward.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ __all__ = ["minhash", "minhash_op"]
 # S shingles, D documents, P places of a signature
 
 _EMPTY = 2**31 - 1
-_SPLIT = 4096  # shingles of a document for one program, so that long documents fill a card
+_SPLIT = 4096  # shingles of a document per program, so that long documents use the whole GPU
 
 
 def _reference(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ def _reference(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     lengths = torch.diff(ends, prepend=ends.new_zeros(1))
     document = torch.repeat_interleave(torch.arange(len(ends), device=ends.device), lengths, output_size=len(shingles))
     out = torch.full((len(ends), len(a)), _EMPTY, dtype=torch.int64, device=shingles.device)
-    for at in range(0, len(a), 8):  # [S, 8] of 64 bits at a time
+    for at in range(0, len(a), 8):  # [S, 8] int64 at a time
         hashes = ((x * a[at : at + 8] + b[at : at + 8]) >> 33) & _EMPTY
         out[:, at : at + 8] = out[:, at : at + 8].scatter_reduce(0, document[:, None].expand_as(hashes), hashes, "amin")
     return out.to(torch.int32)
@@ -50,7 +51,7 @@ def _cost(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a recipe fixes; not the number of documents."""
+    """The properties that a recipe fixes; not the number of documents."""
 
     places: int
 
@@ -106,7 +107,7 @@ def _minhash_kernel(
     end = tl.load(ends_ptr + document)
     least = tl.full([BLOCK_S, BLOCK_P], 0xFFFFFFFF, tl.uint32)
     for at in range(start + split * BLOCK_S, end, splits * BLOCK_S):
-        # Behind the end the last shingle again: a minimum does not mind.
+        # Past the end the last shingle is read again, which does not change the minimum.
         row = tl.minimum(at + tl.arange(0, BLOCK_S), end - 1)
         x = tl.load(shingles_ptr + row).to(tl.uint32, bitcast=True)[:, None]
         wide = x.to(tl.uint64) * a_low + b[None, :]
@@ -143,12 +144,12 @@ def minhash(shingles: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Signatures of sets of shingles; see the top of this file for the formula.
 
     Args:
-        shingles: [S] int32, the bits of unsigned 32-bit numbers, documents back to back.
-        ends: [D] int64, where each document's shingles end; must not fall, the last one is S.
+        shingles: [S] int32, the bits of unsigned 32-bit numbers, documents one after the other.
+        ends: [D] int64, where each document's shingles end; must not decrease, the last one is S.
         a, b: [P] int64, factors (odd) and summands, the bits of unsigned 64-bit numbers.
 
     Returns:
-        [D, P] int32, from 0 to 2**31 - 1, which stands for an empty set.
+        [D, P] int32, from 0 to 2**31 - 1, which means an empty set.
 
     Raises:
         ValueError: a shape or dtype does not fit.

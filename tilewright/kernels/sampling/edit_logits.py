@@ -1,4 +1,4 @@
-"""What requests ask of their logits before a token is drawn: penalties, biases, bans, and sets of allowed tokens, by slot.
+"""Edits of logits before a token is drawn, as requested per slot: penalties, biases, bans, and sets of allowed tokens.
 
     x = logits[r, t],  c = counts[s, t],  s = slots[r]          c & 1: t is in the prompt; n = c >> 1: times it was generated
     repetition   x / p if x > 0 else x * p    where c > 0       p = penalties[s, 0]; 1 is off
@@ -7,13 +7,15 @@
     allowed      -inf where bit t of allowed[s] is 0
     entries      x[ids[s, i]] += before[s, i] if positions[r] < until[s] else after[s, i]        ids[s, i] < 0: no entry
 
-in this order. A ban is an entry of -inf; one that ends, such as that of the end-of-text token before `min_tokens`, has another
-number for the positions after it. The tables have a row for each slot and stay on the device: a step brings slots, positions.
+in this order. A ban is an entry of -inf. A ban that ends, such as that of the end-of-text token before `min_tokens`, has
+another number for the positions after it. The tables have a row for each slot and stay on the device; a step passes only slots
+and positions.
 
     logits: [R, V] of bf16, fp16 or fp32, rows may be strided. Result: a new [R, V] of float32.
 
-Two launches: a pass over tiles of the logits, which reads counts only of rows that have a penalty, then a program a row for its
-entries. Limited by bytes. The ids of one slot must differ, and slots be in range (neither is checked). Not supported: backward.
+Two launches: one over tiles of the logits, which reads counts only for rows that have a penalty, and one with a program per row
+for the entries. Limited by bytes. The ids of one slot must differ, and slots must be in range (neither is checked). Not
+supported: backward.
 """
 
 import torch
@@ -31,7 +33,7 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["SPACE", "edit_logits", "edit_logits_op"]
 
-# R rows, V tokens, S slots, W entries of a slot
+# R rows, V tokens, S slots, W entries per slot
 
 
 def _reference(
@@ -75,7 +77,7 @@ def _cost(
 
 
 def _default(device: Device, problem: Rows) -> Config:
-    # 8 elements a thread: one 16-byte load of bf16 logits and of counts, one store of them.
+    # 8 elements per thread: one 16-byte load of bf16 logits, one of counts, and the stores of the results.
     block_v = min(2048, max(128, next_pow2(problem.cols)))
     return {"BLOCK_V": block_v, "num_warps": max(1, block_v // 256)}
 
@@ -194,14 +196,14 @@ def edit_logits(
 
     Args:
         logits: [R, V], bf16, fp16 or fp32; rows may be strided.
-        slots: [R] int64, the row of the tables that belongs to each row of logits.
-        positions: [R] int64: that of the token to be drawn.
+        slots: [R] int64, the row of the tables for each row of logits.
+        positions: [R] int64, the position of the token to be drawn.
         counts: [S, V] int16: 1 if the token is in the prompt, plus 2 for each time it was generated.
         penalties: [S, 3] float32: repetition (1 is off), presence and frequency (0 is off).
         ids: [S, W] int32 token ids, no two the same in a row; negative: no entry.
-        before, after: [S, W] float32, added to the logits of `ids` at positions below `until`, and from there on.
+        before, after: [S, W] float32, added to the logits of `ids`: `before` at positions below `until`, `after` from there on.
         until: [S] int64.
-        allowed: [S, ceil(V / 32)] int32, a bit a token, the lowest first; all ones (-1) allow everything.
+        allowed: [S, ceil(V / 32)] int32, one bit per token, the lowest first; all ones (-1) allow everything.
 
     Returns:
         [R, V] float32.

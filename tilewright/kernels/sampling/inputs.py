@@ -1,4 +1,4 @@
-"""Example arguments of the ops between logits and a token from dimensions: the `Op.make` of each."""
+"""Example arguments, made from dimensions, of the ops between logits and a token: the `Op.make` of each."""
 
 import torch
 
@@ -28,7 +28,7 @@ def sample_arguments(
 
 
 def edit_logits_arguments(inputs: Inputs, *, M: int, N: int = 151936, entries: int = 16, dtype: torch.dtype = _BF16) -> Args:
-    """logits [M, N] and tables of M slots: each other one has penalties and one token in eight seen, all have entries."""
+    """logits [M, N] and tables of M slots. Every other slot has penalties, with one token in eight seen; all have entries."""
     slots = inputs.permutation(M)
     counts = inputs.randint(-48, 8, M, N).clamp_min(0).to(torch.int16)
     penalties = inputs.tensor([[1.1, 0.5, 0.25] if slot % 2 else [1.0, 0.0, 0.0] for slot in range(M)], torch.float32)
@@ -45,5 +45,5 @@ def logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, dtype: torch.d
 
 
 def top_logprob_arguments(inputs: Inputs, *, M: int, N: int = 151936, top: int = 5, dtype: torch.dtype = _BF16) -> Args:
-    """logits [M, N], ids [M]; every row wants its `top` likeliest tokens."""
+    """logits [M, N], ids [M]; every row requests its `top` likeliest tokens."""
     return *logprob_arguments(inputs, M=M, N=N, dtype=dtype), inputs.tensor([top] * M, torch.int32), max(top, 1)

@@ -1,12 +1,12 @@
-"""Logits of forbidden tokens become -inf, in place: what a grammar allows, as a bit a token.
+"""Set the logits of forbidden tokens to -inf, in place. The mask has one bit per token, for example from a grammar.
 
     logits[rows[m], v] <- -inf   where bit v % 32 of bits[m, v // 32] is 0, or v >= 32 W
 
     logits: [R, V] of bf16, fp16 or fp32, rows may be strided; rows: [M] int64, no two the same, in [0, R) (not checked);
-    bits: [M, W] int32, the lowest bit first. Rows of logits that `rows` does not name stay as they are.
+    bits: [M, W] int32, the lowest bit first. Rows of logits that are not in `rows` do not change.
 
-Limited by bytes: a bit of the mask for each token, and the elements that are forbidden. Allowed logits are neither read nor
-written, so what a grammar forbids nearly everywhere costs one write of the row.
+Limited by bytes: one bit of the mask for each token, and the elements that are forbidden. Allowed logits are neither read nor
+written, so a grammar that forbids nearly all tokens costs one write of the row.
 Not supported: backward.
 """
 
@@ -23,7 +23,7 @@ from tilewright.tune.space import Config
 
 __all__ = ["mask_logits", "mask_logits_op"]
 
-# R rows of logits, M rows of the mask, V tokens, W words of a mask
+# R rows of logits, M rows of the mask, V tokens, W words per mask
 
 
 def _reference(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
@@ -102,12 +102,12 @@ mask_logits_op = Op(
 
 
 def mask_logits(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """Write -inf over the logits of tokens that a row of `bits` does not allow, in place.
+    """Set the logits of tokens that `bits` does not allow to -inf, in place.
 
     Args:
-        logits: [R, V], bf16, fp16 or fp32; the elements of a row lie side by side.
-        rows: [M] int64: which row of logits each row of the mask is for, none of them twice.
-        bits: [M, W] int32, W > 0, a bit a token, the lowest first; tokens from 32 W on are forbidden.
+        logits: [R, V], bf16, fp16 or fp32; the elements of a row are contiguous.
+        rows: [M] int64, the row of logits for each row of the mask, no two the same.
+        bits: [M, W] int32, W > 0, one bit per token, the lowest first; tokens from 32 W on are forbidden.
 
     Raises:
         ValueError: a shape, a dtype or a layout does not fit.

@@ -1,29 +1,29 @@
-"""Sampling one token a row: temperature, top-k, top-p, min-p, and Gumbel-max, with no sort and no random state.
+"""Sampling one token per row: temperature, top-k, top-p, min-p, and Gumbel-max, with no sort and no random state.
 
     id[b] = argmax over the kept tokens t of  logits[b, t] / temperature[b] + Gumbel(seed[b], position[b], t)
 
 which draws from softmax(logits / temperature) over the kept tokens (Gumbel, 1954); device/philox.py defines the noise. Kept are
 
     top-k   logits not below the k-th largest                                                   k = 0: all
-    top-p   tokens whose strictly likelier tokens hold less than p of the mass that top-k left  p = 1: all
+    top-p   tokens whose strictly likelier tokens have less than p of the mass that top-k left  p = 1: all
     min-p   tokens at least min_p times as likely as the likeliest                              0: all
 
-Tokens that tie at a threshold are all kept, and the likeliest token always is. A temperature below 1e-5 is greedy: the
-largest logit, the lowest id among equals, whatever the other parameters. A NaN logit counts as -inf, a +inf one as the largest
-float. A -inf logit is never drawn; a row of nothing else gives id 0. The noise depends on seed, position and token alone,
-and a row's result on that row alone.
+All tokens that tie at a threshold are kept, and the likeliest token always is. A temperature below 1e-5 is greedy: the largest
+logit, the lowest id among equals, whatever the other parameters. A NaN logit counts as -inf, a +inf one as the largest float. A
+-inf logit is never drawn; a row that contains only -inf gives id 0. The noise depends only on seed, position and token, and the
+result of a row only on that row.
 
-Two launches. `_scan` gives each tile of 4096 logits a program, so that one row of a large vocabulary fills the card. A plain or
-greedy row is done there, but for a maximum over tiles; of a filtered row it takes only the mass of each tile and the
-largest logit of each group of 64 tokens. `_finish` has a program a row. From the maxima of the groups, in registers, it learns
-which groups can hold a kept token at all: k groups with a maximum above x prove that nothing up to x is in the top k, and
-likewise for mass. For usual settings a handful of groups remain, and only those are read again. Then it draws by rejection:
-take the best token above the floor; if it is kept it is the answer, as every kept token was in the race; if it is not,
-no token up to its logit is, so that logit is the new floor.
+Two launches. `_scan_kernel` has one program per tile of 4096 logits, so that one row of a large vocabulary uses the whole GPU.
+It leaves only a maximum over tiles for plain and greedy rows. For filtered rows it computes the mass of each tile and the
+largest logit of each group of 64 tokens. `_finish_kernel` has one program per row. From the maxima of the groups, in registers,
+it finds the groups that can contain a kept token: k groups whose maxima are above x prove that no logit up to x is in the top
+k, and the mass gives a similar proof. With usual settings a handful of groups remain, and only those are read again. It then
+draws by rejection: it takes the best token above a floor. If that token is kept, it is the answer, because all kept tokens were
+candidates. If not, no token up to its logit is kept, so its logit is the new floor.
 
-Limited by bytes for greedy rows (one read), else by arithmetic (about 35 instructions a token).
-Float sums decide top-p: a token whose likelier mass is within rounding (1e-6) of p may be judged differently on another
-machine, and so may two scores that agree to 1e-6. Not supported: penalties and biases (they change the logits, before).
+Greedy rows are limited by bytes (one read), other rows by arithmetic (about 35 instructions per token). Float sums decide
+top-p: if the mass of the likelier tokens is within rounding (1e-6) of p, another machine may decide differently, and likewise
+if two scores agree to 1e-6. Not supported: penalties and biases (they change the logits, before).
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ def _reference(
 
 
 def _kept(x: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which tokens of logits x [B, V] the filters keep; scale [B, 1] is 1 / temperature."""
+    """The mask of tokens that the filters keep, for logits x [B, V]; scale [B, 1] is 1 / temperature."""
     vocab = x.shape[1]
     likeliness = (x - x.amax(-1, keepdim=True)) * scale
     kept = likeliness >= torch.where(min_p > 0, min_p, 0).clamp_max(1).to(x.dtype).log()[:, None]
@@ -142,21 +142,21 @@ _INF_KEY = tl.constexpr(-(2**31) + 2**23 - 1)  # _key(-inf)
 
 @triton.jit
 def _key(x):
-    """An int32 in the order of the floats x, -0.0 equal to 0.0."""
+    """An int32 that has the same order as the floats x; -0.0 equals 0.0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _load(row_ptr, token, live, V: tl.constexpr):
-    """Logits as float32; NaN and what is not there as -inf, +inf as the largest float."""
+    """Logits as float32. NaN and masked elements become -inf, and +inf becomes the largest float."""
     x = tl.load(row_ptr + token, mask=live & (token < V), other=float("-inf")).to(tl.float32)
     return tl.minimum(tl.where(x == x, x, float("-inf")), 3.4028234663852886e38)
 
 
 @triton.jit
 def _load_four(row_ptr, counter, live, V: tl.constexpr, WIDTH: tl.constexpr):
-    """The logits of the four tokens of each counter, and the first token; counters come in runs of WIDTH."""
+    """The logits of the four tokens of each counter, and the first of these tokens. Counters come in runs of WIDTH."""
     token = (counter // _LANES) * (4 * _LANES) + counter % _LANES
     token = tl.max_contiguous(tl.multiple_of(token, WIDTH), WIDTH)
     x0, x1 = _load(row_ptr, token, live, V), _load(row_ptr, token + _LANES, live, V)
@@ -166,7 +166,7 @@ def _load_four(row_ptr, counter, live, V: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _settings(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, V: tl.constexpr):
-    """(1 / temperature, or 0 for greedy; k; p; log(min_p); any of them on). Off is k = V, p = inf, log(min_p) = -inf."""
+    """(1 / temperature, or 0 for greedy; k; p; log(min_p); whether any is on). Off is k = V, p = inf, log(min_p) = -inf."""
     temperature = tl.load(temperature_ptr + row)
     scale = tl.where(temperature >= 1e-5, tl.div_rn(1.0, tl.maximum(temperature, 1e-5)), 0.0)
     k = tl.load(top_k_ptr + row)
@@ -218,7 +218,7 @@ def _scan_kernel(
 
 @triton.jit
 def _load_listed(row_ptr, list_ptr, block, n_listed, V: tl.constexpr, WIDTH: tl.constexpr):
-    """Block `block` of the listed groups: logits, first tokens and counters."""
+    """Load block `block` of the listed groups: logits, first tokens and counters."""
     lane = block * _LANES + tl.arange(0, _LANES)
     live = lane // WIDTH < n_listed
     counter = tl.load(list_ptr + lane // WIDTH, mask=live, other=0) * WIDTH + lane % WIDTH
@@ -228,7 +228,7 @@ def _load_listed(row_ptr, list_ptr, block, n_listed, V: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _above(row_ptr, list_ptr, n_listed, key, row_max, scale, V: tl.constexpr, WIDTH: tl.constexpr):
-    """Of the listed tokens whose key is above `key`: how many, and their mass relative to the largest."""
+    """The number of listed tokens whose key is above `key`, and their mass relative to the largest logit."""
     count, mass = tl.zeros([_LANES], tl.int32), tl.zeros([_LANES], tl.float32)
     for block in range(tl.cdiv(n_listed * WIDTH, _LANES)):
         x, _token, _counter = _load_listed(row_ptr, list_ptr, block, n_listed, V, WIDTH)
@@ -249,7 +249,7 @@ def _draw(row_ptr, list_ptr, n_listed, floor, row_max, scale, log_min_p, seed, p
         for w in tl.static_range(4):
             kept = (_key(x[w]) >= floor) & ((x[w] - row_max) * scale >= log_min_p)
             score = tl.where(kept, x[w] * scale + noise[w], float("-inf"))
-            # A counter's tokens do not come in order of the ids across blocks, so equals are compared by id.
+            # Across blocks, the tokens of a counter are not in the order of ids, so equal scores are compared by id.
             better = (score > best) | (kept & (score == best) & (token + w * _LANES < at))
             best, at = tl.where(better, score, best), tl.where(better, token + w * _LANES, at)
     return tl.min(tl.where(best == tl.max(best, axis=0), at, _NEVER), axis=0)
@@ -260,13 +260,13 @@ def _list_groups(
     group_ptr, list_ptr, row_max, total, scale, k, p, log_min_p,
     V: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """List the groups that can hold a kept token, or mass of the top k. -> (how many, a key that no kept token falls to)."""
+    """List the groups that can contain a kept token, or mass of the top k. -> (their number, a key below all kept keys)"""
     group = tl.arange(0, BLOCK_G)
     top = tl.load(group_ptr + group, mask=group < GROUPS, other=_INF_BITS).to(tl.float32, bitcast=True)
     key, mass = _key(top), tl.exp2((top - row_max) * (scale * 1.4426950408889634))
-    # With both k and p the mass is relative to that of the top k, so that only the count may rule a group out.
+    # With both k and p, the mass is relative to that of the top k, so only the count can exclude a group.
     both = (k < V) & (p < 1.0)
-    # A bound on a sum of float32: a little more than p, so that rounding rules nothing out.
+    # The bound is on a float32 sum. It is slightly more than p, so that rounding cannot exclude a group wrongly.
     bound = tl.where(both, float("inf"), p * total * 1.0001)
     live = ((top - row_max) * scale >= log_min_p) | both
     low, high = tl.full((), _INF_KEY, tl.int32), _key(row_max)
@@ -280,7 +280,7 @@ def _list_groups(
         middle = (low & high) + ((low ^ high) >> 1)
     listed = live & (key > low)
     tl.store(list_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, group, mask=listed)
-    # The list is read by other threads of this program.
+    # Other threads of this program read the list.
     tl.debug_barrier()
     return n_live, low
 
@@ -309,7 +309,7 @@ def _finish_kernel(
         row_ptr = logits_ptr + row_start(row, row_stride, V)
         top = _key(row_max)
         if (k < V) & (p < 1.0):
-            # The k-th largest key: `high` has fewer than k keys above it, `low` has not (or is -inf).
+            # Search for the k-th largest key: fewer than k keys are above `high`, at least k are above `low` (or it is -inf).
             high = top
             middle = (low & high) + ((low ^ high) >> 1)
             while middle > low:
@@ -344,10 +344,10 @@ def _launch(
 ) -> Tensor:
     rows, vocab = logits.shape
     tiles = ceil_div(vocab, 4 * LANES)
-    # At most 4096 groups, which one program holds in registers; 64 tokens each up to a vocabulary of 262144.
+    # At most 4096 groups, which fit one program's registers; up to a vocabulary of 262144 a group has 64 tokens.
     width = max(16, next_pow2(ceil_div(tiles * LANES, 4096)))
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    # A row: score and token, or largest logit and mass, of each tile; the largest logit of each group; a list of groups.
+    # Per row: score and token, or largest logit and mass, of each tile; the largest logit of each group; a list of groups.
     work = torch.empty(rows, 2 * tiles * (1 + LANES // width), dtype=torch.int32, device=logits.device)
     settings = (temperature, top_k, top_p, min_p, seed, position)
     constants = {"V": vocab, "TILES": tiles, "WIDTH": width}
@@ -381,7 +381,7 @@ sample_op = Op(
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
-    """Draw one token a row; see the top of this file for what is kept and how ties fall.
+    """Draw one token per row; see the top of this file for the filters and for ties.
 
     Args:
         logits: [B, V], bf16, fp16 or fp32; rows may be strided.
@@ -390,7 +390,7 @@ def sample(
         top_p: [B] float32; 1 is off.
         min_p: [B] float32; 0 is off.
         seed: [B] int64.
-        position: [B] int64: that of the drawn token, so that no two steps of a sequence share their noise.
+        position: [B] int64, the position of the drawn token, so that each step of a sequence has its own noise.
 
     Returns:
         [B] int64.

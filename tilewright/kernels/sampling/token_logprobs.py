@@ -1,17 +1,19 @@
-"""The log-probability of one token a row of logits, its rank, and the likeliest tokens beside it: no [B, V] log-probabilities.
+"""The log-probability and rank of one token per row of logits, and the likeliest tokens, without [B, V] log-probabilities.
 
     logprob[b] = logits[b, id] - log(sum_j exp(logits[b, j])),     rank[b] = 1 + (how many logits are larger than logits[b, id])
     top_ids[b, i], top_logprobs[b, i]: the i-th largest logit of the row and its log-probability; the lower id among equals
 
     logits: [B, V] of bf16, fp16 or fp32, before temperature; ids: [B] int64 in [0, V) (not checked). Ties share a rank. As in
-    torch, NaN or +inf in a row makes its log-probabilities NaN; which tokens are the likeliest is then not said.
+    torch, NaN or +inf in a row makes its log-probabilities NaN; which tokens are the likeliest is then unspecified.
 
-`top_logprobs` takes for each row how many of the likeliest it wants, or a negative number: its logits are then not read. So a
-batch in which few rows ask costs what those rows cost, and the same launches serve all batches, as a captured graph needs.
+`top_logprobs` has an argument with the number of likeliest tokens for each row; for a negative number the logits of the row are
+not read. So a batch in which few rows request tokens costs only those rows, and all batches use the same launches, as a
+captured graph needs.
 
-Two launches. `_scan` gives each tile of logits a program: its largest logit, the mass relative to it, how many logits are
-larger than the token's, and the largest logit of each group of tokens. `_finish` has a program a row. The n likeliest tokens
-lie in the n groups with the largest maxima (the lower group first among equals), so only those are read again.
+Two launches. `_scan_kernel` has one program per tile of logits. It computes the largest logit, the mass relative to it, how
+many logits are larger than the token's, and the largest logit of each group of tokens. `_finish_kernel` has one program per
+row. The n likeliest tokens are in the n groups with the largest maxima (the lower group first among equals), so only those are
+read again.
 
 Limited by bytes: one read of the logits. Not supported: backward.
 """
@@ -33,10 +35,10 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["MOST_TOP_LOGPROBS", "token_logprobs", "token_logprobs_op", "top_logprobs", "top_logprobs_op"]
 
-# B rows, V tokens, K likeliest tokens of a row
+# B rows, V tokens, K likeliest tokens per row
 
 MOST_TOP_LOGPROBS = 32
-"""Likeliest tokens of a row at most: so many groups are read again."""
+"""The largest number of likeliest tokens that a row can request; as many groups are read again."""
 
 
 def _reference(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +61,8 @@ def _top_reference(logits: Tensor, ids: Tensor, wanted: Tensor, most: int) -> tu
 
 
 def _likeliest_ids(x: Tensor, count: int) -> Tensor:
-    """[B, count]: ids of the largest x [B, V] in their order, the lower id first among equals; topk leaves that open."""
+    """[B, count]: the ids of the largest x [B, V] in order, the lower id first among equals; topk does not specify that
+    order."""
     least = x.topk(count).values[:, -1:]
     above, equal = x > least, x == least
     kept = above | (equal & (equal.cumsum(1) <= count - above.sum(1, keepdim=True)))
@@ -68,7 +71,7 @@ def _likeliest_ids(x: Tensor, count: int) -> Tensor:
 
 
 def _nothing(logits: Tensor, wanted: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What rows have that want nothing; the shapes and dtypes of all."""
+    """The results for rows that request nothing; they define the shapes and dtypes of all results."""
     wide, rows = torch.promote_types(logits.dtype, torch.float32), logits.shape[0]
     logprob, rank = logits.new_zeros(rows, dtype=wide), logits.new_zeros(rows, dtype=torch.int64)
     return (
@@ -92,7 +95,7 @@ def _top_cost(logits: Tensor, ids: Tensor, wanted: Tensor, most: int) -> Cost:
 
 
 class Problem(NamedTuple):
-    """What a model fixes; not the number of rows."""
+    """The properties that a model fixes; not the number of rows."""
 
     dtype: torch.dtype
     vocab: int
@@ -100,7 +103,7 @@ class Problem(NamedTuple):
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # 16 elements a thread.
+    # 16 elements per thread.
     block_v = min(4096, max(256, next_pow2(problem.vocab)))
     return {"BLOCK_V": block_v, "SCAN_WARPS": max(1, block_v // 512), "FINISH_WARPS": 8}
 
@@ -143,14 +146,14 @@ TOP_EXAMPLES = (
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_MISSING = tl.constexpr(-(2**31) + 1)  # the key of what is not there
+_MISSING = tl.constexpr(-(2**31) + 1)  # the key of an element that does not exist
 _TAKEN = tl.constexpr(-(2**31))
 _LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _key(x):
-    """An int32 in the order of the floats x: -0.0 is 0.0, NaN is +inf. None is _TAKEN or _MISSING."""
+    """An int32 that has the same order as the floats x: -0.0 is 0.0, NaN is +inf. It is never _TAKEN or _MISSING."""
     bits = tl.where(x == x, tl.where(x == 0.0, 0.0, x), float("inf")).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -175,7 +178,7 @@ def _scan_kernel(
             group = 3 * TILES + tile * PER_TILE + tl.arange(0, PER_TILE)
             known = tl.where(x == x, x, float("inf"))
             tl.store(work_ptr + group, tl.max(tl.reshape(known, [PER_TILE, GROUP]), axis=1))
-        # A tile of nothing but -inf must not subtract it from itself.
+        # If a tile contains only -inf, it must not subtract -inf from -inf.
         top = tl.maximum(tl.max(x, axis=0), _LOWEST)
         tl.store(work_ptr + tile, top)
         tl.store(work_ptr + TILES + tile, tl.sum(tl.exp2((x - top) * _LOG2E), axis=0))
@@ -184,7 +187,7 @@ def _scan_kernel(
 
 @triton.jit
 def _largest(keys, index, wanted, K: tl.constexpr):
-    """(indices, keys) [K] of the `wanted` largest keys, the lower index first among equals; the rest is 0 and _TAKEN."""
+    """(indices, keys) [K] of the `wanted` largest keys, the lower index first among equals; the others are 0 and _TAKEN."""
     column = tl.arange(0, K)
     found, found_keys = tl.zeros([K], tl.int32), tl.full([K], _TAKEN, tl.int32)
     for i in range(wanted):
@@ -197,7 +200,7 @@ def _largest(keys, index, wanted, K: tl.constexpr):
 
 @triton.jit
 def _likeliest(logits_ptr, group_ptr, wanted, V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr):
-    """(ids, logits) of the `wanted` likeliest tokens of a row, in their order; -1 and -inf behind them."""
+    """(ids, logits) of the `wanted` likeliest tokens of a row, in order, followed by -1 and -inf."""
     BLOCK_G: tl.constexpr = triton.next_power_of_2(GROUPS)
     group = tl.arange(0, BLOCK_G)
     maxima = _key(tl.load(group_ptr + group, mask=group < GROUPS, other=0.0))
@@ -259,14 +262,14 @@ def _launch_top(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows, vocab = logits.shape
     tiles = ceil_div(vocab, config["BLOCK_V"])
-    # At most 4096 groups, which one program holds in registers; 64 tokens each up to a vocabulary of 262144.
+    # At most 4096 groups, which fit one program's registers; up to a vocabulary of 262144 a group has 64 tokens.
     group = min(config["BLOCK_V"], max(64, next_pow2(ceil_div(tiles * config["BLOCK_V"], 4096))))
     per_tile = config["BLOCK_V"] // group
     logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     top_ids = torch.empty(rows, most, dtype=torch.int64, device=logits.device)
     top = torch.empty(rows, most, dtype=torch.float32, device=logits.device)
-    # A row: largest logit, mass and larger logits of each tile, then the largest logit of each group.
+    # Per row: largest logit, mass and number of larger logits of each tile, then the largest logit of each group.
     work = torch.empty(rows, tiles * (3 + per_tile), dtype=torch.float32, device=logits.device)
     if rows:
         stride = rows_of(logits)[1]
@@ -312,7 +315,7 @@ top_logprobs_op = Op(
 
 
 def token_logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability and rank of one token a row.
+    """Log-probability and rank of one token per row.
 
     Args:
         logits: [B, V], bf16, fp16 or fp32; rows may be strided.
@@ -329,17 +332,17 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, wanted: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, and the likeliest tokens of each row.
+    """Log-probability and rank of one token per row, and the likeliest tokens of each row.
 
     Args:
         logits: [B, V], bf16, fp16 or fp32; rows may be strided.
         ids: [B] int64, each in [0, V).
-        wanted: [B] int32: how many of the likeliest tokens, at most `most`; negative: nothing of this row, which is not read.
+        wanted: [B] int32, the number of likeliest tokens, at most `most`; if negative, the row is not read and has no results.
         most: K, columns of the result, 1 to 32.
 
     Returns:
-        (logprob [B] float32, rank [B] int64, top_ids [B, K] int64, top_logprobs [B, K] float32), likeliest first. What a row
-        does not want, or V does not hold, is 0, 0, -1 and -inf.
+        (logprob [B] float32, rank [B] int64, top_ids [B, K] int64, top_logprobs [B, K] float32), likeliest first. Results that
+        a row does not request, or that exceed V, are 0, 0, -1 and -inf.
 
     Raises:
         ValueError: a shape, dtype or `most` does not fit.

@@ -3,12 +3,13 @@
     softmax:      dx[t, i] = y[t, i] (dy[t, i] - sum_j dy[t, j] y[t, j])
     log_softmax:  dx[t, i] = dy[t, i] - exp(y[t, i]) sum_j dy[t, j]
 
-    dy, y, dx: [..., D] of bf16, fp16 or fp32; sums are float32. One order of addition: the same bits every time.
+    dy, y, dx: [..., D] of bf16, fp16 or fp32; sums are float32. The order of addition is fixed, so the bits are always the
+    same.
 
 Limited by bytes: two elements in, one out. A row that does not fit into registers is read again, from L1 and L2
-(device/multi_pass_rows.py): two rows of 131072 bf16 columns are 512 KB, which 132 SMs still find there; twice that they do not.
-Rows may be strided, the last dimension may not.
-Not supported: second derivatives.
+(device/multi_pass_rows.py). Two rows of 131072 bf16 columns are 512 KB. If each of 132 SMs processes such a pair, they still
+find it in L2, but not with twice the columns. Rows may be strided, but the last dimension may not. Not supported: second
+derivatives.
 """
 
 import torch
@@ -51,10 +52,10 @@ def _cost(dy: Tensor, y: Tensor) -> Cost:
 def _default(device: Device, problem: Rows) -> Config:
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
-        # Rows that start anywhere are read element by element: small blocks keep more loads under way.
+        # Rows that do not start at multiples of 16 bytes are loaded element by element. Small blocks keep more loads in flight.
         odd = problem.cols * problem.dtype.itemsize % 16
-        # H100, 4096 x 131072 bf16: 1393 us (a copy: 1064); with two held blocks, which spill, 1647; one row at a time for fewer
-        # programs than SMs, so that L2 keeps more of it, is no faster.
+        # H100, 4096 x 131072 bf16: 1393 us (a copy: 1064). With two blocks held in registers, which spill, 1647. Fewer programs
+        # than SMs with one row at a time, so that L2 keeps more of each row, are no faster.
         return {"BLOCK_T": 1, "BLOCK_D": 2048 if odd else widest, "HELD": 1, "num_warps": 32}
     block_d = max(32, next_pow2(problem.cols))
     block_t = max(1, min(32, 2048 // block_d))
@@ -96,14 +97,14 @@ def _examples(log: bool) -> tuple[Example, ...]:
 
 @triton.jit
 def _wide_row(dy_ptr, y_ptr, dx_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr):
-    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    """Process one row that is wider than a block; the pointers point to its start. The last HELD blocks stay in registers."""
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
     sums = tl.zeros([BLOCK_D // 8], tl.float32)
     for i in range(FIRST_HELD):
         dy = load_block(dy_ptr, i, D, BLOCK_D, False, "again", 0.0)
-        # The logarithm's sum asks for dy alone.
+        # The sum of log_softmax needs only dy.
         y = dy if LOG else load_block(y_ptr, i, D, BLOCK_D, False, "again", 0.0)
         sums += tl.sum(term(dy, y, LOG), axis=1)
     held = ()

@@ -1,7 +1,7 @@
-"""softmax's gradient for rows that several programs share: the implementation `split` of backward.py.
+"""The gradient of softmax for rows that several programs share: the implementation `split` of backward.py.
 
-A program holds 32 KB of a row's dy and as much of y, packed as they were loaded, two programs an SM: one waits for the row's
-sum while the other loads. device/cooperative_rows.py says how they wait.
+A program holds 32 KB of a row's dy and as much of y, packed in the dtype in which they were loaded. There are two programs per
+SM: one waits for the sum of its row while the other loads. device/cooperative_rows.py explains how they wait.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def term(dy, y, LOG: tl.constexpr):
-    """What the row's sum adds up."""
+    """The summand of the row's sum."""
     return dy.to(tl.float32) if LOG else dy.to(tl.float32) * y.to(tl.float32)
 
 
 @triton.jit
 def gradient(dy, y, total, LOG: tl.constexpr):
-    """dx, of which `total` is the row's sum of `term`."""
+    """dx, where `total` is the row's sum of `term`."""
     dy, y = dy.to(tl.float32), y.to(tl.float32)
     return dy - tl.exp2(y * _LOG2E) * total if LOG else y * (dy - total)
 
@@ -40,13 +40,13 @@ def _split_kernel(
     dy_ptr, y_ptr, dx_ptr, parts_ptr, counters_ptr, dy_row_stride, y_row_stride,
     D: tl.constexpr, LOG: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Every program: one part, WIDTH columns, of one row. A thread holds 8 neighbouring columns at a time."""
+    """Each program processes one part of one row, WIDTH columns. A thread holds 8 adjacent columns at a time."""
     place = draw(counters_ptr)
     row, part = (place // PARTS).to(tl.int64), place % PARTS
     LEAD: tl.constexpr = STARTS == "lead"
     lead = lead_of(row, D, STARTS)
     lane = part * WIDTH + tl.arange(0, BLOCK_D // 8)[:, None] * 8
-    cols = lane + tl.arange(0, 8)[None, :]  # from a multiple of 8 at or before the row's start
+    cols = lane + tl.arange(0, 8)[None, :]  # counted from a multiple of 8 at or before the row's start
     mask = mine(lane, cols, (part + 1) * WIDTH, lead, D, LEAD)
     dy_ptr += start_of(row, dy_row_stride, lead, STARTS)
     y_ptr += start_of(row, y_row_stride, lead, STARTS)
@@ -77,7 +77,7 @@ SPLIT_SPACE = row_space(_default, BLOCK_D=(8192, 16384), num_warps=(16,))
 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
-    """Why rows of this width are not shared."""
+    """Why programs do not share rows of this width, or None."""
     block = 32768 // problem.dtype.itemsize
     if problem.cols <= block:
         return "a row that one program holds"

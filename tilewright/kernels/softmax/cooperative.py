@@ -1,7 +1,8 @@
-"""softmax and log_softmax of wide rows that several programs share: their implementation `split`.
+"""softmax and log_softmax of wide rows that several programs share: the implementation `split`.
 
-A program holds 64 KB of a row as it was loaded, in slabs; its maximum and its sum of exponentials relative to that go to the
-others (device/cooperative_rows.py says how they wait, and how rows that start anywhere are read). One reading, one writing.
+A program holds 64 KB of a row in the dtype in which it was loaded, in slabs. It passes its maximum, and its sum of exponentials
+relative to that maximum, to the other programs of the row (device/cooperative_rows.py explains how programs wait, and how rows
+that start at any address are read). Each row is read once and written once.
 """
 
 from typing import Any
@@ -39,8 +40,11 @@ def take_part(
     x_ptr, counters_ptr, x_row_stride, D: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr,
     LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of a row, by ticket: (row, part, lead, where columns are counted from, the part's slabs as they were
-    loaded, columns at the row's ends, which of them the part has, and what is there, in float32)."""
+    """Draw a ticket and load a program's part of a row.
+
+    Returns (row, part, lead, pointer from which columns are counted, the slabs of the part as loaded, the columns at the row's
+    ends, which of those belong to this part, their values in float32).
+    """
     place = draw(counters_ptr)
     row, part = (place // PARTS).to(tl.int64), place % PARTS
     lead = lead_of(row, D, STARTS)
@@ -59,8 +63,8 @@ def own_sums(
     held, ends, edge, part, lead,
     V: tl.constexpr, SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part's maximum, its sum of exponentials relative to that, and where SMOOTHED its plain sum."""
-    # A part that is -inf alone must not subtract it from itself: its maximum is at least the lowest finite float.
+    """The maximum of a part, its sum of exponentials relative to that maximum, and if SMOOTHED its plain sum."""
+    # If a part contains only -inf, it must not subtract -inf from -inf. So its maximum is at least the lowest finite float.
     tops = tl.full([BLOCK // 8], _LOWEST, tl.float32)
     for slab in tl.static_range(SLABS):
         tops = tl.maximum(tops, tl.max(packed(held[slab]).to(tl.float32), axis=1))
@@ -86,7 +90,7 @@ def own_sums(
 
 @triton.jit
 def joined(of_row, sums, counter_ptr, part, top, mass, total, SMOOTHED: tl.constexpr, PARTS: tl.constexpr):
-    """The same of the row, from all parts."""
+    """The same three numbers for the whole row, combined from all its parts."""
     others = tl.arange(0, triton.next_power_of_2(PARTS))
     tl.store(of_row + part, top)
     tl.store(of_row + sums + part, mass)
@@ -113,7 +117,7 @@ def _split_kernel(
     x_ptr, y_ptr, parts_ptr, counters_ptr, n_rows, x_row_stride,
     D: tl.constexpr, LOG: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every program: one part, WIDTH columns, of one row, in slabs; a thread holds 8 neighbouring columns of each."""
+    """Each program processes one part of one row, WIDTH columns, in slabs; a thread holds 8 adjacent columns of each slab."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     LEAD: tl.constexpr = STARTS == "lead"
     row, part, lead, _x_ptr, held, at, edge, ends = take_part(
@@ -156,9 +160,10 @@ def _refuse(device: Device, problem: Any) -> str | None:
 
 
 def split_first(device: Device, problem: Any) -> str | None:
-    """Where sharing pays: rows of which L2 does not keep one an SM, and rows that start anywhere.
+    """Prefers `split` where it is faster: for rows so wide that L2 cannot hold one per SM, and for rows that may start at any
+    address.
 
-    H100, bf16, of a copy's speed: 262144 columns 0.92 (one program: 0.79), 50257 0.86 (0.69), but 131072 0.92 (0.96).
+    H100, bf16, relative to a copy's speed: 262144 columns 0.92 (one program: 0.79), 50257 0.86 (0.69), but 131072 0.92 (0.96).
     """
     size = problem.cols * problem.dtype.itemsize
     return "split" if size > 4 * PART_BYTES or size % 16 else None

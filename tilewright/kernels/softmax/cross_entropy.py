@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits against one class a row: the losses, and in the same pass the gradient of the logits.
+"""Cross-entropy of rows of logits with one target class per row: the losses, and in the same pass the gradient of the logits.
 
     p[t, j]    = exp(x[t, j] - lse[t]),     lse[t] = log(sum_j exp(x[t, j]))
     loss[t]    = lse[t] - (1 - s) x[t, id] - s mean_j x[t, j] + z lse[t]^2                      s: label smoothing, z: z-loss
@@ -9,17 +9,18 @@
 A row whose target is `ignore_index` has loss and gradient 0. A target outside of [0, V) gives NaN, and reads nothing outside of
 the row. All arithmetic is float32; no float32 copy of the logits is made.
 
-**Why the gradient comes with the loss.** It is the softmax with two corrections: whoever has the row on chip for its loss may
-write it at once. So a training step reads the logits once and writes once (Hsu et al., "Liger Kernel", 2024), where a forward
-and a backward pass read twice. The factor that later gradients bring is one number when losses are summed or averaged, and
-nearly always 1. Three ops: `cross_entropy` the losses alone, `cross_entropy_gradient` both, `cross_entropy_gradient_in_place`
-both, the gradient in the memory of the logits.
+**Why the gradient comes with the loss.** The gradient is the softmax with two corrections. The kernel that has a row on chip
+for its loss can write the gradient at once. So a training step reads the logits once and writes once (Hsu et al., "Liger
+Kernel", 2024), whereas separate forward and backward passes read twice. The gradient that arrives from later operations is a
+single factor if losses are summed or averaged, and nearly always 1. There are three ops: `cross_entropy` computes only the
+losses, `cross_entropy_gradient` both, and `cross_entropy_gradient_in_place` both, with the gradient in the memory of the
+logits.
 
-Limited by bytes: V elements in, with the gradient V out. A row that does not fit into registers is read again from L1 and L2,
-and each thread keeps a running maximum (softmax.py and device/multi_pass_rows.py say how). Rows may be strided, the last
-dimension may not. With gradients, wide rows are shared by several programs where a card runs them
-(cross_entropy_cooperative.py), and read once. Not supported: targets that are probabilities. Weights of classes are the rows'
-scales, and their callers' matter.
+Limited by bytes: V elements in, and with the gradient V out. A row that does not fit into registers is read again from L1 and
+L2, and each thread keeps a running maximum (explained in softmax.py and device/multi_pass_rows.py). Rows may be strided, but
+the last dimension may not. With gradients, on GPUs that support it, several programs share a wide row
+(cross_entropy_cooperative.py) and read it once. Not supported: targets that are probabilities. Class weights are not an
+argument; callers can include them in the rows' scales.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ __all__ = ["cross_entropy_gradient_in_place_op", "cross_entropy_gradient_op", "c
 
 
 def _row_losses(wide: Tensor, targets: Tensor, ignore_index: int, smoothing: float, z_loss: float) -> Tensor:
-    """The losses of rows in float32 or wider; NaN where a target is out of range."""
+    """The losses of rows in float32 or wider; NaN if a target is out of range."""
     inside = (targets >= 0) & (targets < wide.shape[1])
     lse = wide.logsumexp(1)
     loss = lse + z_loss * lse.square()
@@ -97,7 +98,7 @@ def _gradient_cost(logits: Tensor, targets: Tensor, *_: Any) -> Cost:
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on: not the number of rows."""
+    """All properties that a config may depend on; not the number of rows."""
 
     dtype: torch.dtype
     vocab: int
@@ -105,11 +106,11 @@ class Problem(NamedTuple):
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # The choices of softmax.py, which reads and writes as this does.
+    # The choices of softmax.py, whose memory accesses are the same.
     widest = 32768 // problem.dtype.itemsize
     held = 2 if problem.gradient else 1  # H100, 4096 x 131072 bf16: 802 us, with three held 815 (a copy: 711)
     if problem.vocab > widest:
-        # Rows that start anywhere are read element by element: small blocks keep more loads under way.
+        # Rows that do not start at multiples of 16 bytes are loaded element by element. Small blocks keep more loads in flight.
         odd = problem.vocab * problem.dtype.itemsize % 16
         return {"BLOCK_V": 2048 if odd else widest, "HELD": held, "num_warps": 32}
     block_v = next(width for width in SPACE.axes["BLOCK_V"] if width >= problem.vocab)
@@ -141,7 +142,7 @@ def _example(
     inputs: Inputs, rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16, *, smoothing: float = 0.0, z_loss: float = 0.0,
     row_stride: int = 0, ids: tuple[int, ...] = (), masked: int = 0,
 ) -> tuple[Tensor, Tensor, int, float, float]:  # fmt: skip
-    """`ids` replaces the first targets; -100 is ignored. `masked`: that many last logits are -inf."""
+    """`ids` replaces the first targets; -100 is ignored. `masked`: the number of last logits that are -inf."""
     logits = inputs.randn(rows, row_stride or vocab, dtype=dtype, scale=3.0)[:, :vocab]
     logits[:, vocab - masked :] = -torch.inf
     targets = inputs.randint(0, vocab - masked, rows)
@@ -174,7 +175,7 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _take(top, mass, total, x, block, V: tl.constexpr, BLOCK_V: tl.constexpr, MASKED: tl.constexpr, SMOOTHED: tl.constexpr):
-    """A thread's maximum, its sum of exponentials relative to it, and its plain sum, with a block's columns taken in."""
+    """Add a block's columns to a thread's maximum, to its sum of exponentials relative to that, and to its plain sum."""
     x = x.to(tl.float32)
     higher = tl.maximum(top, tl.max(x, axis=1))
     mass = mass * tl.exp2((top - higher) * _LOG2E) + tl.sum(tl.exp2((x - higher[:, None]) * _LOG2E), axis=1)
@@ -196,13 +197,13 @@ def _wide_row(
     x_ptr, y_ptr, loss_ptr, target, scale, ignore_index, smoothing, z_loss,
     V: tl.constexpr, GRADIENT: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK_V: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    """Process one row that is wider than a block; the pointers point to its start. The last HELD blocks stay in registers."""
     LAST: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = V % BLOCK_V != 0
     inside = (target >= 0) & (target < V)
     chosen = tl.load(x_ptr + target, mask=inside, other=0.0).to(tl.float32)
-    # A thread that has only met -inf must not subtract it from itself: its maximum starts at the lowest finite float.
+    # If a thread has seen only -inf, it must not subtract -inf from -inf. So its maximum starts at the lowest finite float.
     top = tl.full([BLOCK_V // 8], _LOWEST, tl.float32)
     mass = tl.zeros([BLOCK_V // 8], tl.float32)
     total = tl.zeros([BLOCK_V // 8], tl.float32)
@@ -251,7 +252,7 @@ def _cross_entropy_kernel(
         x = tl.load(x_ptr + row_start(rows, x_row_stride, V) + cols, mask=mask, other=float("-inf")).to(tl.float32)
         top = tl.max(x, axis=1, keep_dims=True)
         mass = tl.sum(tl.exp2((x - top) * _LOG2E), axis=1, keep_dims=True)
-        # Not from memory, which the gradient may already have overwritten.
+        # Taken from registers: in memory the gradient may already have overwritten it.
         chosen = tl.sum(tl.where(cols == target, x, 0.0), axis=1, keep_dims=True)
         total = tl.sum(tl.where(cols < V, x, 0.0), axis=1, keep_dims=True) if SMOOTHED else mass * 0.0
         loss, lse = row_ends(top, mass, total, chosen, target, ignore_index, smoothing, z_loss, V)
@@ -297,7 +298,7 @@ def _launch(config: Config, logits: Tensor, targets: Tensor, ignore_index: int, 
 
 
 def _impls(in_place: bool) -> tuple[Impl, ...]:
-    """Of the losses and the gradient of the logits, which goes to memory of its own or to the logits."""
+    """The implementations of losses with gradient. The gradient has memory of its own, or overwrites the logits."""
 
     def launch(run: Callable[..., Tensor], config: Config, logits: Tensor, targets: Tensor, scale: Tensor, *rest: Any) -> Any:
         grad = logits if in_place else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -1,8 +1,9 @@
 """Losses and gradients of cross-entropy for wide rows that several programs share: the implementation `split`.
 
-A program holds 64 KB of a row as it was loaded; its maximum and its sum of exponentials relative to that go to the others, and
-what it holds becomes the gradient (device/cooperative_rows.py says how they wait, and how rows that start anywhere are read).
-`row_ends` is what both implementations make of a row's sums.
+A program holds 64 KB of a row in the dtype in which it was loaded. It passes its maximum, and its sum of exponentials relative
+to that maximum, to the other programs of the row, and then computes the gradient from what it holds (device/cooperative_rows.py
+explains how programs wait, and how rows that start at any address are read). Both implementations use `row_ends` to compute the
+loss from a row's sums.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ def _write(
     y_ptr, held, ends, at, edge, part, lead, target, chosen, valid, ignored, top, rate, level, hit,
     V: tl.constexpr, WIDTH: tl.constexpr, LEAD: tl.constexpr, SLABS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """exp(x - top) rate - level, in the target's column less `hit`; zeros where ignored."""
+    """Write exp(x - top) rate - level, minus `hit` in the target's column; zeros where ignored."""
     if ignored:
         for slab in tl.static_range(SLABS):
             cols, mask = places(part, slab, lead, V, WIDTH, LEAD, BLOCK)
@@ -53,12 +54,15 @@ def _write(
         if LEAD:
             y = tl.exp2((ends - top) * _LOG2E) * rate - level
             tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=edge)
-        # The target's own column, by the program that has it: cheaper than to compare each column with it.
+        # The target's column is written separately, by the program that has it: cheaper than comparing each column with the
+        # target.
         own = lead + target
         tl.debug_barrier()
         has_it = own // WIDTH == part
         if LEAD:
-            has_it = has_it | (part == 0)  # beside the part that has it by its number: the same bits, after its own ends
+            # Part 0 writes it too, after its own ends, in addition to the part that has the column by its number: the same
+            # bits.
+            has_it = has_it | (part == 0)
         y = tl.exp2((chosen - top) * _LOG2E) * rate - level - hit
         tl.store(y_ptr + own, y.to(y_ptr.dtype.element_ty), mask=valid & has_it)
 
@@ -73,7 +77,7 @@ def _split_kernel(
     V: tl.constexpr, SMOOTHED: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, STARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every program: one part, WIDTH columns, of one row, in slabs; a thread holds 8 neighbouring columns of each."""
+    """Each program processes one part of one row, WIDTH columns, in slabs; a thread holds 8 adjacent columns of each slab."""
     SLABS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     LEAD: tl.constexpr = STARTS == "lead"
     row, part, lead, x_ptr, held, at, edge, ends = take_part(
@@ -100,7 +104,7 @@ def _split_kernel(
 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
-    """Why rows of this width are not shared."""
+    """Why programs do not share rows of this width, or None."""
     most = PART_BYTES // problem.dtype.itemsize
     if 2 * problem.vocab <= most:
         return "a row that one program holds with fewer threads"
@@ -111,7 +115,7 @@ def launch_split(
     config: Config, logits: Tensor, targets: Tensor, scale: Tensor, grad: Tensor, ignore_index: int, smoothing: float,
     z_loss: float,
 ) -> Tensor:  # fmt: skip
-    """The losses; the gradient of the logits goes to `grad`, which may be the logits."""
+    """The losses. The gradient of the logits is written to `grad`, which may be the logits."""
     rows, vocab = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     where = starts(logits, grad)

@@ -3,15 +3,15 @@
     y[t, i] = exp(x[t, i] - max(x[t, :])) / sum_j exp(x[t, j] - max(x[t, :]))
     log_softmax: log y[t, i], as x[t, i] - max(x[t, :]) - log(sum), so that small probabilities keep their digits
 
-    x, y: [..., D] of bf16, fp16 or fp32; exponentials and sums are float32. As in torch, a row of -inf alone, a row with +inf
-    and a row with NaN give NaN; -inf beside finite numbers gives 0.
+    x, y: [..., D] of bf16, fp16 or fp32; exponentials and sums are float32. As in torch, a row that contains only -inf, or a
+    +inf, or a NaN gives NaN. In a row with finite numbers -inf gives 0.
 
-Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers; of a wider one each
-thread keeps a running maximum and a sum relative to it (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-2018), and what registers do not hold is read again, from L2 (device/multi_pass_rows.py); several programs
-share it where a card runs them (cooperative.py). Rows may be strided, the last dimension may not.
-Not supported: other dimensions, a last dimension with a stride other than 1 (it is copied first by the public functions). The
-gradients are backward.py's.
+Limited by bytes: D elements in, D out. A row up to 32 KB wide (16384 columns of bf16) is held in registers. For a wider row,
+each thread keeps a running maximum and a sum relative to it (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018). The part of the row that does not fit into registers is read again, from L2 (device/multi_pass_rows.py). On
+GPUs that support it, several programs share a wide row (cooperative.py). Rows may be strided, but the last dimension may not.
+Not supported: other dimensions, a last dimension with a stride other than 1 (the public functions copy it first). The gradients
+are in backward.py.
 """
 
 import torch
@@ -50,12 +50,13 @@ def _cost(x: Tensor) -> Cost:
 
 
 def _default(device: Device, problem: Rows) -> Config:
-    # One wide row an SM. H100, 4096 x 131072 bf16: 738 us (a copy: 710); in trials, blocks of 8192 took 749, nothing held 790.
+    # One wide row per SM. H100, 4096 x 131072 bf16: 738 us (a copy: 710). In trials, blocks of 8192 took 749, and 790 without
+    # blocks held in registers.
     widest = 32768 // problem.dtype.itemsize
     if problem.cols > widest:
         if problem.cols * problem.dtype.itemsize % 16:
-            # Rows that start anywhere are read element by element: small blocks keep more loads under way. H100, 2048 x 50257
-            # bf16: 204 us, with the blocks below 285.
+            # Rows that do not start at multiples of 16 bytes are loaded element by element. Small blocks then keep more loads
+            # in flight. H100, 2048 x 50257 bf16: 204 us, and 285 with the blocks of the default below.
             return {"BLOCK_T": 1, "BLOCK_D": 2048, "HELD": 3, "num_warps": 32}
         return {"BLOCK_T": 1, "BLOCK_D": widest, "HELD": 3, "num_warps": 32}
     return narrow_rows(problem.cols)
@@ -98,7 +99,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _take(top, mass, x):
-    """A thread's maximum, and its sum of exponentials relative to it, with a block's columns taken in."""
+    """Add a block's columns to a thread's maximum and to its sum of exponentials relative to that maximum."""
     x = x.to(tl.float32)
     higher = tl.maximum(top, tl.max(x, axis=1))
     mass = mass * tl.exp2((top - higher) * _LOG2E) + tl.sum(tl.exp2((x - higher[:, None]) * _LOG2E), axis=1)
@@ -114,11 +115,11 @@ def _probability(x, top, mass, LOG: tl.constexpr):
 
 @triton.jit
 def _wide_row(x_ptr, y_ptr, D: tl.constexpr, LOG: tl.constexpr, BLOCK_D: tl.constexpr, HELD: tl.constexpr):
-    """One row wider than a block; the pointers stand at its start. The last HELD blocks stay in registers."""
+    """Process one row that is wider than a block; the pointers point to its start. The last HELD blocks stay in registers."""
     LAST: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D - 1
     FIRST_HELD: tl.constexpr = LAST + 1 - min(HELD, LAST)
     RAGGED: tl.constexpr = D % BLOCK_D != 0
-    # A thread that has only met -inf must not subtract it from itself: its maximum starts at the lowest finite float.
+    # If a thread has seen only -inf, it must not subtract -inf from -inf. So its maximum starts at the lowest finite float.
     top = tl.full([BLOCK_D // 8], -3.4028234663852886e38, tl.float32)
     mass = tl.zeros([BLOCK_D // 8], tl.float32)
     for i in range(FIRST_HELD):
@@ -204,13 +205,13 @@ log_softmax_op = Op(
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Without gradients; `ops.softmax` says what it takes."""
+    """Without gradients; `ops.softmax` documents the argument."""
     _check("softmax", x)
     return softmax_op(rows_ready(x))
 
 
 def log_softmax(x: Tensor) -> Tensor:
-    """Without gradients; `ops.log_softmax` says what it takes."""
+    """Without gradients; `ops.log_softmax` documents the argument."""
     _check("log_softmax", x)
     return log_softmax_op(rows_ready(x))
 

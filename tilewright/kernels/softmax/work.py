@@ -1,4 +1,4 @@
-"""What a launch of softmax really does: `Impl.work` for the analytical model, as launch/work.py says. No kernels."""
+"""The work of a launch of softmax: `Impl.work` for the analytical model (see launch/work.py). No kernels."""
 
 from torch import Tensor
 
@@ -9,10 +9,10 @@ from tilewright.tune.space import Config
 
 __all__ = ["softmax_work"]
 
-# Elementwise operations for each element, as the kernels' inner loops have them.
+# Elementwise operations per element in the kernels' inner loops.
 _SOFTMAX_OPERATIONS = 8
 
 
 def softmax_work(device: Device, config: Config, x: Tensor) -> Work:
-    """softmax."""
+    """The work of a softmax launch."""
     return row_work(device, config, x, 2, 0, _SOFTMAX_OPERATIONS)

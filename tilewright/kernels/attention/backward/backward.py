@@ -1,6 +1,6 @@
-"""The gradients of attention, from the weights computed again.
+"""The gradients of attention, with the weights computed again.
 
-    # B sequences, T query rows of all of them, S keys, H query heads, G key/value heads, D head dim, V value head dim
+    # B sequences, T query rows of all sequences, S keys, H query heads, G key/value heads, D head dim, V value head dim
     out[t, h] = sum_s p[t, s] v[s, g]     p[t, s] = exp(z[t, s] - lse[t, h])     z = scale * q[t, h] . k[s, g]
 
     with g = h // (H / G)
@@ -12,33 +12,35 @@
     dk[s, g]    = scale sum_h sum_t ds[t, s] q[t, h]
     dq[t, h]    = scale sum_s ds[t, s] k[s, g]
 
-Shapes, masks and what bends the scores as in attention/attention.py: q, do, out [B, S, H, ..], k and v [B, SK, G, ..], or
-packed with cumulative lengths; lse as the op `attention` returns it, float32 [H, T]. A query that sees no key has lse -inf (or
-its sink), gives zeros and receives zeros. Of the bends, z = cap tanh(scale q . k / cap) puts its own slope, 1 - (z / cap)^2, on
-ds; a distance times a slope is a constant, and slopes have no gradient; a sink is a key with the value zero, so dp = 0 and
+Shapes, masks and the options that change scores are those of attention/attention.py: q, do, out [B, S, H, ..], k and v
+[B, SK, G, ..], or packed with cumulative lengths. lse is as the op `attention` returns it, float32 [H, T]. A query that sees no
+key has lse -inf (or its sink); it contributes zeros to gradients, and its own gradient is zero. A soft cap, with the scores
+z = cap tanh(scale q . k / cap), multiplies ds by its derivative, 1 - (z / cap)^2. With ALiBi, distance times slope is a
+constant, and slopes have no gradient. A sink is a key with the value zero, so dp = 0 and
 
     dsink[h]    = -sum_t exp(sink[h] - lse[t, h]) delta[t, h]
 
-**Why nothing but lse is kept** (Dao et al., "FlashAttention", 2022). The weights of one head are Q x K numbers. The forward
-pass did not write them down, and this one does not read them: with the logarithm of each row's sum a block of weights is one
-product and one exponential, without a maximum and in any order. The second term of ds is the derivative of the softmax's sum:
-sum_s p[t, s] dp[t, s] would want a whole row of dp, but it is do . sum_s p[t, s] v[s] = do . out, which costs one pass over
-two tensors.
+**Why only lse is kept** (Dao et al., "FlashAttention", 2022). The weights of one head are Q x K numbers. The forward pass does
+not store them, and the backward pass does not read them: with the logarithm of each row's sum, a block of weights is one
+product and one exponential, without a maximum and in any order. The second term of ds is the derivative of the softmax's sum.
+Computed as sum_s p[t, s] dp[t, s] it would need a whole row of dp, but it equals do . sum_s p[t, s] v[s] = do . out, which
+costs one pass over two tensors.
 
-**What limits it.** Five products a pair of blocks, 6 D + 4 V operations a pair of a query and a key against 2 D + 2 V forward.
-dk and dv are sums over queries, dq is one over keys: whoever keeps one in registers must share out the other. Either the keys'
-programs add their parts of dq to float32 memory (five products, and an order of addition that changes from run to run unless
-they wait for each other), or a second kernel computes the scores again for dq alone (seven products, no addition in memory).
+**What limits it.** There are five products per pair of blocks: 6 D + 4 V operations per pair of a query and a key, compared
+with 2 D + 2 V in the forward pass. dk and dv are sums over queries, dq is a sum over keys. A program that accumulates one kind
+in registers has only parts of the other. Either the programs of the keys add their parts of dq to float32 memory (five
+products; the order of addition changes from run to run unless the programs wait for each other), or a second kernel computes
+the scores again only for dq (seven products, no addition in memory).
 
-Products are accumulated in float32; p and ds are rounded to the inputs' dtype for the products that they enter, the gradients
-once at the end. The implementations, in the order in which they are asked:
+Products are accumulated in float32. p and ds are rounded to the inputs' dtype for the products that use them, and the gradients
+are rounded once at the end. The implementations, in order of preference:
 
-    sm90      Hopper, by hand in Gluon (sm90_kernel.py): five products; equal lengths, or packed documents that attend to
+    sm90      Hopper, written in Gluon (sm90_kernel.py): five products; equal lengths, or packed documents that attend to
               themselves; causal masks, windows under them, sinks
     triton    sm_80 and up, any head dim up to 256, any layout and mask (tile.py): seven products,
               deterministic
 
-Not supported: what attention/attention.py does not support, and gradients of lse and of ALiBi's slopes.
+Not supported: options that attention/attention.py does not support, and gradients of lse and of ALiBi's slopes.
 """
 
 import math
@@ -64,7 +66,7 @@ __all__ = ["attention_backward_op"]
 
 def _gradients(do: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, bends: Bends) -> Gradients:
     """Gradients of q [..., Q, H, D], k [..., K, G, D], v [..., K, G, V] and the sinks [..., H], in float32 or wider; lse
-    [..., H, Q]. The leading dims are those of sequences alike."""
+    [..., H, Q]. The leading dims are sequences of equal shape."""
     groups = k.shape[-2]
     do, q, out, k, v = (by_group(t, groups) for t in (do, q, out, k, v))
     lse = lse.to(q.dtype).unflatten(-2, (groups, -1))
@@ -76,7 +78,7 @@ def _gradients(do: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Te
     dk, dv = ((weights.mT @ rows).sum(-3).transpose(-3, -2) for weights, rows in ((ds, q), (p, do)))
     if bends.sinks is None:
         return dq, dk, dv, lse.new_zeros(*lse.shape[:-3], 0)
-    of_sinks = (bends.sinks.to(q.dtype).view(groups, -1, 1) - lse).exp()  # a sink's value is 0, and so its part of dp
+    of_sinks = (bends.sinks.to(q.dtype).view(groups, -1, 1) - lse).exp()  # the value of a sink is 0, and so is its dp
     return dq, dk, dv, -(of_sinks * delta).sum(-1).flatten(-2)
 
 
@@ -118,7 +120,7 @@ def _cost(
     right: int | None = None, prefix: int = 0, prefixes: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Cost:  # fmt: skip
-    """Waits for the device where lengths are there. On meta tensors every sequence counts as long as the longest."""
+    """If the lengths are on a device, this waits for it. On meta tensors every sequence counts as long as the longest."""
     behind = 0 if causal else right
     lengths = lengths_of(q, cu_q, cu_k, max_q, max_k)
     of_each = [prefix] * len(lengths) if prefixes is None or prefixes.is_meta else prefixes.tolist()
@@ -141,8 +143,8 @@ def _example(
     alike: bool = False,
     **more: Any,
 ) -> Example:
-    """An example of `attention` with what its forward pass gives. `spoilt`: all of that sequence is NaN. `alike`: one tensor
-    has the lengths of queries and keys."""
+    """An example of `attention`, extended by the results of its forward pass. `spoilt`: all tensors of that sequence are NaN.
+    `alike`: the lengths of queries and keys are one tensor."""
 
     def with_gradients(
         inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, *options: Any
@@ -159,7 +161,7 @@ def _example(
     return attention_example(label, lengths, *args, spoilt=spoilt, **more).then(with_gradients)
 
 
-# Interpreted on two cores these take seconds each: every feature is there once, most of them in pairs.
+# Interpreted on two cores each of these takes seconds. So every feature occurs once, usually combined with others.
 EXAMPLES = (
     _example("full", ((40, 70),), (1, 1), dim=128),
     _example("causal", ((70, 70),), (1, 1), dim=128, causal=True),

@@ -1,6 +1,8 @@
-"""What the implementations of `attention_backward` share: the problem they choose by, memory for results, arguments."""
+"""Shared by the implementations of `attention_backward`: the problem by which they are chosen, memory for results,
+arguments."""
 
-# B sequences, T query rows of all, S keys of all, H query heads, G key/value heads, D head dim, V value head dim
+# B sequences, T query rows of all sequences, S keys of all sequences, H query heads, G key/value heads, D head dim, V value
+# head dim
 
 from typing import Any, NamedTuple
 
@@ -14,11 +16,11 @@ from tilewright.op import Inputs
 __all__ = ["Gradients", "Problem", "arguments_of", "empty_gradients", "gradient_of_sinks", "problem_of"]
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of q, k, v and sinks, in their shapes and dtypes, contiguous; the last is float32 [0] where there are no sinks."""
+"""The gradients of q, k, v and sinks, in their shapes and dtypes, contiguous; the last is float32 [0] if there are no sinks."""
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
+    """All properties that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
 
     dtype: torch.dtype
     heads: int
@@ -34,18 +36,18 @@ class Problem(NamedTuple):
     empty: bool
     """Whether there is no query or no key."""
     tma: bool
-    """Whether do, q, k and v are matrices that the copy engine can address: heads beside each other, starts at 16 bytes."""
+    """Whether TMA can address do, q, k and v as matrices: adjacent heads, starts at multiples of 16 bytes."""
     value_dim: int
     left: bool
-    """Whether a query sees only so many keys before its own."""
+    """Whether the number of keys that a query sees before its own key is bounded."""
     right: bool
-    """Whether it sees only so many behind its own, without a causal mask."""
+    """Whether the number of keys that a query sees after its own key is bounded, without a causal mask."""
     prefix: bool
     softcap: bool
     sinks: bool
     alibi: bool
     alike: bool = False
-    """Packed: whether queries and keys are the same tokens, and one tensor has the lengths of both."""
+    """Packed: whether queries and keys are the same tokens, so that one tensor has the lengths of both."""
 
 
 def problem_of(
@@ -81,13 +83,14 @@ def problem_of(
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Gradients:
-    """Memory for the gradients: as q, k, v and sinks are, but contiguous."""
+    """Memory for the gradients: the shapes and dtypes of q, k, v and sinks, contiguous."""
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     return dq, dk, dv, torch.empty(0, device=q.device) if sinks is None else torch.empty_like(sinks)
 
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Of sinks [H], from lse and delta, float32 [H, T]: a sink's weight is exp(sink - lse), its value 0 and dp so too."""
+    """The gradient of sinks [H], from lse and delta, float32 [H, T]: a sink's weight is exp(sink - lse); its value and dp are
+    0."""
     return -((sinks.float()[:, None] - lse).exp() * delta).sum(1).to(sinks.dtype)
 
 
@@ -96,11 +99,11 @@ def arguments_of(
     causal: bool = False, packed: bool = False, deterministic: bool = False, window: int | None = None, prefix: int = 0,
     softcap: float = 0.0, sinks: bool = False, alibi: bool = False, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """B sequences of KV keys and Q queries (KV of them unless given), in a row; `packed`: with cumulative lengths.
+    """B sequences of KV keys and Q queries (default: KV), one after the other; `packed`: with cumulative lengths.
 
-    V: of the values' heads, D unless given. window: a query sees its own key and window - 1 before it, and behind it unless
-    causal. prefix: keys that every query sees. softcap: 0 for none. out is random, and lse what normal scores have on
-    average, log(keys seen) + 1/2: no forward pass is run for them.
+    V: the head dim of values (default: D). window: a query sees its own key and the window - 1 keys before it; unless causal,
+    also the window - 1 keys after it. prefix: the number of first keys that every query sees. softcap: 0 for none. out is
+    random, and lse is what normally distributed scores have on average, log(keys seen) + 1/2, so no forward pass is needed.
     """
     queries = KV if Q is None else Q
     q = inputs.randn(B * queries, H, D, dtype=dtype)

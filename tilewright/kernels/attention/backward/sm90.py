@@ -1,15 +1,15 @@
-"""The host side of sm90_kernel.py: what it takes, its configs, what goes before and after; exports the Impl `sm90`.
+"""The host side of sm90_kernel.py: refusals, configs, and the kernels before and after; exports the Impl `sm90`.
 
-Three kernels: one prepares two numbers a row of queries, the one in Gluon, and one that scales and rounds dq. In between dq is
-float32 memory that every block of keys adds to, so two runs differ in the last bits unless `deterministic` has the blocks take
-turns.
+Three kernels: one prepares two numbers per row of queries, then the Gluon kernel, and one that scales and rounds dq. In
+between, dq is float32 memory that every block of keys adds to. So two runs differ in the last bits, unless `deterministic`
+makes the blocks add in a fixed order.
 
-Packed documents that attend to themselves are one long sequence whose queries see no key before their document: every key knows
-where its document ends.
+Packed documents that attend to themselves are treated as one long sequence whose queries see no key before their document. For
+every key the end of its document is known.
 
-Refuses: dtypes other than bf16 and fp16, head dims other than 64, 128 and 256, values narrower than keys, other packed
-sequences, windows without a causal mask, prefixes, soft caps and ALiBi, heads that are not beside each other in a row (a layout
-[heads, tokens, D]), and rows or heads that do not start at multiples of 16 bytes.
+Refuses: dtypes other than bf16 and fp16; head dims other than 64, 128 and 256; values narrower than keys; other packed
+sequences; windows without a causal mask; prefixes, soft caps and ALiBi; layouts in which the heads of a token are not adjacent
+(such as [heads, tokens, D]); and rows or heads that do not start at multiples of 16 bytes.
 """
 
 import torch
@@ -31,7 +31,7 @@ from tilewright.tune.space import Config, Space
 __all__ = ["SM90"]
 
 HEAD_DIMS = (64, 128, 256)
-_ROWS = 64  # of a product
+_ROWS = 64  # rows per product
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -54,15 +54,16 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _keys(head_dim: int) -> int:
-    """Of a program: 64 a warpgroup; where a row has 256 dims, 64 for both."""
+    """Keys per program: 64 for each warpgroup; with 256 dims, 64 for both together."""
     return _ROWS if head_dim == 256 else 2 * _ROWS
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, docs/log.md#attention-backward. A third stage makes no difference that two runs agree on.
+    # H100, docs/log.md#attention-backward. A third stage makes no reproducible difference.
     sets = 2 if problem.head_dim == 64 else 1
     if problem.head_dim == 128:
-        # What programs that stay save is a tile's beginning and end, the less the longer it takes, and idle SMs at a diagonal.
+        # Persistent programs save the beginning and end of each tile, which matters less for long tiles. Under a causal mask
+        # they also leave fewer SMs idle.
         steps = problem.heads // problem.kv_heads * (problem.max_q // _ROWS)
         sets = 2 if steps <= (64 if problem.causal else 16) else 1 if problem.causal and steps <= 256 else 0
     return {
@@ -74,7 +75,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
-    # Operands that stay, those that go by, and the scores' gradients, twice.
+    # The operands that stay, those that are pipelined, and the gradients of the scores, twice.
     keys, sets = _keys(problem.head_dim), max(c["SETS"], 1)
     smem = (
         sets * 2 * 2 * keys * problem.head_dim
@@ -85,7 +86,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         smem += 4 * keys * c["BLOCK_M"]  # the weights as well
     if smem + 1024 > device.smem_bytes:
         return "more shared memory than the device has"
-    # Of a thread: dk, dv, scores and their gradients.
+    # Registers per thread: dk, dv, scores and their gradients.
     if min(problem.head_dim, 128) + c["BLOCK_M"] > 192:
         return "more accumulators than the registers hold"
     if c["AHEAD"] and (problem.head_dim != 64 or c["BLOCK_M"] == 128):
@@ -100,8 +101,8 @@ SPACE = Space(
     axes={"BLOCK_M": (64, 128), "STAGES": (2, 3), "AHEAD": (0, 1), "SETS": (0, 1, 2)},
     refusal=_config_refusal,
 )
-"""AHEAD: the next block's scores in flight under this one's last products. SETS: of buffers for keys and values, of programs
-that stay, one an SM; 0: a program for each block of keys."""
+"""AHEAD: whether the scores of the next block are computed during the last products of this block. SETS: sets of buffers for
+keys and values in persistent programs, one program per SM; 0: one program for each block of keys."""
 
 # ---- kernels before and after
 
@@ -112,7 +113,8 @@ def _rows_kernel(
     do_batch_stride, do_row_stride, do_head_stride, out_batch_stride, out_row_stride, out_head_stride,
     D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """-lse / scale and -delta of every row, blocks padded; -inf where a row sees no key or is none."""
+    """-lse / scale and -delta of every row, in padded blocks; -inf instead of -lse / scale if a row sees no key or does not
+    exist."""
     rows = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(0) // blocks
     h = (head % H).to(tl.int64)
@@ -131,7 +133,7 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "documents"])
 def _ends_kernel(cu_ptr, ends_ptr, tokens, documents, BLOCK: tl.constexpr):
-    """Where the document of each token ends, by halving the documents that it may lie in."""
+    """Where the document of each token ends, found by binary search."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = low + documents
@@ -149,13 +151,14 @@ def _ends_kernel(cu_ptr, ends_ptr, tokens, documents, BLOCK: tl.constexpr):
 def _round_kernel(
     sum_ptr, dq_ptr, blocks, max_q, H, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr, N: tl.constexpr
 ):
-    """A block of dq, parts of 64 rows of N columns as the threads had them: scaled, rounded, in its place."""
+    """Scale and round a block of dq, and store it as a matrix. Its parts of 64 rows and N columns are in the order of the
+    threads."""
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
     sum_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * D)
     for part in tl.static_range(PARTS):
         line = tl.load(sum_ptr + part * (64 * N) + tl.arange(0, 64 * N))
-        # sm90_kernel.py, `_add_to`, the other way round
+        # the inverse of `_add_to` in sm90_mainloop.py
         x = line.reshape([N // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([64, N])
         rows = block * BLOCK_M + tl.arange(0, 64)
         cols = tl.arange(0, N)
@@ -171,7 +174,7 @@ def _round_kernel(
 
 
 def _descriptor(t: Tensor, rows: int) -> TensorDescriptor:
-    """Of [B, S, H, D] as B matrices whose rows hold the heads beside each other; a box is `rows` of one head."""
+    """[B, S, H, D] as B matrices whose rows contain adjacent heads; a box is `rows` rows of one head."""
     width = (t.shape[2] - 1) * t.stride(2) + t.shape[3]
     return descriptor(t, [1, rows, t.shape[3]], [t.shape[0], t.shape[1], width], [t.stride(0), t.stride(1), 1])
 
@@ -181,18 +184,19 @@ def _line_descriptor(t: Tensor, box: int) -> TensorDescriptor:
 
 
 def _ends(cu: Tensor, tokens: int) -> Tensor:
-    """int32 [tokens]: where the document of each ends."""
+    """int32 [tokens]: where the document of each token ends."""
     ends = torch.empty(tokens, dtype=torch.int32, device=cu.device)
     _ends_kernel[(-(-tokens // 1024),)](cu, ends, tokens, cu.shape[0] - 1, BLOCK=1024)
     return ends
 
 
 def _section(card: Device, head_dim: int, causal: bool, key_blocks: int, heads: int, config: Config) -> int:
-    """Key/value heads that go together, of so many of all sequences."""
-    # Without a diagonal all blocks are as long, and at 128 dims the fewer heads are under way the better.
+    """The number of key/value heads that are computed at a time, out of `heads` of all sequences."""
+    # Without a causal mask all blocks take equally long, and at 128 dims fewer heads at a time are faster.
     if not causal and head_dim == 128 and config["SETS"] != 1:
         return 1
-    # About a tile for each SM. Evenly, for what is left over makes a round of its own: 6 % at 2 x 8192 of 32/8 heads.
+    # About one tile per SM. Sections of equal size, because a remainder would be a wave of its own: 6 % at 2 x 8192 of 32/8
+    # heads.
     section = max(1, min(card.sms // key_blocks, heads))
     return -(-heads // -(-heads // section))
 
@@ -204,7 +208,7 @@ def _launch(
     sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
     dq, dk, dv, dsinks = empty_gradients(q, k, v, sinks)
-    if not q.numel() or not k.numel():  # the copy engine has no empty matrices
+    if not q.numel() or not k.numel():  # TMA does not support empty matrices
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks.zero_()
     ends, results = None, (dq, dk, dv)
     if cu_q is not None:
@@ -219,7 +223,7 @@ def _launch(
     card = card_of(q)
     section = _section(card, d, causal, key_blocks, batch * groups, config)
     sums = torch.zeros(programs * rows * d, dtype=torch.float32, device=q.device)
-    columns = 128 if d == 256 else 64 if rows * d >= 8192 else 32  # of a part of dq
+    columns = 128 if d == 256 else 64 if rows * d >= 8192 else 32  # of each part of dq
     parts = rows * d // (64 * columns)
     order = torch.zeros(parts * programs, dtype=torch.int32, device=q.device) if deterministic else None
     _rows_kernel[(programs,)](

@@ -1,25 +1,26 @@
-"""The gradients of attention for Hopper, scheduled by hand in Gluon: the kernel that walks the queries for a block of keys.
+"""The gradients of attention for Hopper, written in Gluon: the kernel that loops over the queries for a block of keys.
 
-backward.py has the formulae. bf16 or fp16; equal lengths, or packed documents that attend to themselves; the host side
-(sm90.py) refuses what does not fit, prepares a number or two for each row of queries, and rounds dq in the end.
+backward.py has the formulae. bf16 or fp16; equal lengths, or packed documents that attend to themselves. The host side
+(sm90.py) refuses other problems, prepares two numbers for each row of queries, and rounds dq at the end.
 
-A program has KEYS keys of one key/value head, and dk and dv of these in registers. Limited by the tensor cores, and where D is
-64 as much by exponentials, hence the schedule of FlashAttention-3 (Shah et al., 2024):
+A program has KEYS keys of one key/value head, and accumulates their dk and dv in registers. Limited by the tensor cores, and
+for D = 64 equally by the exponentials. Hence the schedule of FlashAttention-3 (Shah et al., 2024):
 
-    producer    one warp: has the copy engine (TMA) fetch K and V once, and blocks of Q and dO as far ahead as there are stages;
-                sm90_schedule.py has it, and which keys a program has: one block, or one after the other
-    consumers   two warpgroups. Scores are transposed, [keys, queries], so that weights and their gradients, which are there as
-                accumulators, are at once the first operands of dv += P dO and dk += dS Q. The gradients of the scores go
-                through shared memory as well, for dq, of which either warpgroup computes one half, and adds it to float32
-                memory. Up to 128 dims a warpgroup has 64 keys; at 256 both have the same 64, and half of the dims each.
-                There a half of dq is one product: in two that wait for each other it was 20 to 25 % slower
+    producer    one warp: loads K and V by TMA once, and blocks of Q and dO as many blocks ahead as there are pipeline stages.
+                It is in sm90_schedule.py, with the assignment of keys: a program has one block of keys, or one after the other
+    consumers   two warpgroups. Scores are transposed, [keys, queries]. So the weights and their gradients, which are
+                accumulators, can be used directly as the first operands of dv += P dO and dk += dS Q. The gradients of the
+                scores also go through shared memory, for dq: each warpgroup computes one half of dq, and adds it to float32
+                memory. Up to 128 dims, each warpgroup has 64 keys. At 256 dims, both have the same 64 keys, and half of the
+                dims each. There each half of dq is one product: as two dependent products it was 20 to 25 % slower
 
-A score's product begins with -lse / scale in the accumulators, and that of dO and V with -delta: the subtractions cost nothing.
-A row that sees no key, or is none, has -inf there. Blocks of queries that a causal mask or a window's left bound hides from
-the keys are not visited.
+The accumulators of a score's product start with -lse / scale, and those of dO V^T with -delta, so the subtractions cost
+nothing. For a row that sees no key or does not exist, the start of the scores is -inf. Blocks of queries that cannot see the
+keys, because of a causal mask or a window's left bound, are not visited.
 
-dq is kept as each thread has it: four neighbours in memory are one thread's, so an addition takes 16 bytes at a time.
-With `order_ptr` additions wait for those of the keys before, and the sum is the same every time.
+dq is stored in the order in which the threads hold it: four adjacent numbers in memory belong to one thread, so an addition
+covers 16 bytes at a time. With `order_ptr`, additions wait for those of preceding blocks of keys, and the sum has the same bits
+every time.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
@@ -68,7 +69,7 @@ def _gradients(
     bufs, bars, results, shape, scale, scale_log2, place, it, n,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's 64 of 128 keys of the n-th tile, from the it-th block of queries on; how many blocks there were then."""
+    """Process a warpgroup's 64 of the 128 keys of the n-th tile. Returns `it`, the number of blocks of queries so far."""
     q_bufs, do_bufs, k_bufs, v_bufs, ds_bufs, _p_bufs, _lse_bufs, delta_bufs = bufs
     _kv_full, _q_full, q_empty, do_full, do_empty, ds_full = bars[:6]
     STAGES: gl.constexpr = q_bufs.shape[0]
@@ -113,7 +114,7 @@ def _gradients(
             mbarrier.wait(ds_full.index(side), it - 1 >> 1 & 1)
             dq = part_of_dq(ds_bufs, side, k_bufs, kv, wg, 64 if M * D >= 8192 else 32)
             dk = warpgroup_mma(of_scores, flat(q_bufs.index(stage)), dk, is_async=True)
-            # dq goes out while the product for dk runs.
+            # dq is added to memory while the product for dk runs.
             if AHEAD:
                 dq, dv, weights, s = warpgroup_mma_wait(1, deps=(dq, dv, weights, s))
             else:
@@ -131,7 +132,8 @@ def _gradients_wide(
     bufs, bars, results, shape, scale, scale_log2, place, it, n,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's half of the dims for 64 keys. Weights are computed by halves of the queries, and shared."""
+    """Process a warpgroup's half of the dims for the tile's 64 keys. Each warpgroup computes the weights of half of the
+    queries, and shares them."""
     q_bufs, do_bufs, k_bufs, _v_bufs, ds_bufs, p_bufs, _lse_bufs, _delta_bufs = bufs
     kv_full, _q_full, q_empty, _do_full, do_empty, ds_full = bars[:6]
     STAGES: gl.constexpr = q_bufs.shape[0]
@@ -178,7 +180,7 @@ def _multiply(
     bufs, bars, work,
     wg: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
-    """The tiles of a program, by one of its two warpgroups."""
+    """Process the tiles of a program, in one of its two warpgroups."""
     results, shape, scale, scale_log2, total, slots_ptr = work
     M: gl.constexpr = bufs[0].shape[2]
     numbers = (shape, scale, scale_log2)
@@ -244,16 +246,16 @@ def attention_backward_sm90_kernel(
     scale, scale_log2, KEYS: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, LEFT: gl.constexpr, AHEAD: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4; the others bring their own warps. SETS 0: on `tiles` programs, else on at most as many as there
-    are SMs, which stay and take tiles in turn, with so many sets of buffers for keys and values; no order of additions then.
+    """Launch with num_warps=4; the other partitions bring their own warps.
 
-    tiles: key_blocks a key/value head of each sequence.
-    section: key/value heads that go together. left: with LEFT, the keys before its own that a query sees. GROUP: query heads a
-    key/value head. lse_desc: -lse / scale, delta_desc: -delta, of BLOCK_M rows for every block of every query head. dq_ptr:
-    float32 zeros, BLOCK_M * D a block, in parts of 64 rows. order_ptr: None, or int32 zeros, one a part. ends_ptr: None, or
-    int32 [max_k], where the document of each token ends: queries and keys are the same tokens then, under a causal mask.
-    dk_desc, dv_desc: with two sets, else None. counter_ptr: one int32 of zero, left as zero, and slots_ptr: int32, 2 * SLOT a
-    program; None if SETS is 0.
+    SETS: 0: launch `tiles` programs with one tile each. Otherwise launch at most one persistent program per SM, which processes
+    one tile after another with SETS sets of buffers for keys and values; the additions to dq then have no fixed order.
+    tiles: key_blocks per key/value head of each sequence. section: key/value heads that are computed at a time. left: with
+    LEFT, the number of keys before its own that a query sees. GROUP: query heads per key/value head. lse_desc: -lse / scale,
+    delta_desc: -delta, BLOCK_M rows for every block of every query head. dq_ptr: float32 zeros, BLOCK_M * D per block, in parts
+    of 64 rows. order_ptr: None, or int32 zeros, one per part. ends_ptr: None, or int32 [max_k], where the document of each
+    token ends; then queries and keys are the same tokens, under a causal mask. dk_desc, dv_desc: for SETS 2, else None.
+    counter_ptr: one int32 zero, which is zero again at the end; slots_ptr: int32, 2 * SLOT per program; both None if SETS is 0.
     """
     HELD: gl.constexpr = SETS if SETS > 1 else 1
     descs = (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc)

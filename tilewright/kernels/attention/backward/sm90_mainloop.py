@@ -1,6 +1,7 @@
-"""What a warpgroup of `attention_backward_sm90_kernel` does to a tile: products, masks, weights, sums in memory, results.
+"""The operations of a warpgroup of `attention_backward_sm90_kernel` on a tile: products, masks, weights, sums in memory,
+results.
 
-sm90_kernel.py says why they are as they are, and puts them in order.
+sm90_kernel.py explains them, and calls them in order.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
@@ -37,30 +38,30 @@ __all__ = [
 
 @gluon.jit
 def flat(box):
-    """The matrix in a box of one sequence."""
+    """The matrix in a box that contains one sequence."""
     return box.reshape([box.shape[1], box.shape[2]])
 
 
 @gluon.jit
 def begin_with(line):
-    """[64, M] whose rows all are the line [M] in shared memory: what scores begin with."""
+    """[64, M] in which each row is `line` [M] from shared memory: the initial accumulators of scores."""
     M: gl.constexpr = line.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     row = gl.expand_dims(line.load(gl.SliceLayout(0, layout)), 0)
     every = gl.broadcast(row, gl.zeros([ROWS, M], gl.float32, layout))[0]
-    # Copied here, and not between two products, where the assembler would wait for the first one.
+    # An explicit copy. Otherwise ptxas would copy between two products, and wait there for the first one.
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [every], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def scores(rows, others, begin):
-    """begin + rows [64, D] times a block of queries or of dO [M, D]: [64, M], in flight."""
+    """Issue begin + rows [64, D] times a block of queries or of dO [M, D]; return it in flight, [64, M]."""
     return warpgroup_mma(rows, others.permute((1, 0)), begin, is_async=True)
 
 
 @gluon.jit
 def _visible(s, key, query, offset, max_k, left, ends_ptr, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
-    """Scores [keys, queries] with -inf where a query does not see a key. offset: keys before the first query's.
+    """Scores [keys, queries], set to -inf where a query does not see a key. offset: keys before the first query's own key.
 
     ends_ptr: where the document of each key ends, under a causal mask; else None.
     """
@@ -86,9 +87,9 @@ def as_operand(x, acc):
 
 @gluon.jit
 def _add_to(ptr, block):
-    """Add [64, N] to float32 memory, in the order in which the threads have it."""
+    """Add [64, N] to float32 memory, in the order in which the threads hold the numbers."""
     N: gl.constexpr = block.shape[1]
-    # What wgmma deals out: 16 rows a warp; a thread has rows 8 apart and pairs of columns 8 apart.
+    # The layout of wgmma accumulators: 16 rows per warp; a thread has rows 8 apart, and pairs of columns 8 apart.
     line = block.reshape([4, 2, 8, N // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([ROWS * N])
     layout: gl.constexpr = line.type.layout
     gl.atomic_add(ptr + gl.arange(0, ROWS * N, layout=layout), line, sem="relaxed")
@@ -96,7 +97,7 @@ def _add_to(ptr, block):
 
 @gluon.jit
 def add(results, place, member, j, dq, shape, wg: gl.constexpr, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr):
-    """Add a warpgroup's part of dq to its place; where additions keep an order, after those whose turn is before."""
+    """Add a warpgroup's part of dq to memory. With `order_ptr`, wait until the parts of preceding blocks of keys are added."""
     dq_ptr, order_ptr = results[0], results[3]
     block, kv_head, b, _, _ = place
     head = b * shape[2] + kv_head
@@ -109,17 +110,17 @@ def add(results, place, member, j, dq, shape, wg: gl.constexpr, KEYS: gl.constex
         while gl.atomic_add(order_ptr + part, 0, sem="acquire") < before:
             pass
         _add_to(to, dq)
-        # One thread passes the turn on for all: every thread's numbers must be out before.
+        # One thread passes the turn on for the warpgroup, so the additions of all threads must be complete before.
         block_barrier()
         gl.atomic_add(order_ptr + part, 1, sem="release")
 
 
 @gluon.jit
 def unknown(number):
-    """The number, which the compiler does not know any more, and so computes addresses of operands where they are used.
+    """`number`, made opaque to the compiler, so that it computes the addresses of operands where they are used.
 
-    Else it does so before the loop, and has no registers for them: at 256 dims 75 moves to the uniform ones and 17 loads of
-    what it had spilled were in it, of 500 instructions.
+    Otherwise it computes them before the loop and has no registers to keep them: at 256 dims the 500 instructions of the loop
+    then included 75 moves to uniform registers and 17 loads of spilled values.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -136,7 +137,8 @@ def columns_of(box, part: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def part_of_dq(ds_bufs, side, k_bufs, kv, part: gl.constexpr, COLS: gl.constexpr):
-    """[64, COLS] of dS K for a block of queries, in flight: of 128 rows 64, else a part of the columns."""
+    """Issue [64, COLS] of dS K for a block of queries, and return it in flight. A part is 64 of 128 rows, or else some of the
+    columns."""
     M: gl.constexpr = ds_bufs.shape[2]
     PARTS: gl.constexpr = ds_bufs.shape[0] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 16])
@@ -152,7 +154,7 @@ def part_of_dq(ds_bufs, side, k_bufs, kv, part: gl.constexpr, COLS: gl.constexpr
 
 @gluon.jit
 def _store(ptr, x, b, kv_head, key, col, shape, D: gl.constexpr):
-    """Store those rows of x [64, N] that are keys, from column `col` of their head on."""
+    """Store the rows of x [64, N] whose keys exist, beginning at column `col` of their head."""
     KV_H, max_k = shape[2], shape[5]
     layout: gl.constexpr = x.type.layout
     at = key + gl.expand_dims(gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout)), 1)
@@ -163,7 +165,7 @@ def _store(ptr, x, b, kv_head, key, col, shape, D: gl.constexpr):
 
 @gluon.jit
 def first_products(bufs, bars, it, part, begin: gl.constexpr, rows: gl.constexpr):
-    """(scores, done; dO V^T, in flight) of a warpgroup's keys and `rows` queries of the it-th block, from `begin` on."""
+    """(scores, complete; dO V^T, in flight) for a warpgroup's keys and `rows` queries of the it-th block, from `begin` on."""
     q_bufs, do_bufs, k_bufs, v_bufs, _ds_bufs, _p_bufs, lse_bufs, delta_bufs = bufs
     STAGES: gl.constexpr = q_bufs.shape[0]
     stage = it % STAGES
@@ -179,7 +181,8 @@ def first_products(bufs, bars, it, part, begin: gl.constexpr, rows: gl.constexpr
 
 @gluon.jit
 def scores_ahead(bufs, bars, it, total, part, begin: gl.constexpr, rows: gl.constexpr):
-    """Scores of `rows` queries of the it-th block, in flight. Behind the last block these are scores of nothing, for nobody."""
+    """Issue the scores of `rows` queries of the it-th block, and return them in flight. After the last block they are garbage
+    and unused."""
     STAGES: gl.constexpr = bufs[0].shape[0]
     stage = it % STAGES
     if it < total:
@@ -190,7 +193,8 @@ def scores_ahead(bufs, bars, it, total, part, begin: gl.constexpr, rows: gl.cons
 
 @gluon.jit
 def near_end(shape, key):
-    """Where the document of a key ends, if documents are packed; of a warpgroup's first key it is the first such end."""
+    """The end of the document that contains `key`, if documents are packed. For a warpgroup's first key this is the smallest
+    end among its keys."""
     end = 0
     if shape[7] is not None:
         end = gl.load(shape[7] + gl.minimum(key, shape[5] - 1))
@@ -199,7 +203,7 @@ def near_end(shape, key):
 
 @gluon.jit
 def weigh(s, dp, key, query, end, shape, scale_log2, bar, phase, CAUSAL: gl.constexpr, LEFT: gl.constexpr):
-    """(weights, dO V^T, done). end: `near_end` of the key."""
+    """(weights, dO V^T, complete). end: `near_end` of the key."""
     max_q, max_k, left, ends_ptr = shape[4], shape[5], shape[6], shape[7]
     PACKED: gl.constexpr = ends_ptr is not None
     own = query + max_k - max_q
@@ -207,7 +211,8 @@ def weigh(s, dp, key, query, end, shape, scale_log2, bar, phase, CAUSAL: gl.cons
     if masked or (query + s.shape[1] > end and PACKED):
         s = _visible(s, key, query, max_k - max_q, max_k, left, ends_ptr, CAUSAL, LEFT)
     p = gl.exp2(s * scale_log2)
-    # The assembler would wait for dO V before the exponentials, but moves nothing across a loop. This one ends at once.
+    # ptxas would move the wait for dO V^T before the exponentials, but it moves nothing across a loop. The wait on a barrier is
+    # a loop, and ends at once here, because this phase is already complete.
     mbarrier.wait(bar, phase)
     dp, p = warpgroup_mma_wait(0, deps=(dp, p))
     return p, dp
@@ -215,14 +220,15 @@ def weigh(s, dp, key, query, end, shape, scale_log2, bar, phase, CAUSAL: gl.cons
 
 @gluon.jit
 def share(bar):
-    """Let the other warpgroup, and the tensor cores, see what this one has stored."""
+    """Make this warpgroup's stores visible to the other warpgroup and to the tensor cores."""
     fence_async_shared()
     release(bar)
 
 
 @gluon.jit
 def _hand_over(bufs, bars, dk, dv, kv, phase, wg: gl.constexpr, SETS: gl.constexpr):
-    """The set of buffers to the warp that stores, with dk and dv in it; neither warpgroup multiplies by it any more."""
+    """Pass the set of buffers, now with dk and dv in it, to the warp that stores. Waits until both warpgroups have finished
+    their products with it."""
     kv_done, out_full = bars[7]
     PARTS: gl.constexpr = bufs[2].shape[0] // SETS
     release(kv_done.index(kv))
@@ -237,7 +243,8 @@ def finish(
     bufs, bars, results, dk, dv, place, key, col, shape, kv, phase,
     wg: gl.constexpr, D: gl.constexpr, SETS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile go out, rows from `key` and columns from `col` on. Its set of buffers will be free."""
+    """Store dk and dv of a tile, or pass them on for storing: rows from `key` on, columns from `col` on. Releases the
+    buffers."""
     if SETS == 2:
         _hand_over(bufs, bars, dk, dv, kv, phase, wg, SETS)
     else:

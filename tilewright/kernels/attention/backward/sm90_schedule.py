@@ -1,12 +1,13 @@
-"""Which keys a program of `attention_backward_sm90_kernel` has, and the warps beside those that multiply: deal, fetch, store.
+"""Which keys a program of `attention_backward_sm90_kernel` has, and its warps that schedule, load and store.
 
-Tiles of a launch are blocks of keys of one key/value head. Either a program has one, or there is a program an SM, which begins
-with its own number and then draws tickets from a counter, for under a mask tiles differ in length. The warp that draws hands
-the number, and what it found out of the tile, to the others (hopper/primitives.py).
+The tiles of a launch are blocks of keys of one key/value head. Either each program has one tile, or there is one persistent
+program per SM. A persistent program begins with the tile of its own number and then draws tickets from an atomic counter,
+because under a mask tiles differ in length. The scheduler warp draws the tickets, and passes the number and the description of
+the tile to the other warps (hopper/primitives.py).
 
-What a program that stays gains is that nothing waits between its tiles: with two sets of buffers for keys and values the next
-tile's are fetched while this one is computed, and a set holds the tile's dk and dv in the end, which a warp of its own stores.
-With one set (256 dims) the next keys are fetched while dk and dv go out from registers.
+In a persistent program nothing waits between tiles. With two sets of buffers for keys and values, the next tile's are loaded
+while this tile is computed. At the end of a tile its set holds dk and dv, which a separate warp stores. With one set (256 dims)
+the next keys are loaded while dk and dv are stored from registers.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -19,8 +20,8 @@ from tilewright.kernels.hopper.primitives import BEHIND, hand_out, load_box, nex
 __all__ = ["PLACE", "ROWS", "SLOT", "deal_tiles", "keys_of", "load_one", "load_tiles", "store_tiles", "turn"]
 
 
-ROWS = gl.constexpr(64)  # of a product: what the tensor cores take at once
-SLOT = gl.constexpr(8)  # from one tile's numbers to the next one's
+ROWS = gl.constexpr(64)  # rows per product: the M of one wgmma instruction
+SLOT = gl.constexpr(8)  # int32 from the description of one tile to the next
 PLACE = gl.constexpr(5)  # numbers that describe a tile
 
 
@@ -28,8 +29,9 @@ PLACE = gl.constexpr(5)  # numbers that describe a tile
 def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr, order_ptr):
     """(block of keys, key/value head, sequence, first block of queries that sees the keys, one past the last) of a tile.
 
-    Heads go in sections; inside of one the longest blocks come first under a diagonal, but where additions keep an order:
-    nobody may wait for a program that begins later. Of packed documents a block of keys is seen to the end of its last key's.
+    Heads are computed in sections. Under a causal mask, the longest blocks of a section come first. With ordered additions the
+    order is reversed, because a program may only wait for programs that begin earlier. With packed documents, a block of keys
+    is seen by queries up to the end of the document of its last key.
     """
     key_blocks, section, KV_H, _GROUP, max_q, max_k, left, ends_ptr = shape
     before = tile // (section * key_blocks) * section
@@ -37,7 +39,8 @@ def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.
     heads = tiles // key_blocks
     width = gl.minimum(section, heads - before)
     block = within // width
-    # The last heads first: what was prepared last is still in L2, and what is rounded first will be.
+    # The last heads come first: their prepared rows are the newest in L2, and the heads that are rounded first are then also
+    # there.
     head = heads - 1 - before - within % width
     first = 0
     last = gl.cdiv(max_q, M)
@@ -56,14 +59,15 @@ def keys_of(tile, tiles, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.
 
 @gluon.jit
 def turn(block, j, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many other blocks of keys add to the j-th block of queries before this one.
+    """The number of other blocks of keys that add to the j-th block of queries before this one.
 
-    Under a diagonal the last keys that it sees come first: these begin with it, and the others come to it in their order. Of
-    packed documents they go back to the block in which that of its first query begins, and none is left out.
+    Under a causal mask, the last block of keys that it sees adds first: that program begins with this block of queries. The
+    other blocks follow in descending order. With packed documents these reach back, without a gap, to the block in which the
+    document of its first query begins.
     """
     if CAUSAL:
         key_blocks, _section, _KV_H, _GROUP, max_q, max_k, _left, _ends_ptr = shape
-        # The last block of keys whose first block of queries is the j-th or one before.
+        # The last block of keys whose first block of queries is the j-th or an earlier one.
         last = gl.minimum(((j + 1) * M - 1 + max_k - max_q) // KEYS, key_blocks - 1)
         return last - block
     else:
@@ -75,7 +79,7 @@ def turn(block, j, shape, KEYS: gl.constexpr, M: gl.constexpr, CAUSAL: gl.conste
 
 @gluon.jit
 def _load_keys(descs, bufs, bars, place, head_strides, kv, KEYS: gl.constexpr):
-    """K and V of a tile, into the kv-th set of buffers."""
+    """Load K and V of a tile into the kv-th set of buffers."""
     k_desc, v_desc = descs[2], descs[3]
     k_bufs, v_bufs = bufs[2], bufs[3]
     PARTS: gl.constexpr = KEYS // ROWS
@@ -91,7 +95,7 @@ def _load_keys(descs, bufs, bars, place, head_strides, kv, KEYS: gl.constexpr):
 
 @gluon.jit
 def _load_queries(descs, bufs, bars, b, h, heads, j, blocks, head_strides, it):
-    """The j-th block of queries of a head, and of dO, as the it-th of the program, each when its stage is free."""
+    """Load the j-th block of queries of a head, and of dO, as the program's it-th block, each as soon as its stage is free."""
     q_desc, do_desc, _, _, lse_desc, delta_desc = descs
     q_bufs, do_bufs, _k_bufs, _v_bufs, _ds_bufs, _p_bufs, lse_bufs, delta_bufs = bufs
     q_full, q_empty, do_full, do_empty = bars[1], bars[2], bars[3], bars[4]
@@ -115,7 +119,7 @@ def _load_queries(descs, bufs, bars, b, h, heads, j, blocks, head_strides, it):
 def load_one(
     descs, bufs, bars, shape, head_strides, order_ptr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, LEFT: gl.constexpr
 ):  # fmt: skip
-    """For a program that has one tile."""
+    """The producer of a program that has one tile."""
     M: gl.constexpr = bufs[0].shape[2]
     GROUP = shape[3]
     place = keys_of(gl.program_id(0), gl.num_programs(0), shape, KEYS, M, CAUSAL, LEFT, order_ptr)
@@ -131,7 +135,7 @@ def load_one(
 
 @gluon.jit
 def load_tiles(descs, bufs, bars, shape, total, slots_ptr, head_strides, KEYS: gl.constexpr, SETS: gl.constexpr):
-    """For a program that stays: fetches what its tiles need."""
+    """The producer of a persistent program."""
     M: gl.constexpr = bufs[0].shape[2]
     kv_empty, asked = bars[6], bars[8][2]
     GROUP = shape[3]
@@ -147,7 +151,7 @@ def load_tiles(descs, bufs, bars, shape, total, slots_ptr, head_strides, KEYS: g
         head = kv_head * GROUP
         ahead = 0
         if SETS == 1:
-            # The set is in use to the end of the tile before, stages are free sooner.
+            # The set is in use until the end of the preceding tile. Stages are free earlier, so load the first queries now.
             ahead = gl.minimum(steps, 1)
             if steps > 0:
                 _load_queries(descs, bufs, bars, b, head, heads, first, blocks, head_strides, it)
@@ -166,7 +170,7 @@ def load_tiles(descs, bufs, bars, shape, total, slots_ptr, head_strides, KEYS: g
         tile, place = take(n, slots_ptr, bars[8][0], bars[8][1], SLOT, PLACE)
 
 
-# ---- the warp that deals
+# ---- the scheduler warp
 
 
 @gluon.jit
@@ -190,7 +194,7 @@ def deal_tiles(
 
 @gluon.jit
 def store_tiles(dk_desc, dv_desc, bufs, bars, total, slots_ptr, KEYS: gl.constexpr, SETS: gl.constexpr):
-    """dk and dv of each tile, from the set of buffers that had its keys and values. Then the set is free."""
+    """Store dk and dv of each tile from the set of buffers that contained its keys and values. Then release the set."""
     k_bufs, v_bufs = bufs[2], bufs[3]
     PARTS: gl.constexpr = KEYS // ROWS
     D: gl.constexpr = k_bufs.shape[3]

@@ -1,12 +1,13 @@
-"""`attention_backward` on tensor cores for every card, head dim, layout and mask: the implementation `triton`.
+"""`attention_backward` on tensor cores for every GPU, head dim, layout and mask: the implementation `triton`.
 
-Three kernels: the rows' sums of do * out; then dk and dv, where a program keeps TILE keys of one key/value head and walks the
-queries that see them, through every query head of its group, STEP at a time; then dq, where it keeps TILE queries and walks
-the keys. Scores are computed twice, which makes seven products of five, and in exchange nobody adds to memory that another
-program adds to: the result is deterministic, and no float32 gradient of q goes through memory.
+Three kernels. The first computes the row sums of do * out. The second computes dk and dv: a program keeps TILE keys of one
+key/value head, and loops over the queries that see them, through every query head of its group, STEP at a time. The third
+computes dq: a program keeps TILE queries and loops over the keys. Scores are computed twice, which makes seven products instead
+of five. In exchange no program adds to memory that another program adds to: the result is deterministic, and no float32
+gradient of q goes through memory.
 
-For dk and dv the scores are computed transposed, [keys, queries], so that weights and their gradients are first operands as
-they come; a product of a transposed accumulator is what some versions of Triton miscompile on Hopper. float32 is multiplied in
+For dk and dv the scores are computed transposed, [keys, queries], so that weights and their gradients can be used directly as
+first operands: some versions of Triton miscompile the product of a transposed accumulator on Hopper. float32 is multiplied in
 IEEE precision. Refuses: float64, head dims above 256.
 """
 
@@ -46,8 +47,8 @@ def _width(problem: Problem) -> int:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # Compiled for sm_80 and 90: at most 104 bytes spill on sm_80 in 16 bits, where keys stay. On Hopper 128 dims spill 1 KB a
-    # thread there, and run at 260 to 280 TFLOP/s nevertheless (docs/log.md#attention-backward).
+    # Compiled for sm_80 and 90: on sm_80 at most 104 bytes spill in 16 bits, in the kernel of keys. On Hopper, 128 dims spill 1
+    # KB per thread there, and still run at 260 to 280 TFLOP/s (docs/log.md#attention-backward).
     width, shared = _width(problem), device.multiplies_by_warpgroup
     if problem.dtype.itemsize == 4:
         return {"TILE": 32, "STEP": 32, "num_warps": 8 if width > 64 else 4, "num_stages": 1}
@@ -60,10 +61,10 @@ def _default(device: Device, problem: Problem) -> Config:
 
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     width, size = _width(problem), problem.dtype.itemsize
-    # Two operands stay, two go by; weights and their gradients may pass through as well.
+    # Two operands stay, and two are pipelined; weights and their gradients may also pass through shared memory.
     if (2 * c["TILE"] + 2 * c["num_stages"] * c["STEP"]) * width * size + c["TILE"] * c["STEP"] * size > device.smem_bytes:
         return "more shared memory than the device has"
-    # Of a thread: two gradients, the scores and their gradients.
+    # Registers per thread: two gradients, the scores and their gradients.
     registers = c["TILE"] * 2 * (width + c["STEP"]) // (32 * c["num_warps"])
     if not device.multiplies_by_warpgroup:
         registers += c["TILE"] * width // (32 * c["num_warps"])  # the two operands that stay
@@ -77,14 +78,15 @@ SPACE = Space(
     axes={"TILE": (32, 64, 128), "STEP": (32, 64), "num_warps": (4, 8), "num_stages": (1, 2)},
     refusal=_config_refusal,
 )
-"""TILE: the rows that a program keeps; STEP: those that go by at a time."""
+"""TILE: the rows that a program keeps. STEP: the rows per iteration of its loop."""
 
 # ---- kernels
 
 
 @triton.jit
 def _bounds(lse_ptr, delta_ptr, rows, end):
-    """(lse in the domain of exp2, delta) of query rows. lse is +inf, and weights so 0, where a row sees no key or is none."""
+    """(lse times log2(e), delta) of query rows. If a row sees no key or does not exist, lse is +inf, so that its weights are
+    0."""
     lse = tl.load(lse_ptr + rows, mask=rows < end, other=float("-inf"))
     delta = tl.load(delta_ptr + rows, mask=rows < end, other=0.0)
     return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2_E), delta
@@ -111,7 +113,7 @@ def _delta_kernel(
 def _weights(
     s, lse, distance, seen, scale_log2, pre_scale, slope, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """(weights of the scores s, what a cap leaves of their slope: 1, or a block); lse broadcast, in the domain of exp2."""
+    """(weights of the scores s, derivative of the cap: 1, or a block). lse is broadcast, and already times log2(e)."""
     bent = 1.0
     if SOFTCAP:
         s = capped(s, pre_scale)
@@ -132,9 +134,9 @@ def _keys_step(
     D: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the queries start .. start + STEP of one head into (dk, dv): of a key those from its `begin` to before its `end`.
+    """Add the queries start .. start + STEP of one head to (dk, dv): for each key those from its `begin` to before its `end`.
 
-    Without LEFT that is the end of the rows, from where on lse is +inf.
+    Without LEFT, `end` is the end of the rows; from there on lse is +inf.
     """
     rows = start + tl.arange(0, STEP)
     q = load_rows(q_ptr, rows, q_row_stride, D, BLOCK_D, MASKED, q_len)
@@ -165,7 +167,7 @@ def _keys_kernel(
     D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr, SOFTCAP: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    # Under a diagonal the first keys are seen by most queries: the longest tiles come first.
+    # Under a causal mask the first keys are seen by the most queries, so the longest tiles come first.
     tile = tl.program_id(0) % tiles
     kv_heads = H // GROUP
     g = tl.program_id(0) // tiles % kv_heads
@@ -224,7 +226,7 @@ def _queries_step(
     D: tl.constexpr, DV: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     LEFT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq with the keys start .. start + STEP taken in: of a row those from its `begin` (LEFT) to before its `end`."""
+    """dq after adding the keys start .. start + STEP: for each row those from its `begin` (if LEFT) to before its `end`."""
     keys = start + tl.arange(0, STEP)
     k = load_rows(k_ptr, keys, k_row_stride, D, BLOCK_D, MASKED, k_len)
     v = load_rows(v_ptr, keys, v_row_stride, DV, BLOCK_DV, MASKED, k_len)
@@ -316,7 +318,7 @@ def _launch(
         _delta_kernel, (tiles * batch * heads,), (do, out, delta, cu_q), (tiles, max_q, total_q, heads, *strides_of(do, out)),
         {"DV": width, "BLOCK_M": 64, "BLOCK_DV": blocks["BLOCK_DV"]},
     )  # fmt: skip
-    # Under a cap a score is tanh(scale q . k / cap) in [-1, 1], and its scale the cap.
+    # With a cap, a score is tanh(scale q . k / cap) in [-1, 1], and its scale is the cap.
     factor, pre = (scale, 0.0) if softcap is None else (softcap, 2 * scale / softcap * LOG2_E)
     numbers = (max_q, max_k, total_q, heads, heads // groups, left or 0, behind or 0, prefix, scale, factor * LOG2_E, pre)
     strides = strides_of(do, q, k, v)

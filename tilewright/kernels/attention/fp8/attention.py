@@ -1,33 +1,35 @@
-"""Attention over 8-bit codes: `attention` for long prompts, with both products in 8 bits, or the first alone.
+"""Attention over 8-bit codes: `attention` for long prompts, with both products in 8 bits, or only the first.
 
-    # B sequences, S queries, SK keys of PK rows, H query heads, G key/value heads, D head dim
+    # B sequences, S queries, SK keys padded to PK rows, H query heads, G key/value heads, D head dim
     q8[s] = round(q[s] / q_scale[s]),  q_scale[s] = max |q[s]| / largest          (largest 448 or 127)
     z[s, t] = (q8[s] . k[t]) * q_scale[s] * k_scale[t // 128] * scale * log2(e)     m[s] = ceil(max_t z[s, t])
     out[s] = sum_t p[s, t] v[t] / sum_t p[s, t]                                     p[s, t] = exp2(z[s, t] - m[s])
 
-q [B, S, H, D] bf16 or fp16; keys and values are what quantize_kv.py makes, which says how they lie in memory: rows
-beyond SK are padding. Queries are quantised here, row by row, since each is read once. Causal masks align the last query with
-the last key; a query that sees no key gives zeros. Two formats, told by v_scale:
+q [B, S, H, D] is bf16 or fp16. Keys and values are the output of quantize_kv.py, which describes their memory layout; rows
+from SK on are padding. Queries are quantised here, row by row, since each is read once. Causal masks align the last query with
+the last key; a query that sees no key gives zeros. There are two formats, distinguished by v_scale:
 
-    fp8     q8, k and v are float8 e4m3. Weights are rounded to float8 as well, as 2^8 p: e4m3 has 3 bits from 2^-6 to 448, so a
-            weight keeps them down to 2^-14 of the largest
-    int8    q8 and k are int8, exact in int32; v has the result's dtype, to which weights are rounded
+    fp8     q8, k and v are float8 e4m3. Weights are also rounded to float8, as 2^8 p: e4m3 has 3 mantissa bits from 2^-6 to
+    448,
+            so a weight keeps them down to 2^-14 of the largest
+    int8    q8 and k are int8, with exact products in int32; v has the result's dtype, to which weights are rounded
 
-**Why maxima are whole numbers.** A kernel sees the keys in blocks and rounds a block's weights relative to the maximum that it
-knows. Relative to any power of two the rounded mantissas are the same: so they do not depend on the blocks or their order, this
-definition can say what they are, and the corrections of what was summed before are exact. Sums of weights are not rounded.
+**Why maxima are whole numbers.** A kernel sees the keys in blocks, and rounds the weights of a block relative to the maximum
+known so far. Relative to any power of two the rounded mantissas are the same. So they do not depend on the blocks or their
+order, this definition can specify them, and corrections of earlier sums are exact. Sums of weights are not rounded.
 
-**What 8 bits cost.** e4m3 keeps 4 significant bits, an error of 2.6 % RMS a number; the errors of many keys average out as the
-values themselves do. int8 scores are more exact where no channel stands out, since the codes of a block are evenly spaced.
-Hopper adds float8 products with some 14 bits; docs/log.md#8-bits has the figures.
+**The error of 8 bits.** e4m3 keeps 4 significant bits, an RMS error of 2.6 % per number; the errors of many keys average out,
+as the values themselves do. int8 scores are more exact if no channel has much larger values than the others, because the codes
+of a block are evenly spaced. Hopper adds float8 products with some 14 bits; docs/log.md#8-bits has the figures.
 
-Limited by the tensor cores, and on Hopper as much by exponentials: at D = 128 an SM takes 1024 cycles for the products of
-128 x 128 scores in 8 bits, and 1024 for their exponentials. The implementations, best first:
+Limited by the tensor cores, and on Hopper equally by the exponentials: at D = 128 an SM needs 1024 cycles for the 8-bit
+products of 128 x 128 scores, and 1024 for their exponentials. The implementations, best first:
 
     sm90      Hopper, fp8, D 64 and 128 (sm90_kernel.py)
     triton    sm_80 and up for int8, sm_89 and up for fp8 (tile.py)
 
-Not supported: packed sequences, windows and what bends scores, the log-sum-exp (smoothed keys have another), gradients.
+Not supported: packed sequences, windows and other options that change scores, the log-sum-exp (smoothed keys change it),
+gradients.
 """
 
 import math
@@ -55,7 +57,7 @@ def _decoded(codes: Tensor, scale: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _coded_queries(q: Tensor, codes: torch.dtype, wide: torch.dtype) -> Tensor:
-    """Rows of q [B, H, S, D], rounded to what codes of them stand for; in float32, whatever the rest is computed in."""
+    """Rows of q [B, H, S, D], rounded to the numbers that their codes represent. The rounding is float32 for every dtype."""
     largest = FORMATS["int8" if codes == torch.int8 else "fp8"].largest
     q = q.float()
     amax = q.abs().amax(-1, keepdim=True).clamp_min(SMALLEST)
@@ -65,7 +67,7 @@ def _coded_queries(q: Tensor, codes: torch.dtype, wide: torch.dtype) -> Tensor:
 
 
 def _values(v: Tensor, v_scale: Tensor | None, wide: torch.dtype) -> Tensor:
-    """[B, G, PK, D] (or [B, G, SK, D] of values that are no codes), in the order of the keys."""
+    """[B, G, PK, D] (or [B, G, SK, D] if the values are not codes), in the order of the keys."""
     if v_scale is None:
         return v.to(wide).transpose(1, 2)
     of_key = key_order(v.shape[3], v.device).argsort()
@@ -73,7 +75,7 @@ def _values(v: Tensor, v_scale: Tensor | None, wide: torch.dtype) -> Tensor:
 
 
 def _rounded(weights: Tensor, coded: bool, dtype: torch.dtype) -> Tensor:
-    """Weights as the second product has them."""
+    """Weights, rounded as for the second product."""
     if coded:
         return (weights * 256.0).float().to(torch.float8_e4m3fn).to(weights.dtype) / 256.0
     return weights.to(dtype).to(weights.dtype)
@@ -121,13 +123,13 @@ def _example(
     q, k, v, k_scale, v_scale, *rest = scaled_attention_arguments(
         inputs, B=batch, Q=queries, KV=keys, H=h, G=g, D=dim, causal=causal, format=format, dtype=dtype
     )
-    # What the quantiser fills up with: nothing of it may reach a result.
+    # The padding that the quantiser writes. It must not reach a result.
     k[:, :, keys:] = 0
     if v_scale is not None:
         hidden = (key_order(padded_rows(keys), v.device) < keys).to(v.device)
         v = (v.float() * hidden).to(v.dtype)
         steps = torch.arange(v_scale.numel(), device=v.device).view(v_scale.shape) % 3
-        v_scale = v_scale * 2.0**steps  # powers of two, not all alike
+        v_scale = v_scale * 2.0**steps  # powers of two, not all equal
     return q, k, v, k_scale, v_scale, *rest
 
 

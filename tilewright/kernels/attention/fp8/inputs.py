@@ -1,4 +1,4 @@
-"""Example arguments of the ops of 8-bit attention from dimensions: the `Op.make` of each."""
+"""Example arguments of the ops of 8-bit attention, made from dimensions: the `Op.make` of each."""
 
 # B sequences, H query heads, G key/value heads, D head dim
 
@@ -24,13 +24,13 @@ def scaled_attention_arguments(
     inputs: Inputs, *, B: int, KV: int, Q: int | None = None, H: int = 32, G: int = 8, D: int = 128, causal: bool = False,
     format: str = "fp8", dtype: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """Queries of `dtype` (Q, KV of them unless given), and codes with the scales that normal numbers would have."""
+    """Queries of `dtype` (Q of them, default KV), and codes with the scales that normally distributed numbers would have."""
     padded = padded_rows(KV)
     coded = format == "fp8"
 
     def codes(*shape: int) -> torch.Tensor:
         if coded:
-            # Beyond 464 torch rounds to NaN.
+            # torch rounds numbers above 464 to NaN.
             return inputs.randn(*shape, scale=100.0).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
         return inputs.randint(-100, 101, *shape, dtype=torch.int8)
 

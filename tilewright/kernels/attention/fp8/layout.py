@@ -1,4 +1,4 @@
-"""What the quantiser, the definition and the implementations of `scaled_attention` share: how the codes lie in memory."""
+"""Shared by the quantiser, the definition and the implementations of `scaled_attention`: the memory layout of the codes."""
 
 # B sequences, H query heads, G key/value heads, D head dim
 
@@ -12,16 +12,16 @@ from tilewright.kernels.launch.shapes import next_pow2
 
 __all__ = ["KEYS", "SMALLEST", "Problem", "key_order", "padded_rows", "problem_of"]
 
-SMALLEST = 2.0**-40  # of the largest magnitude behind a scale, so that a product of two scales is no denormal number
-KEYS = 128  # of a scale
+SMALLEST = 2.0**-40  # lower bound of a block's largest magnitude: so the product of two scales is not a denormal number
+KEYS = 128  # keys per scale
 
 
 class Problem(NamedTuple):
-    """All that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
+    """All properties that a choice may depend on. Counts of sequences and rows are rounded up to powers of two."""
 
     codes: torch.dtype
     dtype: torch.dtype
-    """Of the queries and the result."""
+    """The dtype of the queries and the result."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     coded_values: bool
     """Whether the values are float8 codes, transposed; else numbers of the queries' dtype."""
     tma: bool
-    """Whether q is a matrix that the copy engine can address: heads beside each other, starts at 16 bytes."""
+    """Whether TMA can address q as a matrix: adjacent heads, starts at multiples of 16 bytes."""
 
 
 def problem_of(
@@ -57,14 +57,15 @@ def problem_of(
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of codes a head: whole tiles of 128."""
+    """Rows of codes per head: whole tiles of 128."""
     return -(-rows // 128) * 128
 
 
 def key_order(padded: int, device: torch.device) -> Tensor:
-    """int64 [padded]: which key's value is where, so that P of Hopper's scores is an operand of 8 bits as it is.
+    """int64 [padded]: the key of each stored value. In this order Hopper's scores can be used directly as an 8-bit operand P.
 
-    Of 16 keys a thread t of four has the scores 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t, and must hold four neighbours.
+    Of each 16 keys, thread t of four has the scores 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t; the operand needs four adjacent keys per
+    thread.
     """
     of_16 = torch.arange(16, device=device).view(2, 4, 2).transpose(0, 1).flatten()
     return (torch.arange(0, padded, 16, device=device)[:, None] + of_16).flatten()

@@ -1,27 +1,28 @@
-"""Keys and values of an attention as 8-bit codes, in one launch.
+"""Quantise the keys and values of an attention to 8-bit codes, in one launch.
 
     k codes, scale    blocks of 128 keys of a head, of k - mean: code = round(. / scale), scale = max |.| / largest;
                       mean: of a sample of the head's keys
-    v codes, scale    fp8 only: blocks of 128 keys of a head; the scale is the power of two that is at least max |v| / largest
+    v codes, scale    fp8 only: blocks of 128 keys of a head; scale: the smallest power of two that is at least max |v| /
+    largest
 
     k and v [B, SK, G, D] of bf16, fp16 or fp32  ->  k codes [B, G, PK, D], v codes [B, G, D, PK], scales [B, G, PK / 128];
-    codes int8 (largest 127) or float8 e4m3 (448), scales float32; PK is SK rounded up to 128, filled up with zeros
+    codes int8 (largest 127) or float8 e4m3 (448), scales float32; PK is SK rounded up to a multiple of 128, padded with zeros
 
-**Smoothing** (Zhang et al., "SageAttention", 2024). Keys of real models have channels that are far from zero for every token,
-and 8 bits relative to those leave nothing for what tells keys apart. One vector subtracted from all keys of a head changes all
-of a query's scores by one number, which its softmax does not see. That holds for any vector, so the mean is taken of up to 32
-keys, spread evenly: it is 0.18 standard deviations of a key from the mean of all, and costs no pass of its own. (The
-log-sum-exp does see it: attention over codes returns none.)
+**Smoothing** (Zhang et al., "SageAttention", 2024). Keys of real models have channels that are far from zero for every token.
+With 8 bits relative to those, little precision is left for the differences between keys. Subtracting one vector from all keys
+of a head changes all scores of a query by the same number, and the softmax does not depend on that. This holds for any vector.
+So the mean is taken over up to 32 evenly spaced keys: it is 0.18 standard deviations of a key from the mean of all, and needs
+no pass of its own. (The log-sum-exp does depend on it: attention over codes returns none.)
 
-**Layout.** Products of 8 bits on Hopper read both operands with the summed dimension dense: values are transposed. Of each 16
-keys they are in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, so that the weights of Hopper's scores are the next
-product's operand in the registers where they are (scaled_attention_common.key_order).
+**Layout.** 8-bit products on Hopper need both operands contiguous in the summed dimension, so values are transposed. Each 16
+keys are stored in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15, so that the weights of Hopper's scores are the operand of
+the next product in the registers where they already are (layout.key_order).
 
-With int8 the values stay what they are: their codes and scales are empty. Scales are at least 2^-40 / largest, so that a
-product of two is no denormal number. A block that holds a NaN or an infinity has the scale NaN and zero codes; keys of a head
-all have it if their sample does.
+With int8 the values are not quantised: their codes and scales are empty. Scales are at least 2^-40 / largest, so that the
+product of two is not a denormal number. A block that contains a NaN or an infinity has the scale NaN and zero codes; if the
+sample of a head contains one, this applies to all keys of the head.
 
-Limited by bytes. Not supported: packed sequences, other head dims than multiples of 16, fp8 before sm_89.
+Limited by bytes. Not supported: packed sequences, head dims that are not multiples of 16, fp8 before sm_89.
 """
 
 from typing import NamedTuple
@@ -44,7 +45,7 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["FORMATS_OF_ATTENTION", "quantize_keys_values_op"]
 
-# B sequences, S queries, H query heads, G key/value heads, D head dim, N rows of a block
+# B sequences, S queries, H query heads, G key/value heads, D head dim, N rows per block
 
 FORMATS_OF_ATTENTION = ("fp8", "int8")
 SAMPLE = 32  # keys
@@ -54,7 +55,7 @@ Coded = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[B, SK, G, D] as float32 blocks [B, G, PK / 128, 128, D], filled up with zeros."""
+    """[B, SK, G, D] as float32 blocks [B, G, PK / 128, 128, D], padded with zeros."""
     x = x.float().transpose(1, 2)
     x = torch.nn.functional.pad(x, (0, 0, 0, padded_rows(x.shape[2]) - x.shape[2]))
     return x.unflatten(2, (-1, KEYS))
@@ -77,7 +78,7 @@ def _encode(blocks: Tensor, format: str, power: bool = False) -> tuple[Tensor, T
 
 
 def _sample_mean(k: Tensor) -> Tensor:
-    """float32 [B, 1, G, D]: of up to SAMPLE keys of [B, SK, G, D], spread evenly."""
+    """float32 [B, 1, G, D]: the mean of up to SAMPLE evenly spaced keys of [B, SK, G, D]."""
     keys = k.shape[1]
     count = min(keys, SAMPLE)
     at = torch.arange(count, device=k.device) * keys // max(count, 1)
@@ -90,7 +91,7 @@ def _reference(k: Tensor, v: Tensor, format: str) -> Coded:
         return k_codes.flatten(2, 3), k_codes.new_empty(0), k_scale, k_scale.new_empty(0)
     v_codes, v_scale = _encode(_blocks(v), format, power=True)
     v_codes = v_codes.flatten(2, 3)
-    # Indexing is not there for 8-bit floats on every device.
+    # Some devices do not support indexing of 8-bit floats.
     v_codes = v_codes.view(torch.uint8)[:, :, key_order(v_codes.shape[2], v.device)].mT.contiguous().view(v_codes.dtype)
     return k_codes.flatten(2, 3), v_codes, k_scale, v_scale
 
@@ -124,7 +125,7 @@ def _cost(k: Tensor, v: Tensor, format: str) -> Cost:
 
 
 class Problem(NamedTuple):
-    """All that a config may depend on."""
+    """All properties that a config may depend on."""
 
     dtype: torch.dtype
     head_dim: int
@@ -179,7 +180,7 @@ EXAMPLES = (
 
 @triton.jit
 def _scales(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """(scale, inverse) of the largest magnitude's bits; for NaN and infinity (NaN, 0). POWER: the next power of two."""
+    """(scale, inverse) from the bits of the largest magnitude; for NaN and infinity (NaN, 0). POWER: the next power of two."""
     finite = bits < 0x7F800000
     amax = tl.where(finite, tl.maximum(bits, 0x2B800000), 0x3F800000).to(tl.float32, bitcast=True)  # 2^-40 at least
     scale = tl.div_rn(amax, LARGEST)
@@ -192,7 +193,7 @@ def _scales(bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def _rows(x_ptr, rows, limit, strides, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of one head, zeros beyond `limit` and D. strides: (of a row, of a head's start)."""
+    """Rows of one head, zeros beyond `limit` and D. strides: the stride of a row."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     at = rows[:, None]
     return tl.load(x_ptr + at.to(tl.int64) * strides + cols, mask=(at < limit) & (cols < D), other=0.0).to(tl.float32)
@@ -229,7 +230,7 @@ def _values(
 ):  # fmt: skip
     place = tl.arange(0, 128)
     of_16 = place % 16
-    # scaled_attention_common.key_order
+    # layout.key_order
     rows = block * 128 + place - of_16 + of_16 // 4 * 2 + of_16 % 2 + of_16 % 4 // 2 * 8
     x = _rows(x_ptr, rows, keys, row_stride, D, BLOCK_D)
     scale, inverse = _scales(tl.max(tl.max(magnitude(x), axis=1), axis=0), LARGEST, True)
@@ -246,7 +247,7 @@ def quantize_keys_values_kernel(
     k_batch_stride, k_row_stride, k_head_stride, v_batch_stride, v_row_stride, v_head_stride,
     LARGEST: tl.constexpr, SAMPLE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of 128 rows of a head: of_keys programs of keys, and as many of values if they are coded."""
+    """A program quantises 128 rows of a head: of_keys programs for keys, and as many for values if they are coded."""
     release()
     program = tl.program_id(0)
     if program < of_keys:

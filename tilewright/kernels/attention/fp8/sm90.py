@@ -1,7 +1,7 @@
-"""The host side of sm90_kernel.py: what it takes, its descriptors; exports the Impl `sm90`.
+"""The host side of sm90_kernel.py: refusals, descriptors and launch; exports the Impl `sm90`.
 
 Refuses: values that are not float8 codes (the format int8), queries in float32, head dims that are not in HEAD_DIMS, and
-queries that the copy engine cannot address.
+queries that TMA cannot address.
 """
 
 import torch
@@ -44,18 +44,18 @@ def _launch(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    if not keys:  # the copy engine has no empty matrices
+    if not keys:  # TMA does not support empty matrices
         return out.zero_()
     device = card_of(q)
     rows, block, consumers = ROWS.value, KEYS.value, CONSUMERS.value
     blocks = -(-queries // (consumers * rows))
     shared = heads // groups
-    # Heads at a time: as many as give each SM a tile (two under a mask, whose tiles differ), with at most half of L2 for their
-    # keys and values. Heads that share them go together.
+    # Heads computed at a time: enough to give each SM one tile (two under a mask, where tiles differ in length), but their keys
+    # and values must fit in half of L2. Heads that share keys stay together.
     wanted = -(-device.sms * (2 if causal else 1) // (blocks * shared))
     section = max(1, min(wanted, device.l2_bytes // 2 // (2 * padded_k * d))) * shared
     programs = min(blocks * batch * heads, device.sms)
-    # Beside the ring: the tile's queries as they are and as codes, and its result.
+    # Besides the ring, shared memory contains the tile's queries in 16 bits and as codes, and its result.
     stages = min(6, (device.smem_bytes - 2048 - consumers * rows * d * (2 * q.itemsize + 1)) // (2 * block * d))
     of_q = packed(q)
     width = (heads - 1) * of_q.stride(1) + d

@@ -1,30 +1,32 @@
-"""Attention over float8 codes for Hopper, scheduled by hand in Gluon.
+"""Attention over float8 codes for Hopper, written in Gluon.
 
-attention.py has the definition. A producer warp has the copy engine fetch queries, and blocks of keys and values from
-the last to the first (sm90_schedule.py); three warpgroups of 64 query rows each multiply. What differs from 16
-bits (attention/sm90_kernel.py):
+attention.py has the definition. A producer warp loads queries by TMA, and blocks of keys and values from the last to the first
+(sm90_schedule.py); three consumer warpgroups have 64 query rows each. The differences from the 16-bit kernel
+(attention/sm90_kernel.py):
 
-    schedule    a product is half as long as the exponentials beside it, and what one warpgroup overlaps of its own is little
-                (docs/log.md#8-bits): the more warpgroups, the better. Three have 160 registers a thread, which
-                scores and sums of 128 dims fill: each does one thing after the other, and they overlap each other
-    diagonal    a warpgroup begins with the last block of keys that one of its own rows sees, and masks what its own rows need
-    queries     arrive as they are. Under a tile's last store the consumer codes the next tile's, row by row
-    operands    float8 products read both operands with the summed dimension dense, so the values come transposed [D, keys]
-    weights     P stays in the registers. Its product wants four neighbouring keys in a thread, where the scores' product left
-                two and two of 16: the quantiser has put the keys of the values into that order, a renaming of P's columns
-    scales      of a query and of 128 keys: a factor of the exponent. The values' scale is a power of two for 128 keys, and goes
-                into the factor by which a new maximum corrects the sum so far
-    maxima      are rounded up to whole numbers (in the exponent of 2), so corrections are exact, and a weight is rounded to
-                the same float8 number whatever the maximum was when its block came by. They seldom move: a warp none of whose
-                rows has a factor other than 1 leaves the multiplications out
-    sums        stay in the tensor core, which adds float8 products with some 14 bits: adding each block in float32 changed the
-                error against float32 operands by less than 1 % of it at 16384 keys
+    schedule    a product takes half as long as the exponentials that run beside it, so one warpgroup gains little by
+    overlapping
+                its own work (docs/log.md#8-bits); more warpgroups are better. With three, a thread has 160 registers, which
+                scores and sums of 128 dims fill. So each warpgroup works sequentially, and the warpgroups overlap each other
+    diagonal    a warpgroup begins with the last block of keys that one of its own rows sees, and masks only for its own rows
+    queries     are loaded in 16 bits. Before a consumer stores a tile's result, it quantises the next tile's queries, row by
+    row operands    float8 products need both operands contiguous in the summed dimension, so the values are transposed [D,
+    keys] weights     P stays in registers. Its product needs four adjacent keys per thread, but the scores' product leaves two
+    pairs
+                out of 16. The quantiser has stored the values in that order of keys, so P's columns need no data movement
+    scales      per query and per 128 keys: factors of the exponent. The scale of values is a power of two per 128 keys, and is
+                included in the factor by which a new maximum corrects the sum so far
+    maxima      are rounded up to whole numbers (in the exponent of 2). So corrections are exact, and a weight is rounded to the
+                same float8 number whatever the maximum was when its block was processed. Maxima seldom change: a warp skips the
+                multiplications if the factors of all its rows are 1
+    sums        stay in the tensor core, which adds float8 products with some 14 bits. Adding each block in float32 instead
+                changed the error against float32 operands by less than 1 % of it at 16384 keys
 
-Not supported: what sm90.py refuses.
+Not supported: problems that sm90.py refuses.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# D head dim, N keys of a block, B sequences, H query heads, G key/value heads
+# D head dim, N keys per block, B sequences, H query heads, G key/value heads
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,14 +49,14 @@ _PACK = gl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
 )
 _LARGEST = gl.constexpr(448.0)
-_SMALLEST = gl.constexpr(2.0**-40)  # of a largest magnitude: products of two scales are no denormal numbers
+_SMALLEST = gl.constexpr(2.0**-40)  # lower bound of a largest magnitude: the product of two scales is not a denormal number
 _TOP = gl.constexpr(8.0)  # weights go up to 2^8: float8 has numbers from 2^-9 to 448
 
 
 def _correction(numbers: int) -> str:
-    """PTX that multiplies a thread's numbers by the factors of their rows, if those of a lane of its warp are not all 1.
+    """PTX that multiplies a thread's numbers by the factors of their rows, unless the factors are 1 in all lanes of the warp.
 
-    Operands: results, numbers, and a factor for each. A thread has two rows, by turns two numbers of each.
+    Operands: results, numbers, and a factor for each number. A thread has two rows, and alternates two numbers of each.
     """
     copies = " ".join(f"mov.f32 ${i}, ${numbers + i};" for i in range(numbers))
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
@@ -94,8 +96,8 @@ def _along(dim: gl.constexpr, size: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _masked(s, n, row, offset, keys, CAUSAL: gl.constexpr):
-    """Scores of block n with -inf where a row does not see a key. offset: keys before the first query's."""
-    # Column 8 i + 2 j + k: i and k are known to the compiler, j is the thread's. A whole column number would be 32 registers.
+    """Scores of block n, set to -inf where a row does not see the key. offset: keys before the first query's own key."""
+    # Column 8 i + 2 j + k: i and k are compile-time constants, j belongs to the thread. Full column numbers need 32 registers.
     apart = s.reshape([ROWS, KEYS // 8, 4, 2])
     layout: gl.constexpr = apart.type.layout
     end = keys - n * KEYS
@@ -108,7 +110,8 @@ def _masked(s, n, row, offset, keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _exponentials(s, m, factor, CHECK: gl.constexpr):
-    """(2^8 p, m', 2^(m - m')) of a block's scores; m' is whole. CHECK: a row may have seen no key yet; its m is -inf."""
+    """(2^8 p, m', 2^(m - m')) of a block's scores; m' is whole. CHECK: a row may have seen no key yet, so that its m is
+    -inf."""
     high = gl.maximum(m, gl.ceil(gl.max(s, 1) * factor))
     base = high
     if CHECK:
@@ -118,7 +121,7 @@ def _exponentials(s, m, factor, CHECK: gl.constexpr):
 
 @gluon.jit
 def _corrected(o, factor):
-    """o [rows, D] times factor [rows]; by warps, where a factor is not 1."""
+    """o [rows, D] times factor [rows]; a warp whose factors are all 1 skips the multiplications."""
     layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     f = gl.expand_dims(gl.convert_layout(factor, layout, assert_trivial=True), 1).broadcast_to(o.shape)
     if o.shape[1] == 64:
@@ -129,9 +132,9 @@ def _corrected(o, factor):
 
 @gluon.jit
 def _packed(e):
-    """Weights [rows, keys] in float8, four neighbours of the values' order in each int32: [rows, keys / 16, 4].
+    """Weights [rows, keys] in float8, packed: each int32 contains four neighbours in the values' order, [rows, keys / 16, 4].
 
-    Packed, for what a loop carries as single numbers of 8 bits has a register for each.
+    Packed, because a loop that carries single 8-bit numbers uses a register for each.
     """
     apart = e.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
     even, odd = gl.split(apart)
@@ -158,9 +161,9 @@ def _as_operand(packed, D: gl.constexpr):
 
 @gluon.jit
 def _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg: gl.constexpr, scale):
-    """The consumer's queries of its n-th tile as codes in q_bufs; scale times each row's own scale."""
+    """Quantise the queries of the consumer's n-th tile into q_bufs. Returns scale times each row's own scale."""
     scores: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
-    # Rows as the scores have them, four neighbours a thread.
+    # The rows of the scores' layout, four adjacent numbers per thread.
     layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=scores, k_width=4)
     mbarrier.wait(raw_full.index(wg), n & 1)
     x = raw_bufs.index(wg).load(layout).to(gl.float32)
@@ -174,7 +177,7 @@ def _code_queries(q_bufs, raw_bufs, raw_full, raw_empty, n, wg: gl.constexpr, sc
 
 @gluon.jit
 def _product(q_buf, k_buf):
-    """Q K^T, in flight."""
+    """Issue Q K^T, and return it in flight."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
     zero = gl.zeros([ROWS, KEYS], gl.float32, layout)
     return warpgroup_mma(q_buf, k_buf.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -182,15 +185,15 @@ def _product(q_buf, k_buf):
 
 @gluon.jit
 def _weigh(p, v_buf, o):
-    """o + P V, in flight."""
+    """Issue o + P V, and return it in flight."""
     return warpgroup_mma(_as_operand(p, o.shape[1]), v_buf.permute((1, 0)), o, is_async=True)
 
 
 @gluon.jit
 def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, CAUSAL: gl.constexpr):
-    """The softmax of block n, P V of it, and the scores of the block behind, with unit `it` of the ring.
+    """The softmax and P V of block n, and the scores of the following block; both from unit `it` of the ring.
 
-    Behind the last block there is none: those scores are of whatever the memory holds, and nobody reads them.
+    After the last block there is no following block: its scores are garbage and unused.
     """
     s, o, m, l, k_scale, v_scale = state
     q_bufs, k_bufs, v_bufs, _, _ = bufs
@@ -204,7 +207,7 @@ def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, 
         s = _masked(s, n, row, offset, keys, CAUSAL)
     e, m, alpha = _exponentials(s, m, factor * k_scale, CAUSAL)
     l = scaled_rows(l, alpha) + row_parts(e)
-    # Before the weights are packed: the assembler then keeps packing and exponentials apart.
+    # This wait comes before the weights are packed, so that ptxas keeps packing and exponentials apart.
     mbarrier.wait(full.index(stage), it // STAGES & 1)
     p = _packed(e)
     o = _corrected(o, alpha * (v_scale / own_v_scale))
@@ -213,7 +216,7 @@ def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, 
         s = _product(q_bufs.index(wg), k_bufs.index(stage))
         o, p, s = warpgroup_mma_wait(0, deps=(o, p, s))
     else:
-        # P, sums and the next scores together are more than 160 registers: the assembler would make all products wait.
+        # P, sums and the next scores together need more than 160 registers: ptxas would then serialise all products.
         o, p = warpgroup_mma_wait(0, deps=(o, p))
         s = _product(q_bufs.index(wg), k_bufs.index(stage))
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -223,7 +226,7 @@ def _step(bufs, wg: gl.constexpr, bars, state, it, n, seen, scale_ptrs, factor, 
 
 @gluon.jit
 def _finish(o, l, v_scale, o_buf, out, row, head, queries):
-    """Divide, round, and store what exists of the consumer's rows, through shared memory."""
+    """Divide, round, and store those of the consumer's rows that exist, through shared memory."""
     o_desc, out_ptr, H = out
     D: gl.constexpr = o.shape[1]
     weight = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, o.type.layout), assert_trivial=True)
@@ -248,10 +251,10 @@ def _finish(o, l, v_scale, o_buf, out, row, head, queries):
 
 @gluon.jit
 def _own_blocks(row, last, queries, keys, CAUSAL: gl.constexpr):
-    """(last block of keys that one of a consumer's rows sees, first that has keys to mask); row: its first."""
+    """(last block of keys that one of a consumer's rows sees, first block with keys to mask). row: the consumer's first row."""
     whole = keys // KEYS
     if CAUSAL:
-        own = row + keys - queries  # the key that is the first row's own
+        own = row + keys - queries  # the first row's own key
         last = gl.minimum(gl.maximum(own + ROWS - 1, 0) // KEYS, last)
         whole = gl.minimum(gl.maximum(own + 1, 0) // KEYS, whole)
     return last, whole
@@ -261,9 +264,9 @@ def _own_blocks(row, last, queries, keys, CAUSAL: gl.constexpr):
 def _first_scores(
     bufs, bars, n, it, place, wg: gl.constexpr, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """What a consumer begins its n-th tile with: (unit of its first keys, its last block, `whole`, factor, scales).
+    """Prepare a consumer's n-th tile. Returns (unit of its first keys, its last block, `whole`, factor, scales and pointers).
 
-    Codes its queries, passes over the units of keys that none of its rows sees, and waits for the first that one does.
+    Quantises its queries, skips the units of keys that none of its rows sees, and waits for the first unit that one row sees.
     """
     _, _, _, queries, keys = where
     raw_full, raw_empty, full, empty = bars[0], bars[1], bars[2], bars[3]
@@ -287,7 +290,7 @@ def _first_scores(
 def _attend(
     bufs, bars, out, slots_ptr, where, scale_ptrs, scale, padded_k, SHARED, wg: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """A consumer's share of all tiles of its program."""
+    """A consumer's rows of all the tiles of its program."""
     q_bufs, k_bufs, v_bufs, o_bufs, _ = bufs
     STAGES: gl.constexpr = k_bufs.shape[0]
     D: gl.constexpr = v_bufs.shape[1]
@@ -321,8 +324,8 @@ def _attend(
         if tile < total:
             first = _first_scores(bufs, bars, n, it, place, wg, scale_ptrs, scale, padded_k, where, SHARED, CAUSAL)
             it, own_last, whole, factor, k_scale, v_scale, k_scale_ptr, v_scale_ptr = first
-        # The next tile's first scores are computed while this one's result is divided, rounded and stored. Beyond the last tile
-        # they are of whatever the memory holds, and nobody reads them.
+        # The next tile's first scores are computed while this tile's result is divided, rounded and stored. After the last tile
+        # they are garbage and unused.
         s = _product(q_bufs.index(wg), k_bufs.index(it % STAGES))
         _finish(o, l, of_result, o_bufs.index(wg), out, row, head, queries)
         s = warpgroup_mma_wait(0, deps=(s,))
@@ -335,11 +338,11 @@ def scaled_attention_sm90_kernel(
     blocks, heads, section, H, SHARED, queries, keys, padded_k, q_head_stride, scale,
     STAGES: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4 on at most as many programs as there are tiles; the others bring their own warps.
+    """Launch with num_warps=4, on at most as many programs as there are tiles; the other partitions bring their own warps.
 
-    blocks: tiles of 192 queries a head. heads: sequences times H. section: heads that are computed at a time. SHARED: query
-    heads a KV head. padded_k: rows of codes a head. scale: times log2(e). counter_ptr: one int32 of zero, left as zero.
-    slots_ptr: int32, 2 * SLOT a program.
+    blocks: tiles of 192 queries per head. heads: sequences times H. section: heads that are computed at a time. SHARED: query
+    heads per KV head. padded_k: rows of codes per head. scale: already multiplied by log2(e). counter_ptr: one int32 zero; it
+    is zero again at the end. slots_ptr: int32, 2 * SLOT per program.
     """
     q_bufs = gl.allocate_shared_memory(
         gl.float8e4nv, [CONSUMERS, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], gl.float8e4nv)

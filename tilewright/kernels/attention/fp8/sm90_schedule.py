@@ -1,9 +1,9 @@
-"""Which tile a program of `scaled_attention_sm90_kernel` computes, and the warps that deal, and fetch what it needs.
+"""Which tile a program of `scaled_attention_sm90_kernel` computes, and its scheduler and producer warps.
 
-Tiles are numbered as in attention/sm90_schedule.py: heads in sections that keep the SMs busy, in a section the longest first. A
-program begins with its own number and then draws tickets, for tiles differ in length. A unit of the ring is what a consumer
-multiplies in one step, the values of a block and the keys of the next: one barrier says that both are there, one that both are
-done with.
+Tiles are numbered as in attention/sm90_schedule.py: heads are divided into sections that keep the SMs busy, and within a
+section the longest tiles come first. A program begins with the tile of its own number and then draws tickets, because tiles
+differ in length. A unit of the ring is what a consumer multiplies in one step: the values of a block and the keys of the next.
+One barrier signals that both are loaded, another that both are no longer needed.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
@@ -17,9 +17,9 @@ __all__ = ["CONSUMERS", "KEYS", "PLACE", "ROWS", "SLOT", "deal_tiles", "load_til
 
 
 CONSUMERS = gl.constexpr(3)
-ROWS = gl.constexpr(64)  # query rows of a consumer
-KEYS = gl.constexpr(128)  # keys of a block, and of a scale
-SLOT = gl.constexpr(4)  # from one tile's numbers to the next one's
+ROWS = gl.constexpr(64)  # query rows per consumer
+KEYS = gl.constexpr(128)  # keys per block, and per scale
+SLOT = gl.constexpr(4)  # int32 from the description of one tile to the next
 PLACE = gl.constexpr(3)  # numbers that describe a tile
 
 
@@ -27,10 +27,10 @@ PLACE = gl.constexpr(3)  # numbers that describe a tile
 def _tile_of(tile, where, CAUSAL: gl.constexpr):
     """(first row, sequence * H + head, last block of keys) of a tile.
 
-    Heads in sections that keep the SMs busy; in a section the longest tiles first.
+    Heads are computed in sections that keep the SMs busy; within a section the longest tiles come first.
     """
     blocks, heads, section, queries, keys = where
-    # From the end, so that a section of few heads is the first one: as the last it kept SMs waiting for its longest tiles.
+    # Count from the end, so that a smaller section comes first: when it came last, SMs had to wait for its longest tiles.
     before = blocks * heads - 1 - tile
     first = before // (section * blocks) * section
     within = before % (section * blocks)
@@ -39,7 +39,7 @@ def _tile_of(tile, where, CAUSAL: gl.constexpr):
     seen = keys
     if CAUSAL:
         seen = gl.minimum(keys, row + keys - queries + CONSUMERS * ROWS)
-    # A tile that sees no key goes through one block, all masked: its result is zero by the same formulae.
+    # A tile that sees no key visits one block, with all keys masked: the same formulae then give zero.
     return row, first + within % width, gl.maximum(gl.cdiv(gl.maximum(seen, 0), KEYS) - 1, 0)
 
 
@@ -48,9 +48,10 @@ def _tile_of(tile, where, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _fetch(descs, group, start, u, last, bufs, full, empty, it):
-    """Unit u of a tile, the program's it-th, when its stage is free: the u-th block of keys, the values of the block before.
+    """Load unit u of a tile, the it-th of the program, as soon as its stage is free.
 
-    The first unit has no values, the last no keys: a tile of n blocks has n + 1 units.
+    Unit u contains the u-th block of keys and the values of the preceding block. The first unit has no values and the last no
+    keys: a tile of n blocks has n + 1 units.
     """
     _, k_desc, v_desc, _ = descs
     _, k_bufs, v_bufs, _, _ = bufs
@@ -97,7 +98,7 @@ def load_tiles(descs, bufs, bars, slots_ptr, where, H, SHARED, q_head_stride, pa
         tile, place = take(n, slots_ptr, tile_full, tile_empty, SLOT, PLACE)
 
 
-# ---- the warp that deals
+# ---- the scheduler warp
 
 
 @gluon.jit

@@ -1,10 +1,10 @@
 """Attention over 8-bit codes in portable Triton: the implementation `triton`, for int8 from sm_80 on and fp8 from sm_89 on.
 
 attention.py has the definition, attention/attention.py the incremental softmax. A program has a tile of queries and goes
-through the keys in blocks. Where the values are codes, their keys come in the order of `key_order`: the keys are read in the
-same order, a renaming of the scores' columns that costs nothing, and masks go by the key that a column is.
+through the keys in blocks. If the values are codes, they are stored in the order of `key_order`. Then the keys are loaded in
+the same order, which permutes the columns of the scores at no cost, and masks use the key of each column.
 """
-# B sequences, H query heads, G key/value heads, D head dim, M queries of a tile, N keys of a block
+# B sequences, H query heads, G key/value heads, D head dim, M queries per tile, N keys per block
 
 import torch
 import triton
@@ -44,9 +44,9 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     of_value = 1 if problem.coded_values else problem.dtype.itemsize
     if c["BLOCK_M"] * width + c["num_stages"] * c["BLOCK_N"] * width * (1 + of_value) > device.smem_bytes:
         return "more shared memory than the device has"
-    # Of a thread: the average, the scores, and the weights in 16 bits.
+    # Registers per thread: the weighted sum, the scores, and the weights in 16 bits.
     registers = c["BLOCK_M"] * (2 * width + 3 * c["BLOCK_N"]) // (64 * c["num_warps"])
-    # With values in codes 112 spill at D = 128: their order and transposition take registers too.
+    # If the values are codes, 112 registers spill at D = 128: reordering and transposing them also needs registers.
     if registers > (96 if problem.coded_values else 128):
         return "more accumulators than the registers hold"
     if c["BLOCK_M"] // c["num_warps"] < 16:
@@ -65,7 +65,7 @@ SPACE = Space(
 
 @triton.jit
 def _dot(a, b):
-    """a @ b of codes in float32; the interpreter has no products of codes."""
+    """a @ b of codes, in float32. The interpreter does not support products of codes."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     elif a.dtype == tl.int8:
@@ -89,7 +89,7 @@ def _step(
     q, acc, m, l, before, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start, keys, end, factor, padded_k, v_row_stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys start .. start + BLOCK_N into (acc, m, l). before: the scale of the values in acc."""
+    """Add the keys start .. start + BLOCK_N to (acc, m, l). before: the scale of the values in acc."""
     dims = tl.arange(0, BLOCK_D)
     place = start + tl.arange(0, BLOCK_N)
     key = place
@@ -125,8 +125,9 @@ def scaled_attention_kernel(
     LARGEST: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: query heads a KV head. scale: times log2(e). v_scale_ptr None: values [B, SK, G, D] with those strides."""
-    # Tiles of a head are neighbours, so that they share its keys in L2; under a diagonal the longest come first.
+    """SHARED: query heads per KV head. scale: already multiplied by log2(e). v_scale_ptr None: values [B, SK, G, D] with those
+    strides."""
+    # The tiles of a head are neighbours, so that they share its keys in L2; under a causal mask the longest come first.
     tile = tl.program_id(0) % tiles
     if CAUSAL:
         tile = tiles - 1 - tile

@@ -1,20 +1,22 @@
 """Multi-head latent attention over a paged cache of latents, absorbed (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1).
 
-    # T tokens of B sequences packed, H query heads, R rank of the latent, E rotated dims, P pages, S tokens a page
+    # T tokens of B sequences packed, H query heads, R rank of the latent, E rotated dims, P pages, S tokens per page
     o[t, h, :] = sum_n softmax_n(scale * q[t, h, :] . c[n, :]) c[n, :R]
 
-over the rows c [R + E] that the cache holds for the token's own sequence, up to its own. A layer with keys W_k c[:R] and values
-W_v c[:R] for each head puts W_k into the query (q_h = W_k,h^T q'_h) and W_v behind the result: what all heads share is then one
-row of R + E numbers a token, of which the first R are the value as well. E of them are rotated by position, and only compared.
+over the rows c [R + E] that the cache contains for the token's own sequence, up to its own row. A layer has keys W_k c[:R] and
+values W_v c[:R] for each head. It multiplies W_k into the query (q_h = W_k,h^T q'_h) and applies W_v to the result. So all
+heads share one row of R + E numbers per token, whose first R numbers are also the value. The other E numbers are rotated by
+position, and used only in scores.
 
-Sequence b brings the queries cu_q[b] .. cu_q[b+1]; they are the last of its kv_lens[b] tokens, whose rows are in the cache
-already. Row n of sequence b lies in page block_table[b, n // S] at offset n % S. A sequence with kv_lens 0 gives zeros.
+Sequence b has the queries cu_q[b] .. cu_q[b+1]. They are the last of its kv_lens[b] tokens, whose rows are already in the
+cache. Row n of sequence b is in page block_table[b, n // S] at offset n % S. A sequence with kv_lens 0 gives zeros.
 
-With 128 heads a cached number meets 128 x 2 products with its tile loaded once: near the ridge of an H100, so decode can be
-limited by bytes or by tensor cores. Prefill of long chunks is cheaper with keys and values expanded (nn/mla.py).
+With 128 heads, each cached number is used in 128 x 2 products while its tile is loaded once. This is near the ridge point of an
+H100, so decode can be limited by bytes or by tensor cores. Prefill of long chunks is cheaper with expanded keys and values
+(nn/mla.py).
 
 Implementations: `sm90` and `sm90_invariant` (sm90_kernel.py), `triton` and `invariant` (tile.py).
-Not supported: backward, windows, sinks, caches of 8 bits. Lengths and block tables are trusted on a GPU.
+Not supported: backward, windows, sinks, 8-bit caches. Lengths and block tables that are on a GPU are not checked.
 """
 
 import torch
@@ -60,7 +62,7 @@ def _example(
     inputs: Inputs, lengths: tuple[tuple[int, int], ...], heads: int = 4, rank: int = 32, rotated: int = 16,
     page_size: int = 16, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[object, ...]:  # fmt: skip
-    """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
+    """`lengths`: (query length, total length) of each sequence. Pages are scattered; everything after a length is NaN."""
     needed = [-(-kv // page_size) for _, kv in lengths]
     order = inputs.permutation(1 + sum(needed))
     cache = inputs.randn(1 + sum(needed), page_size, rank + rotated, dtype=dtype)
@@ -116,12 +118,12 @@ def mla_attention(
         block_table: [B, max_pages] int32, the page of each S tokens of a sequence.
         kv_lens: [B] int32, tokens of each sequence in the cache, this call's included.
         cu_q: [B + 1] int32, where each sequence's queries start in q.
-        max_q_len: the longest query length; 1 means that every sequence brings exactly one query (decode).
-        rank: R, how many numbers of a cached row are its value.
+        max_q_len: the longest query length; 1 means that every sequence has exactly one query (decode).
+        rank: R, the number of leading elements of a cached row that are its value.
         scale: factor on q . c, above 0.
 
     Returns:
-        [T, H, R] of q's dtype, contiguous: averages of latents. Sequences with kv_lens 0 give zeros.
+        [T, H, R] of q's dtype, contiguous: averages of latents. Zeros for sequences with kv_lens 0.
 
     Raises:
         ValueError: shapes, dtypes or layouts do not fit.

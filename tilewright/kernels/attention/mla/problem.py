@@ -1,6 +1,6 @@
-"""What the implementations of `mla_attention` share: the problem they choose by, its cost, and arguments from dimensions.
+"""Shared by the implementations of `mla_attention`: the problem by which they are chosen, its cost, and example arguments.
 
-# T tokens of B sequences, H query heads, R rank of the latent, E rotated dims beside it, P pages, S tokens a page
+# T tokens of B sequences, H query heads, R rank of the latent, E rotated dims beside it, P pages, S tokens per page
 """
 
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ from tilewright.op import Inputs
 __all__ = ["FEW_QUERIES", "Problem", "cost", "mla_attention_arguments", "problem_of"]
 
 FEW_QUERIES = 16
-"""As many queries a sequence as speculative and multi-token decoding bring."""
+"""The most queries per sequence that speculative and multi-token decoding use."""
 
 
 class Problem(NamedTuple):
-    """What a schedule depends on. `batch` is rounded up to a power of two.
+    """The properties that a schedule depends on. `batch` is rounded up to a power of two.
 
-    queries: of a sequence at most, 1 (decode), FEW_QUERIES or 0 for more.
-    keys: of a sequence at most, what its row of the block table has room for; rounded up to a power of two.
+    queries: the most queries of a sequence, as 1 (decode), FEW_QUERIES, or 0 for more.
+    keys: the most keys of a sequence: the room in its row of the block table, rounded up to a power of two.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ def problem_of(
 def cost(
     q: Tensor, cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor, max_q_len: int, rank: int, scale: float
 ) -> Cost:
-    """Waits for the device: the work depends on the lengths."""
+    """Waits for the device, because the cost depends on the lengths."""
     tokens, heads, width = q.shape
     keys = pairs = 0
     for length, queries in zip(kv_lens.tolist(), cu_q.diff().tolist(), strict=True):
@@ -70,7 +70,7 @@ def mla_attention_arguments(
     ragged: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, ...]:
-    """B sequences of KV tokens in scattered pages; the last Q of each are the queries (1: decode).
+    """B sequences of KV tokens in scattered pages; the last Q tokens of each are the queries (1: decode).
 
     ragged: lengths from KV / 200 to KV in equal steps.
 

@@ -1,15 +1,15 @@
-"""What stands before latent attention, in one launch: norm of the latent, rotation, the write to the cache, the whole query.
+"""The steps before latent attention, in one launch: norm of the latent, rotation, write to the cache, assembly of the query.
 
-    # T tokens, H query heads, L leading dims of a query, E rotated dims, R rank of the latent, P pages, S tokens a page
+    # T tokens, H query heads, L leading dims of a query, E rotated dims, R rank of the latent, P pages, S tokens per page
     cache[slot // S, slot % S, :] = RMS norm(kv[t, :R]) * weight, rotated(kv[t, R:])     for every slot that is not negative
     returns q [T, H, L + E] = lead, rotated(turned)
 
-lead [T, H, L] and turned [T, H, E] are bf16, fp16 or fp32 with dense last dims, any other strides: absorbed queries come out of
-a batched product head by head, the others are views of a projection. kv [T, R + E], any row stride. Cache [P, S, R + E].
+lead [T, H, L] and turned [T, H, E] are bf16, fp16 or fp32 with dense last dims and any other strides: a batched product writes
+absorbed queries head by head, and the others are views of a projection. kv [T, R + E], any row stride. Cache [P, S, R + E].
 slots [T] int64, -1 marks padding. cos_sin [max_pos, 2, E/2] float32 (kernels/elementwise/rope.py). Arithmetic is float32,
 rounded once.
 
-Limited by bytes, and at decode sizes by launch latency: that is why five steps are one kernel.
+Limited by bytes, and at decode sizes by launch latency, which is why the five steps are one kernel.
 Not supported: backward, caches of another dtype than kv.
 """
 
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     rank: int
 
 
-# 4096 numbers a program: 32 a thread, and the 128 heads of one token still spread over several programs.
+# 4096 numbers per program: 32 per thread, and the 128 heads of one token are still spread over several programs.
 SPACE = Space(
     default=lambda device, p: {"BLOCK_H": max(1, min(next_pow2(p.heads), 4096 // next_pow2(p.lead))), "num_warps": 4},
     axes={"BLOCK_H": (1, 2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)},
@@ -75,7 +75,7 @@ def _arguments(
     inputs: Inputs, *, T: int, H: int = 128, L: int = 512, E: int = 64, R: int = 512, S: int = 64,
     interleaved: bool = True, dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """lead [T, H, L] as a batched product leaves it, head by head; turned a view of the projection of queries."""
+    """lead [T, H, L] as a batched product writes it, head by head; turned as a view of the projection of queries."""
     lead = inputs.randn(H, T, L, dtype=dtype).transpose(0, 1)
     turned = inputs.randn(T, H, 2 * E, dtype=dtype)[..., E:]
     pages = 1 + -(-T // S)
@@ -196,18 +196,18 @@ def mla_rope_write(
     lead: Tensor, turned: Tensor, kv: Tensor, weight: Tensor, positions: Tensor, cos_sin: Tensor, cache: Tensor,
     slots: Tensor, *, eps: float = 1e-6, interleaved: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Norm, rotate and write a token's latent; rotate its queries and put them behind their leading part.
+    """Norm, rotate and write a token's latent; rotate its queries and append them to their leading part.
 
     Args:
         lead: [T, H, L], bf16, fp16 or fp32, dense last dim: the part of a query that is not rotated, absorbed or not.
         turned: [T, H, E] of the same dtype, dense last dim.
         kv: [T, R + E], rows dense: the latent before its norm, and the key that all heads share before its rotation.
-        weight: [R], of the norm.
-        positions: [T] int64, each in [0, max_pos); on a GPU others are taken as the nearest that is.
+        weight: [R], the weight of the norm.
+        positions: [T] int64, each in [0, max_pos); on a GPU an invalid position is replaced by the nearest valid one.
         cos_sin: [max_pos, 2, E/2] float32, contiguous.
         cache: [P, S, R + E] of kv's dtype, contiguous; written.
         slots: [T] int64, page * S + offset of each token, negative for none; on a GPU one beyond the cache is skipped.
-        eps: of the norm.
+        eps: the epsilon of the norm.
         interleaved: rotate pairs (2i, 2i + 1) instead of (i, i + E/2).
 
     Returns:

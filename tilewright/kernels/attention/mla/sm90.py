@@ -1,6 +1,6 @@
-"""The host side of sm90_kernel.py: what it takes, its configs, its descriptors; exports the Impls `sm90` and `sm90_invariant`.
+"""The host side of sm90_kernel.py: refusals, configs, descriptors and launch; exports the Impls `sm90` and `sm90_invariant`.
 
-Refuses: dtypes other than bf16 and fp16, other latents than 512 + 64, pages that are no multiple of 64 tokens.
+Refuses: dtypes other than bf16 and fp16, latents other than 512 + 64, pages that are not a multiple of 64 tokens.
 """
 
 import torch
@@ -19,12 +19,12 @@ from tilewright.tune.space import Config, Space
 __all__ = ["SM90", "SM90_INVARIANT"]
 
 _LOG2_E = 1.4426950408889634
-_ROWS = 64  # heads of a program, keys of a tile
+_ROWS = 64  # heads per program, keys per tile
 _RANK, _ROTATED = 512, 64
 _SPLITS = (1, 2, 4, 8, 16, 32, 64)
-# What a program does besides its tiles, and combining, in tiles: barriers, Q, the pipeline's filling, the result.
+# The time of a program outside its tiles and combining, in tiles: barriers, Q, filling the pipeline, the result.
 _OVERHEAD_TILES = 4
-_COMBINED_TILES = 0.05  # a range more to combine, of a tile: 64 of 2 tiles are better than 32 of 4 by 3 %
+_COMBINED_TILES = 0.05  # the time to combine one more range, in tiles: 64 ranges of 2 tiles are 3 % faster than 32 of 4
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -38,7 +38,8 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    """As many ranges of keys as end soonest: a program an SM, waves of programs, tiles of a program, combining."""
+    """The number of ranges of keys that should finish first, from waves of programs (one per SM), tiles per program,
+    combining."""
     if not problem.queries:
         return {"SPLITS": 1}
     programs = problem.batch * -(-problem.heads // _ROWS)
@@ -52,7 +53,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _boxes(t: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of a matrix of rows of 576 numbers: in boxes of 64 rows by 256, and by 64."""
+    """A matrix of rows of 576 numbers, in boxes of 64 rows by 256, and by 64."""
     rows = t.view(-1, _RANK + _ROTATED)
     made = [descriptor(rows, [_ROWS, width]) for width in (_RANK // 2, _ROTATED)]
     return made[0], made[1]
@@ -82,7 +83,7 @@ def _launch(
 
 
 SPACE = Space(default=_default, axes={"SPLITS": _SPLITS})
-# One walk over all keys, in tiles that are a token's own: its bits depend on nothing else.
+# One pass over all keys, in tiles that contain a single token's heads: the bits depend on nothing else.
 _INVARIANT_SPACE = Space(default=lambda device, problem: {"SPLITS": 1}, axes={})
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse)

@@ -1,24 +1,26 @@
-"""Latent attention over a paged cache for Hopper, scheduled by hand in Gluon: the kernel of `mla_attention`'s `sm90`.
+"""Latent attention over a paged cache for Hopper, written in Gluon: the kernel of `mla_attention`'s `sm90`.
 
-A program takes 64 heads of one query token and a range of its keys, in tiles of 64 rows of the cache, from the last to the
-first: only the first tile can end inside a page, and is masked. Rows are 512 latent numbers, which are the values too, and 64
-rotated ones. Three groups of warps, one program an SM (the design that FlashMLA, DeepSeek-AI, 2025, has published):
+A program processes 64 heads of one query token and a range of its keys, in tiles of 64 rows of the cache, from the last to the
+first. Only the tile that is processed first can end inside a page, and is masked. Rows are 512 latent numbers, which are also
+the values, and 64 rotated ones. One program per SM, whose warps have three roles (the design published as FlashMLA,
+DeepSeek-AI, 2025):
 
-    producer  one warp: has the copy engine (TMA) fetch Q once, then tile by tile of latents into two stages of 72 KB. A tile is
-              loaded once, and read as keys and as values
-    lead      a warpgroup: S = Q K^T and its softmax; leaves the weights P in shared memory; and P V for the left 256 columns,
-              before the next tile's S. Each of a tile's three parts goes back to the producer as soon as it was used last
-    second    a warpgroup: P V for the right 256 columns. 64 x 512 accumulators are more than one warpgroup's registers
+    producer  one warp: loads Q once by TMA, then tile by tile of latents into two stages of 72 KB. A tile is loaded once, and
+              read both as keys and as values
+    lead      a warpgroup: S = Q K^T and its softmax. It stores the weights P in shared memory, and computes P V for the left
+    256
+              columns before the next tile's S. Each of a tile's three parts is released to the producer after its last use
+    second    a warpgroup: P V for the right 256 columns, because one warpgroup's registers cannot hold 64 x 512 accumulators
 
-Limited by the cache's bytes where a token has few heads. With 128 of them a row's 1152 bytes meet 2 * 128 * 1088 operations,
-242 a byte: then by the tensor cores, and as much by shared memory, which both operands of S come from (64 x 64 tiles of 4 KB
-in 32 cycles are all that it gives).
+With few heads per token it is limited by the bytes of the cache. With 128 heads, the 1152 bytes of a row are used in
+2 * 128 * 1088 operations, 242 per byte. Then it is limited by the tensor cores, and equally by shared memory, from which both
+operands of S are read (64 x 64 tiles of 4 KB in 32 cycles are its full bandwidth).
 
-The host side is sm90.py, which refuses what does not fit.
+The host side is sm90.py, which refuses problems that this kernel does not support.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# H heads, S tokens a page, R = 512 latent dims in two halves, E = 64 rotated dims
+# H heads, S tokens per page, R = 512 latent dims in two halves, E = 64 rotated dims
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,8 +37,8 @@ from tilewright.kernels.hopper.ring import barriers
 __all__ = ["mla_sm90_kernel"]
 
 
-ROWS = gl.constexpr(64)  # heads of a program, and keys of a tile
-HALF = gl.constexpr(256)  # latent dims of a consumer
+ROWS = gl.constexpr(64)  # heads per program, and keys per tile
+HALF = gl.constexpr(256)  # latent dims per consumer
 TURNED = gl.constexpr(64)
 STAGES = gl.constexpr(2)
 
@@ -45,7 +47,7 @@ STAGES = gl.constexpr(2)
 
 @gluon.jit
 def _fetch(desc, at, buf, full, empty, j, COLS: gl.constexpr):
-    """A part of the j-th tile, when its memory is free."""
+    """Load a part of the j-th tile, as soon as its stage is free."""
     stage = j % STAGES
     mbarrier.wait(empty.index(stage), j // STAGES & 1 ^ 1)
     mbarrier.expect(full.index(stage), ROWS * COLS * 2)
@@ -77,7 +79,7 @@ def _load(descs, bufs, bars, table_ptr, q_row, where, S: gl.constexpr):
 
 @gluon.jit
 def _scores(bufs, full, j):
-    """Q K^T of the j-th tile, three products in flight, each begun when its part is there."""
+    """Issue Q K^T of the j-th tile: three products in flight, each issued when its part is loaded."""
     q_wide, q_turned, k_wide, k_turned, _p, _alpha = bufs
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     stage = j % STAGES
@@ -93,7 +95,7 @@ def _scores(bufs, full, j):
 
 @gluon.jit
 def _exponentials(s, m, scale):
-    """(p, m', 2^(m - m')) of a tile's scores. A range without keys leaves m at -inf, and all weights 0."""
+    """(p, m', 2^(m - m')) of a tile's scores. In a range without keys m stays -inf, and all weights are 0."""
     high = gl.maximum(m, gl.max(s, 1))
     base = gl.where(high == float("-inf"), 0.0, high)
     return gl.exp2(s * scale - gl.expand_dims(base * scale, 1)), high, gl.exp2((m - base) * scale)
@@ -101,7 +103,7 @@ def _exponentials(s, m, scale):
 
 @gluon.jit
 def _hand_over(e, alpha, bufs, bars, j, dtype: gl.constexpr):
-    """Leave tile j's weights, and what the sums so far shrink by, for the second group."""
+    """Store tile j's weights, and the factor of the sums so far, for the second warpgroup."""
     p_buf, alpha_buf = bufs[4], bufs[5]
     p_full, p_empty = bars[3], bars[4]
     mbarrier.wait(p_empty, j & 1 ^ 1)
@@ -113,7 +115,7 @@ def _hand_over(e, alpha, bufs, bars, j, dtype: gl.constexpr):
 
 @gluon.jit
 def _woven(x):
-    """x [ROWS, HALF] with columns 2 j + l and 8 + 2 j + l of every 16 beside each other, which one thread has: 8 bytes."""
+    """x [ROWS, HALF] with the columns 2 j + l and 8 + 2 j + l of every 16, which one thread holds, made adjacent: 8 bytes."""
     apart = x.reshape([ROWS, HALF // 16, 2, 4, 2])
     layout: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [0, 128], [8, 0]],
@@ -124,10 +126,10 @@ def _woven(x):
 
 @gluon.jit
 def _store(o, share, out, row, live, half: gl.constexpr, SPLIT: gl.constexpr):
-    """Half of the program's rows, times share: rounded, or as a part.
+    """Store half of the columns of the program's rows, times share: rounded, or as a part.
 
-    A part is in float16, divided by the largest number of its row's half: half of the bytes to write and read again, and wrong
-    by 2^-11 of a number at most, or 2^-25 of that largest.
+    A part is float16, divided by the largest magnitude of its row's half. This halves the bytes to write and to read. The error
+    is at most 2^-11 of a number, or 2^-25 of that largest magnitude.
     """
     layout: gl.constexpr = o.type.layout
     if SPLIT:
@@ -151,7 +153,7 @@ def _store(o, share, out, row, live, half: gl.constexpr, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _lead(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
-    """Scores, softmax, the left half of the values; then the logarithms of the sums."""
+    """Scores, softmax and the left half of the values; then the logarithms of the sums."""
     k_wide = bufs[2]
     dtype: gl.constexpr = k_wide.dtype
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
@@ -232,8 +234,8 @@ def _second(bufs, bars, out, row, live, where, scale, SPLIT: gl.constexpr):
 def _tiles_of(token, batch, room, cu_q_ptr, kv_lens_ptr, ONE: gl.constexpr):
     """(sequence, (last tile, tiles, end of the keys that count)) of this program's share of a token's keys.
 
-    A share without keys goes through one tile, all masked: its result is zero by the same formulae. The copy engine reads no
-    row that the cache does not have, whatever the page; `room` keeps the walk inside the table's row.
+    A share without keys visits one tile, with all keys masked: the same formulae then give zero. TMA reads no row outside the
+    cache, whatever the page number; `room` limits the keys to the table's row.
     """
     b = token
     limit = gl.minimum(gl.load(kv_lens_ptr + token), room) if ONE else token
@@ -262,10 +264,11 @@ def mla_sm90_kernel(
     q_wide_desc, q_turned_desc, k_wide_desc, k_turned_desc, o_ptr, part_ptr, scale_ptr, lse_ptr, table_ptr, kv_lens_ptr,
     cu_q_ptr, batch, heads, room, table_row_stride, scale, S: gl.constexpr, ONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4 on (tokens x blocks of 64 heads, ranges) programs; the other groups bring their own warps.
+    """Launch with num_warps=4, on (tokens x blocks of 64 heads, ranges) programs; the other partitions bring their own warps.
 
-    q_*_desc: of q as [tokens * heads, 576], k_*_desc of the cache as [pages * S, 576], in boxes of 64 rows by 256 and by 64.
-    ONE: each sequence has one query. scale: times log2(e). SPLIT: there are several ranges, and each leaves its part.
+    q_*_desc: q as [tokens * heads, 576]; k_*_desc: the cache as [pages * S, 576]; in boxes of 64 rows by 256 and by 64.
+    ONE: whether each sequence has one query. scale: already multiplied by log2(e). SPLIT: whether there are several ranges,
+    each of which stores its part.
     """
     dtype: gl.constexpr = q_wide_desc.dtype
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -276,12 +279,12 @@ def mla_sm90_kernel(
     k_turned = gl.allocate_shared_memory(dtype, [STAGES, ROWS, TURNED], k_turned_desc.layout)
     p_buf = gl.allocate_shared_memory(dtype, [ROWS, ROWS], P_LAYOUT)
     alpha_buf = gl.allocate_shared_memory(gl.float32, [ROWS], ALPHA_LAYOUT)
-    # Of the left halves of tiles, the right ones, which both groups read, and the rotated parts.
+    # For the left halves of tiles, for the right halves, which both warpgroups read, and for the rotated parts.
     full = (barriers(STAGES, 1), barriers(STAGES, 1), barriers(STAGES, 1))
     empty = (barriers(STAGES, 1), barriers(STAGES, 2), barriers(STAGES, 1))
     bars = (barriers(1).index(0), full, empty, barriers(1).index(0), barriers(1).index(0))
     bufs = (q_wide, q_turned, k_wide, k_turned, p_buf, alpha_buf)
-    # Blocks of heads that share keys start one after the other: the second finds them in L2.
+    # Blocks of heads that share keys start one after the other, so that the second one finds the keys in L2.
     blocks = gl.cdiv(heads, ROWS)
     token = gl.program_id(0) // blocks
     first_head = gl.program_id(0) % blocks * ROWS

@@ -1,11 +1,13 @@
-"""`mla_attention` in portable Triton: the implementations `triton` and `invariant`, and the combining of split keys.
+"""`mla_attention` in portable Triton: the implementations `triton` and `invariant`, and the combination of split keys.
 
-A program takes a block of heads of one or more queries of a sequence as the rows of its tile, and one of SPLITS equal ranges of
-the keys that they see, measured in tiles. The tile of latents is loaded once, and is the keys and the values. The lengths are
-read on the device: one grid whatever they become. With SPLITS > 1 each range leaves its normalised average and the logarithm of
-its sum, and a second kernel combines them in the order of the ranges: the same bits in every run.
+The rows of a program's tile are a block of heads of one or more queries of a sequence. It processes one of SPLITS equal ranges
+of the keys that these queries see, measured in tiles. A tile of latents is loaded once, and is both the keys and the values.
+The lengths are read on the device, so that one grid serves all lengths. With SPLITS > 1 each range stores its normalised
+average and the logarithm of its sum, and a second kernel combines them in the order of the ranges: the bits are the same in
+every run.
 
-Limited by the cache's bytes where queries x heads are few, else by the tensor cores. Refuses what does not fit shared memory.
+Limited by the bytes of the cache if queries x heads are few, else by the tensor cores. Refuses tiles that do not fit shared
+memory.
 """
 
 import torch
@@ -26,14 +28,14 @@ __all__ = ["INVARIANT", "TRITON", "combine_splits", "split_count"]
 
 _LOG2_E = 1.4426950408889634
 _MOST_SPLITS = 64
-_NUMBERS = 2048  # of a tile of parts: 64 a thread, of 64 ranges 128
+_NUMBERS = 2048  # per tile of parts: 64 per thread, or 128 with 64 ranges
 
 # ---- kernels
 
 
 @triton.jit
 def _latents(cache_ptr, pages, start, stop, dims, S: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns `dims` (below WIDTH) of the cached rows start .. stop, zeros past them: [BLOCK_N, columns]."""
+    """Columns `dims` (below WIDTH) of the cached rows start .. stop, zeros after them: [BLOCK_N, columns]."""
     keys = start + tl.arange(0, pages.shape[0])
     rows = (pages.to(tl.int64) * S + keys % S) * W
     mask = (keys < stop)[:, None] & (dims < WIDTH)[None, :]
@@ -49,7 +51,7 @@ def _mla_kernel(
 ):  # fmt: skip
     W: tl.constexpr = R + E
     BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
-    # Late tiles see the most keys: start them first, so that no long one is left for the end.
+    # Late tiles see the most keys. They start first, so that no long tile is left for the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)
     q_first = (tile - (q_begin // BLOCK_Q + b)) * BLOCK_Q
@@ -106,9 +108,10 @@ def _combine_kernel(
     part_ptr, scale_ptr, lse_ptr, o_ptr, rows, splits,
     R: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R numbers of ROWS rows of the result, [R], from what `splits` ranges of their keys gave, MOST or fewer.
+    """BLOCK_R columns of ROWS rows of the result, [R], from the parts of `splits` ranges of keys, at most MOST.
 
-    With scales a part's two halves are multiples of them, in the order of columns that sm90_kernel.py leaves.
+    With scales, the two halves of a part must be multiplied by them, and the columns are in the order that sm90_kernel.py
+    writes.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
@@ -117,7 +120,7 @@ def _combine_kernel(
     at = row[:, None] * splits + i[None, :]
     mask = live[:, None] & (i < splits)[None, :]
     lse = tl.load(lse_ptr + at, mask=mask, other=float("-inf"))
-    # Asked for before it is known whether a range had keys. One without may have left anything, which is not looked at.
+    # Loaded before it is known whether a range has keys. The part of a range without keys may contain any bits, and is ignored.
     part = tl.load(part_ptr + at[:, :, None] * R + dims[None, None, :], mask=mask[:, :, None] & (dims < R)[None, None, :])
     scale = 1.0
     if scale_ptr is not None:
@@ -140,13 +143,13 @@ def _combine_kernel(
 def combine_splits(part: Tensor, lse: Tensor, o: Tensor, scales: Tensor | None = None) -> None:
     """o [T, H, R] from part [T, H, SPLITS, R], normalised averages in float32, and lse [T, H, SPLITS] float32, base 2.
 
-    With scales, float32 [T, H, SPLITS, 2], a part's halves of R are float16 and multiples of them, and of every 16 columns the
-    one of i, j, l (of 2, 4, 2; 8 i + 2 j + l in o) stands at 4 j + 2 i + l. A range whose lse is -inf had no keys; its part is
-    not looked at.
+    With scales, float32 [T, H, SPLITS, 2], parts are float16, and each half of R must be multiplied by its scale. Of every 16
+    columns, the column 8 i + 2 j + l of o (i, j, l below 2, 4, 2) is stored at 4 j + 2 i + l. A range whose lse is -inf had no
+    keys; its part is ignored.
     """
     tokens, heads, splits = lse.shape
     rank = o.shape[2]
-    # One tile, asked for at once, and a warp alone with it: nobody waits but for its own numbers (docs/log.md).
+    # A program is one warp with one tile, all loaded at once: a warp waits only for its own numbers (docs/log.md).
     most, columns = next_pow2(splits), min(64, next_pow2(rank))
     rows = max(1, _NUMBERS // (most * columns))
     _combine_kernel[(ceil_div(tokens * heads, rows), ceil_div(rank, columns))](
@@ -185,9 +188,9 @@ def _launch(
 
 
 def split_count(programs: int, wanted: int, keys: int, least: int) -> int:
-    """Into how many ranges, a power of two, keys are split so that `programs` become about `wanted`.
+    """The number of ranges, a power of two, into which the keys are split so that `programs` become about `wanted`.
 
-    A range keeps at least `least` of the `keys`: what splits cost is combining them.
+    A range has at least `least` of the `keys`, because every range adds to the cost of combining.
     """
     splits = 1
     while splits < _MOST_SPLITS and programs * splits * 2 <= wanted and keys >= 2 * splits * least:
@@ -196,14 +199,14 @@ def split_count(programs: int, wanted: int, keys: int, least: int) -> int:
 
 
 def _smem_bytes(problem: Problem, config: Config) -> int:
-    # Queries, latents of every stage, and the weights on their way to the second product.
+    # Queries, latents of every stage, and the weights for the second product.
     width = max(16, next_pow2(problem.rank)) + max(16, next_pow2(problem.rotated))
     rows = config["BLOCK_M"] + config["num_stages"] * config["BLOCK_N"]
     return (rows * width + config["BLOCK_M"] * config["BLOCK_N"]) * problem.dtype.itemsize
 
 
 def _tile(device: Device, problem: Problem) -> Config:
-    """The largest tile that shared memory and the registers of 8 warps hold; 64 rows of 512 numbers spill."""
+    """The largest tile that fits shared memory and the registers of 8 warps; 64 rows of 512 numbers spill."""
     for block_m, block_n, stages in ((32, 32, 2), (32, 16, 2), (16, 16, 2), (16, 16, 1)):
         config = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8 if block_m > 16 else 4, "num_stages": stages}
         if _smem_bytes(problem, config) <= device.smem_bytes:
@@ -222,7 +225,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
     used = _smem_bytes(problem, config)
-    # 64 accumulators a thread, beside the scores and the addresses of a tile of latents.
+    # 64 accumulators per thread, besides the scores and the addresses of a tile of latents.
     if config["BLOCK_M"] * max(16, next_pow2(problem.rank)) > 64 * 32 * config["num_warps"]:
         return "more accumulators than the registers hold"
     return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
@@ -235,7 +238,7 @@ SPACE = Space(
     },
     refusal=_config_refusal,
 )  # fmt: skip
-# One tile for decode and prefill, and one walk over all keys: a row's bits do not depend on the rows beside it.
+# One tile for decode and prefill, and one pass over all keys: a row's bits do not depend on other rows in its tile.
 _INVARIANT_SPACE = Space(default=lambda device, problem: {**_tile(device, problem), "SPLITS": 1}, axes={})
 
 TRITON = Impl(name="triton", launch=_launch, space=SPACE)

@@ -1,1 +1,1 @@
-"""Attention over a paged cache, and what writes to that cache."""
+"""Attention over a paged cache, and the operators that write to that cache."""

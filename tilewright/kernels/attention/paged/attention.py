@@ -1,38 +1,38 @@
 """Causal attention over a paged KV cache, for prefill, chunked prefill and decode rows in one batch.
 
-    # T tokens of B sequences packed, H query heads, G key/value heads, D head dim, P pages, S tokens a page
+    # T tokens of B sequences packed, H query heads, G key/value heads, D head dim, P pages, S tokens per page
     o[t, h, :] = sum_n softmax_n(scale * q[t, h, :] . k[n, g, :]) v[n, g, :]        g = h // (H / G)
 
-over the keys n of the token's own sequence that stand at or before it (and fewer than `window` back). Sequence b brings the
-queries cu_q[b] .. cu_q[b+1]; they are the last of its kv_lens[b] tokens, whose keys and values are in the cache already.
-Key n of sequence b lies in page block_table[b, n // S] at offset n % S. A row without keys (kv_lens 0) gives zeros.
+over the keys n of the token's own sequence, up to and including the token itself (and fewer than `window` back). Sequence b has
+the queries cu_q[b] .. cu_q[b+1]. They are the last of its kv_lens[b] tokens, and their keys and values are already in the
+cache. Key n of sequence b is in page block_table[b, n // S] at offset n % S. A row without keys (kv_lens 0) gives zeros.
 
 The incremental softmax (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
-"FlashAttention", 2022) walks over the keys in tiles and keeps, per query row, the running maximum m, the sum l of
+"FlashAttention", 2022) goes through the keys in tiles. For each query row it keeps the running maximum m, the sum l of
 exp2(s - m) and the weighted sum of values acc. A new tile with maximum m' rescales l and acc by exp2(m - m'). Scores are
-scaled by log2(e) once, so that the hardware's exp2 serves.
+multiplied by log2(e) once, so that the hardware's exp2 can be used.
 
-The caches have q's dtype, or hold codes of 8 bits, int8 or float8 e4m3, with a float32 scale for each token and head,
-k = code * k_scale; values are then stored by columns, [P, G, D, S]. Attention sinks are a logit for each head that takes weight
-in the softmax and has no value.
+The caches have q's dtype, or contain 8-bit codes, int8 or float8 e4m3, with a float32 scale for each token and head:
+k = code * k_scale. Values in codes are stored by columns, [P, G, D, S]. An attention sink is a logit for each head that takes
+part in the softmax and has no value.
 
 Six schedules:
-- `sm90` (decode_sm90_kernel.py, decode_sm90_kernel_8bit.py): `stream` for Hopper, by hand; head dims 64 and 128, caches of 16
-  bits or codes.
-- `stream` (split_kv.py), few queries a sequence (decode), limited by the bytes of the cache: all programs get equal shares
-  of all keys, whatever the lengths; the last to finish a sequence combines what its programs found.
-- `varlen_sm90` (prefill_sm90_kernel.py), many queries a sequence: the loop of attention/sm90_kernel.py, over pages; head dims
-  as `sm90`, caches of 16 bits.
-- `varlen` (varlen.py), any lengths and head dims: a program takes one key/value head and a tile of queries x shared heads.
+- `sm90` (decode_sm90_kernel.py, decode_sm90_kernel_8bit.py): `stream` for Hopper, in Gluon; head dims 64 and 128, caches of
+  16 bits or codes.
+- `stream` (split_kv.py), for few queries per sequence (decode), limited by the bytes of the cache: all programs process equal
+  shares of all keys, whatever the lengths; the last program to finish a sequence combines the partial results.
+- `varlen_sm90` (prefill_sm90_kernel.py), for many queries per sequence: the loop of attention/sm90_kernel.py, over pages; head
+  dims as `sm90`, caches of 16 bits.
+- `varlen` (varlen.py), for any lengths and head dims: a program has one key/value head and a tile of queries x shared heads.
 - `invariant_sm90` and `invariant`: `varlen_sm90` and `varlen` with one tile for every batch, so a row's bits are the same
   in prefill, in a chunk and in decode.
 
-`capped_paged_attention` is an op of its own: scores z become cap tanh(z / cap), as Gemma 2 has them (Gemma Team, "Gemma 2",
-2024), with tanh(x) = 1 - 2 / (exp(2 x) + 1). It runs `varlen` with one tile for every batch, so long sequences are not split;
-its caches have q's dtype, and there are no sinks.
+`capped_paged_attention` is an op of its own: scores z become cap tanh(z / cap), as in Gemma 2 (Gemma Team, "Gemma 2", 2024),
+with tanh(x) = 1 - 2 / (exp(2 x) + 1). It runs `varlen` with one tile for every batch, so long sequences are not split. Its
+caches have q's dtype, and there are no sinks.
 
-Not supported: backward, dropout, biases, non-causal masks. A GPU does not say that a length or a page is wrong, but never reads
-outside the cache for it (checks.py).
+Not supported: backward, dropout, biases, non-causal masks. On a GPU a wrong length or page is not reported, but never leads to
+a read outside the cache (checks.py).
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ __all__ = ["CODES", "FEW_QUERIES", "capped_paged_attention_op", "paged_attention
 # ---- reference
 
 _MOST_GATHERED = 1 << 22
-"""Numbers of keys gathered at once where sequences are alike; a longer sequence is gathered alone."""
+"""The most numbers of keys that are gathered at once for sequences of equal lengths; a longer sequence is gathered alone."""
 
 
 def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
@@ -86,8 +86,8 @@ def _gather(cache: Tensor, pages: Tensor, length: int) -> Tensor:
 
 
 def _alike(counts: list[int], lengths: list[int], width: int) -> list[list[int]]:
-    """The sequences' places, those with as many queries and as many tokens together; few where `width` numbers a token are
-    many."""
+    """The indices of the sequences, grouped by equal numbers of queries and of tokens. A group stays small if its tokens, of
+    `width` numbers each, are many."""
     found: dict[tuple[int, int], list[list[int]]] = {}
     for place, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         groups = found.setdefault((count, length), [[]])
@@ -108,7 +108,7 @@ def _decoded(cache: Tensor, scale: Tensor | None, by_columns: bool, dtype: torch
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None, softcap: float | None
 ) -> Tensor:
-    """q [N, G, rows, D], k and v [N, G, n, D], sinks [G, rows]: logits that take weight and have no value."""
+    """q [N, G, rows, D], k and v [N, G, n, D], sinks [G, rows]: logits that take part in the softmax without a value."""
     if sinks is None and softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -177,7 +177,7 @@ def _cost(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor,
     max_q_len: int, scale: float, window: int | None, *rest: object,
 ) -> Cost:  # fmt: skip
-    """Waits for the device: the work depends on the lengths."""
+    """Waits for the device, because the cost depends on the lengths."""
     heads, dim = q.shape[1:]
     pairs = keys = 0
     for length, queries in zip(kv_lens.tolist(), cu_q.diff().tolist(), strict=True):
@@ -198,7 +198,7 @@ def _example(
     page_size: int = 16, window: int | None = None, dtype: torch.dtype = torch.bfloat16,
     format: str = "", sinks: bool = False,
 ) -> tuple[object, ...]:  # fmt: skip
-    """`lengths`: (query length, total length) of each sequence. Pages are scattered; what lies past a length is NaN."""
+    """`lengths`: (query length, total length) of each sequence. Pages are scattered; everything after a length is NaN."""
     needed = [-(-kv // page_size) for _, kv in lengths]
     pages = 1 + sum(needed)
     order = inputs.permutation(pages)
@@ -215,7 +215,7 @@ def _example(
         cache[order[at:]] = float("nan")
     scales: Sequence[Tensor | None] = (None, None)
     if format:
-        # The scale of what is not there is NaN, and so is all that is read of it.
+        # Where there is no token the scale is NaN, so that any value read from there becomes NaN.
         coded = [encode(cache, format) for cache in caches]
         caches, scales = [coded[0][0], coded[1][0].mT.contiguous()], [scale.squeeze(-1) for _, scale, _ in coded]
     ends = [0]
@@ -262,8 +262,8 @@ CAPPED_EXAMPLES = (
 
 
 def _invariant_launch(config: Config, *args: Any) -> Tensor:
-    """The same bits for a query alone and among others. Codes are scaled before they are masked: where no mask is between, the
-    compiler would fuse that product into the difference behind it, and round less."""
+    """Gives a query the same bits alone and among others. Scores of codes are scaled before the mask. In tiles without a mask
+    the compiler would fuse this product with the subtraction that follows, and round less; so fusing is off for codes."""
     coded = args[9] is not None
     return launch_varlen({**config, **UNFUSED} if coded else config, *args)
 
@@ -273,7 +273,7 @@ def _capped_launch(config: Config, *args: Any) -> Tensor:
 
 
 def _first(device: Device, problem: Problem) -> str | None:
-    # H100, docs/log.md#paged-decode: with its default the fastest of those for few queries nearly everywhere.
+    # H100, docs/log.md#paged-decode: with its default config it is nearly always the fastest of those for few queries.
     return "sm90" if problem.queries else None
 
 
@@ -374,16 +374,16 @@ def paged_attention(
         block_table: [B, max_pages] int32, the page of each S tokens of a sequence.
         kv_lens: [B] int32, tokens of each sequence in the cache, this call's included.
         cu_q: [B + 1] int32, where each sequence's queries start in q.
-        max_q_len: the longest query length; 1 means that every sequence brings exactly one query (decode).
+        max_q_len: the longest query length; 1 means that every sequence has exactly one query (decode).
         scale: factor on q . k, above 0.
         window: each query sees at most this many keys, its own included; None for all.
-        k_scale: [P, G, S] float32, what a key's codes are multiplied by; for caches of codes only.
+        k_scale: [P, G, S] float32, the factors of the codes of keys; for caches of codes only.
         v_scale: likewise for values, with the same strides: both may be views of one [P, G, 2, S].
-        sinks: [H] floating point, a logit for each head that takes part in the softmax and has no value; None for none.
+        sinks: [H] floating point, a logit for each head that takes part in the softmax and has no value; None: no sinks.
         softcap: scores z become softcap * tanh(z / softcap), above 0; with caches of q's dtype and without sinks.
 
     Returns:
-        [T, H, D] of q's dtype, contiguous. Sequences with kv_lens 0 give zeros.
+        [T, H, D] of q's dtype, contiguous. Zeros for sequences with kv_lens 0.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts do not fit; on a CPU also lengths or pages (see `ops.check_paged`).

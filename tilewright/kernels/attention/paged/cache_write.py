@@ -1,17 +1,17 @@
 """Writing keys and values into a paged cache.
 
-    # T tokens, G key/value heads, D head dim, P pages, S tokens a page
+    # T tokens, G key/value heads, D head dim, P pages, S tokens per page
     cache[slot // S, :, slot % S, :] = k or v          for every token whose slot is not negative
 
     k, v [T, G, D]: bf16, fp16 or fp32, any token and head strides, so they may be views of one merged projection.
     Caches [P, G, S, D]: a (page, head) pair is one dense block. slots [T] int64, -1 marks padding.
 
-Caches of int8 or float8 e4m3fn hold codes, and k_scale and v_scale [P, G, S] float32 what a token's codes of one head are
-multiplied by: amax / 127 or amax / 448, `tilewright.formats.encode` bit by bit. Codes of values stand by columns, [P, G, D, S],
-as attention reads them.
+Caches of int8 or float8 e4m3fn contain codes. k_scale and v_scale [P, G, S] float32 contain the factor of a token's codes in
+one head: amax / 127 or amax / 448, bit for bit as `tilewright.formats.encode`. Codes of values are stored by columns, [P, G, D,
+S], as attention reads them.
 
-Limited by bytes, and at decode sizes by launch latency. What rope_cache_write.py shares stands here too.
-Not supported: backward, caches of a third dtype, float8 before sm_89.
+Limited by bytes, and at decode sizes by launch latency. This file also contains what it shares with rope_cache_write.py.
+Not supported: backward, caches of a dtype that is neither k's nor one of codes, float8 before sm_89.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ __all__ = [
 # ---- reference
 
 FORMAT_OF = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
-"""What caches of codes hold."""
+"""The format of a cache of codes, by its dtype."""
 
 
 def write_reference(
@@ -66,7 +66,7 @@ def write_reference(
             if slot >= 0:
                 page, offset = divmod(slot, page_size)
                 for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache.mT, v_scale)):
-                    # The oracle's cache of float8 codes is float64.
+                    # In the float64 oracle, a cache of float8 codes is float64.
                     codes, scales, _ = encode(x[i], FORMAT_OF.get(cache.dtype, "fp8"))
                     cache[page, :, offset], scale[page, :, offset] = codes.to(cache.dtype), scales[:, 0].to(scale.dtype)
         return
@@ -89,7 +89,7 @@ def write_reference(
 
 
 def written_bytes(k: Tensor, k_cache: Tensor, k_scale: Tensor | None) -> int:
-    """Of keys and values together."""
+    """Bytes written for keys and values together."""
     tokens, heads, dim = k.shape
     return 2 * tokens * heads * (dim * k_cache.element_size() + (0 if k_scale is None else k_scale.element_size()))
 
@@ -104,7 +104,7 @@ def _cost(
 
 
 class Problem(NamedTuple):
-    """Head counts and widths; not the number of tokens."""
+    """Head counts, widths and dtypes; not the number of tokens."""
 
     dtype: torch.dtype
     q_heads: int
@@ -119,7 +119,7 @@ def refuse_cache(device: Device, problem: Problem) -> str | None:
     return None
 
 
-# 2048 elements a program: at 4 warps 16 a thread, and one token still spreads over several programs.
+# 2048 elements per program: 16 per thread with 4 warps, and one token is still spread over several programs.
 SPACE = Space(
     default=lambda device, p: {"BLOCK_H": max(1, min(next_pow2(p.kv_heads), 1024 // next_pow2(p.head_dim))), "num_warps": 4},
     axes={"BLOCK_H": (1, 2, 4, 8, 16), "num_warps": (1, 2, 4, 8)},
@@ -129,7 +129,7 @@ SPACE = Space(
 def merged_example(
     inputs: Inputs, tokens: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views of one merged projection, as a model has them."""
+    """q, k, v as views of one merged projection, as in a model."""
     q_heads, kv_heads = heads
     qkv = inputs.randn(tokens, q_heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split((q_heads, kv_heads, kv_heads), 1)
@@ -139,7 +139,7 @@ def merged_example(
 def caches_example(
     inputs: Inputs, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Three pages of 16 tokens, (keys, values), and their scales if dtype is one of codes."""
+    """(keys, values) of three pages of 16 tokens, and their scales if dtype is one of codes."""
     k_cache = inputs.randn(3, kv_heads, 16, dim).to(dtype)
     v_cache = inputs.randn(*value_shape(k_cache)).to(dtype)
     if dtype not in CODES:
@@ -178,7 +178,8 @@ def copy_heads(
     x_ptr, cache_ptr, scale_ptr, slot, heads, live, x_head_stride, BY_COLUMNS: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, S: tl.constexpr, LARGEST: tl.constexpr, HEAD_SCALES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, at x_ptr, to its slot of the cache. LARGEST: the largest code, 0 for a cache of numbers."""
+    """Write some heads of one token, at x_ptr, to its slot of the cache. LARGEST: the largest code; 0 for a cache without
+    codes."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = live & (cols < D)
     x = tl.load(x_ptr + heads * x_head_stride + cols, mask=mask, other=0.0)
@@ -219,15 +220,15 @@ def _kernel(
 
 
 def room_of_cache(k_cache: Tensor) -> int:
-    """Slots that a cache [P, G, S, D] has: the kernels write to no other, whatever they are told."""
+    """The number of slots of a cache [P, G, S, D]: the kernels write to no other slot, whatever their inputs."""
     return k_cache.shape[0] * k_cache.shape[2]
 
 
 def coding(k_cache: Tensor, k_scale: Tensor | None) -> dict[str, object]:
-    """The kernel's options for a cache of codes, or of numbers."""
+    """The kernel's options for a cache of codes, or for one without."""
     if k_scale is None:
         return {"LARGEST": 0, "HEAD_SCALES": 0}
-    # An integer: a kernel's `if` takes no float.
+    # An int, because the condition of a kernel's `if` must not be a float.
     return {"LARGEST": int(FORMATS[FORMAT_OF[k_cache.dtype]].largest), "HEAD_SCALES": k_scale.stride(1), **UNFUSED}
 
 
@@ -307,8 +308,8 @@ def kv_cache_write(
         v: [T, G, D], dense last dim.
         k_cache: [P, G, S, D], written.
         v_cache: [P, G, S, D], written.
-        slots: [T] int64, page * S + offset; a negative slot is skipped, and on a GPU one beyond the cache.
-        k_scale: [P, G, S] float32, written where the caches hold codes; else None.
+        slots: [T] int64, page * S + offset. A negative slot is skipped; on a GPU also a slot beyond the cache.
+        k_scale: [P, G, S] float32, written if the caches contain codes; else None.
         v_scale: likewise.
 
     Raises:

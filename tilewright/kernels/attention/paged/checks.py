@@ -1,10 +1,11 @@
-"""What a paged call asks of lengths, block tables and slots; plain numbers, no kernels.
+"""Checks of the lengths, block tables and slots of a paged call. They use plain numbers; no kernels.
 
-Kernels over a paged cache never leave it, whatever they are told: a length counts no further than its row of the block table
-has pages for, a page number outside the cache is read as the nearest one (by the copy engine as zeros), a slot outside it is
-not written, and a query past the end of `q` is neither read nor answered. On a GPU nobody can look at the values without
-waiting for the device, so such a call gives wrong numbers, but reads and writes nothing that is not the cache's. On a CPU the
-values are at hand, and the public functions raise; `check_paged` is the same check of tensors on a GPU, for whoever can wait.
+Kernels over a paged cache never read or write outside it, whatever their inputs. A length counts only as far as its row of the
+block table has pages. A page number outside the cache is replaced by the nearest valid one (TMA reads zeros instead). A slot
+outside the cache is not written, and a query after the end of `q` is neither read nor computed. On a GPU the values cannot be
+checked without waiting for the device. So a wrong call there returns wrong numbers, but touches no memory outside the cache. On
+a CPU the values can be read at once, and the public functions raise. `check_paged` does the same check for tensors on a GPU,
+for callers that can wait.
 """
 
 import math
@@ -19,7 +20,7 @@ __all__ = ["at_hand", "check_lengths", "check_numbers", "check_paged", "check_sl
 
 
 def at_hand(t: Tensor) -> bool:
-    """Whether a tensor's values can be looked at without waiting: a CPU's, where nothing traces what torch is asked to do."""
+    """Whether the values of a tensor can be read without waiting: it is on a CPU, and no tracing is active."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
     return type(t) is Tensor and t.device.type == "cpu" and not traced
 
@@ -29,7 +30,7 @@ def _array(t: Tensor) -> np.ndarray:
 
 
 def check_numbers(op: str, q: Tensor, max_q_len: int, scale: float) -> None:
-    """The queries' dtype, their longest count and the scale. Raises ValueError."""
+    """Check the queries' dtype, the largest number of queries and the scale. Raises ValueError."""
     if q.dtype not in DTYPES:
         raise ValueError(f"{op}: q is {q.dtype}, wanted bfloat16, float16 or float32")
     if max_q_len < min(1, q.shape[0]):
@@ -39,7 +40,7 @@ def check_numbers(op: str, q: Tensor, max_q_len: int, scale: float) -> None:
 
 
 def check_tables(op: str, q: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q: Tensor, max_q_len: int) -> None:
-    """What stands beside q [T, ..]: block_table [B, max_pages], kv_lens [B], cu_q [B + 1]; their layout, not their values.
+    """Check the layout, not the values, of block_table [B, max_pages], kv_lens [B] and cu_q [B + 1] for q [T, ..].
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -90,14 +91,15 @@ def check_lengths(
     op: str, block_table: Tensor, kv_lens: Tensor, page_size: int, pages: int, cu_q: Tensor | None, tokens: int | None,
     longest: int | None = None,
 ) -> None:  # fmt: skip
-    """Whether block_table [B, max_pages] holds what kv_lens [B] and cu_q [B + 1] need of a cache of `pages` pages.
+    """Check that block_table [B, max_pages] lists the pages that kv_lens [B] and cu_q [B + 1] need, in a cache of `pages`
+    pages.
 
-    Waits for the device where the tensors are on one. `tokens`: how many queries there are, `longest`: the most that one
-    sequence may bring, if known.
+    Waits for the device if the tensors are on one. `tokens`: the total number of queries, if known. `longest`: the most queries
+    that one sequence may have, if known.
 
     Raises:
-        ValueError: a length below 0 or beyond its table row's pages, a page that the cache does not have, queries that are
-            more than their sequence's tokens or than `longest`, or cu_q that does not rise from 0 to `tokens`.
+        ValueError: a length is below 0 or beyond the pages of its table row; a page is not in the cache; a sequence has more
+            queries than tokens or than `longest`; or cu_q does not rise from 0 to `tokens`.
     """
     table, lengths = _array(block_table), _array(kv_lens)
     width = table.shape[1]
@@ -121,7 +123,9 @@ def check_lengths(
 
 
 def check_slots(op: str, slots: Tensor, room: int) -> None:
-    """Whether slots [T], where their values are at hand, are among the cache's `room`; negative ones are skipped.
+    """Check that slots [T] are below `room`, the slots of the cache. Negative slots are skipped.
+
+    If the values cannot be read without waiting, nothing is checked.
 
     Raises:
         ValueError: a slot beyond the cache.
@@ -136,19 +140,19 @@ def check_paged(
     block_table: Tensor, kv_lens: Tensor, *, page_size: int, pages: int, cu_q: Tensor | None = None, tokens: int | None = None,
     slots: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Whether a paged call's lengths, pages and slots fit its cache. Waits for the device: for tests, and to find a fault.
+    """Check that the lengths, pages and slots of a paged call fit its cache. Waits for the device: for tests and debugging.
 
     Args:
         block_table: [B, max_pages] int32.
         kv_lens: [B] int32, tokens of each sequence.
-        page_size: tokens of a page.
-        pages: of the cache.
+        page_size: tokens per page.
+        pages: number of pages in the cache.
         cu_q: [B + 1] int32, where each sequence's queries start; None: not checked.
-        tokens: how many queries there are, what cu_q must end with; None: not checked.
+        tokens: the total number of queries, which must be the last element of cu_q; None: not checked.
         slots: [T] int64, where tokens are to be written, negative for none; None: not checked.
 
     Raises:
-        ValueError: says which sequence, its length, and what its row of the table has room for; or which page, query or slot.
+        ValueError: the message gives the sequence, its length and the room in its table row, or the wrong page, query or slot.
     """
     check_lengths("check_paged", block_table, kv_lens, page_size, pages, cu_q, tokens)
     if slots is not None:

@@ -1,4 +1,4 @@
-"""What the schedules of `paged_attention` may choose from, and what they take when nothing was measured."""
+"""The configs that the schedules of `paged_attention` may choose from, and their defaults if nothing was measured."""
 
 from typing import NamedTuple
 
@@ -25,16 +25,16 @@ __all__ = [
 ]
 
 CODES = (torch.int8, torch.float8_e4m3fn)
-"""What caches of 8 bits hold."""
+"""The dtypes of 8-bit caches."""
 FEW_QUERIES = 16
-"""As many queries a sequence as speculative and multi-token decoding bring."""
+"""The most queries per sequence that speculative and multi-token decoding use."""
 
 
 class Problem(NamedTuple):
-    """What a schedule depends on. `batch` is rounded up to a power of two.
+    """The properties that a schedule depends on. `batch` is rounded up to a power of two.
 
-    cache: the caches' dtype, the queries' or one of codes.
-    queries: of a sequence at most, 1 (decode), FEW_QUERIES or 0 for more.
+    cache: the dtype of the caches, either the queries' dtype or one of CODES.
+    queries: the most queries of a sequence, as 1 (decode), FEW_QUERIES, or 0 for more.
     """
 
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """A key of one head in the cache."""
+        """Bytes of one key of one head in the cache."""
         return self.cache.itemsize * self.head_dim
 
 
@@ -67,12 +67,12 @@ def problem_of(
 
 
 def value_shape(k_cache: Tensor) -> torch.Size:
-    """Of the values that go with keys [P, G, S, D]: codes are stored by columns (tile_mainloop.py says why)."""
+    """The shape of the values for keys [P, G, S, D]: codes are stored by columns (tile_mainloop.py explains why)."""
     return k_cache.mT.shape if k_cache.dtype in CODES else k_cache.shape
 
 
 def misfit(scale: Tensor, k_cache: Tensor, other: Tensor | None) -> str | None:
-    """Why a scale does not go with a cache of codes [P, G, S, D] and the other scale, or None when it does."""
+    """Why a scale does not fit a cache of codes [P, G, S, D] and the other scale, or None."""
     want, step = k_cache.shape[:3], scale.stride(1) if scale.dim() == 3 else 0
     strides = (want[1] * step, step, 1)
     if scale.shape != want or scale.dtype != torch.float32:
@@ -84,7 +84,7 @@ def misfit(scale: Tensor, k_cache: Tensor, other: Tensor | None) -> str | None:
 
 
 def room_of(cache: Tensor, block_table: Tensor) -> int:
-    """Tokens that a row of the block table has pages for: the kernels read no further, whatever the lengths say.
+    """The tokens that a row of the block table has pages for: the kernels read no further, whatever the lengths are.
 
     `cache`: [P, G, S, D], or latents [P, S, any].
     """
@@ -92,7 +92,7 @@ def room_of(cache: Tensor, block_table: Tensor) -> int:
 
 
 def codes_of(cache: Tensor) -> Tensor:
-    """A cache as kernels take it: float8 as bytes, which every card can read."""
+    """A cache as kernels read it: float8 as bytes, which every GPU supports."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
@@ -106,7 +106,7 @@ _MOST_ROWS = 128
 
 
 def stream_refusal(device: Device, problem: Problem) -> str | None:
-    """Rows that are too many for one tile."""
+    """Refuses problems with too many queries or rows for one tile."""
     if not problem.queries:
         return f"takes at most {FEW_QUERIES} queries a sequence"
     rows = problem.queries * problem.group
@@ -114,14 +114,15 @@ def stream_refusal(device: Device, problem: Problem) -> str | None:
 
 
 def _stream_default(device: Device, problem: Problem) -> Config:
-    tall = problem.queries * problem.group > 16  # 64 rows and more: a warpgroup's registers and shared memory hold the tile
+    tall = problem.queries * problem.group > 16  # needs 64 rows or more: the registers and shared memory of a warpgroup
     if tall:
         return {"PER_SM": 2, "BLOCK_N": 64 if problem.row_bytes <= 256 else 32, "num_warps": 4, "num_stages": 2, "maxnreg": 240}
-    # H100, 32/8 heads of 128 (docs/log.md#paged-decode): without a limit ptxas takes 168 to 250 registers, and with them the
-    # room for a further block; more blocks an SM mean more parts to combine. Codes are half as many bytes a key: wider tiles.
+    # H100, 32/8 heads of 128 (docs/log.md#paged-decode): without a limit ptxas uses 168 to 250 registers, and then one block
+    # less fits on an SM. But more blocks per SM also mean more parts to combine. Codes need half as many bytes per key, so
+    # their tiles are wider.
     block_n = 128 if problem.row_bytes <= 128 else 64 if problem.row_bytes <= 256 else 32
-    # One sequence is short more often than it is long: 1 x 8192 takes 21.5 us with one program an SM, 25.0 with two; 1 x 131072
-    # 202 and 196.
+    # A single sequence is short more often than it is long: 1 x 8192 takes 21.5 us with one program per SM and 25.0 with two;
+    # 1 x 131072 takes 202 and 196.
     per_sm = 1 if problem.batch == 1 else 2
     return {"PER_SM": per_sm, "BLOCK_N": block_n, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 
@@ -143,8 +144,9 @@ def _varlen_default(device: Device, problem: Problem) -> Config:
     small = problem.dtype.itemsize > 2 or problem.head_dim > 128
     if problem.queries == 1:
         return {"BLOCK_M": max(16, next_pow2(problem.group)), "BLOCK_N": 32 if small else 64, "num_warps": 4, "num_stages": 2}
-    # The config of `invariant`. H100, mixtures of prefill, chunks and decoding: at most 15 % from the best of all, with 128
-    # rows and 8 warps up to 49 % (docs/regret.md). Where the accumulators are a warp's own it spills.
+    # The config of `invariant`. H100, mixtures of prefill, chunks and decoding: at most 15 % slower than the best of all
+    # configs; with 128 rows and 8 warps up to 49 % (docs/regret.md). It spills if each warp has accumulators of its own, that
+    # is, without warpgroup instructions.
     by_warpgroup = device.multiplies_by_warpgroup
     block_m = max(64 if small or by_warpgroup else 128, next_pow2(problem.group))
     warps = 8 if block_m > 64 and not small else 4
@@ -163,8 +165,8 @@ VARLEN_SPACE = Space(
 
 
 def _invariant_default(device: Device, problem: Problem) -> Config:
-    # One tile for decode and prefill: another number of rows may mean other tensor-core instructions, which add in another
-    # order. 64 rows are the least that sm_90's warpgroup instructions take.
+    # One tile for decode and prefill: with another number of rows the compiler may choose other tensor-core instructions, which
+    # sum in another order. sm_90's warpgroup instructions need at least 64 rows.
     small = problem.dtype.itemsize > 2 or problem.head_dim > 128
     rows = max(64, next_pow2(problem.group))
     return {"BLOCK_M": rows, "BLOCK_N": 32 if small else 64, "num_warps": 4, "num_stages": 2}

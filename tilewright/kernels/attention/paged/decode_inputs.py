@@ -1,18 +1,19 @@
-"""What a step of one token a sequence reads, from the state of the sequences' slots; and the step on in that state.
+"""Prepare the inputs of a decode step with one token per sequence from the state of the sequences' slots, and advance that
+state.
 
-    s = slots[r],  p = lines[s, 0],  page = table[s, p // S]                   # R rows, W pages of a table, S tokens a page
+    s = slots[r],  p = lines[s, 0],  page = table[s, p // S]                   # R rows, W pages in a table, S tokens per page
     token_ids[r] = last[s]     positions[r] = p        places[r] = page * S + p % S
-    kv_lens[r] = p + 1         sampled_at[r] = p + 1   block_table[r, :] = table[s, :]   as far as p + 1 tokens reach
+    kv_lens[r] = p + 1         sampled_at[r] = p + 1   block_table[r, :] = table[s, :]   for the pages of p + 1 tokens
     seed[r], temperature[r], top_k[r], top_p[r], min_p[r], alternatives[r] = the rest of lines[s]
     lines[s, 0] = p + 1
 
-    lines: [N, 5] int64, a line a slot: computed tokens | seed | temperature, top_k | top_p, min_p | alternatives, -
-    where two names share a word the first is its low half; the floats are float32, the others int32.
+    lines: [N, 5] int64, one line per slot: computed tokens | seed | temperature, top_k | top_p, min_p | alternatives, -
+    If two names share a word, the first is its low half; the floats are float32, the others int32.
 
-The last line is for padding rows: they write nowhere (place -1), see nothing (kv_lens 0), and their line does not move. So a
-host that decodes sends nothing to the device but what is new. No slot but the last is named twice (not checked).
+The last line is for padding rows: they write nowhere (place -1), see no keys (kv_lens 0), and their line does not change. So a
+host that decodes sends only new data to the device. No slot except the last may occur twice (not checked).
 
-One launch, a program a row. Limited by latency. Not supported: several tokens a row, backward.
+One launch, one program per row. Limited by latency. Not supported: several tokens per row, backward.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from tilewright.tune.space import Config, Space
 __all__ = ["decode_inputs", "decode_inputs_op"]
 
 LINE_WORDS = 5
-"""int64 words of a line."""
+"""int64 words per line."""
 
 
 def _reference(
@@ -68,7 +69,7 @@ def _cost(slots: Tensor, lines: Tensor, last: Tensor, table: Tensor, page_size: 
 
 
 class Problem(NamedTuple):
-    """What an engine fixes; not the number of rows."""
+    """The properties that an engine fixes; not the number of rows."""
 
     pages: int
 
@@ -81,7 +82,7 @@ SPACE = Space(
 def decode_inputs_arguments(
     inputs: Inputs, *, M: int, N: int = 256, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor | int, ...]:
-    """M rows in the slots of M sequences, whose tables have N pages of 16 tokens; two more slots, one of them for padding."""
+    """M rows in the slots of M sequences, whose tables have N pages of 16 tokens; plus two slots, one of them for padding."""
     return _arguments(inputs, rows=M, pages=N, page_size=16)
 
 
@@ -91,7 +92,7 @@ def _arguments(inputs: Inputs, *, rows: int, pages: int, page_size: int, padding
     lines[:, 0] = inputs.randint(0, pages * page_size, rows + 2)
     lines[-1, 0] = 0
     halves = lines.view(torch.int32).view(torch.float32)
-    for place in (4, 6, 7):  # any bits would be NaN now and then
+    for place in (4, 6, 7):  # arbitrary bits would sometimes be NaN
         halves[:, place] = inputs.randn(rows + 2)
     last, table = inputs.randint(0, 1000, rows + 2), inputs.randint(0, 4096, rows + 2, pages).to(torch.int32)
 
@@ -177,18 +178,18 @@ def decode_inputs(
     places: Tensor, kv_lens: Tensor, block_table: Tensor, sampled_at: Tensor, seed: Tensor, temperature: Tensor, top_k: Tensor,
     top_p: Tensor, min_p: Tensor, alternatives: Tensor,
 ) -> None:  # fmt: skip
-    """Write what a decode step reads, and count its tokens in the state of the slots; see the top of this file.
+    """Write the inputs of a decode step, and count its tokens in the state of the slots; see the top of this file.
 
     Args:
         slots: [R] int64, in [0, N) (not checked); N - 1 is for padding.
         lines: [N, 5] int64, written.
         last: [N] int64, the newest token of each slot.
         table: [N, W] int32, the pages of each slot.
-        page_size: tokens of a page.
+        page_size: tokens per page.
         token_ids, positions, places, sampled_at, seed: [R] int64, written.
         kv_lens, top_k, alternatives: [R] int32, written.
         temperature, top_p, min_p: [R] float32, written.
-        block_table: [R, W] int32, written as far as a row's tokens reach.
+        block_table: [R, W] int32, written only for the pages that a row's tokens use.
 
     Raises:
         ValueError: a shape, a dtype or a layout does not fit.

@@ -1,8 +1,8 @@
 """The host side of decode_sm90_kernel.py and decode_sm90_kernel_8bit.py: configs and launch; exports the Impl `sm90`.
 
-Refuses: queries other than bf16 and fp16, caches other than of the queries' dtype or codes, head dims other than 64 and 128,
-pages of other than 16, 32, 64 or a multiple of 64 tokens, more than 64 rows (queries times heads that share keys) or 16 queries
-a sequence. What `varlen_sm90` refuses for the same reasons, and the boxes of both, stand here too.
+Refuses: queries other than bf16 and fp16; caches other than of the queries' dtype or codes; head dims other than 64 and 128;
+pages of other than 16, 32, 64 or a multiple of 64 tokens; more than 64 rows (queries times heads that share keys) or 16 queries
+per sequence. The refusals and the box size that `varlen_sm90` shares are also here.
 """
 
 from typing import Any
@@ -27,14 +27,14 @@ from tilewright.tune.space import Config, Space
 __all__ = ["SM90", "sm90_refusal"]
 
 _LOG2_E = 1.4426950408889634
-_ROWS = 64  # of a tile: keys; and queries times heads that share them, at most
-_PANEL = 64  # columns of a box
+_ROWS = 64  # of a tile: its number of keys, and the largest number of queries times heads that share them
+_PANEL = 64  # columns of a TMA box
 
 
 def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = False) -> str | None:
-    """Why no kernel for Hopper takes a problem, or None.
+    """Why no Hopper kernel supports a problem, or None.
 
-    block: keys of a tile; larger pages are whole tiles. coded: whether caches may be of codes too.
+    block: keys per tile; larger pages must be whole tiles. coded: whether caches of codes are supported too.
     """
     if problem.dtype not in SIXTEEN_BITS or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
         caches = "the same or of 8-bit codes" if coded else "the same"
@@ -47,7 +47,7 @@ def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = 
 
 
 def _columns(problem_rows: int) -> int:
-    """wgmma's narrow side."""
+    """The N dimension of wgmma."""
     return max(8, next_pow2(problem_rows))
 
 
@@ -70,20 +70,23 @@ def _config_refusal(device: Device, problem: Problem, config: Config) -> str | N
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # H100, 128 dims, docs/log.md#paged-decode: rows of 256 bytes are read faster by one program an SM with two stages, codes by
-    # two programs. 64 dims of 16 bits were not timed.
+    # H100, 128 dims, docs/log.md#paged-decode: rows of 256 bytes are read faster by one program per SM with two stages, codes
+    # by two programs per SM. 64 dims of 16 bits were not timed.
     if problem.cache in CODES:
         return {"PER_SM": 1 if problem.queries * problem.group > 32 else 2, "STAGES": 2, "LONGER": 6, "BOX": _ROWS}
     few = problem.row_bytes == 256
-    # Two programs win there too, by up to 1.6 %, where a program has pairs of a sequence and a head of its own: with fewer
-    # pairs than programs there are more parts to combine, and 16 x 2000 takes 4 % longer.
+    # Two programs per SM are faster there too, by up to 1.6 %, if each program has (sequence, head) pairs of its own. With
+    # fewer pairs than programs there are more parts to combine, and 16 sequences x 2000 tokens take 4 % longer.
     own = problem.queries == 1 and problem.batch * problem.kv_heads > 2 * device.sms
-    # Of 310 tokens boxes of 8 fetch 312, of 16, or a page of 64, 320.
+    # For 310 tokens, boxes of 8 load 312 tokens; boxes of 16, or of a page of 64, load 320.
     return {"PER_SM": 1 if few and not own else 2, "STAGES": 2 if few else 4, "LONGER": 6, "BOX": 8}
 
 
 def _code_boxes(k_cache: Tensor, v_cache: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of keys and values in words of four codes: a page at most 64 tokens of it; small pages of values in rows of 128 bytes."""
+    """Descriptors of keys and values in words of four codes.
+
+    A box is a page, or 64 tokens of a larger one. Values in small pages are viewed as rows of 128 bytes.
+    """
     dim, page_size = k_cache.shape[3], k_cache.shape[2]
     keys = descriptor(k_cache.view(-1, dim).view(torch.int32), [min(page_size, _ROWS), dim // 4])
     if page_size < _ROWS:
@@ -128,7 +131,7 @@ def _launch(
 
 
 def _work(device: Device, config: Config, *args: Any) -> Work:
-    """As `stream`, with the names that its config has."""
+    """The work of `stream`, with this config translated to its names."""
     return stream_work(device, {**config, "BLOCK_N": _ROWS, "num_stages": config["STAGES"], "num_warps": 4}, *args)
 
 
@@ -137,7 +140,7 @@ SPACE = Space(
     axes={"PER_SM": (1, 2), "STAGES": (2, 3, 4), "LONGER": (1, 6), "BOX": (8, 16, 64)},
     refusal=_config_refusal,
 )
-"""BOX: tokens that are fetched at once in a sequence's last tile, up to the box with its last token; elsewhere it is a page, or
-64 tokens of one."""
+"""BOX: tokens per TMA box in the last tile of a sequence, where the boxes after the last token are not loaded. In other tiles a
+box is a page, or 64 tokens of one."""
 
 SM90 = Impl(name="sm90", launch=_launch, space=SPACE, written_for=90, refuse=_refuse, work=_work)

@@ -1,33 +1,34 @@
-"""Paged attention of few queries for Hopper, scheduled by hand in Gluon: the kernel of `paged_attention`'s `sm90`.
+"""Paged attention with few queries per sequence on Hopper, written in Gluon: the kernel of `paged_attention`'s `sm90`.
 
-A program walks an equal range of all keys, tile by tile (decode_sm90_split_kv.py). Two groups of warps:
+Each program processes an equal range of all keys, tile by tile (decode_sm90_split_kv.py). Its warps have two roles:
 
-    producer  one warp: has the copy engine (TMA) fetch tile after tile of keys and values into a ring of STAGES stages, box by
-              box of one page, and goes on into the next pair while the other group still ends the one before
-    consumer  a warpgroup: S = Q K^T, softmax, O += P V, with both products turned round
+    producer  one warp: loads tile after tile of keys and values by TMA into a ring of STAGES stages. Each box is part of one
+              page. It continues with the next pair while the consumer still finishes the preceding one
+    consumer  one warpgroup: S = Q K^T, softmax, O += P V, with both products transposed
 
-Keys are the tall side of the tensor cores' products, and the N queries that share them, 8 or few times that, the narrow one:
-S^T [64, N] = K Q^T and O^T [D, N] = V^T P^T. Queries as the 64 rows that wgmma wants would be padding for the most part: so
-little is multiplied for nothing, and a thread holds N / 2 scores and D N / 128 sums instead of 32 and D / 2.
+In the transposed products, keys are the M dimension of wgmma, and the N queries that share them (8 or a few times 8) are the N
+dimension: S^T [64, N] = K Q^T and O^T [D, N] = V^T P^T. If the queries were the 64 rows of wgmma, most of them would be
+padding. This way little padding is multiplied, and a thread holds N / 2 scores and D N / 128 sums instead of 32 and D / 2.
 
-One warpgroup has all of a tile: a warp for itself could keep maxima of its own 16 keys, but O^T's rows are dims, so each warp's
-sums take the weights of all 64 keys, and all weights of a query must refer to one maximum. What the parties share:
+One warpgroup processes the whole tile. A single warp could keep maxima of its own 16 keys; but the rows of O^T are dims, so
+each warp's sums use the weights of all 64 keys, and all weights of a query must be relative to the same maximum. The shared
+memory, and the barriers that guard it:
 
-    keys, values  the copy engine writes, wgmma reads. Full: the barrier that counts its bytes. Empty: one arrival by the
-                  consumer behind a barrier of its four warps, (b) for keys and (d) for values, before which each warp has
-                  waited for its own products
-    queries       written at the start of a pair by all warps; fence and barrier (a), then wgmma reads. Written again after
-                  (b) of the pair's last tile, which each warp reaches with its S^T done
-    maxima        [4, N], a row a warp; barrier (b), then read by all. Written again after (c) and (d)
-    weights       written by all warps; fence and barrier (c), then wgmma reads. Written again after (d), which a warp reaches
-                  with its O^T done
-    end of V      what lies past the last key is zeroed in shared memory; the fence and barrier of `clear_end`, then (c)
+    keys, values  written by TMA, read by wgmma. Full: the barrier that counts the bytes. Empty: one arrival by the consumer,
+                  after a barrier of its four warps, (b) for keys and (d) for values; before it each warp has waited for its own
+                  products
+    queries       written by all warps at the start of a pair; fence and barrier (a), then read by wgmma. Written again after
+                  (b) of the pair's last tile: a warp reaches (b) only when its S^T is complete
+    maxima        [4, N], one row per warp; barrier (b), then read by all. Written again after (c) and (d)
+    weights       written by all warps; fence and barrier (c), then read by wgmma. Written again after (d): a warp reaches (d)
+                  only when its O^T is complete
+    end of V      rows after the last key are zeroed in shared memory; the fence and barrier of `clear_end`, then (c)
 
-Limited by the cache's bytes. The host side is decode_sm90.py, which refuses what does not fit.
+Limited by the bytes of the cache. The host side is decode_sm90.py, which refuses problems that this kernel does not support.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# B sequences, H query heads, G key/value heads, D head dim, S tokens a page, N columns: queries times heads, padded
+# B sequences, H query heads, G key/value heads, D head dim, S tokens per page, N columns: queries times heads, padded
 
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
@@ -62,7 +63,7 @@ WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _fetch(desc, bufs, full, empty, rows, j, BOXES: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr):
-    """The j-th tile of keys or of values, when its memory is free."""
+    """Load the j-th tile of keys or of values, as soon as its stage is free."""
     stage = j % STAGES
     mbarrier.wait(empty.index(stage), j // STAGES & 1 ^ 1)
     mbarrier.expect(full.index(stage), ROWS * PANELS * PANEL * 2)
@@ -81,7 +82,7 @@ def _fetch_tile(
     k_bufs, v_bufs, k_end_bufs, v_end_bufs = bufs
     k_full, v_full, k_empty, v_empty = bars
     PANELS: gl.constexpr = D // PANEL
-    # The pages are read before the wait for free memory.
+    # The block table is read before the wait for a free stage.
     if (END_BOXES > BOXES) & (key + ROWS > kv_len):
         end_rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // END_BOXES, END_BOXES)
         _fetch(k_end_desc, k_end_bufs, k_full, k_empty, end_rows, j, END_BOXES, PANELS, STAGES)
@@ -118,13 +119,13 @@ def _load(
 
 @constexpr_function
 def tall_sums(columns: int) -> gl.NVMMADistributedLayout:
-    """Of both products: warps and lanes along the tall side, pairs of columns in a thread."""
+    """The layout of both accumulators: warps and lanes along the M dimension, pairs of columns in each thread."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @constexpr_function
 def _every_warps(columns: int) -> gl.DistributedLinearLayout:
-    """[4, columns]: each thread has the columns that it has in `tall_sums`, of all warps."""
+    """The layout of [4, columns]: each thread holds its columns of `tall_sums`, for all four warps."""
     wide = [[0, 1 << i] for i in range(3, columns.bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout([[0, 1], *wide, [1, 0], [2, 0]], lanes, [[0, 0], [0, 0]], [], [4, columns])
@@ -132,7 +133,7 @@ def _every_warps(columns: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def column_maxima(s, tops):
-    """The largest of each column of s [64, N], for all threads, by way of `tops`."""
+    """The maximum of each column of s [64, N], in all threads. The warps exchange their maxima through `tops`."""
     N: gl.constexpr = s.shape[1]
     tops.store(gl.max(s.reshape([WARPS, ROWS // WARPS, N]), 1))
     block_barrier()  # (b)
@@ -142,13 +143,14 @@ def column_maxima(s, tops):
 
 @gluon.jit
 def pairs_of_rows(p):
-    """p [64, N] as [4, 8, N]: the two rows added that a thread has of each column."""
+    """p [64, N] as [4, 8, N]: the sums of the two rows that a thread holds in each column."""
     return gl.sum(p.reshape([WARPS, 2, ROWS // WARPS // 2, p.shape[1]]), 1)
 
 
 @gluon.jit
 def only_seen(s, keys, at, start, kv_len, window, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """Scores s [64, N] of the tile from key `start` on; -inf where the query at position `at` [1, N] does not see the key."""
+    """Scores s [64, N] of the tile that begins at key `start`, set to -inf where the query at position `at` [1, N] does not see
+    the key."""
     if QUERIES > 1 or HAS_WINDOW:
         seen = keys <= at
         if HAS_WINDOW:
@@ -161,7 +163,10 @@ def only_seen(s, keys, at, start, kv_len, window, QUERIES: gl.constexpr, HAS_WIN
 
 @gluon.jit
 def weigh(s, m, high, sums):
-    """(weights [64, N], what sums so far shrink by [N], sums [4, 8, N]) of scores s, whose maxima go from m to `high`."""
+    """The weights of scores s, when the maxima change from m to `high`.
+
+    Returns (weights [64, N], the factor for earlier sums [N], sums [4, 8, N]).
+    """
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums.type.layout))
     # A query that has seen no key has m = -inf; subtracting 0 keeps its weights 0, not NaN.
     base = gl.where(high == float("-inf"), 0.0, high)
@@ -177,7 +182,10 @@ def _walk(
     GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     FORMAT: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """(O^T [D, N], m [N], l [N], the next tile's number) of `count` tiles from key `first` on; m in units of scaled scores."""
+    """Process `count` tiles from key `first` on. Returns (O^T [D, N], m [N], l [N], the number of the next tile).
+
+    m is in units of scaled scores.
+    """
     LAYOUT: gl.constexpr = tall_sums(N)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     k_tiles, v_tiles = tiles
@@ -277,10 +285,11 @@ def decode(
     LONGER: gl.constexpr, FORMAT: gl.constexpr, BOXES: gl.constexpr, EXTRA: gl.constexpr, dtype: gl.constexpr,
     ARRIVALS: gl.constexpr, FETCH: gl.constexpr, STORE: gl.constexpr, WALK: gl.constexpr,
 ):  # fmt: skip
-    """Both groups of warps on a program's range.
+    """Run both partitions of warps on the range of this program.
 
-    tiles: what the consumer reads; source: what the producer fetches from, and into. ARRIVALS: at the barrier of keys. FETCH
-    brings a tile, STORE takes the queries of a pair, of `dtype`, WALK multiplies a pair's tiles.
+    tiles: the shared memory that the consumer reads. source: where the producer loads from, and its destination. ARRIVALS: the
+    arrivals that complete the `full` barrier of keys. FETCH loads a tile, STORE stores the queries of a pair as `dtype`, WALK
+    processes the tiles of a pair.
     """
     NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     own = (
@@ -311,12 +320,12 @@ def paged_sm90_kernel(
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
     LONGER: gl.constexpr, RELEASES: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4, the consumer's; the producer brings its own warp.
+    """Launch with num_warps=4, those of the consumer; the producer brings its own warp.
 
-    k_desc, v_desc: of the caches as [P * G * S, D], in boxes of min(S, 64) rows by 64; k_end_desc, v_end_desc: the same, or in
-    boxes of fewer rows for the last tiles of sequences. scale: times log2(e). N: a power of two of at least 8 that
-    QUERIES * GROUP is not above. LONGER: tiles by which a range may grow to hold whole pairs.
-    RELEASES: whether launches behind it may start early.
+    k_desc, v_desc: the caches as [P * G * S, D], in boxes of min(S, 64) rows by 64. k_end_desc, v_end_desc: the same, or with
+    boxes of fewer rows for the last tiles of sequences. scale: already multiplied by log2(e). N: a power of two, at least 8 and
+    at least QUERIES * GROUP. LONGER: tiles by which a range may grow to hold whole pairs.
+    RELEASES: whether the launches that follow may start early.
     """
     if RELEASES:
         gdc_launch_dependents()

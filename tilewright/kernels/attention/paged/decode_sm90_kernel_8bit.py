@@ -1,28 +1,31 @@
-"""`sm90` for caches of 8-bit codes: both products of decode_sm90_kernel.py with codes as wgmma's register operand, in fp16.
+"""`sm90` for caches of 8-bit codes: the products of decode_sm90_kernel.py, in fp16, with codes as wgmma's register operand.
 
-The tall operands, K [64 keys, D] and V^T [D, 64 keys], are what codes are: a thread loads words of four of them, widens them to
-fp16 (device/dequant.py, exact), and multiplies from registers. Nothing converted passes through shared memory, V's codes stand
-by columns already, and a key's scales belong to the rows of S^T: 64 a tile. A word's codes lie side by side where the product
-wants two pairs eight apart, so both products take their inner numbers in another order than memory has them:
+The M operands, K [64 keys, D] and V^T [D, 64 keys], are stored as codes. A thread loads words of four codes, widens them to
+fp16 (device/dequant.py, exact), and multiplies from registers. No converted number passes through shared memory, the codes of V
+are already stored by columns, and the scales of keys apply to the rows of S^T: 64 per tile. A word contains four adjacent
+codes, but the register operand needs two pairs that are eight columns apart. So both products go through their inner
+dimension in an order that differs from memory:
 
     dims of K      32 c + 16 i + 4 q + 2 h + j  (16 c + 4 q + 2 h + j of 64)  at step (i, q), place 8 h + 2 c + j; queries are
-                   stored in that order. A thread loads 16 bytes at once, eight neighbours all of shared memory's banks
+                   stored in that order. A thread loads 16 bytes at once, and eight neighbouring threads use all banks of shared
+                   memory
     keys of V^T    16 b + 4 c + 2 h + j at step b, place 8 h + 2 c + j; the rows of S^T are keys in that order
 
-Queries of bf16 become fp16 by a power of two for each, and weights times the values' scales are raised by 2^8
-(tile_mainloop.py).
+A bf16 query is divided by a power of two of its own so that it fits fp16, and weights times the values' scales are multiplied
+by 2^8 (tile_mainloop.py).
 
-As in decode_sm90_kernel.py, barriers (a), (b) and (c) stand between those who share memory. What differs:
+As in decode_sm90_kernel.py, barriers (a), (b) and (c) separate the writers and readers of shared memory. The differences:
 
-    keys          read into registers by all warps before (b), and given back behind it; with them the scales of the tile, which
-                  the producer's 32 lanes fetch by cp.async: their arrivals and the one for the boxes' bytes fill the barrier
-    values        read into registers by all warps before (c), and given back behind it
-    weights       written again after (b) of the next tile, which each warp reaches with its O^T done: there is no (d)
-    past the end  codes are finite whatever they are, and a key that is not there has scales of 0: nothing is cleared
+    keys          read into registers by all warps before (b), and released after it, together with the scales of the tile. The
+                  32 lanes of the producer load the scales by cp.async: their arrivals, and the arrival for the bytes of the
+                  boxes, complete the barrier
+    values        read into registers by all warps before (c), and released after it
+    weights       written again after (b) of the next tile, which a warp reaches only when its O^T is complete: there is no (d)
+    past the end  codes are finite for any bits, and keys that do not exist have scale 0: nothing is cleared
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# B sequences, H query heads, G key/value heads, D head dim, S tokens a page, N columns: queries times heads, padded
+# B sequences, H query heads, G key/value heads, D head dim, S tokens per page, N columns: queries times heads, padded
 
 from triton.experimental import gluon
 from triton.experimental.gluon import constexpr_function
@@ -52,7 +55,8 @@ __all__ = ["paged_sm90_codes_kernel"]
 
 
 LANES = gl.constexpr(32)  # of the producer
-RAISED = gl.constexpr(256.0)  # takes weights times scales away from fp16's subnormals: scales up to 255, values up to 32,000
+# Keeps weights times scales above fp16's subnormals; allows scales up to 255 and values up to 32,000.
+RAISED = gl.constexpr(256.0)
 
 # ---- producer
 
@@ -62,13 +66,13 @@ def _fetch_scales(
     k_scale_ptr, v_scale_ptr, k_scales, v_scales, full, rows, key, kv_len, held,
     S: gl.constexpr, HEAD_SCALES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """The scales of a tile's keys, 0 where there is none; each lane arrives when its own are there."""
+    """Load the scales of a tile's keys, 0 where there is no key; each lane arrives when its own loads are complete."""
     STEP: gl.constexpr = ROWS // BOXES
     at = gl.arange(0, ROWS, layout=gl.BlockedLayout([2], [LANES], [1], [0]))
     row = rows[0] + at
     for i in gl.static_range(1, BOXES):
         row = gl.where(at >= i * STEP, rows[i] + at - i * STEP, row)
-    head = row // S  # a key/value head of a page: HEAD_SCALES numbers after the one before
+    head = row // S  # a key/value head of a page: its scales are HEAD_SCALES numbers after those of the preceding head
     inside = (key + at < kv_len) & (head < held)
     places = head.to(gl.int64) * HEAD_SCALES + row % S
     async_copy.async_copy_global_to_shared(k_scales, k_scale_ptr + places, mask=inside)
@@ -87,7 +91,7 @@ def _fetch_tile(
     k_bufs, v_bufs, k_scales, v_scales = bufs
     k_full, v_full, k_empty, v_empty = bars
     V_ROWS: gl.constexpr = v_desc.block_type.shape[0]
-    # The pages are read before the wait for free memory.
+    # The block table is read before the wait for a free stage.
     rows = page_rows(row_ptr, key, kv_len, g, G, S, ROWS // BOXES, BOXES)
     stage = j % STAGES
     phase = j // STAGES & 1 ^ 1
@@ -102,7 +106,7 @@ def _fetch_tile(
     mbarrier.wait(v_empty.index(stage), phase)
     mbarrier.expect(v_full.index(stage), ROWS * D)
     for n in gl.static_range(BOXES):
-        # A page's values are [D, S]: whole, or 64 tokens of each dim. Pages that are nowhere stay outside.
+        # A page's values are [D, S]: a box is the whole page, or 64 tokens of each dim. A row NOWHERE stays out of bounds.
         place = [rows[n] // S * V_ROWS, rows[n] % S // 4]
         load_box(v_desc, place, v_full.index(stage), v_bufs.index(stage * BOXES + n))
 
@@ -112,7 +116,7 @@ def _fetch_tile(
 
 @constexpr_function
 def _key_words(dim: int) -> gl.DistributedLinearLayout:
-    """A thread's words of K [64 keys, dim / 4]."""
+    """The layout of the words of K [64 keys, dim / 4]."""
     wide = [[0, 4]] if dim == 128 else []
     lanes = [[0, dim // 16], [0, dim // 8], [1, 0], [4, 0], [8, 0]]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], *wide, [2, 0]], lanes, [[16, 0], [32, 0]], [], [64, dim // 4])
@@ -120,13 +124,13 @@ def _key_words(dim: int) -> gl.DistributedLinearLayout:
 
 @constexpr_function
 def _key_scales() -> gl.DistributedLinearLayout:
-    """A thread's of 64 keys: the rows of `_key_words`."""
+    """The layout of one number per key, for 64 keys: each thread holds those of its rows of `_key_words`."""
     return gl.DistributedLinearLayout([[2]], [[0], [0], [1], [4], [8]], [[16], [32]], [], [64])
 
 
 @constexpr_function
 def _value_words(dim: int, words: int, dims: int, boxes: int) -> gl.DistributedLinearLayout:
-    """A thread's words of V [boxes * dim / dims, dims * words]: in a row `dims` dims of `words` words each."""
+    """The layout of the words of V [boxes * dim / dims, dims * words]: a row contains `dims` dims of `words` words each."""
 
     def of_dim(n: int) -> list[int]:
         return [0, n * words] if n < dims else [n // dims, 0]
@@ -140,7 +144,7 @@ def _value_words(dim: int, words: int, dims: int, boxes: int) -> gl.DistributedL
 
 @gluon.jit
 def _keys_operand(words, like, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of K [64, D / 4] as [64, D] in fp16, rows and dims in the products' order."""
+    """Words of K [64, D / 4] as [64, D] in fp16, with rows and dims in the order of the products."""
     D: gl.constexpr = words.shape[1] * 4
     k = widen(words, words, FORMAT, like)
     k = k.reshape([4, 4, 2, 2, 4, D // 64, 4, 2, 2]).permute([0, 2, 1, 3, 5, 6, 7, 4, 8])
@@ -149,8 +153,8 @@ def _keys_operand(words, like, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _values_operand(words, like, FORMAT: gl.constexpr, D: gl.constexpr, BOXES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of V as [D, 64] in fp16, keys in the products' order."""
-    STEPS: gl.constexpr = ROWS // BOXES // 16  # of 16 keys, in a box
+    """Words of V as [D, 64] in fp16, with keys in the order of the products."""
+    STEPS: gl.constexpr = ROWS // BOXES // 16  # steps of 16 keys per box
     DIMS: gl.constexpr = words.shape[1] // (STEPS * 4)
     v = widen(words, words, FORMAT, like)
     v = v.reshape([BOXES, D // DIMS, DIMS, STEPS, 4, 2, 2]).permute([1, 2, 0, 3, 5, 4, 6])
@@ -159,19 +163,20 @@ def _values_operand(words, like, FORMAT: gl.constexpr, D: gl.constexpr, BOXES: g
 
 @gluon.jit
 def _by_row(x, layout: gl.constexpr):
-    """Numbers of 64 keys, as `_key_scales` has them, for the rows of S^T [64, N]."""
+    """One number per key, in the layout of `_key_scales`, as a column for the rows of S^T [64, N]."""
     x = x.reshape([4, 4, 2, 2]).permute([0, 2, 1, 3]).reshape([ROWS])
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True), 1)
 
 
 @gluon.jit
 def _store_queries(q_buf, q):
-    """Queries [N, D] in fp16's range, dims in the products' order; the powers of two that they were divided by, [N]."""
+    """Store the queries [N, D] within fp16's range, dims in the order of the products. Returns the powers of two that the
+    queries were divided by, [N]."""
     N: gl.constexpr = q.shape[0]
     D: gl.constexpr = q.shape[1]
     power = gl.full([N], 1.0, gl.float32, gl.SliceLayout(1, q.type.layout))
     if q.dtype == gl.bfloat16:
-        # What is then too small for fp16 is less than 2^-24 of the query's largest.
+        # Elements that become too small for fp16 are less than 2^-24 of the query's largest element.
         wide = q.to(gl.float32)
         power = (gl.max(gl.abs(wide), 1).to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
         power = gl.where((power > 0.0) & (power < float("inf")), power, 1.0)
@@ -186,9 +191,9 @@ def _walk(
     GROUP: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     FORMAT: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """(O^T [D, N], m [N], l [N], the next tile's number) of `count` tiles from key `first` on; m in units of scaled scores.
+    """Process `count` tiles from key `first` on. Returns (O^T [D, N], m [N], l [N], the number of the next tile).
 
-    power: of queries, [N].
+    m is in units of scaled scores. power: [N], what `_store_queries` returned.
     """
     scales = gl.convert_layout(power * scale, gl.SliceLayout(0, tall_sums(N)))
     LAYOUT: gl.constexpr = tall_sums(N)
@@ -244,12 +249,12 @@ def paged_sm90_codes_kernel(
     HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr, BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr,
     LONGER: gl.constexpr, FORMAT: gl.constexpr, HEAD_SCALES: gl.constexpr, RELEASES: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4, the consumer's; the producer brings its own warp.
+    """Launch with num_warps=4, those of the consumer; the producer brings its own warp.
 
-    k_desc: of words of four codes, [P * G * S, D / 4], in boxes of min(S, 64) rows. v_desc: likewise of [P * G * D, S / 4] in
-    boxes of D rows by 16 where S is 64 or more, else of [P * G * D * S / 128, 32] in boxes of one page. held: P * G. FORMAT:
-    "int8" or "e4m3". HEAD_SCALES: numbers from the scales of a page's head to the next one's. RELEASES: whether launches
-    behind it may start early.
+    k_desc: the keys in words of four codes, [P * G * S, D / 4], in boxes of min(S, 64) rows. v_desc: likewise the values, as
+    [P * G * D, S / 4] in boxes of D rows by 16 if S is 64 or more, else as [P * G * D * S / 128, 32] in boxes of one page.
+    held: P * G. FORMAT: "int8" or "e4m3". HEAD_SCALES: numbers from the scales of one head of a page to those of the next.
+    RELEASES: whether the launches that follow may start early.
     """
     if RELEASES:
         gdc_launch_dependents()

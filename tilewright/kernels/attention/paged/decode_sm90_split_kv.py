@@ -1,13 +1,13 @@
-"""What paged attention's kernels for Hopper share beside their products: ranges of keys, pages, how parts are combined.
+"""Device functions that the Hopper kernels of paged attention share: ranges of keys, pages, and the combination of parts.
 
-The keys of all (sequence, key/value head) pairs stand in a line, in tiles of 64, and each program takes an equal range of it,
-as in split_kv.py. A pair that a range does not hold whole leaves its (m, l, o) in scratch memory, and whoever draws the
-pair's last ticket combines the parts, in the order of the ranges: the same bits in every run. m is in units of the scaled
-scores times log2(e). No launchers.
+The keys of all (sequence, key/value head) pairs are concatenated, in tiles of 64, and each program processes an equal range of
+these tiles, as in split_kv.py. If a range does not contain a whole pair, the program stores its (m, l, o) of that pair in
+scratch memory. The program that draws the last ticket of the pair combines the parts, in the order of the ranges: the bits are
+the same in every run. m is in units of the scaled scores times log2(e). No launchers.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# B sequences, H query heads, G key/value heads, D head dim, S tokens a page
+# B sequences, H query heads, G key/value heads, D head dim, S tokens per page
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,13 +17,13 @@ from tilewright.kernels.hopper.primitives import block_barrier, viewed
 __all__ = ["PANEL", "ROWS", "boxes_joined", "end_pair", "page_rows", "range_of", "stretch"]
 
 
-ROWS = gl.constexpr(64)  # keys of a tile
-PANEL = gl.constexpr(64)  # columns that a box of the copy engine has: 128 bytes
-NOWHERE = gl.constexpr(1 << 30)  # a row that no cache has: the copy engine gives zeros and reads nothing
-ONE_BY_ONE = gl.constexpr(8)  # sequences that are counted without sums over all threads, which wait for one another
+ROWS = gl.constexpr(64)  # keys per tile
+PANEL = gl.constexpr(64)  # columns of a TMA box: 128 bytes
+NOWHERE = gl.constexpr(1 << 30)  # a row beyond any cache: TMA reads nothing and fills in zeros
+ONE_BY_ONE = gl.constexpr(8)  # up to so many sequences are counted in a loop, without reductions that synchronise all threads
 COUNTED = gl.constexpr(256)  # sequences whose lengths are read at a time
 
-# ---- which keys a program has
+# ---- the range of keys of a program
 
 
 @gluon.jit
@@ -33,7 +33,10 @@ def _sum(a, b):
 
 @gluon.jit
 def _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """(length, queries, first key that is needed, tiles of keys) of each sequence b; at least one tile, past `batch` none."""
+    """(length, queries, first key that is needed, tiles of keys) of each sequence b.
+
+    A sequence has at least one tile; there are none from `batch` on.
+    """
     live = b < batch
     kv_len = gl.load(kv_lens_ptr + b, mask=live, other=0)
     kv_len = gl.minimum(gl.maximum(kv_len, 0), room)
@@ -54,7 +57,10 @@ def range_of(
     kv_lens_ptr, cu_q_ptr, batch, room, window, G: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
     LONGER: gl.constexpr,
 ):  # fmt: skip
-    """(First tile of this program on the line, end, sequence of the first, a head's tiles before it, a range's tiles)."""
+    """The range of this program, counted in tiles of the concatenation.
+
+    Returns (first tile, end, sequence of the first tile, tiles of one head before that sequence, tiles per range).
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     lanes = gl.arange(0, COUNTED, layout=LAYOUT)
     total = batch * 0
@@ -66,7 +72,7 @@ def range_of(
             total += gl.sum(_tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW)[3], 0)
     line = total * G
     share = gl.maximum(gl.cdiv(line, gl.num_programs(0)), 1)
-    # Where whole pairs are hardly more than a share, a range takes whole pairs: nothing is left to combine.
+    # If rounding a range up to whole pairs adds few tiles, round it up: then no parts are left to combine.
     pair = gl.cdiv(total, batch)
     whole = gl.cdiv(share, pair) * pair
     share = gl.where(whole - share <= LONGER + share // 32, whole, share)
@@ -96,7 +102,10 @@ def stretch(
     at, stop, b, before, kv_lens_ptr, cu_q_ptr, batch, room, window,
     G: gl.constexpr, QUERIES: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What this range has of the pair at tile `at`: (head, first key, tiles, length, queries, pair's first tile, its tiles)."""
+    """The part of this range that belongs to the pair at tile `at`.
+
+    Returns (head, first key, tiles, length, queries, first tile of the pair, tiles of the pair).
+    """
     kv_len, q_len, begin, tiles = _tiles(kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES, HAS_WINDOW)
     g = (at - before * G) // tiles
     pair_at = before * G + g * tiles
@@ -109,7 +118,7 @@ def stretch(
 
 @gluon.jit
 def _page_row(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr):
-    """Where a page's keys from `key` on begin, as a row of the cache [P * G * S, D]."""
+    """The row of the cache [P * G * S, D] that contains `key`; NOWHERE if the key or the page does not exist."""
     inside = key < kv_len
     page = gl.load(table_ptr + key // S, mask=inside, other=0)
     return gl.where(inside & (page >= 0), (page * G + g) * S + key % S, NOWHERE)
@@ -117,7 +126,7 @@ def _page_row(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def page_rows(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr):
-    """Where the pages of COUNT times STEP keys from `key` on begin, each as a row of the cache [P * G * S, D]."""
+    """The rows of the cache [P * G * S, D] that contain the keys `key`, `key` + STEP, ...: COUNT of them."""
     rows = (_page_row(table_ptr, key, kv_len, g, G, S),)
     for i in gl.static_range(1, COUNT):
         rows += (_page_row(table_ptr, key + i * STEP, kv_len, g, G, S),)
@@ -126,17 +135,17 @@ def page_rows(table_ptr, key, kv_len, g, G: gl.constexpr, S: gl.constexpr, STEP:
 
 @gluon.jit
 def boxes_joined(boxes, COUNT: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    """The boxes of each of COUNT buffers as one tile [N, D]: rows of a panel, then the next panel."""
+    """The boxes of each of COUNT buffers as one tile [N, D]: all rows of a panel, then the next panel."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return viewed(boxes, boxes.dtype, [COUNT, N, D], LAYOUT)
 
 
-# ---- how a pair ends
+# ---- the end of a pair
 
 
 @gluon.jit
 def _normalise(o, m, l, sink_ptr, heads, live, HAS_SINKS: gl.constexpr):
-    """o / l of each row; a row without keys gives zeros. sink_ptr: [H], logits that take weight and have no value."""
+    """o / l of each row; zeros for a row without keys. sink_ptr: [H], logits that take part in the softmax without a value."""
     if HAS_SINKS:
         sink = gl.load(sink_ptr + heads, mask=live, other=0.0).to(gl.float32) * 1.4426950408889634  # log2(e)
         top = gl.maximum(m, sink)
@@ -151,7 +160,7 @@ def _answer(
     o, m, l, o_ptr, sink_ptr, g, q_begin, q_len, tokens,
     G: gl.constexpr, GROUP: gl.constexpr, HELD: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Write the result of a pair's first HELD rows, whose sums are o [rows, D]."""
+    """Write the result of the first HELD rows of a pair, whose weighted sums are o [rows, D]."""
     LAYOUT: gl.constexpr = o.type.layout
     D: gl.constexpr = o.shape[1]
     rows = gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -168,7 +177,7 @@ def _answer(
 
 @gluon.jit
 def _leave(o, m, l, part_ptr, sums_ptr, place, HELD: gl.constexpr):
-    """A pair's part to its place: o [HELD, D], then m and l apart."""
+    """Store one part of a pair at index `place`: o [HELD, D] at part_ptr, m and l at sums_ptr."""
     LAYOUT: gl.constexpr = o.type.layout
     D: gl.constexpr = o.shape[1]
     rows = gl.arange(0, o.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -200,9 +209,9 @@ def _combine(
     for start in range(0, parts, AT_ONCE):
         i = start + which
         there = (i < parts) & (rows < HELD)
-        # The first range ends in the pair, the others begin in it.
+        # The first part is at the end of its range (index 1), the others at the beginning of theirs (index 0).
         place = (owner + i) * 2 + gl.where(i == 0, 1, 0)
-        # .cg: other SMs wrote these, so this SM's L1 must not answer. All are asked for before any is used.
+        # .cg skips this SM's L1, which may be stale: other SMs wrote these. All loads are issued before any result is used.
         at = gl.expand_dims((place * HELD + rows) * D, 2) + dims
         o_i = gl.load(part_ptr + at, mask=gl.expand_dims(there, 2), other=0.0, cache_modifier=".cg")
         sums = sums_ptr + place * (2 * HELD) + rows
@@ -225,7 +234,10 @@ def end_pair(
     G: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, HELD: gl.constexpr, HAS_SINKS: gl.constexpr,
     BLOCK_R: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """After the tiles at .. at + count of a pair, which has `tiles` from pair_at on: o [rows, D], HELD of them real; m, l."""
+    """Finish the tiles at .. at + count of a pair that consists of `tiles` tiles from pair_at on.
+
+    o: [rows, D], of which HELD rows are real; m and l likewise.
+    """
     sums_ptr = part_ptr + 2 * gl.num_programs(0) * HELD * D
     if (at == pair_at) & (count == tiles):
         _answer(o, m, l, o_ptr, sink_ptr, g, q_begin, q_len, tokens, G, GROUP, HELD, HAS_SINKS)

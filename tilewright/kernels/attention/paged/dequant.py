@@ -1,13 +1,14 @@
-"""Codes of an 8-bit KV cache as numbers of the queries' dtype, in registers. Device functions, no launchers.
+"""Convert codes of an 8-bit KV cache to the queries' dtype, in registers. Device functions, no launchers.
 
-A cache of codes is int8, or the bytes of float8 e4m3fn as uint8: sm_80 has no float8, and no conversion of the hardware is as
-fast as a few logical instructions on two numbers at a time:
+A cache of codes is int8, or the bytes of float8 e4m3fn as uint8, because sm_80 has no float8. No conversion instruction of the
+hardware is as fast as a few logical instructions on two numbers at a time:
 
-    int8    0x4300 | (code & 0x7f) less 0x4300 | (code & 0x80)      bf16     (fp16: 0x6400 | (code ^ 0x80), less 1152)
-    e4m3    exponent and mantissa moved behind the sign             2^-120 of the number as bf16, 2^-8 as fp16
+    int8    0x4300 | (code & 0x7f) minus 0x4300 | (code & 0x80)     bf16     (fp16: 0x6400 | (code ^ 0x80), minus 1152)
+    e4m3    exponent and mantissa moved next to the sign            2^-120 of the number as bf16, 2^-8 as fp16
 
-The factor of e4m3 is a power of two and leaves again in float32 (`unit`), so every step is exact; subnormal codes are subnormal
-in between, which tensor cores take. The codes that are no numbers (0x7f, 0xff) become 480: the quantisers here make none.
+The factor of e4m3 is a power of two that is applied afterwards, in float32 (`unit`), so every step is exact. Subnormal codes
+are subnormal in between, which tensor cores support. The two NaN codes (0x7f, 0xff) become 480; the quantisers here never write
+them.
 """
 
 import triton
@@ -19,7 +20,8 @@ __all__ = ["unit", "widen"]
 
 _INTERPRETED = tl.constexpr(env.interpreting())
 
-# Four codes in, two registers of two numbers out. prmt's selector 4140 takes byte 0, and before it byte 0 of the other operand.
+# Four codes in, two registers of two numbers out. prmt's selector 4140 pairs bytes 0 and 1, each with byte 0 of the other
+# operand as the upper byte.
 _INT8_BF16 = tl.constexpr(
     "{ .reg .b32 p, q, t, k, m; mov.b32 k, 0x43434343; mov.b32 m, 0xBF80BF80; "
     "prmt.b32 p, $2, k, 0x4140; prmt.b32 q, $2, k, 0x4342; "
@@ -44,7 +46,7 @@ _E4M3_FP16 = tl.constexpr(
 
 @triton.constexpr_function
 def unit(codes, dtype):
-    """What a number that `widen` gives has to be multiplied by, in float32."""
+    """The factor, in float32, by which the numbers from `widen` must be multiplied."""
     if codes == tl.int8:
         return 1.0
     return 2.0**8 if dtype == tl.float16 else 2.0**120
@@ -52,7 +54,8 @@ def unit(codes, dtype):
 
 @triton.jit
 def widen(codes, like):
-    """Codes in the dtype of `like` (bf16, fp16, fp32), up to the factor `unit`; what has that dtype already as it is."""
+    """Codes in the dtype of `like` (bf16, fp16, fp32), up to the factor `unit`. Input that already has this dtype is
+    unchanged."""
     if codes.dtype == like.dtype:
         return codes
     elif _INTERPRETED or like.dtype == tl.float32:

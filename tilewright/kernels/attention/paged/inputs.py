@@ -1,4 +1,4 @@
-"""Example arguments of paged attention and of what writes to its cache from dimensions: the `Op.make` of each."""
+"""Example arguments, made from dimensions, for paged attention and for the ops that write its cache: the `Op.make` of each."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def _caches(inputs: Inputs, pages: int, G: int, S: int, D: int, dtype: torch.dty
 
 
 def _coded_caches(inputs: Inputs, pages: int, G: int, S: int, D: int, cache: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of keys, of values by columns, and scales with which they are about 1."""
+    """Codes of keys, codes of values by columns, and scales that bring their values to about 1."""
     if cache not in ("int8", "fp8"):
         raise ValueError(f"cache is {cache!r}, wanted none, int8 or fp8")
     k_scale, v_scale = (inputs.randn(pages, G, S).abs().add(0.1).div(73.0 if cache == "int8" else 60.0) for _ in range(2))
@@ -29,7 +29,7 @@ def _coded_caches(inputs: Inputs, pages: int, G: int, S: int, D: int, cache: str
 def kv_write_arguments(
     inputs: Inputs, *, T: int, G: int = 8, D: int = 128, S: int = 16, cache: str = "none", dtype: torch.dtype = _BF16
 ) -> Args:
-    """k and v [T, G, D] to scattered slots of a cache with twice the room; `cache`: "int8" or "fp8" for codes."""
+    """k and v [T, G, D] for scattered slots of a cache with twice as many slots; `cache`: "int8" or "fp8" for codes."""
     k, v = (inputs.randn(T, G, D, dtype=dtype) for _ in range(2))
     pages = 1 + 2 * T // S
     slots = inputs.permutation(pages * S)[:T]
@@ -54,7 +54,7 @@ def rope_write_arguments(
 ) -> Args:
     """q [T, H, D], k and v [T, G, D] as views of one merged projection.
 
-    norm: with norms of the heads. cache: "int8" or "fp8" for codes.
+    norm: with a norm over each head. cache: "int8" or "fp8" for codes.
     """
     q, k, v = inputs.randn(T, H + 2 * G, D, dtype=dtype).split((H, G, G), 1)
     pages = 1 + 2 * T // S
@@ -87,11 +87,10 @@ def attention_arguments(
     sinks: bool = False,
     dtype: torch.dtype = _BF16,
 ) -> Args:
-    """B sequences of KV tokens in scattered pages; the last Q of each are the queries (1: decode).
+    """B sequences of KV tokens in scattered pages; the last Q tokens of each are the queries (1: decode).
 
     cache: "int8" or "fp8" for codes with a scale for each token and head. ragged: lengths from KV / 200 to KV in equal steps.
-    chunk: so many queries of the last sequence instead of Q, as a prompt's chunk beside others that decode.
-
+    chunk: the number of queries of the last sequence instead of Q, like a chunk of a prompt beside sequences that decode.
     Raises:
         ValueError: more queries than tokens, or an unknown cache.
     """
@@ -120,6 +119,6 @@ def capped_arguments(
     inputs: Inputs, *, B: int, KV: int, Q: int = 1, H: int = 32, G: int = 8, D: int = 128, S: int = 16,
     window: int | None = None, ragged: bool = False, softcap: float = 50.0, dtype: torch.dtype = _BF16,
 ) -> Args:  # fmt: skip
-    """As `attention_arguments` makes them, without codes and sinks."""
+    """The arguments of `attention_arguments`, without codes and sinks."""
     args = attention_arguments(inputs, B=B, KV=KV, Q=Q, H=H, G=G, D=D, S=S, window=window, ragged=ragged, dtype=dtype)
     return *args[:9], softcap

@@ -1,10 +1,10 @@
 """The host side of prefill_sm90_kernel.py; exports the Impls `varlen_sm90` and, with one config for all, `invariant_sm90`.
 
-Refuses: dtypes other than bf16 and fp16, caches of codes, head dims other than 64 and 128, pages of other than 16, 32, 64 or a
+Refuses: dtypes other than bf16 and fp16; caches of codes; head dims other than 64 and 128; pages of other than 16, 32, 64 or a
 multiple of 128 tokens.
 
-A row's bits depend on its own keys and on the config alone: blocks of keys begin at the same places of a sequence whatever tile
-the row is in, and a block that the row does not see leaves it as it was.
+The bits of a row depend only on its own keys and on the config: in a sequence, blocks of keys begin at the same positions for
+every tile, and a block that the row does not see leaves the row unchanged.
 """
 
 import torch
@@ -25,11 +25,11 @@ from tilewright.tune.space import Config, Space
 
 __all__ = ["INVARIANT_SM90", "VARLEN_SM90"]
 
-_ROWS = 64  # of a consumer
+_ROWS = 64  # query rows per consumer
 _CONSUMERS = 2
-_REGISTERS = 168  # of a thread when a program with one consumer begins; that then takes more, as the others need fewer
+_REGISTERS = 168  # per thread at the start of a program with one consumer; it then gets more, as the other warps need fewer
 _BLOCK_N = 128
-_PANEL = 64  # columns of a box
+_PANEL = 64  # columns of a TMA box
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
@@ -37,7 +37,7 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # One consumer is right where each sequence has one query (a test plays it), but no card has run it yet.
+    # One consumer gives the right result if each sequence has one query (a test emulates it), but it has not run on a GPU yet.
     return {"OVERLAP": int(problem.head_dim == 128), "CONSUMERS": _CONSUMERS}
 
 
@@ -46,7 +46,7 @@ def _config_refusal(device: Device, problem: Problem, config: Config) -> str | N
 
 
 def _pack(group: int) -> int:
-    """Heads that a tile holds beside each other: tiles are powers of two high."""
+    """Heads packed into a tile: a power of two, like the height of a tile."""
     return min(group & -group, _ROWS)
 
 
@@ -58,7 +58,7 @@ def _launch(
     o = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return o
-    if not k_cache.numel():  # the copy engine has no empty matrices
+    if not k_cache.numel():  # TMA does not support empty matrices
         return o.zero_()
     if not addressable(q):
         q = q.contiguous()
@@ -83,7 +83,7 @@ def _launch(
 
 
 def _work(device: Device, config: Config, q: Tensor, *args: object) -> Work:
-    """As `varlen`, with the names that its config has."""
+    """The work of `varlen`, with this config translated to its names."""
     tile = {"BLOCK_M": _CONSUMERS * _ROWS, "BLOCK_N": _BLOCK_N, "num_stages": 2, "num_warps": 8}
     return varlen_work(device, tile, q, *args)  # pyright: ignore[reportArgumentType] (the op's own arguments)
 

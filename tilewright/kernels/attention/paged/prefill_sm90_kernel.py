@@ -1,23 +1,23 @@
-"""Paged attention of any number of queries for Hopper, scheduled by hand in Gluon: `paged_attention`'s `varlen_sm90`.
+"""Paged attention of any number of queries for Hopper, written in Gluon: `paged_attention`'s `varlen_sm90`.
 
-The groups of warps that multiply are those of attention/sm90_kernel.py. What differs is what they are given. Tiles hold the
-heads that share keys: query 0 of each, then query 1 of each, so that a decoding row beside a prompt's chunk reads its keys once
-for all its heads. And keys and values come from pages: the producer, one warp, reads the block table and has the copy engine
-(TMA) fetch a block of keys box by box, each of one page.
+The consumer warpgroups are those of attention/sm90_kernel.py; their inputs differ. A tile packs the heads that share keys:
+query 0 of each head, then query 1 of each head, and so on. So a decoding sequence beside a chunk of a prompt reads its keys
+once for all its heads. Keys and values come from pages: the producer, one warp, reads the block table and loads a block of keys
+by TMA, box by box, where each box lies in one page.
 
-Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on, at least ceil(its queries / BLOCK_Q) of them; what is too many is
-passed over. A warp of each program draws its tiles from a counter, the last ones, which see the most keys, first. Where all
-sequences have one query each, b owns tile b: to look for it takes eight trips to L2 one after the other with 256 sequences,
-longer than a block of keys. Such a tile has at most 64 rows. With CONSUMERS = 1 one group of warps multiplies them: a second
-one has only rows that nobody stores, and takes half of the tensor cores' time. Each group's rows go through the same
-instructions in both ways, and have the same bits.
+Sequence b owns the tiles from cu_q[b] // BLOCK_Q + b on, at least ceil(its queries / BLOCK_Q) of them; superfluous tiles are
+skipped. A scheduler warp in each program draws its tiles from an atomic counter. The last tiles, which see the most keys, come
+first. If all sequences have one query each, sequence b owns tile b: with 256 sequences a binary search takes eight dependent
+trips to L2, longer than a block of keys. Such a tile has at most 64 rows. With CONSUMERS = 1 one warpgroup multiplies them; a
+second one would compute only rows that are not stored, and use half of the tensor cores' time. The rows of a warpgroup go
+through the same instructions in both cases, and have the same bits.
 
-Limited by the tensor cores, where a sequence brings many queries. The host side is prefill_sm90.py, which refuses
-what does not fit.
+Limited by the tensor cores if sequences have many queries. The host side is prefill_sm90.py, which refuses problems that this
+kernel does not support.
 """
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
 
-# T tokens of B sequences, H query heads, G key/value heads, D head dim, S tokens a page; a unit: PACK query heads
+# T tokens of B sequences, H query heads, G key/value heads, D head dim, S tokens per page; a unit: PACK query heads
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,8 +32,8 @@ from tilewright.kernels.hopper.ring import barriers
 __all__ = ["paged_varlen_sm90_kernel"]
 
 
-BEHIND = gl.constexpr(4)  # blocks of a tile left to fetch when the next one is asked for: finding it takes several trips to L2
-Q_BUFS = gl.constexpr(2)  # the next tile's queries come under the end of this one
+BEHIND = gl.constexpr(4)  # blocks left to load when the next tile is requested: finding it takes several trips to L2
+Q_BUFS = gl.constexpr(2)  # the queries of the next tile are loaded while this tile ends
 
 
 @gluon.jit
@@ -42,8 +42,8 @@ def _tile_of(
 ):  # fmt: skip
     """(first row, unit, start of q, queries, sequence, keys, last block, blocks, whole, cut) of a tile.
 
-    The last four are as in attention/sm90_schedule.py. Rows count PACK heads of each query. A tile that was numbered for
-    nothing has a first row beyond the queries.
+    The last four are as in attention/sm90_schedule.py. A query counts as PACK rows, one per head. For a superfluous tile the
+    first row is beyond the queries.
     """
     tiles, units, single = grid
     kv_lens_ptr, cu_q_ptr, batch, room = lengths
@@ -60,10 +60,10 @@ def _tile_of(
     q_len = gl.load(cu_q_ptr + b + 1) - q_start
     k_len = gl.minimum(gl.maximum(gl.load(kv_lens_ptr + b), 0), room)
     query = (tile - (q_start // BLOCK_Q * (1 - single) + b)) * BLOCK_Q
-    own = query + k_len - q_len  # the key that is the first query's own
+    own = query + k_len - q_len  # the first query's own key
     seen = gl.minimum(k_len, own + BLOCK_Q)
     whole = gl.minimum(k_len, gl.maximum(own + 1, 0)) // N
-    # A tile that sees no key goes through one block, all masked.
+    # A tile that sees no key visits one block, with all keys masked.
     last = gl.maximum(gl.cdiv(gl.maximum(seen, 0), N) - 1, 0)
     count = last + 1
     cut = gl.cdiv(gl.maximum(own + BLOCK_Q - 1 - left, 0), N)
@@ -77,7 +77,7 @@ def _next(
     ticket, counter_ptr, grid, lengths, left,
     PACK: gl.constexpr, N: gl.constexpr, LEFT: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """(ticket, tile) of the first tile from `ticket` on that has queries, drawing others if it has none."""
+    """(ticket, tile) of the first tile, from `ticket` on, that has queries. Draws further tickets while a tile has none."""
     total = grid[0] * grid[1]
     place = _tile_of(gl.minimum(ticket, total - 1), grid, lengths, left, PACK, N, LEFT, CONSUMERS)
     while (ticket < total) & (place[0] >= place[3] * PACK):
@@ -103,12 +103,12 @@ def _fetch(
     descs, boxes, bars, table_ptr, key, k_len, g, it,
     G: gl.constexpr, S: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The it-th block of keys and values, those from `key` on, each when its stage is free."""
+    """Load the it-th block of keys and of values, from `key` on, each as soon as its stage is free."""
     _, k_desc, v_desc = descs
     _, k_boxes, v_boxes = boxes
     k_full, k_empty, v_full, v_empty = bars[2], bars[3], bars[4], bars[5]
     STEP: gl.constexpr = S if S < N else N
-    # The pages are read before the wait for free memory.
+    # The block table is read before the wait for a free stage.
     rows = page_rows(table_ptr, key, k_len, g, G, S, STEP, N // STEP)
     _fetch_boxes(k_desc, k_boxes, k_full, k_empty, rows, it, STAGES)
     _fetch_boxes(v_desc, v_boxes, v_full, v_empty, rows, it, STAGES)
@@ -174,13 +174,14 @@ def paged_varlen_sm90_kernel(
     G: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, S: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, LEFT: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Launch with num_warps=4 on at most tiles * units programs; the others bring their own warps.
+    """Launch with num_warps=4, on at most tiles * units programs; the other partitions bring their own warps.
 
-    q_desc, o_desc: of q and the result [T, H, D], in boxes of 64 / PACK queries, PACK heads, 64 columns. k_desc, v_desc: of the
-    caches as [P * G * S, D], in boxes of min(S, BLOCK_N) rows and 64 columns. single: 1 where all sequences have one query,
-    else 0. CONSUMERS: 2, or 1 with `single`. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys
-    that a row of the block table has pages for. scale: times log2(e). sinks_ptr: None, or [H]. counter_ptr: an int32 of zero,
-    left as zero. slots_ptr: int32, 2 * SLOT a program. LEFT: a row sees keys from `left` before its own.
+    q_desc, o_desc: q and the result [T, H, D], in boxes of 64 / PACK queries, PACK heads, 64 columns. k_desc, v_desc: the
+    caches as [P * G * S, D], in boxes of min(S, BLOCK_N) rows and 64 columns. single: 1 if all sequences have one query, else
+    0. CONSUMERS: 2, or 1 with `single`. tiles: B with `single`, else T // (128 / PACK) + B. units: H / PACK. room: keys that a
+    row of the block table has pages for. scale: already multiplied by log2(e). sinks_ptr: None, or [H]. counter_ptr: one int32
+    zero; it is zero again at the end. slots_ptr: int32, 2 * SLOT per program. LEFT: whether a row sees keys only from `left`
+    before its own key.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = D // PANEL

@@ -1,14 +1,14 @@
-"""Writing keys and values into a paged cache behind the query/key norm and the rotation.
+"""Normalise and rotate queries and keys, and write keys and values into a paged cache.
 
-    # T tokens, H query heads, G key/value heads, D head dim, R rotated dims (R <= D), P pages, S tokens a page
+    # T tokens, H query heads, G key/value heads, D head dim, R rotated dims (R <= D), P pages, S tokens per page
     q, k -> RMS norm over each head (optional) -> rotation by position; k and v -> cache; returns q
 
     q [T, H, D]; k, v [T, G, D]: bf16, fp16 or fp32, any token and head strides, so the three may be views of one merged
     projection. Caches, scales and slots as in cache_write.py. cos_sin [max_pos, 2, R/2] float32 (kernels/elementwise/rope.py).
     The arithmetic is float32, rounded once at the end: codes are those of the float32 numbers.
 
-Limited by bytes, and at decode sizes by launch latency: that is why four steps are one kernel.
-Not supported: backward, caches of a third dtype, float8 before sm_89.
+Limited by bytes, and at decode sizes by launch latency, which is why the four steps are one kernel.
+Not supported: backward, caches of a dtype that is neither k's nor one of codes, float8 before sm_89.
 """
 
 import torch
@@ -115,9 +115,9 @@ def _turn(
     D: tl.constexpr, R: tl.constexpr, S: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
     LARGEST: tl.constexpr, HEAD_SCALES: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate some heads of one token: x_ptr points at the token's first head, y_ptr and scale_ptr likewise.
+    """Norm and rotate some heads of one token. x_ptr, y_ptr and scale_ptr are those of the token's first head.
 
-    LARGEST: the largest code, 0 where y takes the numbers themselves."""
+    LARGEST: the largest code; 0 if y has the dtype of the numbers themselves."""
     half = tl.arange(0, BLOCK_HALF)[None, :]
     if INTERLEAVED:
         first_cols, second_cols = 2 * half, 2 * half + 1
@@ -126,7 +126,7 @@ def _turn(
     mask = live & (half < R // 2)
     first = tl.load(x_ptr + heads * x_head_stride + first_cols, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + heads * x_head_stride + second_cols, mask=mask, other=0.0).to(tl.float32)
-    # What no branch below uses, the compiler drops.
+    # If no branch below uses these, the compiler removes them.
     squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
     rest_cols = R + tl.arange(0, BLOCK_REST)[None, :]
     rest_mask = live & (rest_cols < D)
@@ -175,7 +175,7 @@ def _rope_kv_write_kernel(
     half = tl.arange(0, BLOCK_HALF)[None, :]
     slot = tl.load(slots_ptr + token)
     slot = tl.where(slot < room, slot, -1)
-    # A key/value head is one dense [S, D] block of its page, so consecutive heads of a token stand S * D apart.
+    # A key/value head is one dense [S, D] block of its page, so consecutive heads of a token are S * D apart.
     place = (slot // S) * G * S + slot % S
     scale_ptr = k_scale_ptr + (slot // S) * G * HEAD_SCALES + slot % S
     if block < q_blocks + kv_blocks:
@@ -247,22 +247,22 @@ def rope_kv_write(
     q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 1e-6, interleaved: bool = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Norm (optional) and rotate q and k, and write k and v into the paged cache: all between projection and attention.
+    """Norm (optional) and rotate q and k, and write k and v into the paged cache: every step between projection and attention.
 
     Args:
         q: [T, H, D], dense last dim.
         k: [T, G, D], dense last dim.
         v: [T, G, D], dense last dim.
-        positions: [T] int64, each below the table's length; on a GPU others are taken as the nearest that is.
+        positions: [T] int64, each below the table's length; on a GPU an invalid position is replaced by the nearest valid one.
         cos_sin: [max_pos, 2, R/2] float32, R <= D.
         k_cache: [P, G, S, D], written.
         v_cache: [P, G, S, D], written.
-        slots: [T] int64, page * S + offset; a negative slot is skipped, and on a GPU one beyond the cache.
+        slots: [T] int64, page * S + offset. A negative slot is skipped; on a GPU also a slot beyond the cache.
         q_norm: [D] weight of an RMS norm over each query head, before the rotation.
         k_norm: [D] likewise for keys; both or neither.
-        eps: of those norms.
+        eps: the epsilon of those norms.
         interleaved: rotate pairs (2i, 2i+1) instead of (i, i + R/2).
-        k_scale: [P, G, S] float32, written where the caches hold codes; else None.
+        k_scale: [P, G, S] float32, written if the caches contain codes; else None.
         v_scale: likewise.
 
     Returns:

@@ -1,18 +1,20 @@
-"""`stream`: paged attention of few queries a sequence, with equal shares of all the keys for every program of the grid.
+"""`stream`: paged attention for few queries per sequence; every program of the grid processes an equal share of all keys.
 
-    # B sequences, H query heads, G key/value heads, D head dim, S tokens a page, P programs
+    # B sequences, H query heads, G key/value heads, D head dim, S tokens per page, P programs
 
-A fixed number of programs, a few an SM, whatever the batch. Line up the keys of all (sequence, key/value head) pairs in tiles
-of BLOCK_N: program p takes the p-th of P equal ranges of that line, as stream-K does for products (Osama et al., "Stream-K",
-2023), or of whole pairs where those are hardly longer. The lengths are read on the device: no host sync, one grid for a CUDA
-graph whatever they become, and no program waits for one that was given the longest sequence.
+The number of programs is fixed, a few per SM, whatever the batch. The keys of all (sequence, key/value head) pairs are
+concatenated, in tiles of BLOCK_N. Program p processes the p-th of P equal ranges, as stream-K does for matrix products (Osama
+et al., "Stream-K", 2023); if whole pairs are hardly longer than a range, it processes whole pairs. The lengths are read on the
+device. So there is no host synchronisation, one grid serves a CUDA graph for all lengths, and no program waits for the one with
+the longest sequence.
 
 The H / G query heads of a key/value head, and up to 16 queries of the sequence, share a tile of rows: the cache is read once.
-A program that has all keys of a pair writes the result. Else it leaves its (m, l, acc) in scratch memory, two places a program
-(a range begins and ends inside a pair at most once); whoever draws a pair's last ticket combines them, in the order of the
-ranges: the same bits in every run.
+A program that processes all keys of a pair writes the result. Otherwise it stores its (m, l, acc) in scratch memory. A program
+has two places there, because its range begins inside a pair at most once and ends inside a pair at most once. The program that
+draws the last ticket of a pair combines the parts, in the order of the ranges: the bits are the same in every run.
 
-The result depends on where the ranges end, hence on the other sequences: not batch-invariant. Limited by the cache's bytes.
+The result depends on where the ranges end, and so on the other sequences: not batch-invariant. Limited by the bytes of the
+cache.
 """
 
 import torch
@@ -35,7 +37,7 @@ from tilewright.tune.space import Config
 __all__ = ["STREAM"]
 
 _LOG2_E = 1.4426950408889634
-_ONE_BY_ONE = tl.constexpr(8)  # sequences that are counted without sums over all threads, which wait for one another
+_ONE_BY_ONE = tl.constexpr(8)  # up to so many sequences are counted in a loop, without reductions that synchronise all threads
 _COUNTED = tl.constexpr(256)  # sequences whose lengths a program reads at a time
 
 
@@ -43,7 +45,10 @@ _COUNTED = tl.constexpr(256)  # sequences whose lengths a program reads at a tim
 def _tiles(
     kv_lens_ptr, cu_q_ptr, b, batch, room, window, QUERIES: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """(length, queries, first key that is needed, tiles of keys) of each sequence b; at least one tile, past `batch` none."""
+    """(length, queries, first key that is needed, tiles of keys) of each sequence b.
+
+    A sequence has at least one tile; there are none from `batch` on.
+    """
     live = b < batch
     kv_len = length_of(kv_lens_ptr, b, live, room)
     if QUERIES == 1:
@@ -63,7 +68,7 @@ def _share_of(
     kv_lens_ptr, cu_q_ptr, batch, room, window,
     G: tl.constexpr, QUERIES: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(Tiles of the line, tiles of a range)."""
+    """(Tiles of the concatenation, tiles per range)."""
     lanes = tl.arange(0, _COUNTED)
     total = tl.full((), 0, tl.int32)
     if batch <= _ONE_BY_ONE:
@@ -74,7 +79,7 @@ def _share_of(
             counts = _tiles(kv_lens_ptr, cu_q_ptr, start + lanes, batch, room, window, QUERIES, HAS_WINDOW, BLOCK_N)[3]
             total += tl.sum(counts, 0)
     share = tl.maximum(tl.cdiv(total * G, tl.num_programs(0)), 1)
-    # Where whole pairs are hardly more than a share, a range takes whole pairs: nothing is left to combine.
+    # If rounding a range up to whole pairs adds few tiles, round it up: then no parts are left to combine.
     pair = tl.cdiv(total, batch)
     whole = tl.cdiv(share, pair) * pair
     return total * G, tl.where(whole - share <= 1 + share // 32, whole, share)
@@ -85,7 +90,7 @@ def _sequence_at(
     at, kv_lens_ptr, cu_q_ptr, batch, room, window,
     G: tl.constexpr, QUERIES: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(The sequence that the tile `at` of the line belongs to, a head's tiles before it.)"""
+    """(The sequence that contains tile `at` of the concatenation, the tiles of one head before that sequence)."""
     lanes = tl.arange(0, _COUNTED)
     b = tl.full((), 0, tl.int32)
     before = tl.full((), 0, tl.int32)
@@ -108,13 +113,16 @@ def _sequence_at(
 
 @triton.jit
 def _place(first, i):
-    """Where the i-th of a pair's parts was left: the first one ends in the pair, the others begin in it."""
+    """Where the i-th part of a pair is stored.
+
+    The first part is at the end of its range (index 1), the others are at the beginning of theirs (index 0).
+    """
     return (first + i) * 2 + tl.where(i == 0, 1, 0)
 
 
 @triton.jit
 def _leave(acc, m, l, part_ptr, sums_ptr, place, ticket_ptr, ROWS: tl.constexpr):
-    """Leave a pair's part in its place; how many of the pair's programs have done so before."""
+    """Store one part of a pair at index `place`. Returns how many programs have already stored a part of the pair."""
     rows = tl.arange(0, acc.shape[0])
     dims = tl.arange(0, acc.shape[1])
     held = rows < ROWS
@@ -144,7 +152,7 @@ def _combine(
         place = _place(first, i)
         sums = sums_ptr + place[:, None] * (2 * ROWS) + rows[None, :]
         at = (place[:, None] * ROWS + rows[None, :])[:, :, None] * BLOCK_D + dims[None, None, :]
-        # .cg: other SMs wrote these, so this SM's L1 must not answer. All are asked for before any is used.
+        # .cg skips this SM's L1, which may be stale: other SMs wrote these. All loads are issued before any result is used.
         acc_i = tl.load(part_ptr + at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
         m_i = tl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
         l_i = tl.load(sums + ROWS, mask=there, other=0.0, cache_modifier=".cg")

@@ -1,10 +1,10 @@
-"""The inner loop of paged attention: online softmax over keys that a block table scatters over pages. No launchers.
+"""The inner loop of paged attention: online softmax over keys in pages, which a block table lists. No launchers.
 
-Per query row it keeps the maximum m, the sum l of exp2(s - m) and the weighted values acc (attention.py tells why).
-In a cache of 8-bit codes (dequant.py) a key's scale multiplies its scores and a value's scale its weights: the codes
-themselves are what the tensor cores multiply, as fp16 where the queries are of 16 bits. Codes of values stand by columns, [D,
-S] of a page and head: tensor cores want the numbers that they sum side by side, and what turns tiles round in shared memory
-takes pairs of bytes only.
+For each query row it keeps the maximum m, the sum l of exp2(s - m) and the weighted values acc (explained in attention.py).
+With a cache of 8-bit codes (dequant.py), the scale of a key multiplies its scores, and the scale of a value multiplies its
+weights: the tensor cores multiply the codes themselves, as fp16 if the queries have 16 bits. Codes of values are stored by
+columns, [D, S] for a page and head, because tensor cores need the numbers that they sum to be adjacent, and the instructions
+that transpose tiles in shared memory work only on pairs of bytes.
 """
 
 import triton
@@ -15,12 +15,13 @@ from tilewright.kernels.device.dot import dot
 
 __all__ = ["length_of", "normalise", "pages_of", "sequence_of", "walk"]
 
-_RAISED = tl.constexpr(256.0)  # takes weights times scales away from fp16's subnormals: scales up to 255, values up to 32,000
+# Keeps weights times scales above fp16's subnormals; allows scales up to 255 and values up to 32,000.
+_RAISED = tl.constexpr(256.0)
 
 
 @triton.jit
 def length_of(kv_lens_ptr, b, live, room):
-    """The tokens of a sequence, 0 where not `live`: never more than the `room` that its row of the block table has."""
+    """The tokens of a sequence, 0 if not `live`: never more than the `room` in its row of the block table."""
     return tl.minimum(tl.maximum(tl.load(kv_lens_ptr + b, mask=live, other=0), 0), room)
 
 
@@ -50,7 +51,7 @@ def pages_of(table_ptr, start, end, pages, S: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _scales_of(k_scale_ptr, v_scale_ptr, places, inside):
-    """Of keys and values; 0 past the end."""
+    """The scales of keys and of values; 0 where not `inside`."""
     return tl.load(k_scale_ptr + places, mask=inside, other=0.0), tl.load(v_scale_ptr + places, mask=inside, other=0.0)
 
 
@@ -58,11 +59,11 @@ def _scales_of(k_scale_ptr, v_scale_ptr, places, inside):
 def _columns(
     v_cache_ptr, places, S: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Codes of values [BLOCK_D, BLOCK_N] from where each token's first one is."""
+    """Codes of values [BLOCK_D, BLOCK_N]; `places`: the offset of each token's first code."""
     dims = tl.arange(0, BLOCK_D)
     columns = places[None, :] + (dims * S)[:, None]
     if S % 16 == 0 and BLOCK_N % 16 == 0:
-        # Within a page: what the compiler cannot know of what it loaded.
+        # Sixteen tokens of one page are adjacent. The compiler cannot know this, because the page numbers are loaded.
         columns = tl.max_contiguous(tl.multiple_of(columns, [1, 16]), [1, 16])
     if D == BLOCK_D:
         v = tl.load(v_cache_ptr + columns)
@@ -78,8 +79,8 @@ def _tile_step(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys start .. start + BLOCK_N into (m, l, acc). The pointers to caches and scales point at the head."""
-    # Whether scores are scaled before the mask; else as the maximum is subtracted.
+    """Add the keys start .. start + BLOCK_N to (m, l, acc). The pointers to caches and scales are those of the head."""
+    # Whether scores are scaled before the mask; otherwise they are scaled when the maximum is subtracted.
     SCALED: tl.constexpr = CODED or cap_log2 is not None  # pyright: ignore[reportAssignmentType]
     dims = tl.arange(0, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_N)
@@ -88,7 +89,7 @@ def _tile_step(
     if MASKED and not CODED:
         mask = inside[:, None] & (dims < D)[None, :]
     else:
-        # Codes are finite whatever they are, and those past the end get the scale 0.
+        # Codes are finite for any bits, and those after the end have scale 0.
         mask = (dims < D)[None, :]
     base = page * PAGE_STRIDE
     offsets = (base + (keys % S) * D)[:, None] + dims[None, :]
@@ -101,7 +102,7 @@ def _tile_step(
         k_scale, v_scale = _scales_of(k_scale_ptr, v_scale_ptr, page * SCALE_STRIDE + keys % S, inside)
         s *= scales[:, None] * k_scale[None, :]
     if cap_log2 is not None:
-        s = cap_log2 * (1.0 - 2.0 / (tl.exp2(s * scales) + 1.0))  # cap tanh(x) log2(e), `scales` being 2 log2(e) / cap
+        s = cap_log2 * (1.0 - 2.0 / (tl.exp2(s * scales) + 1.0))  # cap tanh(x) log2(e); `scales` is 2 scale log2(e) / cap
     if MASKED:
         seen = inside[None, :] & (keys[None, :] <= at[:, None])
         if HAS_WINDOW:
@@ -116,7 +117,7 @@ def _tile_step(
     if SCALED:
         p = tl.exp2(s - shift[:, None])
     else:
-        # Fused by name, so that a tile without a mask has the bits of one with it.
+        # An explicit fma, so that a tile without a mask has the same bits as one with a mask.
         p = tl.exp2(tl.fma(s, scales, -shift[:, None]))
     alpha = tl.exp2(m - shift)
     l = l * alpha + tl.sum(p, 1)
@@ -142,11 +143,12 @@ def walk(
 ):  # fmt: skip
     """Softmax-weighted values over the keys first .. last, `first` a multiple of BLOCK_N. No key from `end` on is read.
 
-    `end` is not beyond the table's row (`length_of`). A page outside the cache's `pages_held` is read as its nearest one.
+    `end` is at most the tokens of the table's row (`length_of`). A page number outside the `pages_held` pages of the cache
+    is replaced by the nearest valid one.
 
-    `first_at` is the position of the tile's first query. SKIP_MASKS: tiles of keys wholly before it go without masks, in a loop
-    of their own; two loops fill their pipelines one after the other, so short walks take one. cap_log2: None, or the cap of
-    scores times log2(e); `scale_log2` is then what their hyperbolic tangent takes, 2 scale log2(e) / cap.
+    `first_at` is the position of the tile's first query. SKIP_MASKS: a separate loop without masks processes the tiles of keys
+    that end at or before `first_at`. Each of the two loops fills its own pipeline, so short walks use only one loop. cap_log2:
+    None, or the cap of scores times log2(e); `scale_log2` is then the factor of the tanh argument, 2 scale log2(e) / cap.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -154,8 +156,8 @@ def walk(
     if CODED:
         scales = tl.zeros([BLOCK_M], tl.float32) + scale_log2
         if q.dtype == tl.bfloat16:
-            # Codes widen to fp16 in fewer instructions than to bf16, and their scaled weights are rounded less. A power of two
-            # takes a row of q into fp16's range; what is then too small for it is less than 2^-24 of the row's largest.
+            # Codes widen to fp16 in fewer instructions than to bf16, and scaled weights are rounded less. A power of two brings
+            # each row of q into fp16's range. Elements that become too small are less than 2^-24 of the row's largest element.
             wide = q.to(tl.float32)
             power = (tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             power = tl.where((power > 0.0) & (power < float("inf")), power, 1.0)
@@ -168,7 +170,7 @@ def walk(
     else:
         rows = q
         scales = scale_log2
-    # A tile's pages are read one tile early: else its keys would wait for two reads one after the other.
+    # The page numbers of a tile are read one tile ahead. Otherwise its keys would wait for two loads, one after the other.
     pages = pages_of(table_ptr, first, end, pages_held, S, BLOCK_N)
     plain_end = first
     if SKIP_MASKS and not HAS_WINDOW:
@@ -181,7 +183,7 @@ def walk(
             )  # fmt: skip
             pages = following
     for start in tl.range(plain_end, last, BLOCK_N):
-        # Beside the numbers of a cap the registers have no room for pages that are read early.
+        # With a cap there are not enough registers to read page numbers ahead.
         following = pages_of(table_ptr, start + (BLOCK_N if cap_log2 is None else 0), end, pages_held, S, BLOCK_N)
         acc, m, l = _tile_step(
             rows, acc, m, l, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, pages if cap_log2 is None else following,
@@ -197,7 +199,8 @@ def walk(
 
 @triton.jit
 def normalise(acc, m, l, sink_ptr, heads, live, HAS_SINKS: tl.constexpr):
-    """acc / l of each row; a row without keys gives zeros. sink_ptr: [H], logits that take weight and have no value."""
+    """acc / l of each row; zeros for a row without keys. sink_ptr: [H], logits that take part in the softmax without a
+    value."""
     if HAS_SINKS:
         sink = tl.load(sink_ptr + heads, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634  # log2(e)
         top = tl.maximum(m, sink)

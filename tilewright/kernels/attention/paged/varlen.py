@@ -1,8 +1,8 @@
-"""`varlen`: paged attention in portable Triton, any number of queries a sequence. The kernel and its launcher.
+"""`varlen`: paged attention in portable Triton, for any number of queries per sequence. The kernel and its launcher.
 
-A program takes one key/value head and a tile of queries x shared heads, and walks the keys from the first (tile_mainloop.py).
-It masks only where the diagonal or the window passes. Capped scores are masked everywhere: where no mask stands between, the
-compiler would fuse the cap into the difference behind it, and round less.
+A program processes one key/value head and a tile of queries x shared heads, and goes through the keys from the first one
+(tile_mainloop.py). It masks only the tiles that the diagonal or the window cuts. Capped scores are masked in every tile:
+without a mask in between, the compiler would fuse the cap with the subtraction that follows, and round less.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _varlen_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # Late tiles see the most keys: start them first, so that no long one is left for the end.
+    # Late tiles see the most keys. They start first, so that no long tile is left for the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     g = tl.program_id(1)
     b, q_begin, q_len = sequence_of(tile, batch, cu_q_ptr, BLOCK_Q)

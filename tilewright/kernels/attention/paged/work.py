@@ -1,4 +1,4 @@
-"""What a launch of paged attention really does: `Impl.work` for the analytical model, as launch/work.py says. No kernels."""
+"""The work of a launch of paged attention: `Impl.work` for the analytical model (see launch/work.py). No kernels."""
 
 # T rows, D head dim, H query heads, G key/value heads
 
@@ -35,7 +35,7 @@ def stream_work(
     device: Device, config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor,
     cu_q: Tensor, max_q_len: int, scale: float, window: int | None, *codes: object,
 ) -> Work:  # fmt: skip
-    """Equal shares of all tiles for a fixed number of programs; what is combined is read by one program of a sequence."""
+    """A fixed number of programs with equal shares of all tiles; one program per sequence reads and combines the parts."""
     (_, heads, d), (_, kv_heads, page, _) = q.shape, k_cache.shape
     keys, queries = _lengths(q, block_table, page, kv_lens, cu_q)
     keys = keys if window is None else np.minimum(keys, window + queries - 1)
@@ -68,7 +68,7 @@ def varlen_work(
     device: Device, config: Config, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_lens: Tensor,
     cu_q: Tensor, max_q_len: int, scale: float, window: int | None, *codes: object,
 ) -> Work:  # fmt: skip
-    """A tile of queries walks the keys up to its diagonal; the longest walk may outlast the rest of the grid."""
+    """A tile of queries goes through the keys up to its diagonal; the longest tile may outlast the rest of the grid."""
     (_, heads, d), (_, kv_heads, page, _) = q.shape, k_cache.shape
     keys, queries = _lengths(q, block_table, page, kv_lens, cu_q)
     group, block_d, size = heads // kv_heads, max(16, next_pow2(d)), q.element_size()
