@@ -46,14 +46,15 @@ def engine_table(of: ResultSet) -> str:
     """One line a shape, workload and run."""
     lines = [
         "| shape | weights | workload | run | output tokens/s | input tokens/s | median step, ms "
-        "| share of the limit by bytes, by FLOP | compiles after ready | measured |",
+        "| share of the limit by bytes, by FLOP, pass by pass | compiles after ready | measured |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     files = [content for name, content in of.results.items() if name.startswith("engine")]
     rows = [row | {"day": day(content)} for content in files for row in content["rows"]]
     for row in rows:
         prompts = row.get("input_tok_per_s")
-        limits = f"{row['of_bytes_limit']:.2f}, {row['of_flops_limit']:.2f}" if "of_bytes_limit" in row else ""
+        shares = [row[name] for name in ("of_bytes_limit", "of_flops_limit", "of_steps_limit") if name in row]
+        limits = ", ".join(f"{share:.2f}" for share in shares)
         cells = [row["shape"], row.get("weights", "bfloat16"), row["workload"], row["run"], f"{row['output_tok_per_s']:,.0f}"]
         cells += [f"{prompts:,.0f}" if prompts else "", row["median_step_ms"], limits, row["compiles_after_ready"]]
         lines.append(f"| {' | '.join(map(str, cells))} | {row['day']}{mark(row)} |")

@@ -4,11 +4,12 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tilewright.bench.engine import WORKLOADS, run_engine
-from tilewright.bench.engine_limits import Limits, Weights, limits, shares, weights_of
+from tilewright.bench.engine_limits import Limits, Pass, Weights, limits, shares, step_limit, weights_of
 from tilewright.engine.config import EngineConfig
 from tilewright.hw.ceilings import Ceilings
 from tilewright.models import SHAPES, empty_model, kv_bytes_per_token
@@ -52,6 +53,28 @@ def limit(requests: list[tuple[int, int]], passes: int, windows: tuple[int | Non
 
 
 @pytest.mark.parametrize("windows", [(None, None), (4, None), (2, 3)])
+def test_a_pass_takes_the_longer_of_its_times_twice(windows: tuple[int | None, ...]) -> None:
+    """Products, then attention: of a pass in which arithmetic decides both, and of one in which bytes do."""
+    config, weights = replace(TINY, windows=windows), Weights(bytes_a_pass=10**6, flops_a_token=10**9, flops_a_sample=7 * 10**9)
+    prompts = Pass(np.array([0, 3]), np.array([5, 4]), 2)
+    decoding = Pass(np.array([9, 1]), np.array([1, 1]), 2)
+    kv, scores = kv_bytes_per_token(TINY, torch.bfloat16) / 2, 4.0 * 16 * 128
+    want = 0.0
+    for one in (prompts, decoding):
+        tokens = int(one.counts.sum())
+        want += max(10**6 / 1e12, (tokens * 10**9 + 2 * 7 * 10**9) / 1e14)
+        moved = seen = 0.0
+        for window in windows:
+            for start, count in zip(one.starts.tolist(), one.counts.tolist(), strict=True):
+                positions = [set(range(max(0, p + 1 - (window or p + 1)), p + 1)) for p in range(start, start + count)]
+                moved += kv * (len(set[int]().union(*positions)) + count)
+                seen += sum(map(len, positions))
+        want += max(moved / 1e12, scores * seen / 1e14)
+    found = step_limit(config, weights, [prompts, decoding], FOUND, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    assert found == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("windows", [(None, None), (4, None), (2, 3)])
 @pytest.mark.parametrize("decode_only", [False, True])
 def test_limits_count_every_token_as_a_loop_would(windows: tuple[int | None, ...], decode_only: bool) -> None:
     requests = [(3, 4), (5, 1), (1, 2)]
@@ -79,12 +102,14 @@ def test_codes_have_their_own_unit_and_attention_that_of_its_dtype() -> None:
 
 def test_a_run_has_its_shares_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("tilewright.bench.engine.ceilings", lambda device: replace(FOUND, read=2e10, flops={"tf32": 1e11}))
+    monkeypatch.setattr("tilewright.bench.engine.ceilings", lambda device: replace(FOUND, read=2e10, flops={"tf32": 1e10}))
     said: list[str] = []
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=512, kv_cache_bytes=64 << 20)
     (row,) = run_engine("tiny", ["B1"], runs=1, config=config, progress=said.append)
     assert (row["tokens_in"], row["tokens_out"]) == (128, 256)
     assert 0 < row["of_bytes_limit"] < 1
+    assert row["bytes_limit_s"] * 0.9 < row["steps_limit_s"]
+    assert row["of_steps_limit"] < 1
     assert 0 < row["of_flops_limit"] < 1
     assert row["kernels"] == {}, "on a CPU the definitions run"
     assert any("of the limit by bytes" in line for line in said)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from tilewright.asm.jit import CompileCounter
-from tilewright.bench.engine_limits import limits, shares, weights_of
+from tilewright.bench.engine_limits import Pass, limits, shares, step_limit, weights_of
 from tilewright.bench.provenance import chosen_kernels, forget
 from tilewright.engine.llm import EngineConfig, load_engine
 from tilewright.engine.request import SamplingParams
@@ -160,7 +160,10 @@ def run_engine(
                     "late_kernels": sorted({late.kernel for late in compiles.late}),
                 }
                 progress(f"  {row['output_tok_per_s']} output tokens/s, {row['input_tok_per_s']} input, {row['seconds']} s")
-                progress(f"  {row['of_bytes_limit']:.0%} of the limit by bytes, {row['of_flops_limit']:.0%} of that by FLOP")
+                progress(
+                    f"  {row['of_bytes_limit']:.0%} of the limit by bytes, {row['of_flops_limit']:.0%} of that by FLOP, "
+                    f"{row['of_steps_limit']:.0%} of that of products and attention one after the other"
+                )
                 yield {
                     "shape": shape,
                     "weights": config.quantize or config.dtype,
@@ -184,16 +187,20 @@ class _Card:
         self.dtype = engine.runner.model.embed.weight.dtype
         self.found = ceilings(device_of(engine.runner.model.embed.weight.get_device()))
 
-    def shares(self, workload: Workload, lengths: list[tuple[int, int]], steps: int, seconds: float) -> dict[str, float]:
+    def shares(
+        self, workload: Workload, lengths: list[tuple[int, int]], steps: int, seconds: float, passes_made: list[Pass]
+    ) -> dict[str, float]:
         """Columns of a run's row: the run's lower bounds as shares of its time."""
         # The last step only returns the results of the step launched before it.
         passes = max(out for _, out in lengths) - 1 if workload.decode_only else steps - 1
-        found = limits(
-            self.shape, self.weights, lengths, passes, self.found, dtype=self.dtype,
-            cache_dtype=self.dtype if self.config.kv_cache is None else torch.int8, format=self.config.quantize,
-            decode_only=workload.decode_only,
-        )  # fmt: skip
-        return shares(found, seconds)
+        formats: dict[str, Any] = {
+            "dtype": self.dtype, "cache_dtype": self.dtype if self.config.kv_cache is None else torch.int8,
+            "format": self.config.quantize,
+        }  # fmt: skip
+        found = limits(self.shape, self.weights, lengths, passes, self.found, decode_only=workload.decode_only, **formats)
+        counted = [one for one in passes_made if not workload.decode_only or int(one.counts.max()) == 1]
+        least_s = step_limit(self.shape, self.weights, counted, self.found, **formats)
+        return shares(found, seconds) | {"steps_limit_s": round(least_s, 4), "of_steps_limit": round(least_s / seconds, 3)}
 
 
 def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card) -> dict[str, Any]:
@@ -207,7 +214,16 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
     for prompt, (_, out) in zip(prompts, lengths, strict=True):
         engine.submit(prompt, workload.params(rng, out), whole=True)
     produced, first_s = 0, 0.0
-    stamps = []
+    stamps, passes = [], list[Pass]()
+    schedule = engine.scheduler.schedule
+
+    def noted() -> Any:
+        step = schedule()
+        if step is not None:
+            passes.append(Pass(step.starts.copy(), step.counts.copy(), int(step.samples.sum())))
+        return step
+
+    engine.scheduler.schedule = noted
     while engine.has_work:
         deltas = engine.step()
         produced += sum(len(delta.token_ids) for delta in deltas)
@@ -215,6 +231,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
         if produced and not first_s:
             first_s = stamps[-1]
     end = time.perf_counter()
+    del engine.scheduler.schedule  # the class has the real one
     expected = sum(out for _, out in lengths)
     if produced != expected:
         raise RuntimeError(f"{workload.name}: {produced} tokens came out, wanted {expected}")
@@ -233,5 +250,5 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
         "preemptions": engine.stats().preemptions - before.preemptions,
         "drafted": engine.stats().drafted_tokens - before.drafted_tokens,
         "accepted": engine.stats().accepted_tokens - before.accepted_tokens,
-        **card.shares(workload, lengths, len(stamps), seconds),
+        **card.shares(workload, lengths, len(stamps), seconds, passes),
     }

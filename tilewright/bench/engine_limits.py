@@ -7,11 +7,16 @@ head, dimension and position that a token sees.
 
 Other work (norms, activations, dividing a prompt into chunks, sampling) is not counted, so shares of the limit are lower
 bounds, at most 1.
+
+`limits` adds up all bytes, and all operations, of a run: two bounds, which assume that memory and arithmetic are always busy at
+once. `step_limit` is closer: in each pass the products, and then attention, each take the longer of their two times.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tilewright.hw.ceilings import Ceilings
@@ -19,7 +24,7 @@ from tilewright.models import Model, kv_bytes_per_token, weight_bytes_of
 from tilewright.models.config import ModelConfig
 from tilewright.nn import Linear
 
-__all__ = ["Limits", "Requests", "Weights", "limits", "shares", "weights_of"]
+__all__ = ["Limits", "Pass", "Requests", "Weights", "limits", "shares", "step_limit", "weights_of"]
 
 _UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32"}
 _CODED_UNITS = {"int8": "int8", "fp8": "fp8", "fp8-block": "fp8", "mxfp8": "fp8"}
@@ -85,6 +90,41 @@ def limits(
     unit = _CODED_UNITS.get(format or "", own)
     flops_s = products / found.flops.get(unit, found.flops[own]) + flops / found.flops[own]
     return Limits(bytes_s=bytes_moved / found.read, flops_s=flops_s)
+
+
+class Pass(NamedTuple):
+    """One pass over the model: tokens [start, start + count) of each row."""
+
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: int
+    """Tokens whose logits are computed, over all rows."""
+
+
+def step_limit(
+    config: ModelConfig, weights: Weights, passes: Iterable[Pass], found: Ceilings, *, dtype: torch.dtype,
+    cache_dtype: torch.dtype, format: str | None = None,
+) -> float:  # fmt: skip
+    """The least seconds of a run whose products and attention do not overlap; arguments as for `limits`."""
+    layer_kv, own = kv_bytes_per_token(config, cache_dtype) / len(config.windows), _UNITS[dtype]
+    rate = found.flops.get(_CODED_UNITS.get(format or "", own), found.flops[own])
+    scores, seconds = 4.0 * config.num_attention_heads * config.head_dim, 0.0
+    for starts, counts, samples in passes:
+        products = float(counts.sum()) * weights.flops_a_token + samples * weights.flops_a_sample
+        seconds += max(weights.bytes_a_pass / found.read, products / rate)
+        ends, moved, seen = (starts + counts).astype(np.float64), 0.0, 0.0
+        for window in config.windows:
+            most = np.inf if window is None else float(window)
+            moved += layer_kv * float((np.minimum(ends, most + counts - 1) + counts).sum())
+            seen += float((_seen_up_to(ends, most) - _seen_up_to(ends - counts, most)).sum())
+        seconds += max(moved / found.read, scores * seen / found.flops[own])
+    return seconds
+
+
+def _seen_up_to(tokens: np.ndarray, window: float) -> np.ndarray:
+    """The number of positions that the first `tokens` tokens of a text see, summed over these tokens."""
+    inside = np.minimum(tokens, window)
+    return inside * (inside + 1) / 2 + np.where(tokens > inside, (tokens - inside) * inside, 0.0)
 
 
 def _seen(window: int | None, first: int, last: int) -> int:
