@@ -11,20 +11,27 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, str]] = {
+    "arcee": ("ArceeConfig", "ArceeForCausalLM"),
+    "ernie4.5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "glm": ("GlmConfig", "GlmForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "hunyuan": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("MistralConfig", "MistralForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3-moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "seed-oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
 }
 """Family -> the names of transformers' classes."""
 

@@ -21,6 +21,13 @@ LIMIT = 1e-4
 TOKENS = [5, 9, 31, 7, 80, 2, 44]
 
 
+ATTENTION_BIAS = (
+    "arcee", "gemma2", "gemma3", "glm", "glm4", "gpt-oss", "granite", "hunyuan", "llama", "olmo2", "olmo3", "qwen3",
+    "qwen3-moe", "seed-oss", "smollm3",
+)  # fmt: skip
+SWITCHES = {"ernie4.5": ["use_bias"], "seed-oss": ["attention_out_bias"]}
+
+
 def random_config(family: str, seed: int) -> dict[str, Any]:
     """Sizes that nobody chose: odd numbers of heads, tied or not, with biases or not, windows, caps, factors."""
     rng = random.Random(f"{family} {seed}")
@@ -34,7 +41,7 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
     theta = {"rope_theta": rng.choice((1e3, 1e4, 5e5))}
     if family in ("glm", "glm4"):
         found["rope_parameters"] = {**theta, "rope_type": "default", "partial_rotary_factor": 0.5}
-    elif family == "gemma3":
+    elif family in ("gemma3", "olmo3"):
         found["rope_parameters"] = {
             "full_attention": {**theta, "rope_type": "default"},
             "sliding_attention": {"rope_theta": 99.0},
@@ -48,12 +55,13 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         }  # fmt: skip
         if found["rope_parameters"]["rope_type"] != "llama3":
             del found["rope_parameters"]["low_freq_factor"], found["rope_parameters"]["high_freq_factor"]
-    if family in ("gemma2", "gemma3", "gpt-oss", "llama", "qwen3", "qwen3-moe", "olmo2", "granite", "glm", "glm4"):
+    if family in ATTENTION_BIAS:
         found["attention_bias"] = rng.random() < 0.5
-    if family in ("llama", "granite"):
+    if family in ("arcee", "llama", "granite", "seed-oss", "smollm3"):
         found["mlp_bias"] = rng.random() < 0.5
+    found |= {name: rng.random() < 0.5 for name in SWITCHES.get(family, ())}
     window = rng.choice((None, 3, 7))
-    if family in ("gemma2", "gemma3", "gpt-oss"):
+    if family in ("exaone4", "gemma2", "gemma3", "gpt-oss", "olmo3"):
         found |= {"sliding_window": window or 5, "layer_types": rng.choices(("sliding_attention", "full_attention"), k=layers)}
     elif family in ("mistral", "mixtral", "phi3"):
         found["sliding_window"] = window
@@ -62,6 +70,8 @@ def random_config(family: str, seed: int) -> dict[str, Any]:
         found["final_logit_softcapping"] = rng.choice((None, 2.0))
         if family == "gemma2":
             found["attn_logit_softcapping"] = rng.choice((None, 1.0, 20.0))
+    if family == "smollm3":
+        found |= {"no_rope_layers": rng.choices((0, 1), k=layers), "sliding_window": window, "use_sliding_window": True}
     if family == "granite":
         names = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
         found |= {name: rng.choice((0.4, 1.0, 2.5)) for name in names}
@@ -96,16 +106,23 @@ def test_random_configs(family: str, seed: int, tmp_path: Path) -> None:
 
 
 ENGINE: dict[str, dict[str, Any]] = {
+    "arcee": {},
+    "ernie4.5": {"head_dim": 16},
+    "exaone4": {"sliding_window": 9, "sliding_window_pattern": 2},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0},
     "gemma3": {"head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "gpt-oss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 0.5},
+    "hunyuan": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
+    "olmo3": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"sliding_window": 20},
     "qwen3-moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+    "seed-oss": {"head_dim": 16},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
 
 

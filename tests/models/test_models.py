@@ -19,6 +19,7 @@ TOKENS = torch.randint(0, 97, (23,), generator=torch.Generator().manual_seed(0))
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
     "llama-llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 1e4}}),
     "llama-yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -49,6 +50,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "ernie4.5": ("ernie4.5", {"head_dim": 24, "use_bias": True}),
+    "exaone4": ("exaone4", {"sliding_window": 5, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "gemma2": (
         "gemma2", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
@@ -71,8 +76,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
     ),
+    "hunyuan": ("hunyuan", {"head_dim": 24, "rope_parameters": {**DYNAMIC, "alpha": 50.0}}),
+    "hunyuan-dynamic": ("hunyuan", {"head_dim": 16, "rope_parameters": DYNAMIC}),
     "mixtral": ("mixtral", {"sliding_window": 9, **EXPERTS}),
     "olmo2": ("olmo2", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 5, "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 1e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
@@ -80,6 +96,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-some": (
         "qwen3-moe",
         {**MIXTURE, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    ),
+    "seed-oss": ("seed-oss", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "attention_bias": True}),
+    "smollm3-window": (
+        "smollm3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2},
     ),
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 8, "rope_theta": 1e6}}),
 }  # fmt: skip

@@ -122,9 +122,9 @@ BROKEN = {
         "model.norm.weight is I8; supported: BF16, F16, F32, F64",
     ),
     "architecture": (
-        lambda f: rewrite_config(f, architectures=["GPT2LMHeadModel"], hidden_size=None),
-        "GPT2LMHeadModel is not supported; the nearest that are: GptOssForCausalLM, GlmForCausalLM, Glm4ForCausalLM; "
-        "supported: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Gemma2ForCausalLM, ",
+        lambda f: rewrite_config(f, architectures=["GPTJForCausalLM"], hidden_size=None),
+        "GPTJForCausalLM is not supported; the nearest that are: GptOssForCausalLM, [A-Za-z0-9_, ]*; "
+        "supported: ArceeForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Ernie4_5ForCausalLM, ",
     ),
 }  # fmt: skip
 

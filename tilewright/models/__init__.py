@@ -12,25 +12,27 @@ from tilewright.models.config import SHAPES, ModelConfig, ModelError, architectu
 from tilewright.models.decoder import Decoder
 from tilewright.models.deepseek import deepseek
 from tilewright.models.dense import (
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
     glm,
     glm4,
-    gpt_oss,
     granite,
+    hunyuan,
     llama,
     mistral,
-    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
-    qwen3_moe,
+    seed_oss,
 )
 from tilewright.models.errors import unknown
 from tilewright.models.files import read_json
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_quantized
 from tilewright.models.initial import initialise
+from tilewright.models.mixtures import gpt_oss, mixtral, qwen3_moe
 from tilewright.models.prompt import prompt_inputs
 from tilewright.models.saving import save_model, save_quantized
 from tilewright.models.weights import Checkpoint, resolve
@@ -62,22 +64,29 @@ Model = Decoder
 """The result of `load_model`: called with (token_ids, batch, cache); has `.logits` and `.config`."""
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
+    "ArceeForCausalLM": llama,
     "DeepseekV2ForCausalLM": deepseek,
     "DeepseekV3ForCausalLM": deepseek,
+    "Ernie4_5ForCausalLM": ernie4_5,
+    "Exaone4ForCausalLM": exaone4,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Glm4ForCausalLM": glm4,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
     "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo2,
     "Phi3ForCausalLM": phi3,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": llama,
 }
 
 

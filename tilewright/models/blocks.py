@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewright.models.decoder import Block, FeedForward
+from tilewright.models.decoder import Block, FeedForward, Norm
 from tilewright.nn import MLA, Attention, Batch, Embedding, Linear, Packed, RMSNorm
 from tilewright.ops.linear import QuantizedActivation
 
@@ -25,7 +25,7 @@ __all__ = ["CappedHead", "PostNormBlock", "SandwichBlock", "ScaledBlock", "Scale
 class SandwichBlock(Block):
     """Norm, attention, norm; norm, feed-forward, norm."""
 
-    def __init__(self, *, attn_post_norm: RMSNorm, ffn_post_norm: RMSNorm, **block: Any):
+    def __init__(self, *, attn_post_norm: Norm, ffn_post_norm: Norm, **block: Any):
         super().__init__(**block)
         self.attn_post_norm = attn_post_norm
         self.ffn_post_norm = ffn_post_norm
@@ -58,7 +58,7 @@ class ScaledBlock(Block):
 class PostNormBlock(nn.Module):
     """Attention, norm; feed-forward, norm. Both layers read the residual stream without a norm."""
 
-    def __init__(self, *, attn: Attention | MLA, attn_post_norm: RMSNorm, ffn: FeedForward, ffn_post_norm: RMSNorm):
+    def __init__(self, *, attn: Attention | MLA, attn_post_norm: Norm, ffn: FeedForward, ffn_post_norm: Norm):
         super().__init__()
         self.attn = attn
         self.attn_post_norm = attn_post_norm

@@ -6,47 +6,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.models.defaults import DEFAULTS, GPT_OSS_ROPE
 from tilewright.models.errors import ModelError
 from tilewright.models.experts import Experts, check_count, positive, routing
-from tilewright.models.latent import LATENT_DEFAULTS, deepseek_experts
+from tilewright.models.latent import deepseek_experts
 
 __all__ = ["extras", "prepared"]
-
-_GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
-_GLM = {"use_sliding_window": False, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-_QWEN3 = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128}
-_RMS_5 = {"use_sliding_window": False, "rms_norm_eps": 1e-5}
-
-# Defaults of the config classes in transformers that differ between families.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    **LATENT_DEFAULTS,
-    "Gemma2ForCausalLM": {**_GEMMA, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-    "Gemma3ForCausalLM": {**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
-    "Glm4ForCausalLM": {**_GLM, "attention_bias": True, "num_key_value_heads": 2},
-    "GlmForCausalLM": {**_GLM, "attention_bias": True, "num_key_value_heads": 2},
-    "GptOssForCausalLM": {
-        "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rms_norm_eps": 1e-5, "attention_bias": True,
-        "rope_theta": 150000.0, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
-    },
-    "GraniteForCausalLM": {"use_sliding_window": False},
-    "LlamaForCausalLM": {"use_sliding_window": False},
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "MixtralForCausalLM": {
-        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
-    "Olmo2ForCausalLM": _RMS_5,
-    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "Qwen2ForCausalLM": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28},
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3MoeForCausalLM": {
-        "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
-    },
-}  # fmt: skip
 
 
 def prepared(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +20,7 @@ def prepared(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ModelError: attention is not causal.
     """
-    known = {**_DEFAULTS.get(architecture, {}), **raw}
+    known = {**DEFAULTS.get(architecture, {}), **raw}
     if architecture in _ALTERNATING:
         _fill_layer_types(known, architecture)
     if architecture.startswith("Gemma"):
@@ -63,13 +28,22 @@ def prepared(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         if known.get("use_bidirectional_attention"):
             raise ModelError("use_bidirectional_attention must be false (a decoder is causal), got true")
     if architecture == "GptOssForCausalLM" and not (known.get("rope_parameters") or known.get("rope_scaling")):
-        known["rope_parameters"] = _GPT_OSS_ROPE
+        known["rope_parameters"] = GPT_OSS_ROPE
+    if architecture == "Olmo3ForCausalLM":
+        # Scaling is for layers without a window only.
+        known.setdefault("rope_local_base_freq", known["rope_theta"])
+    if architecture == "Ernie4_5ForCausalLM":
+        known["attention_bias"] = known["mlp_bias"] = bool(known.get("use_bias"))
+    if architecture == "SmolLM3ForCausalLM":
+        _fill_smollm3(known)
     if architecture == "Qwen3MoeForCausalLM":
         known["max_window_layers"] = 0  # in transformers every layer has the window, if there is one
     return known
 
 
-_ALTERNATING = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}
+_ALTERNATING = {
+    "Exaone4ForCausalLM": 4, "Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2, "Olmo3ForCausalLM": 4,
+}  # fmt: skip
 """Every n-th layer has no window."""
 
 
@@ -77,7 +51,23 @@ def _fill_layer_types(raw: dict[str, Any], architecture: str) -> None:
     if not raw.get("layer_types"):
         every = raw.get("sliding_window_pattern") or _ALTERNATING[architecture]
         layers = raw.get("num_hidden_layers") or 0
+        if isinstance(every, str):  # one letter a layer, L for a window and G for none, repeated; the last layer has none
+            windowed = [every[i % len(every)] == "L" and i < layers - 1 for i in range(layers)]
+            raw["layer_types"] = ["sliding_attention" if has else "full_attention" for has in windowed]
+            return
         raw["layer_types"] = ["full_attention" if i % every == every - 1 else "sliding_attention" for i in range(layers)]
+
+
+def _fill_smollm3(raw: dict[str, Any]) -> None:
+    """Layers without rotation, and the windows that these may have."""
+    layers, every = raw.get("num_hidden_layers") or 0, raw["no_rope_layer_interval"]
+    if raw.get("no_rope_layers") is None:
+        raw["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
+    if len(raw["no_rope_layers"]) < layers:
+        raise ModelError(f"no_rope_layers must have one entry a layer, {layers} in all; got {len(raw['no_rope_layers'])}")
+    if raw.get("layer_types") is None:
+        turned = raw["no_rope_layers"][:layers]
+        raw["layer_types"] = ["full_attention" if turns else "sliding_attention" for turns in turned]
 
 
 def extras(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +114,23 @@ def _gpt_oss(raw: Mapping[str, Any]) -> dict[str, Any]:
     return _experts_of(raw, "intermediate_size", normalise=True, clamped=clamped)
 
 
+def _smollm3(raw: Mapping[str, Any]) -> dict[str, Any]:
+    layers = raw.get("num_hidden_layers") or 0
+    return {"unrotated": tuple(i for i, turns in enumerate(raw["no_rope_layers"][:layers]) if not turns)}
+
+
+def _exaone4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """In a model with windows, layers without one have no rotation."""
+    if raw.get("sliding_window") is None:
+        return {}
+    return {"unrotated": tuple(i for i, kind in enumerate(raw["layer_types"]) if kind == "full_attention")}
+
+
 _READERS = {
+    "ArceeForCausalLM": lambda raw: {"gated": False},
+    "Exaone4ForCausalLM": _exaone4,
+    "SeedOssForCausalLM": lambda raw: {"attention_out_bias": bool(raw.get("attention_out_bias"))},
+    "SmolLM3ForCausalLM": _smollm3,
     "DeepseekV2ForCausalLM": deepseek_experts,
     "DeepseekV3ForCausalLM": deepseek_experts,
     "Gemma2ForCausalLM": _gemma,

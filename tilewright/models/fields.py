@@ -44,6 +44,7 @@ class _Rope(_Fields):
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
     truncate: bool | None = None
     short_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
+    alpha: Factor | None = None
     long_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
     full_attention: "_Rope | None" = None
     sliding_attention: "_Rope | None" = None
@@ -67,6 +68,10 @@ class _Config(_Fields):
     partial_rotary_factor: float | None = None
     hidden_act: str | None = None
     attention_bias: bool | None = None
+    attention_out_bias: bool | None = None
+    use_bias: bool | None = None
+    no_rope_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
+    no_rope_layer_interval: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
     mlp_bias: bool | None = None
     tie_word_embeddings: bool | None = None
     dtype: str | None = None
@@ -113,7 +118,9 @@ class _Config(_Fields):
     residual_multiplier: Factor | None = None
     logits_scaling: Factor | None = None
     rope_local_base_freq: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    sliding_window_pattern: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    sliding_window_pattern: (
+        Annotated[int, Field(ge=0, le=MAX_LAYERS)] | Annotated[str, Field(pattern="^[LG]+$", max_length=MAX_LAYERS)] | None
+    ) = None
     use_bidirectional_attention: bool | None = None
 
 

@@ -45,6 +45,8 @@ LLAMA: Table = {
     "ffn_norm.weight": ("post_attention_layernorm.weight",),
     "ffn.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "ffn.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "ffn.up.weight": ("mlp.up_proj.weight",),  # without a gate
+    "ffn.up.bias": ("mlp.up_proj.bias",),
     "ffn.down.weight": ("mlp.down_proj.weight",),
     "ffn.down.bias": ("mlp.down_proj.bias",),
 }
@@ -109,23 +111,36 @@ _GEMMA: Table = {
     "attn.k_norm": Stored(("self_attn.k_norm.weight",), PLUS_ONE),
 }
 
+_HUNYUAN: Table = {
+    **LLAMA,
+    "attn.q_norm": ("self_attn.query_layernorm.weight",),
+    "attn.k_norm": ("self_attn.key_layernorm.weight",),
+}
+
 TABLES: Mapping[str, Table] = {
+    "ArceeForCausalLM": LLAMA,
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Ernie4_5ForCausalLM": LLAMA,
+    "Exaone4ForCausalLM": _OLMO2,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
     "Glm4ForCausalLM": _GLM4,
     "GlmForCausalLM": _GLM,
     "GptOssForCausalLM": _GPT_OSS,
     "GraniteForCausalLM": LLAMA,
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "MixtralForCausalLM": _MIXTRAL,
     "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": _OLMO2,
     "Phi3ForCausalLM": _PHI3,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
     "Qwen3MoeForCausalLM": {**LLAMA, **_ROUTED},
+    "SeedOssForCausalLM": LLAMA,
+    "SmolLM3ForCausalLM": LLAMA,
 }
 
 
