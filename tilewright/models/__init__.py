@@ -32,10 +32,21 @@ from tilewright.models.errors import unknown
 from tilewright.models.files import read_json
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_quantized
 from tilewright.models.initial import initialise
-from tilewright.models.mixtures import gpt_oss, mixtral, qwen3_moe
+from tilewright.models.layer_norms import cohere, gpt2, gpt_neox, nemotron, opt, phi, stablelm, starcoder2
+from tilewright.models.mixtures import (
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from tilewright.models.names import aliases
 from tilewright.models.prompt import prompt_inputs
 from tilewright.models.saving import save_model, save_quantized
-from tilewright.models.weights import Checkpoint, resolve
+from tilewright.models.weights import Checkpoint, Renamed, resolve
 from tilewright.ops.weights import QuantizedWeight
 
 __all__ = [
@@ -65,28 +76,42 @@ Model = Decoder
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
     "ArceeForCausalLM": llama,
+    "Cohere2ForCausalLM": cohere,
+    "CohereForCausalLM": cohere,
     "DeepseekV2ForCausalLM": deepseek,
     "DeepseekV3ForCausalLM": deepseek,
     "Ernie4_5ForCausalLM": ernie4_5,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
     "Exaone4ForCausalLM": exaone4,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "NemotronForCausalLM": nemotron,
+    "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo2,
+    "OlmoeForCausalLM": olmoe,
     "Phi3ForCausalLM": phi3,
+    "PhiForCausalLM": phi,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": llama,
+    "StableLmForCausalLM": stablelm,
+    "Starcoder2ForCausalLM": starcoder2,
 }
 
 
@@ -139,6 +164,8 @@ def load_model(
     config = load_config(folder)
     config = config if max_positions is None else config.limited(max_positions)
     checkpoint = Checkpoint(folder)
+    if renamed := aliases(config.architecture, checkpoint.shapes):
+        checkpoint = Renamed(checkpoint, renamed)
     model = _build(config, "meta", dtype or config.dtype)
     check(model, checkpoint, config.quantization)
     fill(model, checkpoint, torch.device(device), quantization=config.quantization, progress=progress, convert=convert)

@@ -49,7 +49,9 @@ class ModelConfig:
     partial_rotary_factor: the share of a head's dims that is rotated.
     local_rope: theta and scaling for layers with a window; None: the same as for the others.
     attention_out_bias: whether the projection behind attention has a bias, in families where q, k and v may differ from it.
+    head_norms: whether queries and keys are normalised by head, in families where that is a setting.
     gated: whether feed-forward layers have a gate.
+    parallel_blocks: whether attention and feed-forward layer read the same stream, in families where that is a setting.
     unrotated: layers without rotary positions.
     attention_scale: factor on q . k; None: 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c tanh(x / c), for the scores and for the logits; None: no cap.
@@ -74,7 +76,9 @@ class ModelConfig:
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    head_norms: bool = False
     gated: bool = True
+    parallel_blocks: bool = False
     unrotated: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.float32
@@ -107,7 +111,7 @@ class ModelConfig:
             raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
 
     def _check_rotation(self) -> None:
-        for theta, scaling in self.ropes:
+        for theta, scaling in self.ropes if len(self.unrotated) < self.num_hidden_layers else ():
             try:
                 table = rope_frequencies(self.rotated_dim, theta, scaling, self.max_position_embeddings)
             except (ValueError, TypeError, ArithmeticError) as error:

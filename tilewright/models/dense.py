@@ -37,9 +37,9 @@ def llama(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more:
     return frame(config, device, dtype, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias, **more)
 
 
-def ernie4_5(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+def ernie4_5(config: ModelConfig, device: torch.device, dtype: torch.dtype, **more: Any) -> Decoder:
     """ERNIE 4.5 (Baidu, 2025): a Llama that rotates neighbouring pairs."""
-    return llama(config, device, dtype, interleaved=True)
+    return llama(config, device, dtype, interleaved=True, **more)
 
 
 def seed_oss(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -33,7 +33,8 @@ class _Positions:
         self.unrotated, self.late_norms = set(config.unrotated), norm_after_rotation
         longest = config.max_position_embeddings
         table: dict[str, Any] = {"max_positions": longest, "interleaved": interleaved, "device": device}
-        self.ropes = [Rope(config.rotated_dim, base=theta, scaling=scaling, **table) for theta, scaling in config.ropes]
+        used = config.ropes if len(self.unrotated) < config.num_hidden_layers else ()
+        self.ropes = [Rope(config.rotated_dim, base=theta, scaling=scaling, **table) for theta, scaling in used]
         self.still = None
         if norm_after_rotation or self.unrotated:
             self.still = NoRotation(max_positions=longest, device=device)

@@ -9,7 +9,10 @@ from tilewright.models.errors import ModelError
 
 __all__ = ["PARTIAL", "Rotation"]
 
-PARTIAL = ("Glm4ForCausalLM", "GlmForCausalLM", "Phi3ForCausalLM")
+PARTIAL = (
+    "GPTNeoXForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "NemotronForCausalLM", "Phi3ForCausalLM",
+    "PhiForCausalLM", "StableLmForCausalLM",
+)  # fmt: skip
 """Architectures that may rotate the first dimensions of a head only."""
 _BY_KIND = ("Gemma3ForCausalLM", "Olmo3ForCausalLM")
 """Architectures whose layers with a window may have other wavelengths."""
