@@ -65,6 +65,11 @@ class Routing:
         if self.method == "noaux_tc" and per < 2:
             raise ValueError("routing: noaux_tc takes the two best of each group, so groups need two experts at least")
 
+    @property
+    def biased(self) -> bool:
+        """Whether the choice, and not the weights, depends on a bias, which has no gradient."""
+        return self.method in _BIASED
+
     def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits [T, X] float32, bias [X] for methods with one -> (weights [T, K] float32, experts [T, K] int32)."""
         grouped = self.method in ("group_limited_greedy", "noaux_tc")
@@ -76,7 +81,7 @@ class Routing:
             logits,
             self.chosen,
             bias=bias,
-            softmax=self.method not in _BIASED,
+            softmax=not self.biased,
             groups=self.groups if grouped else 1,
             chosen_groups=self.chosen_groups if grouped else 1,
             normalise=self.normalise,
@@ -92,7 +97,7 @@ class _Router(nn.Module):
         self.routing = routing
         self.weight = parameter(routing.experts, features, fill=uniform(features), device=device, dtype=dtype)
         self.bias = None
-        if routing.method in _BIASED:
+        if routing.biased:
             self.bias = parameter(routing.experts, fill=nn.init.zeros_, device=device, dtype=torch.float32)
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
