@@ -4,7 +4,9 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +45,7 @@ from tilewright.models.mixtures import (
     qwen2_moe,
     qwen3_moe,
 )
+from tilewright.models.multimodal import MULTIMODAL, text_aliases, text_part
 from tilewright.models.names import aliases
 from tilewright.models.prompt import prompt_inputs
 from tilewright.models.saving import save_model, save_quantized
@@ -117,7 +120,7 @@ ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Mode
 
 def _builder(architecture: str) -> Callable[[ModelConfig, torch.device, torch.dtype], Model]:
     if architecture not in ARCHITECTURES:
-        raise ModelError(unknown(architecture, ARCHITECTURES))
+        raise ModelError(unknown(architecture, (*ARCHITECTURES, *MULTIMODAL)))
     return ARCHITECTURES[architecture]
 
 
@@ -132,10 +135,20 @@ def load_config(folder: Path) -> ModelConfig:
     Raises:
         ModelError: config.json is missing or broken, or needs something that is not supported.
     """
-    raw = read_json(folder / "config.json")
+    raw, whole = _decoder_config(folder)
     _builder(architecture_of(raw))  # report an unknown architecture first, before any of its keys
     generation = folder / "generation_config.json"
-    return ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+    config = ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+    return config if whole is None else replace(config, text_part_of=whole)
+
+
+def _decoder_config(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """(the contents of config.json of a decoder, the architecture whose text part it is or None)."""
+    raw = read_json(folder / "config.json")
+    architecture = architecture_of(raw)
+    if architecture not in MULTIMODAL:
+        return raw, None
+    return text_part(architecture, raw, Checkpoint(folder).shapes), architecture
 
 
 def load_model(
@@ -164,7 +177,10 @@ def load_model(
     config = load_config(folder)
     config = config if max_positions is None else config.limited(max_positions)
     checkpoint = Checkpoint(folder)
-    if renamed := aliases(config.architecture, checkpoint.shapes):
+    renamed = (
+        aliases(config.architecture, checkpoint.shapes) if config.text_part_of is None else text_aliases(checkpoint.shapes)
+    )
+    if renamed:
         checkpoint = Renamed(checkpoint, renamed)
     model = _build(config, "meta", dtype or config.dtype)
     check(model, checkpoint, config.quantization)

@@ -56,6 +56,7 @@ class ModelConfig:
     attention_scale: factor on q . k; None: 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c tanh(x / c), for the scores and for the logits; None: no cap.
     embedding_scale, residual_scale, logit_scale: factors on the embedding, on a layer's output, and on the logits.
+    text_part_of: the architecture of a checkpoint that also takes images, of which this is the text part alone.
     raw: the contents of config.json if it was read from one; a saved model gets the same file.
     """
 
@@ -95,6 +96,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    text_part_of: str | None = field(default=None, compare=False)
     raw: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
