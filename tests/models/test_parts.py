@@ -123,6 +123,21 @@ def test_gpt2_as_first_published(tmp_path: Path) -> None:
     assert (run_logits(load_model(tmp_path, device="cpu"), TOKENS, 4) - want).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("ernie4.5-moe", "model.mtp_emb_norm.0.weight"), ("gpt-neox", "gpt_neox.layers.1.attention.masked_bias")],
+)
+def test_tensors_that_no_model_needs(family: str, name: str, tmp_path: Path) -> None:
+    make_oracle(family, ENGINE[family]).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, name: torch.ones(3)}, path, metadata={"format": "pt"})
+    load_model(tmp_path, device="cpu")
+    save_file({**tensors, "model.other": torch.ones(3)}, path)
+    with pytest.raises(ModelError, match="unexpected"):
+        load_model(tmp_path, device="cpu")
+
+
 def test_foreign_codes_in_other_rows_are_refused(tmp_path: Path) -> None:
     make_oracle("gpt-neox", {"num_key_value_heads": 4}).save_pretrained(tmp_path)
     rewrite_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True})

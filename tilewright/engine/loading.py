@@ -34,9 +34,11 @@ from tilewright.quant import check_card, convert_layer, quantize
 __all__ = ["Loaded", "facts_of", "load", "make_bundle"]
 
 
-def _found(model: str | Path) -> tuple[Path, ModelConfig]:
+def _found(model: str | Path, report: Progress) -> tuple[Path, ModelConfig]:
     folder = resolve(model)
-    return folder, load_config(folder)
+    config = load_config(folder)
+    _say_what_is_left_out(config, report)
+    return folder, config
 
 
 def _say_what_is_left_out(config: ModelConfig, report: Progress) -> None:
@@ -81,8 +83,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     if options.plan != Plan():
         return _load_spread(model, options, report)
     on, wanted = place_of(options)
-    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
-    _say_what_is_left_out(config, report)
+    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model, report)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))

@@ -231,6 +231,8 @@ _IGNORED: Mapping[str, tuple[str, ...]] = {
     "GPTNeoXForCausalLM": (".attention.bias", ".attention.masked_bias"),
 }
 """Endings of tensors that old checkpoints have, and no model needs: masks."""
+_BESIDE: Mapping[str, str] = {"Ernie4_5_MoeForCausalLM": "model.mtp_"}
+"""Beginnings of tensors that predict a second token, which is not supported."""
 
 TABLES: Mapping[str, Table] = {
     "ArceeForCausalLM": LLAMA,
@@ -280,6 +282,8 @@ def outer(architecture: str) -> tuple[str, str]:
 
 def ignored(architecture: str, name: str) -> bool:
     """Whether a tensor of a checkpoint is none of the model's, and harmless."""
+    if architecture in _BESIDE and name.startswith(_BESIDE[architecture]):
+        return True
     return name.endswith((".rotary_emb.inv_freq", *_IGNORED.get(architecture, ())))
 
 
