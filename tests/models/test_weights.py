@@ -125,7 +125,7 @@ BROKEN = {
     "architecture": (
         lambda f: rewrite_config(f, architectures=["GPTJForCausalLM"], hidden_size=None),
         "GPTJForCausalLM is not supported; the nearest that are: GptOssForCausalLM, [A-Za-z0-9_, ]*; "
-        "supported with the ending ForCausalLM: Arcee, Cohere, Cohere2, DeepseekV2, [A-Za-z0-9_, ]*; and GPT2LMHeadModel, Gemma3For",
+        "supported with the ending ForCausalLM: Arcee, Cohere, Cohere2, DeepseekV2, [A-Za-z0-9_, ]*; and GPT2LMHeadModel, ",
     ),
 }  # fmt: skip
 
