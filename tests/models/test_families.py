@@ -1,13 +1,12 @@
 """Every decoder family against transformers on random configs: through the engine, and saved and loaded both ways."""
 
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.models.oracles import FAMILIES, make_oracle
+from tests.models.random_configs import ENGINE, random_config
 from tests.models.running import run_logits
 from tilewright import SamplingParams
 from tilewright.engine.llm import EngineConfig, load_engine
@@ -19,58 +18,6 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ora
 
 LIMIT = 1e-4
 TOKENS = [5, 9, 31, 7, 80, 2, 44]
-
-
-def random_config(family: str, seed: int) -> dict[str, Any]:
-    """Sizes that nobody chose: odd numbers of heads, tied or not, with biases or not, windows, caps, factors."""
-    rng = random.Random(f"{family} {seed}")
-    groups, layers = rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
-    heads, head_dim = groups * rng.choice((1, 2, 3)), rng.choice((8, 12, 16))
-    found: dict[str, Any] = {
-        "num_attention_heads": heads, "num_key_value_heads": groups, "num_hidden_layers": layers, "head_dim": head_dim,
-        "hidden_size": heads * head_dim, "intermediate_size": rng.choice((20, 36, 50)), "vocab_size": rng.choice((61, 97)),
-        "tie_word_embeddings": rng.random() < 0.5, "rms_norm_eps": rng.choice((1e-6, 1e-3)),
-    }  # fmt: skip
-    theta = {"rope_theta": rng.choice((1e3, 1e4, 5e5))}
-    if family in ("glm", "glm4"):
-        found["rope_parameters"] = {**theta, "rope_type": "default", "partial_rotary_factor": 0.5}
-    elif family == "gemma3":
-        found["rope_parameters"] = {
-            "full_attention": {**theta, "rope_type": "default"},
-            "sliding_attention": {"rope_theta": 99.0},
-        }
-    elif family == "phi3":
-        found["rope_parameters"] = {**theta, "rope_type": "default", "partial_rotary_factor": rng.choice((0.5, 1.0))}
-    else:
-        found["rope_parameters"] = {
-            **theta, "rope_type": rng.choice(("default", "linear", "dynamic", "llama3", "yarn")), "factor": 2.0,
-            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        }  # fmt: skip
-        if found["rope_parameters"]["rope_type"] != "llama3":
-            del found["rope_parameters"]["low_freq_factor"], found["rope_parameters"]["high_freq_factor"]
-    if family in ("gemma2", "gemma3", "gpt-oss", "llama", "qwen3", "qwen3-moe", "olmo2", "granite", "glm", "glm4"):
-        found["attention_bias"] = rng.random() < 0.5
-    if family in ("llama", "granite"):
-        found["mlp_bias"] = rng.random() < 0.5
-    window = rng.choice((None, 3, 7))
-    if family in ("gemma2", "gemma3", "gpt-oss"):
-        found |= {"sliding_window": window or 5, "layer_types": rng.choices(("sliding_attention", "full_attention"), k=layers)}
-    elif family in ("mistral", "mixtral", "phi3"):
-        found["sliding_window"] = window
-    if family.startswith("gemma"):
-        found |= {"query_pre_attn_scalar": rng.choice((4, 10, 100)), "attn_logit_softcapping": None}
-        found["final_logit_softcapping"] = rng.choice((None, 2.0))
-        if family == "gemma2":
-            found["attn_logit_softcapping"] = rng.choice((None, 1.0, 20.0))
-    if family == "granite":
-        names = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
-        found |= {name: rng.choice((0.4, 1.0, 2.5)) for name in names}
-    if family in ("mixtral", "gpt-oss"):
-        found |= {"num_local_experts": rng.choice((3, 5)), "num_experts_per_tok": rng.choice((1, 3))}
-    if family == "qwen3-moe":
-        found |= {"num_experts": 5, "num_experts_per_tok": rng.choice((1, 4)), "moe_intermediate_size": 28}
-        found |= {"norm_topk_prob": rng.random() < 0.5, "decoder_sparse_step": rng.choice((1, 2))}
-    return found
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
@@ -93,20 +40,6 @@ def test_random_configs(family: str, seed: int, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", **plain).eval()
     with torch.no_grad():
         assert (theirs(torch.tensor([tokens])).logits[0] - want).abs().max() < LIMIT
-
-
-ENGINE: dict[str, dict[str, Any]] = {
-    "gemma2": {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0},
-    "gemma3": {"head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
-    "glm": {"head_dim": 16},
-    "glm4": {"head_dim": 16},
-    "gpt-oss": {"head_dim": 16, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 0.5},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmo2": {},
-    "phi3": {"sliding_window": 20},
-    "qwen3-moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
-}
 
 
 @pytest.mark.parametrize("family", ENGINE)

@@ -17,8 +17,15 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ora
 
 TOKENS = torch.randint(0, 97, (23,), generator=torch.Generator().manual_seed(0)).tolist()
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FACTORS = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20}
+GLM_MOE = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 3, "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * i for i in range(8)],
@@ -34,12 +41,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
     "llama-llama3": ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32, "rope_theta": 1e4}}),
     "llama-yarn": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "mistral-window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen2-moe": ("qwen2-moe", {**MIXTURE, "shared_expert_intermediate_size": 28, "norm_topk_prob": True}),
+    "qwen2-moe-window": (
+        "qwen2-moe",
+        {
+            **MIXTURE, "shared_expert_intermediate_size": 28, "use_sliding_window": True, "sliding_window": 5,
+            "num_hidden_layers": 4, "mlp_only_layers": [2], "qkv_bias": False,
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-layer-types": (
@@ -49,6 +64,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "cohere": ("cohere", {"logit_scale": 0.5, "attention_bias": True}),
+    "cohere2": ("cohere2", {"logit_scale": 0.5, "sliding_window": 5, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
+    "ernie4.5": ("ernie4.5", {"head_dim": 24, "use_bias": True}),
+    "ernie4.5-moe": (
+        "ernie4.5-moe", {**ERNIE_MOE, "num_hidden_layers": 4, "moe_layer_end_index": 2, "moe_layer_start_index": 1},
+    ),
+    "exaone4": ("exaone4", {"sliding_window": 5, "sliding_window_pattern": 2, "num_hidden_layers": 4}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "gemma2": (
         "gemma2", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     ),
@@ -66,13 +90,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 24, "attention_bias": False, "num_key_value_heads": 1}),
+    "glm4-moe": ("glm4-moe", {**GLM_MOE, "head_dim": 24, "use_qk_norm": True, "attention_bias": True}),
+    "gpt-neox": ("gpt-neox", {"num_key_value_heads": 4}),
+    "gpt-neox-serial": ("gpt-neox", {"num_key_value_heads": 4, "use_parallel_residual": False, "attention_bias": False}),
     "gpt-oss": ("gpt-oss", {"head_dim": 16, "sliding_window": 6, "swiglu_limit": 1.0, **EXPERTS}),
-    "granite": (
-        "granite",
-        {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
-    ),
+    "gpt2": ("gpt2", {}),
+    "gpt2-unscaled": ("gpt2", {"n_inner": 40, "scale_attn_weights": False, "tie_word_embeddings": False}),
+    "granite": ("granite", FACTORS),
+    "granite-moe": ("granite-moe", {**EXPERTS, **FACTORS}),
+    "hunyuan": ("hunyuan", {"head_dim": 24, "rope_parameters": {**DYNAMIC, "alpha": 50.0}}),
+    "hunyuan-dynamic": ("hunyuan", {"head_dim": 16, "rope_parameters": DYNAMIC}),
     "mixtral": ("mixtral", {"sliding_window": 9, **EXPERTS}),
+    "nemotron": ("nemotron", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
     "olmo2": ("olmo2", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 5, "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 1e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "opt": ("opt", {"ffn_dim": 40}),
+    "opt-no-biases": ("opt", {"ffn_dim": 40, "enable_bias": False, "tie_word_embeddings": False}),
+    "phi": ("phi", {}),
     "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
     "phi3-short": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "phi3-long": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
@@ -81,6 +124,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3-moe",
         {**MIXTURE, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     ),
+    "seed-oss": ("seed-oss", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "attention_bias": True}),
+    "smollm3-window": (
+        "smollm3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2},
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 5}),
+    "starcoder2-no-biases": ("starcoder2", {"use_bias": False}),
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "beta_fast": 8, "rope_theta": 1e6}}),
 }  # fmt: skip
 

@@ -204,6 +204,6 @@ def test_layers_of_other_kinds_are_cut_by_rows_alone() -> None:
     shape = replace(SHAPES["qwen3-0.6b"], architecture="Olmo2ForCausalLM")
     model = empty_model(shape, device="meta", dtype=torch.float32)
     for given in ("tp=2", "pp=2", "cp=2"):
-        assert "block 0 is no norm, attention" in (refusal(model, Plan.read(given)) or "")
+        assert "block 0 is no RMS norm, attention" in (refusal(model, Plan.read(given)) or "")
     assert refusal(model, Plan.read("dp=2,zero=3")) is None
     assert refusal(empty_model(SHAPES["qwen3-0.6b"], device="meta", dtype=torch.float32), Plan.read("tp=2,pp=2")) is None

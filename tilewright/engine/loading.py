@@ -34,9 +34,16 @@ from tilewright.quant import check_card, convert_layer, quantize
 __all__ = ["Loaded", "facts_of", "load", "make_bundle"]
 
 
-def _found(model: str | Path) -> tuple[Path, ModelConfig]:
+def _found(model: str | Path, report: Progress) -> tuple[Path, ModelConfig]:
     folder = resolve(model)
-    return folder, load_config(folder)
+    config = load_config(folder)
+    _say_what_is_left_out(config, report)
+    return folder, config
+
+
+def _say_what_is_left_out(config: ModelConfig, report: Progress) -> None:
+    if config.text_part_of is not None:
+        report(f"{config.text_part_of}: only the text part is loaded; images in prompts are refused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +83,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     if options.plan != Plan():
         return _load_spread(model, options, report)
     on, wanted = place_of(options)
-    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model)
+    folder, config = (None, model) if isinstance(model, ModelConfig) else _found(model, report)
     tokenizer = None if folder is None or not (folder / "tokenizer.json").exists() else Tokenizer.load(folder)
     dtype = wanted or (config.dtype if on.type == "cuda" else torch.float32)
     shape, convert = _shape(config, dtype, options.quantize, device_of(-1 if on.index is None else on.index))
@@ -123,6 +130,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
 def _load_spread(model: str | Path | ModelConfig, options: EngineConfig, report: Progress) -> Loaded:
     """`load` by several ranks, of which this is the first; or in slices by one."""
     share, team = Share.of(model, options, 0), None
+    _say_what_is_left_out(share.config, report)
     if options.plan.ranks > 1:
         if isinstance(model, ModelConfig):
             raise ValueError("tp and pp take a model by its name or folder; random weights of a shape are for one rank")

@@ -4,7 +4,9 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,28 +14,42 @@ from tilewright.models.config import SHAPES, ModelConfig, ModelError, architectu
 from tilewright.models.decoder import Decoder
 from tilewright.models.deepseek import deepseek
 from tilewright.models.dense import (
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
     glm,
     glm4,
-    gpt_oss,
     granite,
+    hunyuan,
     llama,
     mistral,
-    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
-    qwen3_moe,
+    seed_oss,
 )
 from tilewright.models.errors import unknown
 from tilewright.models.files import read_json
 from tilewright.models.fill import Convert, Progress, check, fill, fill_random, replace_by_empty_quantized
 from tilewright.models.initial import initialise
+from tilewright.models.layer_norms import cohere, gpt2, gpt_neox, nemotron, opt, phi, stablelm, starcoder2
+from tilewright.models.mixtures import (
+    ernie4_5_moe,
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3_moe,
+)
+from tilewright.models.multimodal import MULTIMODAL, text_aliases, text_part
+from tilewright.models.names import aliases
 from tilewright.models.prompt import prompt_inputs
 from tilewright.models.saving import save_model, save_quantized
-from tilewright.models.weights import Checkpoint, resolve
+from tilewright.models.weights import Checkpoint, Renamed, resolve
 from tilewright.ops.weights import QuantizedWeight
 
 __all__ = [
@@ -62,28 +78,49 @@ Model = Decoder
 """The result of `load_model`: called with (token_ids, batch, cache); has `.logits` and `.config`."""
 
 ARCHITECTURES: dict[str, Callable[[ModelConfig, torch.device, torch.dtype], Model]] = {
+    "ArceeForCausalLM": llama,
+    "Cohere2ForCausalLM": cohere,
+    "CohereForCausalLM": cohere,
     "DeepseekV2ForCausalLM": deepseek,
     "DeepseekV3ForCausalLM": deepseek,
+    "Ernie4_5ForCausalLM": ernie4_5,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe,
+    "Exaone4ForCausalLM": exaone4,
+    "GPT2LMHeadModel": gpt2,
+    "GPTNeoXForCausalLM": gpt_neox,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "Glm4ForCausalLM": glm4,
+    "Glm4MoeForCausalLM": glm4_moe,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": gpt_oss,
     "GraniteForCausalLM": granite,
+    "GraniteMoeForCausalLM": granite_moe,
+    "HunYuanDenseV1ForCausalLM": hunyuan,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "NemotronForCausalLM": nemotron,
+    "OPTForCausalLM": opt,
     "Olmo2ForCausalLM": olmo2,
+    "Olmo3ForCausalLM": olmo2,
+    "OlmoeForCausalLM": olmoe,
     "Phi3ForCausalLM": phi3,
+    "PhiForCausalLM": phi,
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3ForCausalLM": qwen3,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "SeedOssForCausalLM": seed_oss,
+    "SmolLM3ForCausalLM": llama,
+    "StableLmForCausalLM": stablelm,
+    "Starcoder2ForCausalLM": starcoder2,
 }
 
 
 def _builder(architecture: str) -> Callable[[ModelConfig, torch.device, torch.dtype], Model]:
     if architecture not in ARCHITECTURES:
-        raise ModelError(unknown(architecture, ARCHITECTURES))
+        raise ModelError(unknown(architecture, (*ARCHITECTURES, *MULTIMODAL)))
     return ARCHITECTURES[architecture]
 
 
@@ -98,10 +135,20 @@ def load_config(folder: Path) -> ModelConfig:
     Raises:
         ModelError: config.json is missing or broken, or needs something that is not supported.
     """
-    raw = read_json(folder / "config.json")
+    raw, whole = _decoder_config(folder)
     _builder(architecture_of(raw))  # report an unknown architecture first, before any of its keys
     generation = folder / "generation_config.json"
-    return ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+    config = ModelConfig.from_hf(raw, read_json(generation) if generation.exists() else None)
+    return config if whole is None else replace(config, text_part_of=whole)
+
+
+def _decoder_config(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """(the contents of config.json of a decoder, the architecture whose text part it is or None)."""
+    raw = read_json(folder / "config.json")
+    architecture = architecture_of(raw)
+    if architecture not in MULTIMODAL:
+        return raw, None
+    return text_part(architecture, raw, Checkpoint(folder).shapes), architecture
 
 
 def load_model(
@@ -130,6 +177,11 @@ def load_model(
     config = load_config(folder)
     config = config if max_positions is None else config.limited(max_positions)
     checkpoint = Checkpoint(folder)
+    renamed = (
+        aliases(config.architecture, checkpoint.shapes) if config.text_part_of is None else text_aliases(checkpoint.shapes)
+    )
+    if renamed:
+        checkpoint = Renamed(checkpoint, renamed)
     model = _build(config, "meta", dtype or config.dtype)
     check(model, checkpoint, config.quantization)
     fill(model, checkpoint, torch.device(device), quantization=config.quantization, progress=progress, convert=convert)

@@ -22,10 +22,15 @@ from tilewright.models.quantization import Quantization
 from tilewright.models.rotation import Rotation
 from tilewright.ops.pointwise import rope_frequencies
 
-__all__ = ["ACTIVATIONS", "SHAPES", "ModelConfig", "ModelError", "architecture_of"]
+__all__ = ["ACTIVATIONS", "SHAPES", "UNGATED", "ModelConfig", "ModelError", "architecture_of"]
 
 ACTIVATIONS = {"gelu": "gelu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul", "silu": "silu_mul", "swish": "silu_mul"}
 """`hidden_act` -> the activation of a gated feed-forward layer."""
+UNGATED = {
+    "gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
+    "relu2": "relu2", "silu": "silu", "swish": "silu",
+}  # fmt: skip
+"""`hidden_act` -> the activation of a feed-forward layer without a gate."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -43,9 +48,15 @@ class ModelConfig:
     experts: sizes of the mixtures of experts; None: only dense layers.
     partial_rotary_factor: the share of a head's dims that is rotated.
     local_rope: theta and scaling for layers with a window; None: the same as for the others.
+    attention_out_bias: whether the projection behind attention has a bias, in families where q, k and v may differ from it.
+    head_norms: whether queries and keys are normalised by head, in families where that is a setting.
+    gated: whether feed-forward layers have a gate.
+    parallel_blocks: whether attention and feed-forward layer read the same stream, in families where that is a setting.
+    unrotated: layers without rotary positions.
     attention_scale: factor on q . k; None: 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c tanh(x / c), for the scores and for the logits; None: no cap.
     embedding_scale, residual_scale, logit_scale: factors on the embedding, on a layer's output, and on the logits.
+    text_part_of: the architecture of a checkpoint that also takes images, of which this is the text part alone.
     raw: the contents of config.json if it was read from one; a saved model gets the same file.
     """
 
@@ -64,7 +75,12 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None = None
     hidden_act: str = "silu"
     attention_bias: bool = False
+    attention_out_bias: bool = False
     mlp_bias: bool = False
+    head_norms: bool = False
+    gated: bool = True
+    parallel_blocks: bool = False
+    unrotated: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.float32
     bos_token_id: int | None = None
@@ -80,11 +96,13 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    text_part_of: str | None = field(default=None, compare=False)
     raw: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.hidden_act not in ACTIVATIONS:
-            raise ModelError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        known = ACTIVATIONS if self.gated else UNGATED
+        if self.hidden_act not in known:
+            raise ModelError(f"hidden_act {self.hidden_act!r} is not supported; supported: {', '.join(known)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"num_attention_heads must be a multiple of num_key_value_heads; "
@@ -95,7 +113,7 @@ class ModelConfig:
             raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
 
     def _check_rotation(self) -> None:
-        for theta, scaling in self.ropes:
+        for theta, scaling in self.ropes if len(self.unrotated) < self.num_hidden_layers else ():
             try:
                 table = rope_frequencies(self.rotated_dim, theta, scaling, self.max_position_embeddings)
             except (ValueError, TypeError, ArithmeticError) as error:
@@ -126,8 +144,8 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """The activation of a gated layer for `hidden_act`."""
-        return ACTIVATIONS[self.hidden_act]
+        """The activation of a feed-forward layer for `hidden_act`."""
+        return (ACTIVATIONS if self.gated else UNGATED)[self.hidden_act]
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> "ModelConfig":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tilewright.models.config import ModelConfig
 from tilewright.nn import (
     MLA,
+    MLP,
     Attention,
     Batch,
     ClampedMoE,
@@ -22,6 +23,7 @@ from tilewright.nn import (
     GatedMLP,
     KVCache,
     LatentCache,
+    LayerNorm,
     Linear,
     MoE,
     Packed,
@@ -29,15 +31,16 @@ from tilewright.nn import (
     RMSNorm,
 )
 
-__all__ = ["Block", "Decoder", "FeedForward"]
+__all__ = ["Block", "Decoder", "FeedForward", "Norm"]
 
-FeedForward = GatedMLP | MoE | ClampedMoE
+Norm = RMSNorm | LayerNorm
+FeedForward = GatedMLP | MLP | MoE | ClampedMoE
 
 
 class Block(nn.Module):
     """Norm, attention, norm, feed-forward."""
 
-    def __init__(self, *, attn_norm: RMSNorm, attn: Attention | MLA, ffn_norm: RMSNorm, ffn: FeedForward):
+    def __init__(self, *, attn_norm: Norm, attn: Attention | MLA, ffn_norm: Norm, ffn: FeedForward):
         super().__init__()
         self.attn_norm = attn_norm
         self.attn = attn
@@ -75,7 +78,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm, head. `head` may share the embedding's parameter."""
 
-    def __init__(self, config: ModelConfig, *, embed: Embedding, blocks: Iterable[nn.Module], norm: RMSNorm, head: Linear):
+    def __init__(self, config: ModelConfig, *, embed: Embedding, blocks: Iterable[nn.Module], norm: Norm, head: Linear):
         super().__init__()
         self.config = config
         self.embed = embed

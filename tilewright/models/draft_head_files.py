@@ -27,7 +27,7 @@ from tilewright.models.draft_heads import DraftHead, Eagle3Block, Eagle3Join, Ea
 from tilewright.models.files import read_json
 from tilewright.models.fill import check, fill
 from tilewright.models.forms import FLOATS
-from tilewright.models.weights import Checkpoint
+from tilewright.models.weights import Checkpoint, Renamed
 from tilewright.nn import Linear, RMSNorm, unfilled
 from tilewright.nn.filling import empty_parameter
 
@@ -38,19 +38,6 @@ EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 MTP = ("DeepseekV3ForCausalLM",)
 _OWN = ("fc.weight", "fc.bias", "enorm.weight", "hnorm.weight", "eh_proj.weight")
 """Tensors of the part that joins a head's inputs."""
-
-
-class _Renamed(Checkpoint):
-    """A checkpoint whose tensors have other names: new -> old."""
-
-    def __init__(self, source: Checkpoint, names: Mapping[str, str]):
-        self._source, self._names = source, dict(names)
-        self.shapes = {new: source.shapes[old] for new, old in names.items()}
-        self.dtypes = {new: source.dtypes[old] for new, old in names.items()}
-
-    def read(self, name: str) -> Tensor:
-        """The tensor."""
-        return self._source.read(self._names[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +91,7 @@ class HeadFiles:
     def load(self, model: Decoder, *, device: torch.device, dtype: torch.dtype) -> DraftHead:
         """The head with its weights, for the model for which it guesses. Raises ModelError if files and config do not match."""
         head = self.build(dtype)
-        inner = _Renamed(self.checkpoint, {name: name for name in self.checkpoint.shapes if name not in (*_OWN, "d2t", "t2d")})
+        inner = Renamed(self.checkpoint, {name: name for name in self.checkpoint.shapes if name not in (*_OWN, "d2t", "t2d")})
         check(head.decoder, inner, self.config.quantization)
         fill(head.decoder, inner, device, quantization=self.config.quantization)
         for name, parameter in list(head.join.named_parameters()):
@@ -160,7 +147,7 @@ def mtp_files(folder: Path, config: ModelConfig) -> HeadFiles:
         config, num_hidden_layers=1, windows=config.windows[:1], experts=replace(config.experts, first_layer=0),
         tie_word_embeddings=False,
     )  # fmt: skip
-    return HeadFiles(kind="mtp", config=inner_config, checkpoint=_Renamed(checkpoint, names))
+    return HeadFiles(kind="mtp", config=inner_config, checkpoint=Renamed(checkpoint, names))
 
 
 def head_files(folder: Path, model: ModelConfig, positions: int) -> HeadFiles | None:
@@ -194,7 +181,7 @@ def head_files(folder: Path, model: ModelConfig, positions: int) -> HeadFiles | 
             kept[f"model.{name}"] = old
         else:
             kept[outer.get(name, name)] = old
-    files = HeadFiles(kind=kind, config=config, checkpoint=_Renamed(checkpoint, kept))
+    files = HeadFiles(kind=kind, config=config, checkpoint=Renamed(checkpoint, kept))
     if kind == "eagle":
         if config.hidden_size != model.hidden_size:
             raise _other_size(folder, config.hidden_size, model.hidden_size)

@@ -7,6 +7,8 @@ from difflib import SequenceMatcher
 __all__ = ["ModelError", "unknown"]
 
 _NEAREST = 3
+_DECODER = "ForCausalLM"
+"""How the names of most architectures end; the message leaves it out, so that it stays readable."""
 
 
 class ModelError(ValueError):
@@ -17,9 +19,10 @@ def unknown(architecture: str, known: Iterable[str]) -> str:
     """The message about an architecture that is not supported: the most similar supported ones, then all."""
     names, short = sorted(known), architecture[:100]
     near = sorted(names, key=lambda name: -_likeness(short, name))[:_NEAREST]
-    return (
-        f"architecture {short} is not supported; the nearest that are: {', '.join(near)}; supported: {', '.join(names)}"
-    )  # fmt: skip
+    decoders = sorted(name.removesuffix(_DECODER) for name in names if name.endswith(_DECODER))
+    others = [name for name in names if not name.endswith(_DECODER)]
+    some = f"supported with the ending {_DECODER}: {', '.join(decoders)}; and " if decoders else "supported: "
+    return f"architecture {short} is not supported; the nearest that are: {', '.join(near)}; {some}{', '.join(others)}"
 
 
 def _likeness(a: str, b: str) -> float:

@@ -17,7 +17,8 @@ MAX_EXPERTS = 1 << 16
 class Experts:
     """Sizes of `nn.MoE`, for every layer from `first_layer` on except `dense_layers`.
 
-    inner: width of a routed expert. shared: total width of the experts that see every token; 0: none.
+    inner: width of a routed expert. shared: total width of the experts that see every token; 0: none. shared_gate: whether
+    their output has a factor for each token.
     clamped: alpha and limit of gpt-oss's gate, and biases; None: the usual gated layer.
     """
 
@@ -27,6 +28,7 @@ class Experts:
     routing: Routing
     dense_layers: tuple[int, ...] = ()
     clamped: tuple[float, float] | None = None
+    shared_gate: bool = False
 
     def in_layer(self, layer: int) -> bool:
         """Whether that layer is a mixture."""

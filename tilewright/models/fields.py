@@ -44,6 +44,7 @@ class _Rope(_Fields):
     mscale_all_dim: Annotated[float, Field(ge=0, le=1e3)] | None = None
     truncate: bool | None = None
     short_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
+    alpha: Factor | None = None
     long_factor: Annotated[list[Factor], Field(max_length=1 << 14)] | None = None
     full_attention: "_Rope | None" = None
     sliding_attention: "_Rope | None" = None
@@ -67,6 +68,34 @@ class _Config(_Fields):
     partial_rotary_factor: float | None = None
     hidden_act: str | None = None
     attention_bias: bool | None = None
+    layer_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    layer_norm_epsilon: Annotated[float, Field(ge=0, le=1)] | None = None
+    norm_epsilon: Annotated[float, Field(ge=0, le=1)] | None = None
+    norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
+    n_embd: Width | None = None
+    n_layer: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    n_head: Annotated[int, Field(ge=1, le=1 << 14)] | None = None
+    n_positions: Positions | None = None
+    n_inner: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    ffn_dim: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    word_embed_proj_dim: Width | None = None
+    activation_function: str | None = None
+    rotary_pct: float | None = None
+    rotary_emb_base: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    use_qkv_bias: bool | None = None
+    use_parallel_residual: bool | None = None
+    qk_layernorm: bool | None = None
+    scale_attn_weights: bool | None = None
+    scale_attn_by_inverse_layer_idx: bool | None = None
+    add_cross_attention: bool | None = None
+    do_layer_norm_before: bool | None = None
+    layer_norm_elementwise_affine: bool | None = None
+    enable_bias: bool | None = None
+    logit_scale: Factor | None = None
+    attention_out_bias: bool | None = None
+    use_bias: bool | None = None
+    no_rope_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
+    no_rope_layer_interval: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
     mlp_bias: bool | None = None
     tie_word_embeddings: bool | None = None
     dtype: str | None = None
@@ -74,7 +103,7 @@ class _Config(_Fields):
     bos_token_id: EndIds = None
     eos_token_id: EndIds = None
     use_sliding_window: bool | None = None
-    sliding_window: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    sliding_window: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     max_window_layers: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     layer_types: Annotated[list[str], Field(max_length=MAX_LAYERS)] | None = None
     quantization_config: dict[str, Any] | None = None
@@ -101,6 +130,17 @@ class _Config(_Fields):
     num_local_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     decoder_sparse_step: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
     mlp_only_layers: Annotated[list[int], Field(max_length=MAX_LAYERS)] | None = None
+    shared_expert_intermediate_size: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    qkv_bias: bool | None = None
+    use_qk_norm: bool | None = None
+    clip_qkv: Factor | None = None
+    moe_k: Annotated[int, Field(ge=1, le=1 << 10)] | None = None
+    moe_num_experts: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    moe_num_shared_experts: Annotated[int, Field(ge=0, le=1 << 10)] | None = None
+    moe_layer_start_index: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    moe_layer_end_index: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    moe_layer_interval: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    moe_norm_min: Annotated[float, Field(ge=0, le=1)] | None = None
     swiglu_alpha: Factor | None = None
     swiglu_limit: Factor | None = None
     # Caps, factors and windows of single families.
@@ -113,7 +153,9 @@ class _Config(_Fields):
     residual_multiplier: Factor | None = None
     logits_scaling: Factor | None = None
     rope_local_base_freq: Annotated[float, Field(gt=0, le=1e18)] | None = None
-    sliding_window_pattern: Annotated[int, Field(ge=1, le=MAX_LAYERS)] | None = None
+    sliding_window_pattern: (
+        Annotated[int, Field(ge=0, le=MAX_LAYERS)] | Annotated[str, Field(pattern="^[LG]+$", max_length=MAX_LAYERS)] | None
+    ) = None
     use_bidirectional_attention: bool | None = None
 
 
@@ -128,8 +170,6 @@ class _Encoder(_Config):
     """Of an encoder's config.json, besides."""
 
     type_vocab_size: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    layer_norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
-    norm_eps: Annotated[float, Field(ge=0, le=1)] | None = None
     norm_bias: bool | None = None
     pad_token_id: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     position_embedding_type: str | None = None

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
 from tilewright.models.forms import FLOATS, Experts, Form, MXExperts
-from tilewright.models.layouts import Layout, Wanted
-from tilewright.models.names import EMBED, HEAD, Stored, stored
+from tilewright.models.layouts import Layout, Own, Wanted
+from tilewright.models.names import Stored, ignored, outer, stored
 from tilewright.models.quantization import Quantization
 from tilewright.models.weights import Checkpoint
 from tilewright.nn import ExpertLinear, Linear, Rope
@@ -78,7 +78,7 @@ class _Source(NamedTuple):
 def part_names(model: Decoder, parameter: str, parts: Sequence[int]) -> Stored:
     """Where a parameter of the model lies in a Hugging Face checkpoint, given the rows of what it merges."""
     experts = 0 if model.config.experts is None else model.config.experts.routing.experts
-    return stored(model.config.architecture, parameter, len(parts), experts)
+    return stored(model.config.architecture, parameter, len(parts), experts, model.config.num_attention_heads)
 
 
 def _sources(model: Decoder, quantization: Quantization | None, checkpoint: Checkpoint | None = None) -> Iterator[_Source]:
@@ -87,23 +87,29 @@ def _sources(model: Decoder, quantization: Quantization | None, checkpoint: Chec
     A tied embedding that was saved under the head's name is looked for there.
     """
     parameters = dict(model.named_parameters())
+    embed, head = outer(model.config.architecture)
     under_head = (
         checkpoint is not None
         and "head.weight" not in parameters
-        and EMBED not in checkpoint.shapes
-        and HEAD in checkpoint.shapes
+        and embed not in checkpoint.shapes
+        and head in checkpoint.shapes
     )
     for path, parameter in parameters.items():
         module = model.get_submodule(path.rpartition(".")[0])
         parts = parts_of(module, parameter)
         names, form = part_names(model, path, parts)
         if under_head and path == "embed.weight":
-            names = (HEAD,)
+            names = (head,)
         if isinstance(form, Experts) and checkpoint is not None and f"{names[0]}_blocks" in checkpoint.shapes:
             form = MXExperts(form.experts, form.projections)
         layouts: tuple[Layout, ...] = ()
         if quantization is not None and isinstance(module, _LAYERS) and path.endswith(".weight"):
             layouts = _layouts(quantization, names)
+            if form.moves and not all(isinstance(layout, Own) for layout in layouts):
+                raise ModelError(
+                    f"{names[0]}: checkpoints of {model.config.architecture} that another library has quantised are not "
+                    "supported; take the unquantised one, and quantise it while it loads"
+                )
         yield _Source(module, parameter, names, form, parts, layouts)
 
 
@@ -122,9 +128,9 @@ def _layouts(quantization: Quantization, names: Sequence[str]) -> tuple[Layout, 
     return tuple(layout for layout in found if layout is not None)
 
 
-def _ignorable(name: str, second_token: str) -> bool:
+def _ignorable(architecture: str, name: str, second_token: str) -> bool:
     """Old checkpoints of Llama store the rotation's frequencies, which the config already gives."""
-    return name.endswith(".rotary_emb.inv_freq") or bool(second_token and name.startswith(second_token))
+    return ignored(architecture, name) or bool(second_token and name.startswith(second_token))
 
 
 def _second_token(model: Decoder, checkpoint: Checkpoint) -> str:
@@ -153,23 +159,24 @@ def check(model: Decoder, checkpoint: Checkpoint, quantization: Quantization | N
         if name in shapes and one.dtypes == FLOATS and checkpoint.dtypes[name] not in FLOATS:
             hint = "" if quantization else " (config.json has no quantization_config)"
             raise ModelError(f"{name} is {checkpoint.dtypes[name]}; supported: {', '.join(FLOATS)}, not quantised{hint}")
-    tied_twice = HEAD in shapes and HEAD not in wanted
+    embed, head = outer(model.config.architecture)
+    tied_twice = head in shapes and head not in wanted
     second_token = _second_token(model, checkpoint)
     wrong = [line for name, one in wanted.items() for line in _faults(name, one, checkpoint)]
     wrong += [
         f"{name}: unexpected"
         for name in shapes
         if name not in wanted
-        and not (tied_twice and name == HEAD)
-        and not _ignorable(name, second_token)
+        and not (tied_twice and name == head)
+        and not _ignorable(model.config.architecture, name, second_token)
         and not _no_bias(name, wanted, checkpoint)
     ]
     if wrong:
         shown = "".join(f"\n  {line}" for line in wrong[:12])
         more = f"\n  and {len(wrong) - 12} more" if len(wrong) > 12 else ""
         raise ModelError(f"config.json and the weights contradict each other, in {len(wrong)} tensors:{shown}{more}")
-    if tied_twice and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBED)):
-        raise ModelError(f"config.json ties the word embeddings (tie_word_embeddings), but {HEAD} differs from {EMBED}")
+    if tied_twice and not torch.equal(checkpoint.read(head), checkpoint.read(embed)):
+        raise ModelError(f"config.json ties the word embeddings (tie_word_embeddings), but {head} differs from {embed}")
 
 
 def _faults(name: str, wanted: Wanted, checkpoint: Checkpoint) -> Iterator[str]:

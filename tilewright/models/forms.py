@@ -6,6 +6,10 @@
 | `WHOLE`          | one for all parts                                                            | Phi-3, GLM                 |
 | `PLUS_ONE`       | the parameter minus 1: a norm's weight that begins with zeros                | Gemma                      |
 | `Experts`        | one for all experts, input before output, gate and up interleaved            | gpt-oss                    |
+| `TRANSPOSED`     | one for all parts, input before output                                       | GPT-2                      |
+| `PerHead`        | one, in which the query, key and value of a head follow each other           | GPT-NeoX                   |
+| `Bank`           | one for all experts, [X, R, C]                                               | Granite's mixtures         |
+| `ONE_ROW`        | a vector as a matrix of one row                                              | ERNIE 4.5's mixtures       |
 | `MXExperts`      | the same in mxfp4: `_blocks`, two values per byte, and `_scales`, one for 32 | gpt-oss, as published      |
 
 `views` divides a parameter into views, one for each name; `put` fills a view from what is read, `get` is the inverse. All of
@@ -22,7 +26,9 @@ from tilewright.formats import unpack_int4
 from tilewright.models.errors import ModelError
 from tilewright.models.layouts import Wanted
 
-__all__ = ["FLOATS", "PARTS", "PLUS_ONE", "WHOLE", "Experts", "Form", "MXExperts"]
+__all__ = [
+    "FLOATS", "ONE_ROW", "PARTS", "PLUS_ONE", "TRANSPOSED", "WHOLE", "Bank", "Experts", "Form", "MXExperts", "PerHead",
+]  # fmt: skip
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 """dtypes of float tensors, by their names in safetensors."""
@@ -33,6 +39,9 @@ Read = Callable[[str], Tensor]
 
 class Form:
     """The form `PARTS`; subclasses override what differs."""
+
+    moves = False
+    """Whether rows are elsewhere in the checkpoint than in the parameter, so that codes of other libraries do not fit."""
 
     def rows(self, parts: Sequence[int]) -> tuple[int, ...]:
         """Rows of each tensor, for a parameter whose parts have these numbers of rows."""
@@ -70,7 +79,51 @@ class _PlusOne(Form):
         return {name: view - 1}
 
 
-PARTS, WHOLE, PLUS_ONE = Form(), _Whole(), _PlusOne()
+class _OneRow(_Whole):
+    def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        return (parameter[None],)
+
+
+class _Transposed(_Whole):
+    moves = True
+
+    def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        return (parameter.mT,)
+
+
+PARTS, WHOLE, PLUS_ONE, ONE_ROW, TRANSPOSED = Form(), _Whole(), _PlusOne(), _OneRow(), _Transposed()
+
+
+@dataclass(frozen=True)
+class PerHead(_Whole):
+    """Three parts of H heads each, [3 H D, C] (or a bias [3 H D]), whose rows are [H, 3, D] in the checkpoint."""
+
+    moves = True
+    heads: int
+
+    def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        return (parameter.unflatten(0, (3, self.heads, -1)).transpose(0, 1),)
+
+    def tensors(self, name: str, view: Tensor) -> dict[str, Wanted]:
+        heads, three, dim, *rest = view.shape
+        return {name: Wanted(((heads * three * dim, *rest),), FLOATS)}
+
+    def put(self, view: Tensor, name: str, read: Read) -> None:
+        view.copy_(read(name).unflatten(0, view.shape[:3]))
+
+    def get(self, view: Tensor, name: str) -> dict[str, Tensor]:
+        return {name: view.flatten(0, 2)}
+
+
+@dataclass(frozen=True)
+class Bank(_Whole):
+    """A stacked parameter [X P R, C] as one tensor [X, P R, C]."""
+
+    moves = True
+    experts: int
+
+    def views(self, parameter: Tensor, parts: Sequence[int]) -> Sequence[Tensor]:
+        return (parameter.unflatten(0, (self.experts, -1)),)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,13 @@ from tilewright.models.errors import ModelError
 
 __all__ = ["PARTIAL", "Rotation"]
 
-PARTIAL = ("Glm4ForCausalLM", "GlmForCausalLM", "Phi3ForCausalLM")
+PARTIAL = (
+    "GPTNeoXForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "NemotronForCausalLM", "Phi3ForCausalLM",
+    "PhiForCausalLM", "StableLmForCausalLM",
+)  # fmt: skip
 """Architectures that may rotate the first dimensions of a head only."""
+_BY_KIND = ("Gemma3ForCausalLM", "Olmo3ForCausalLM")
+"""Architectures whose layers with a window may have other wavelengths."""
 _BY_LAYER = ("full_attention", "sliding_attention")
 _WITH_CONTEXT = ("dynamic", "llama3", "longrope", "yarn")
 
@@ -32,7 +37,7 @@ class Rotation:
         if not any(isinstance(value, Mapping) for value in given.values()):
             local = raw.get("rope_local_base_freq")
             return _one(architecture, raw, given, base), None if local is None else _one(architecture, raw, {}, local)
-        if architecture != "Gemma3ForCausalLM" or set(given) - {*_BY_LAYER}:
+        if architecture not in _BY_KIND or set(given) - {*_BY_LAYER}:
             raise ModelError(f"rope parameters that differ by layer type ({', '.join(given)}) are not supported")
         full, local = (given.get(kind) or {} for kind in _BY_LAYER)
         return _one(architecture, raw, full, base), _one(architecture, raw, local, raw.get("rope_local_base_freq"))
@@ -50,6 +55,13 @@ def _one(architecture: str, raw: Mapping[str, Any], given: Mapping[str, Any], ba
         raise ModelError(f"partial_rotary_factor must be {wanted}, got {partial}")
     if architecture == "Phi3ForCausalLM" and kind in ("su", "yarn"):
         kind = "longrope"  # its names before it had one
+    if architecture == "HunYuanDenseV1ForCausalLM" and kind == "dynamic" and numbers.get("alpha"):
+        # A longer base, and nothing that depends on the text's length.
+        heads = raw.get("num_attention_heads") or 1
+        dim = raw.get("head_dim") or (raw.get("hidden_size") or heads) // heads
+        if dim < 3:
+            raise ModelError(f"head_dim must be at least 3 for a rotation with alpha, got {dim}")
+        theta, kind = theta * float(numbers["alpha"]) ** (dim / (dim - 2)), "default"
     if kind == "default":
         return Rotation(theta=theta, scaling=None, partial=partial)
     scaling = {key: value for key, value in numbers.items() if value is not None}

@@ -13,13 +13,15 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tilewright.models.config import ModelConfig
+from tilewright.models.config import ModelConfig, architecture_of
 from tilewright.models.decoder import Decoder
 from tilewright.models.errors import ModelError
+from tilewright.models.families import prepared
 from tilewright.models.files import read_json
 from tilewright.models.fill import part_names, parts_of
 from tilewright.models.forms import PLUS_ONE
 from tilewright.models.layouts import Own
+from tilewright.models.multimodal import MULTIMODAL
 from tilewright.models.weights import resolve
 from tilewright.nn import ExpertLinear, Linear
 from tilewright.ops.weights import QuantizedWeight
@@ -55,7 +57,10 @@ def save_quantized(model: Decoder, folder: str | Path, source: str | Path) -> No
     if not layers:
         raise ValueError("save_quantized: no layer of the model is quantised; call tw.quantize(model, format) first")
     raw = read_json(origin / "config.json")
-    if raw.get("hidden_size") != model.config.hidden_size or raw.get("vocab_size") != model.config.vocab_size:
+    if architecture_of(raw) in MULTIMODAL:  # only the text part was loaded, and it is saved as a decoder
+        raw = hf_config(model.config)
+    given = prepared(architecture_of(raw), raw)
+    if given.get("hidden_size") != model.config.hidden_size or given.get("vocab_size") != model.config.vocab_size:
         raise ModelError(f"save_quantized: {source} is another model: its config.json has other sizes")
     raw.pop("compression_config", None)
     raw["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 Refuses pickled weights (*.bin, *.pt, *.pth). No code in a model folder is ever run.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tilewright.extras import advice
 from tilewright.models.errors import ModelError
 from tilewright.models.files import check_plain_file, read_json
 
-__all__ = ["Checkpoint", "resolve"]
+__all__ = ["Checkpoint", "Renamed", "resolve"]
 
 _EMBEDDED = Path(__file__).parent.parent / "assets"
 _EMBEDDED_MODELS = ("bookworm",)
@@ -106,6 +107,19 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU, backed by the mapped file."""
         return self._files[name].get_tensor(name)
+
+
+class Renamed(Checkpoint):
+    """A checkpoint whose tensors have other names: new -> old."""
+
+    def __init__(self, source: Checkpoint, names: Mapping[str, str]):
+        self._source, self._names = source, dict(names)
+        self.shapes = {new: source.shapes[old] for new, old in names.items()}
+        self.dtypes = {new: source.dtypes[old] for new, old in names.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor."""
+        return self._source.read(self._names[name])
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -37,7 +37,7 @@ from tilewright.nn.embedding import (
     EmbeddingBag,
 )
 from tilewright.nn.expert_linear import ExpertLinear
-from tilewright.nn.ffn import GatedMLP
+from tilewright.nn.ffn import MLP, GatedMLP
 from tilewright.nn.filling import unfilled
 from tilewright.nn.keys_values import KeysValues, KVCache, LatentCache, PackedKeysValues, PagedKeysValues, ServedKeysValues
 from tilewright.nn.linear import Linear
@@ -62,13 +62,14 @@ from tilewright.nn.pooling import (
     MaxPool3d,
     Upsample,
 )
-from tilewright.nn.rope import Rope
+from tilewright.nn.rope import NoRotation, Rope
 
 __all__ = [
     "ELU",
     "GELU",
     "GLU",
     "MLA",
+    "MLP",
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
     "AdaptiveAvgPool3d",
@@ -117,6 +118,7 @@ __all__ = [
     "MaxPool3d",
     "Mish",
     "MoE",
+    "NoRotation",
     "Packed",
     "PackedKeysValues",
     "PagedKeysValues",

@@ -36,6 +36,7 @@ class Attention(nn.Module):
         head_norm_eps: eps of RMS norms over each query and key head before the rotation; None: no such norms.
         wide_norm_eps: eps of RMS norms over all query heads together, and all key heads together; None: no such norms.
         norm_dtype: dtype of the weights of these norms; None: as the other weights.
+        early_rope: a rotation before these norms (HunYuan) instead of after them; `rope` is then a `NoRotation`.
         window: a token sees itself and the window - 1 tokens before it; None: all before it.
         sinks: whether each head has a learned score that is added to its softmax, with the value zero.
         scale: factor on q . k; None for 1 / sqrt(D).
@@ -59,6 +60,7 @@ class Attention(nn.Module):
         head_norm_eps: float | None = None,
         wide_norm_eps: float | None = None,
         norm_dtype: torch.dtype | None = None,
+        early_rope: Rope | None = None,
         window: int | None = None,
         sinks: bool = False,
         scale: float | None = None,
@@ -82,6 +84,7 @@ class Attention(nn.Module):
         self.qkv_shape = (-1, sum(self.head_counts), head_dim)
         self.scale = head_dim**-0.5 if scale is None else float(scale)
         self.rope = rope
+        self.early_rope = early_rope
         self.qkv = Linear(features, [n * head_dim for n in self.head_counts], bias=qkv_bias, device=device, dtype=dtype)
         self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
         self.q_norm = self.k_norm = None
@@ -101,6 +104,8 @@ class Attention(nn.Module):
         """[T, E], or the same quantised -> [T, E]. `keys_values` is this layer's; a cache is written to."""
         q, k, v = self.qkv(x_TE, adapters=batch.adapters).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         norms = (self.q_norm, self.k_norm)
+        if self.early_rope is not None:
+            q, k = ops.rope(q, k, batch.positions, self.early_rope.cos_sin, self.early_rope.interleaved)
         if self.wide_norm_eps is not None and self.q_norm is not None and self.k_norm is not None:
             q, k = _normed(q, self.q_norm, self.wide_norm_eps), _normed(k, self.k_norm, self.wide_norm_eps)
             norms = (None, None)

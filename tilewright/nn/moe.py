@@ -11,6 +11,7 @@ Not here: dropped tokens, a balancing loss. Experts on several devices: parallel
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,10 @@ from tilewright.nn.ffn import GatedMLP
 from tilewright.nn.filling import parameter, uniform
 from tilewright.nn.linear import Linear
 
-__all__ = ["METHODS", "MoE", "Routing"]
+__all__ = ["METHODS", "MoE", "Routing", "with_shared"]
 
-METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+METHODS = ("greedy", "group_limited_greedy", "noaux_tc", "biased_softmax")
+_BIASED = ("noaux_tc", "biased_softmax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +33,11 @@ class Routing:
     """How a token's experts are chosen.
 
     method: "greedy" (the largest values of a softmax), "group_limited_greedy" (the same within the groups with the largest
-        maximum; DeepSeek-V2), or "noaux_tc" (sigmoids; groups are ranked by the sum of their two best, with a bias that affects
-        the choice only; DeepSeek-V3).
+        maximum; DeepSeek-V2), "noaux_tc" (sigmoids; groups are ranked by the sum of their two best, with a bias that affects
+        the choice only; DeepSeek-V3), or "biased_softmax" (a softmax, with such a bias; ERNIE 4.5).
     experts: X, the number of routed experts.
     chosen: K, the number of experts for each token.
-    groups: the number of groups into which X is divided; 1 for "greedy".
+    groups: the number of groups into which X is divided; 1 for "greedy" and "biased_softmax".
     chosen_groups: the number of groups from which experts may be chosen.
     normalise: divide the K weights by their sum.
     scale: factor on the weights.
@@ -63,14 +65,23 @@ class Routing:
         if self.method == "noaux_tc" and per < 2:
             raise ValueError("routing: noaux_tc takes the two best of each group, so groups need two experts at least")
 
+    @property
+    def biased(self) -> bool:
+        """Whether the choice, and not the weights, depends on a bias, which has no gradient."""
+        return self.method in _BIASED
+
     def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Logits [T, X] float32, bias [X] for "noaux_tc" -> (weights [T, K] float32, experts [T, K] int32)."""
-        grouped = self.method != "greedy"
+        """Logits [T, X] float32, bias [X] for methods with one -> (weights [T, K] float32, experts [T, K] int32)."""
+        grouped = self.method in ("group_limited_greedy", "noaux_tc")
+        if self.method == "biased_softmax":
+            # Their sigmoids are the softmax. The bounds keep them finite, and far enough from 0 and 1 to be exact.
+            shares = ops.softmax(logits).clamp(1e-30, 1 - 2**-24)
+            logits = shares.log() - torch.log1p(-shares)
         return ops.route_experts(
             logits,
             self.chosen,
             bias=bias,
-            softmax=self.method != "noaux_tc",
+            softmax=not self.biased,
             groups=self.groups if grouped else 1,
             chosen_groups=self.chosen_groups if grouped else 1,
             normalise=self.normalise,
@@ -79,14 +90,14 @@ class Routing:
 
 
 class _Router(nn.Module):
-    """The weight of the logits, [X, E] in the model's dtype, and for "noaux_tc" the bias, [X] float32."""
+    """The weight of the logits, [X, E] in the model's dtype, and for methods with one the bias, [X] float32."""
 
     def __init__(self, routing: Routing, features: int, device: torch.device | str | None, dtype: torch.dtype | None):
         super().__init__()
         self.routing = routing
         self.weight = parameter(routing.experts, features, fill=uniform(features), device=device, dtype=dtype)
         self.bias = None
-        if routing.method == "noaux_tc":
+        if routing.biased:
             self.bias = parameter(routing.experts, fill=nn.init.zeros_, device=device, dtype=torch.float32)
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,6 +112,7 @@ class MoE(nn.Module):
         features: E, in and out.
         inner: I, width of a routed expert.
         shared: the total width of the experts that see every token; 0 for none.
+        shared_gate: whether their output has a factor, the sigmoid of another product with the token (Qwen2's mixtures).
         routing: how the routed experts are chosen.
         activation: "silu_mul" or "gelu_mul".
     """
@@ -112,6 +124,7 @@ class MoE(nn.Module):
         *,
         shared: int,
         routing: Routing,
+        shared_gate: bool = False,
         activation: str = "silu_mul",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -120,6 +133,9 @@ class MoE(nn.Module):
         self.activation = activation
         self.router = _Router(routing, features, device, dtype)
         self.shared = GatedMLP(features, shared, activation=activation, device=device, dtype=dtype) if shared else None
+        self.shared_gate = None
+        if shared and shared_gate:
+            self.shared_gate = parameter(1, features, fill=uniform(features), device=device, dtype=dtype)
         self.experts_gate_up = ExpertLinear(routing.experts, (inner, inner), features, device=device, dtype=dtype)
         self.experts_down = ExpertLinear(routing.experts, (features,), inner, device=device, dtype=dtype)
 
@@ -134,4 +150,15 @@ class MoE(nn.Module):
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         inner = self.experts_gate_up(x_TE, order, self.activation, gather=True)
         routed = ops.combine_tokens(self.experts_down(inner, order), order, weights)
-        return routed if self.shared is None else self.shared(x_TE, adapters) + routed
+        return with_shared(self, x_TE, routed, adapters)
+
+
+def with_shared(layer: Any, x_TE: Tensor, routed: Tensor, adapters: Tensor | None) -> Tensor:
+    """The output of the routed experts, plus that of the shared ones of a layer with `shared` and `shared_gate` as `MoE`."""
+    if layer.shared is None:
+        return routed
+    shared = layer.shared(x_TE, adapters)
+    if layer.shared_gate is not None:
+        factor = torch.sigmoid(ops.linear(x_TE.float(), layer.shared_gate.float()))
+        shared = (shared * factor).to(shared.dtype)
+    return shared + routed

@@ -104,3 +104,15 @@ class LayerNorm(nn.LayerNorm):
         weight = torch.ones(x.shape[-1:], dtype=x.dtype, device=x.device) if self.weight is None else self.weight.flatten()
         bias = None if self.bias is None else self.bias.flatten()
         return ops.layer_norm(x, weight, bias, self.eps).view(input.shape)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`. This and `add_for` need a weight with one dimension."""
+        if residual is None:
+            return ops.layer_norm(x, self.weight, self.bias, self.eps), x
+        return ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def add_for(
+        self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add_for`, but the reader quantises its input itself."""
+        return self.add(x, residual)

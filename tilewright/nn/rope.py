@@ -8,7 +8,7 @@ from torch import nn
 
 from tilewright.ops.pointwise import rope_table
 
-__all__ = ["Rope"]
+__all__ = ["NoRotation", "Rope"]
 
 
 class Rope(nn.Module):
@@ -50,3 +50,20 @@ class Rope(nn.Module):
     def extra_repr(self) -> str:
         positions, _, half = self.cos_sin.shape
         return f"{2 * half} dims, {positions} positions, interleaved={self.interleaved}"
+
+
+class NoRotation(Rope):
+    """The table of layers without rotary positions: angles of zero, which leave every head as it is, bit by bit.
+
+    Args:
+        max_positions: as in `Rope`.
+        device: as in `Rope`.
+    """
+
+    def __init__(self, *, max_positions: int, device: torch.device | str | None = None):
+        super().__init__(2, max_positions=max_positions, device=device)
+
+    def materialise(self, device: torch.device | str | None) -> None:
+        """A cosine of 1 and a sine of 0 for each position."""
+        self.cos_sin = torch.zeros(self.cos_sin.shape, device=device)
+        self.cos_sin[:, 0] = 1.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tilewright.nn.attention import Attention
-from tilewright.nn.ffn import GatedMLP
+from tilewright.nn.ffn import MLP, GatedMLP
 
 __all__ = ["SHARDS", "Column", "Replicate", "Row", "Shard"]
 
@@ -38,5 +38,6 @@ Shard = Column | Row | Replicate
 SHARDS: dict[type[nn.Module], dict[str, Shard]] = {
     Attention: {"qkv": Column(), "out": Row(), "q_norm": Replicate(), "k_norm": Replicate(), "sinks": Column()},
     GatedMLP: {"gate_up": Column(), "down": Row()},
+    MLP: {"up": Column(), "down": Row()},
 }
 """Layer -> its linear layers and parameters -> how they are divided."""

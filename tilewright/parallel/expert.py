@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tilewright import ops
 from tilewright.nn import Linear, MoE
+from tilewright.nn.moe import with_shared
 from tilewright.ops.experts import ByExpert
 from tilewright.parallel.pieces import Piece
 from tilewright.parallel.ranks import Ranks
@@ -53,6 +54,7 @@ class DealtExperts(nn.Module):
     def __init__(self, whole: MoE, ranks: Ranks, apart: bool):
         super().__init__()
         self.router, self.shared, self.activation = whole.router, whole.shared, whole.activation
+        self.shared_gate = whole.shared_gate
         self._ranks, self._count = ranks, whole.experts_down.experts
         weights: tuple[Any, ...] = (whole.experts_gate_up.weight, whole.experts_down.weight)
         self.gate_up, self.down = (
@@ -76,7 +78,7 @@ class DealtExperts(nn.Module):
         made = self._apart(rows, theirs, received) if len(self.down) > 1 else self._together(rows, theirs)
         back: Any = _Sent.apply(made, self._ranks, received, sent)
         routed = ops.combine_tokens(back, order, weights)
-        return routed if self.shared is None else self.shared(x_TE, adapters) + routed
+        return with_shared(self, x_TE, routed, adapters)
 
     def _apart(self, rows: Tensor, sizes: Tensor, received: Sequence[int]) -> Tensor:
         ends = torch.nn.functional.pad(sizes.cumsum(1, dtype=torch.int32), (1, 0))

@@ -88,11 +88,13 @@ def refusal(model: Any, plan: Plan) -> str | None:
     for index, block in enumerate(model.blocks):
         plain = {name for name, _ in block.named_children()} == names
         mixture = isinstance(block.ffn, MoE) and plan.slices == plan.chunks == 1
+        plain = plain and all(isinstance(norm, RMSNorm) for norm in (block.attn_norm, block.ffn_norm))
+        plain = plain and getattr(block.attn, "early_rope", None) is None
         plain = plain and type(block.attn) in SHARDS and (type(block.ffn) in SHARDS or mixture)
         if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
             return (
-                f"parallel: block {index} is no norm, attention, norm and gated feed-forward layer alone, which tp, cp and pp "
-                "can cut; take dp and zero"
+                f"parallel: block {index} is no RMS norm, attention, RMS norm and feed-forward layer alone, which tp, cp and "
+                "pp can cut; take dp and zero"
             )
         if plan.ring and block.attn.window is not None:
             return f"parallel: block {index} attends within a window, which a ring does not know; leave ring out"

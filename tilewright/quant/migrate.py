@@ -51,6 +51,8 @@ def _move(norm: nn.Module, layer: nn.Module, found: Seen, strength: float) -> tu
     factors = torch.exp2((largest_x.log2() * strength - largest_w.log2() * (1 - strength)).round())
     weight.mul_(factors.to(weight.dtype))
     gain.div_(factors.to(gain.dtype))
+    if isinstance(bias := getattr(norm, "bias", None), Tensor):
+        bias.data.div_(factors.to(bias.dtype))
     found.rows = [rows / factors.to(rows) for rows in found.rows]
     found.low, found.high = found.low / factors.cpu(), found.high / factors.cpu()
     return factors.min().item(), factors.max().item()

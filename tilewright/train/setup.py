@@ -84,6 +84,8 @@ def model_config(config: TrainConfig) -> ModelConfig:
     found = named if named is not None else load_config(resolve(config.model))
     if found.latent is not None or (found.experts is not None and found.experts.clamped is not None):
         raise ModelError(f"{found.architecture}: training latent attention or clamped experts is not supported yet")
+    if found.experts is not None and found.experts.routing.biased:
+        raise ModelError(f"{found.architecture}: training a router whose bias affects only the choice is not supported yet")
     if found.experts is not None and config.optimizer == "muon":
         raise ValueError("muon needs whole matrices, and those of the experts are stacked: use adamw")
     if found.quantization is not None:
