@@ -12,6 +12,7 @@ from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Refus
 from tilewright.host.host import Host, Source
 from tilewright.host.tensors import Signature, Wire
 from tilewright.host.version import Ask
+from tilewright.host.waiting import Told
 
 
 def test_requests_that_wait_share_a_batch_and_get_their_own_rows() -> None:
@@ -43,9 +44,13 @@ def test_a_lone_client_does_not_wait_for_the_turn_to_end_and_others_are_one_batc
     async def test(host: Host) -> None:
         version = host.model("m").versions[1]
 
+        class Noting(Told):
+            def deliver(self, found: object) -> None:
+                told.append(found)
+
         def began(value: float) -> bool:
             """Whether a request is computed before the event loop has its turn."""
-            version.begin(wire(1, value), Ask(), lambda found: told.append(found))
+            version.begin(wire(1, value), Ask(), Noting())
             return makes.made[0].busy
 
         told, at_once = list[object](), list[bool]()

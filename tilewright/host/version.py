@@ -36,7 +36,7 @@ from tilewright.host.forking import LoadFailed
 from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, zeros
-from tilewright.host.waiting import Ask, CallbackAnswer, Plans, Run, Waiting, fail
+from tilewright.host.waiting import Ask, Awaited, Plans, Run, Told, Waiting, fail
 
 __all__ = ["Ask", "Version"]
 
@@ -70,7 +70,10 @@ class Version:
         revive: Callable[[], Awaitable[Runs]],
     ):
         self.name, self.number, self.config, self.signature = name, number, config, signature
+        self.serial = next(_numbers)
+        """Its own number among all versions of all models in this process."""
         self.output_names = [spec.name for spec in signature.outputs]
+        self._input_names = [spec.name for spec in signature.inputs]
         self.stats, self.circuit = Stats(), Circuit()
         self._instances = list(instances)
         self._revive, self._capacity = revive, instances[0].capacity
@@ -78,7 +81,7 @@ class Version:
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._plans = Plans(name, signature, self._policy.max_rows)
+        self._plans = Plans(name, signature, self._policy.max_rows, self._capacity)
         self._soon = False
         """Whether `_pump` will be called at the end of this turn of the event loop."""
         self._alone = 0
@@ -132,32 +135,26 @@ class Version:
         self.stats.times["success"].add(time.monotonic() - started_s)
         return answer
 
-    def begin(
-        self, inputs: Mapping[str, Wire], ask: Ask, done: Callable[[tuple[Wire, ...] | HostError], object]
-    ) -> Callable[[], object]:
-        """`infer` without a task: `done` is called once, later. Returns a function to cancel the request. Raises HostError."""
+    def begin(self, inputs: Mapping[str, Wire], ask: Ask, told: Told) -> None:
+        """`infer` without a task: `told` is told once, later, and may give up. Raises HostError."""
         started_s = time.monotonic()
-        answer = CallbackAnswer(done, self.stats.times, started_s)
+        told.withdraw = self._withdraw
         try:
-            item = self._queued(inputs, ask, started_s, answer)
+            self._queued(inputs, ask, started_s, told)
         except HostError:
             self.stats.times["fail"].add(time.monotonic() - started_s)
             raise
 
-        def give_up() -> None:
-            answer.over = True
-            self._withdraw(item)
-
-        return give_up
-
     async def _asked(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float) -> tuple[Wire, ...]:
         answer: asyncio.Future[tuple[Wire, ...]] = self._loop.create_future()
-        item = self._queued(inputs, ask, now_s, answer)
-        waiting: Waiting = item.payload
+        waiting = Awaited(answer)
+        self._queued(inputs, ask, now_s, waiting)
         try:
             return await answer
         finally:
-            self._withdraw(item)
+            item, waiting.item = waiting.item, None
+            if item is not None:
+                self._withdraw(item)
             if ask.note is not None:
                 waiting.note(ask.note, now_s, model=self.name, version=self.number)
 
@@ -166,20 +163,18 @@ class Version:
         if not self._batcher.withdraw(item) and self._behind is not None and self._behind.unwanted():
             self._recall()
 
-    def _queued(
-        self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | CallbackAnswer"
-    ) -> Item:
+    def _queued(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, waiting: Waiting) -> None:
         """Put a request into the queue. Raises HostError if it is not accepted."""
-        rows, size, key = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
-        self._check_open(now_s)
-        wires = [inputs[spec.name] for spec in self.signature.inputs]
+        rows, size, key, most = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
+        if self.closed or self.circuit.tripped or not self._instances:
+            self._check_open(now_s)
         if size > self._capacity:
             raise Overloaded(f"{self.label}: the inputs have {size} bytes, wanted at most {self._capacity} in a batch", 0)
-        most = max(rows, self._capacity // max(1, size // rows))
+        waiting.inputs = tuple(map(inputs.__getitem__, self._input_names))
         if not self.signature.batched:
             key, most = (next(_numbers), 1)
         deadline_s = None if ask.timeout_s is None else now_s + min(ask.timeout_s, MAX_TIMEOUT_S)
-        item = Item(rows, now_s, ask.priority, deadline_s, key, most, Waiting(wires, answer))
+        item = waiting.item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
         try:
             try:
                 self._batcher.add(item, len(self._instances))
@@ -187,7 +182,7 @@ class Version:
                 self._pump()  # items that arrived in this turn may have left the queue
                 self._batcher.add(item, len(self._instances))
         except Full as error:
-            self.stats.refused += 1
+            self.stats.refused, waiting.item = self.stats.refused + 1, None
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
         if self._behind is not None and self._batcher.overtakes(item):
             self._recall()
@@ -198,7 +193,6 @@ class Version:
                 self._pump()
             self._soon = True
             self._loop.call_soon(self._pump)
-        return item
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:
@@ -216,7 +210,8 @@ class Version:
             for item in self._batcher.expire(now_s):
                 self.stats.expired += 1
                 waited_s = now_s - item.arrival_s
-                fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
+                why = f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"
+                fail(item, Expired(why), self.stats)
             free = [instance for instance in self._instances if not instance.busy]
             while free and (batch := self._batcher.take(now_s)) is not None:
                 self._send(free.pop(), batch, now_s)
@@ -285,17 +280,15 @@ class Version:
 
     def _returned(self, batch: Batch) -> None:
         """Handle a batch that was never begun."""
-        self._batcher.restore(batch, lambda item: not item.payload.answer.done())
+        self._batcher.restore(batch, lambda item: not item.payload.done())
         if self.closed and not self._instances:
             self._drop(Unavailable(f"{self.label} was unloaded"))
 
     def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
         batch, ended_s = run.batch, time.monotonic()
         self.answers_one = len(batch.items) == 1
-        answered, rows, queued_s = run.tell(reply, ended_s, self.label, self.signature)
-        self.stats.inferences += rows
+        run.tell(reply, ended_s, self.label, self.signature, self.stats)
         self._batcher.took(batch, ended_s - run.began_s)
-        self.stats.answered(answered, queued_s, run.began_s, ended_s, reply.seconds)
         if len(reply.errors) < len(batch.items):
             self._failures = 0
             self.circuit.worked()
@@ -332,14 +325,17 @@ class Version:
         for item in batch.items:
             waiting: Waiting = item.payload
             if len(batch.items) == 1 or waiting.tried or self.closed:
-                fail(item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request"))
-            elif not waiting.answer.done():
+                why = f"{self.label}: its process died, or hung and was killed, while it computed this request"
+                fail(item, Failed(why), self.stats)
+            elif not waiting.done():
                 waiting.tried = True
-                alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, next(_numbers), item.rows, waiting)
+                number = next(_numbers)
+                alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, number, item.rows, waiting)
+                waiting.item = alone
                 try:
                     self._batcher.add(alone, taken=True)
                 except Full as error:
-                    fail(item, Overloaded(f"{self.label}: {error}", 1.0))
+                    fail(item, Overloaded(f"{self.label}: {error}", 1.0), self.stats)
         self._replace(instance)
 
     def _replace(self, instance: Runs) -> None:
@@ -374,7 +370,7 @@ class Version:
 
     def _drop(self, error: HostError) -> None:
         for item in self._batcher.drain():
-            fail(item, error)
+            fail(item, error, self.stats)
 
     # ---- the end
 

@@ -18,16 +18,19 @@ import numpy as np
 from tilewright.host.compare import array_of
 from tilewright.host.errors import Refused
 from tilewright.host.host import Answer
-from tilewright.host.regions import MISSING, Part, Place, Regions
+from tilewright.host.regions import INLINE_BYTES, MISSING, Part, Place, Regions
 from tilewright.host.tensors import DATATYPES, MAX_DIMS, Wire
-from tilewright.host.version import Ask
+from tilewright.host.version import Ask, Version
 
 __all__ = [
     "DEFAULT_PRIORITY",
+    "MAX_KNOWN_BYTES",
     "InferRequest",
+    "Placing",
     "answer_body",
     "ask_of",
     "inflated",
+    "keep_placing",
     "numbers",
     "parse_infer",
     "parse_json",
@@ -43,6 +46,8 @@ MAX_PRIORITY = 1 << 20
 MAX_INPUTS = 1024
 MAX_KNOWN, MAX_KNOWN_BYTES = 1024, 2048
 """JSON heads of requests that are remembered, and the longest of them."""
+MAX_PLACINGS = 4
+"""Versions whose answers to a request are remembered."""
 UNSUPPORTED = {
     "classification": "classification is not supported: take the scores and choose",
 }
@@ -61,6 +66,28 @@ class InferRequest:
     """Whether outputs that do not say so are wanted as bytes."""
     ask: Ask = field(default_factory=Ask)
     id: str = ""
+    placings: "dict[int, Placing] | None" = None
+    """Serial number of a version -> its answers to this request, which is kept and wants all outputs in shared memory."""
+
+
+class Placing(NamedTuple):
+    """An answer whose outputs are all in shared memory: only their bytes differ from one time to the next."""
+
+    writes: tuple[tuple[int, Part, str, tuple[int, ...]], ...]
+    """(number of the output, where its bytes go, datatype, shape) of each."""
+    body: bytes
+
+    def placed(self, outputs: tuple[Wire, ...]) -> bool:
+        """Write outputs; return whether they were written: they are those of the answer, and there is room for them."""
+        try:
+            for number, part, datatype, shape in self.writes:
+                wire = outputs[number]
+                if wire.shape != shape or wire.datatype != datatype:
+                    return False
+                part.write(wire.raw)
+        except Refused:
+            return False
+        return True
 
 
 def parse_json(raw: bytes | memoryview, what: str = "the body") -> dict[str, Any]:
@@ -95,6 +122,8 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
 
 def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Regions | None = None) -> InferRequest:
     """A request from its body and its `Inference-Header-Content-Length`. Raises Refused, or NotFound: no such region."""
+    if regions is not None and header_length is None and isinstance(raw, bytes) and (kept := regions.kept.get(raw)) is not None:
+        return kept
     whole, json_bytes = memoryview(raw), len(raw)
     if header_length is not None:
         if not (header_length.isascii() and header_length.isdecimal() and int(header_length[:12]) <= len(raw)):
@@ -172,6 +201,8 @@ def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> Infer
     places = {name: part_of(regions, place) for name, place in known.places.items()}
     made = InferRequest(inputs, request.outputs, places, request.binary, request.ask, request.id)
     if regions is not None and not known.bytes:  # all inputs are in regions
+        if places and places.keys() == made.outputs.keys() and sum(map(len, places.values())) <= INLINE_BYTES:
+            made.placings = {}
         regions.keep(said, made)
     return made
 
@@ -319,6 +350,16 @@ def placed(answer: Answer, places: Mapping[str, Part]) -> None:
             part.write(wire.raw)
         except Refused as error:
             raise Refused(f"model {answer.model}: output {name[:200]!r}: {error}") from None
+
+
+def keep_placing(asked: InferRequest, version: Version, body: bytes, outputs: Sequence[Wire]) -> None:
+    """Keep an answer for the next request with the same bytes, if it has `placings`."""
+    if asked.placings is not None:
+        if len(asked.placings) >= MAX_PLACINGS:
+            asked.placings.clear()
+        numbers = {name: number for number, name in enumerate(version.output_names)}
+        writes = [(numbers[name], part, *outputs[numbers[name]][:2]) for name, part in asked.places.items()]
+        asked.placings[version.serial] = Placing(tuple(writes), body)
 
 
 def _output(answer: Answer, name: str) -> Wire:
