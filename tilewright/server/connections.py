@@ -219,6 +219,7 @@ class Connection(Shortened):
         if self._held:
             data = bytes(self._held) + data
             self._hold(b"")
+        self.untouched = False
         super().data_received(data)
         self._watch()
 
@@ -249,7 +250,7 @@ class Connection(Shortened):
 
     def _watch(self) -> None:
         """Start the deadline of the phase that the connection is in; it counts from the phase's beginning."""
-        phase, theirs = None, self.conn.their_state
+        phase, theirs = None, h11.IDLE if self.untouched else self.conn.their_state
         if not self.transport.is_closing():
             if theirs is h11.IDLE:
                 phase = HEAD
@@ -280,6 +281,7 @@ class Connection(Shortened):
         if self._held:  # the rest of what a shortcut would have taken did not come
             held = bytes(self._held)
             self._hold(b"")
+            self.untouched = False
             super().data_received(held)
             self._watch()
             if self._phase != HEAD:
