@@ -69,7 +69,9 @@ class Connections:
         """Reason -> connections that the server ended for it."""
         self.shortcuts: list[Shortcut] = []
         self.outbox = Outbox()
-        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
+        self.room_elsewhere: Callable[[Connection], bool] | None = None
+        """Asks other processes for room for a new connection, which waits for it; returns whether they were asked."""
+        self._idle: dict[Connection, float] = {}  # in the order in which they became idle, and since when they are
         self._say_again_s = 0.0
 
     @property
@@ -82,15 +84,30 @@ class Connections:
         if not idle:
             self._idle.pop(connection, None)
         elif connection not in self._idle:
-            self._idle[connection] = None
+            self._idle[connection] = time.monotonic()
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more connections than may be, with those of other processes."""
+        return len(self.open) + self.elsewhere > self.limit
 
     def make_room(self, newest: "Connection") -> bool:
-        """Whether `newest` may stay; closes the longest idle connection where there are too many."""
-        if len(self.open) + self.elsewhere <= self.limit:
+        """Whether `newest` may stay, at least for now; closes the longest idle connection if there are too many."""
+        if not self.full:
             return True
-        oldest = next((one for one in self._idle if one is not newest), None)
+        if self.elsewhere and self.room_elsewhere is not None and self.room_elsewhere(newest):
+            return True
+        return self.evict(newest)
+
+    def longest_idle(self, newest: "Connection | None" = None) -> "tuple[Connection, float] | None":
+        """(the longest idle connection of this process besides `newest`, since when by `time.monotonic`), if there is one."""
+        return next((one for one in self._idle.items() if one[0] is not newest), None)
+
+    def evict(self, newest: "Connection | None" = None) -> bool:
+        """Close the longest idle connection of this process besides `newest`; return whether there is one."""
+        oldest = self.longest_idle(newest)
         if oldest is not None:
-            self.end(oldest, "evicted")
+            self.end(oldest[0], "evicted")
         return oldest is not None
 
     def end(self, connection: "Connection", reason: str) -> None:
@@ -192,9 +209,23 @@ class Connection(Shortened):
         if self._pool.make_room(self):
             self._watch()
         else:
-            self._pool.ended["refused"] += 1
-            busy = f"all {self._pool.limit} connections of this server are busy; come again later"
-            self._answer(unavailable(busy, code="too_many_connections"))
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self._pool.ended["refused"] += 1
+        busy = f"all {self._pool.limit} connections of this server are busy; come again later"
+        self._answer(unavailable(busy, code="too_many_connections"))
+
+    def wait(self) -> None:
+        """Read nothing until `go_on`."""
+        self._real.pause_reading()
+
+    def go_on(self, *, stays: bool) -> None:
+        """Read on; or refuse the connection, which does not stay."""
+        if not self._real.is_closing():
+            self._real.resume_reading()
+            if not stays:
+                self._refuse()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, whoever ended it."""

@@ -38,6 +38,8 @@ from tilewright.server.v2.relay import (
     CANCEL,
     CLOSED,
     END,
+    EVICT,
+    IDLE,
     KNOW,
     MAX_KNOWN,
     PAIR,
@@ -49,6 +51,7 @@ from tilewright.server.v2.relay import (
     frame,
     move,
 )
+from tilewright.server.v2.room import answer
 
 __all__ = ["Front", "main"]
 
@@ -143,15 +146,17 @@ class Front(Frames):
             if kind == SAME:
                 told = self._told
                 answers += [(one, 200, JSON, told[words]) for one, words in PAIR.iter_unpack(body)]
+            elif kind in (IDLE, EVICT):
+                self.say(answer(self.pool, kind, number))
             elif kind == TOLD:
                 self._told[number] = body
             elif kind == END:
                 self._loop.create_task(self._end()).add_done_callback(lambda _: self.over.set_result(None))
             else:
                 answers.append((number, kind, text, body))
-        for number, *answer in answers:
+        for number, *words in answers:
             if (one := self._waiting.pop(number, None)) is not None:
-                one.done(partial(one.noted.answer, *answer), alone=len(answers) == 1)
+                one.done(partial(one.noted.answer, *words), alone=len(answers) == 1)
 
     async def _end(self) -> None:
         """Close all connections, those with an answer under way after it."""

@@ -33,6 +33,8 @@ from tilewright.server.v2.relay import (
     CANCEL,
     CLOSED,
     END,
+    EVICT,
+    IDLE,
     KNOW,
     MAX_KNOWN,
     MAX_MOVED_BYTES,
@@ -45,6 +47,7 @@ from tilewright.server.v2.relay import (
     frame,
     move,
 )
+from tilewright.server.v2.room import Rooms
 
 __all__ = ["Fronts"]
 
@@ -87,6 +90,7 @@ class Fronts:
         self.connections = connections
         self._config, self._heads = config, heads
         self._links = set[_Link]()
+        self.rooms = Rooms(connections, lambda: [link for link in self._links if link.ready])
         self._loop = asyncio.get_running_loop()
         self._tasks = set[asyncio.Task[None]]()
         self._closing = False
@@ -95,7 +99,7 @@ class Fronts:
         """Start all of them; until they are ready, the server does everything itself."""
         for _ in range(self._config.fronts or 0):
             self._start_one()
-        self.connections.away = self.take
+        self.connections.away, self.connections.room_elsewhere = self.take, self.rooms.ask
 
     def _start_one(self) -> None:
         if not self._closing:
@@ -136,6 +140,8 @@ class Fronts:
         """A front has ended."""
         self._links.discard(link)
         self.connections.elsewhere -= link.connections
+        link.connections = 0
+        self.rooms.lost(link)
         if not self._closing:
             logger.error("a front process ended; another is started")
             self._loop.call_later(AGAIN_S, self._start_one)
@@ -154,7 +160,7 @@ class Fronts:
 
     async def close(self) -> None:
         """End the fronts, once they have written what is answered."""
-        self._closing, self.connections.away = True, None
+        self._closing, self.connections.away, self.connections.room_elsewhere = True, None, None
         for task in self._tasks:
             task.cancel()
         end_s, links = time.monotonic() + END_S, list(self._links)
@@ -224,6 +230,10 @@ class _Link(Frames):
                     self._fronts.connections.ended[text.decode()] += 1
             elif kind == READY:
                 self.ready = True
+            elif kind == IDLE:
+                self._fronts.rooms.heard(self, number, text)
+            elif kind == EVICT:
+                self._fronts.rooms.evicted(number, done=bool(text))
 
     def _left(self) -> None:
         self.connections -= 1
@@ -325,6 +335,11 @@ class _Link(Frames):
         number = self._told[body] = len(self._told)
         sent.append(frame(TOLD, number, body=body))
         return number
+
+    def say(self, message: bytes) -> None:
+        """Send a message."""
+        assert self._stream is not None
+        self._stream.write(message)
 
     def end(self) -> None:
         """Have the front close its connections, and end."""

@@ -10,6 +10,10 @@ A stream carries requests and answers, as frames: `FRAME`, then a text of at mos
 | CANCEL     | front  | of the request      |                                       |                         |
 | CLOSED     | front  |                     | reason, if the front ended it         |                         |
 | READY      | front  |                     |                                       |                         |
+| IDLE       | server | of a question       |                                       |                         |
+| IDLE       | front  | of the question     | since when a connection is idle       |                         |
+| EVICT      | server | of a question       |                                       |                         |
+| EVICT      | front  | of the question     | whether an idle connection was closed |                         |
 | a status   | server | of the request      | headers                               | of the answer           |
 | TOLD       | server | new, of these words |                                       | of an answer with JSON  |
 | SAME       | server |                     |                                       | pairs: request, words   |
@@ -33,6 +37,8 @@ __all__ = [
     "CANCEL",
     "CLOSED",
     "END",
+    "EVICT",
+    "IDLE",
     "KNOW",
     "MAX_KNOWN",
     "MAX_MOVED_BYTES",
@@ -50,7 +56,7 @@ FRAME = struct.Struct("<IIHH")
 """Bytes of the body, number, bytes of the text, kind."""
 PAIR = struct.Struct("<II")
 """Number of a request, number of the words that it or its answer has."""
-ASK, CANCEL, CLOSED, READY, END, KNOW, AGAIN, TOLD, SAME = range(9)
+ASK, CANCEL, CLOSED, READY, END, KNOW, AGAIN, TOLD, SAME, IDLE, EVICT = range(11)
 MAX_KNOWN = 1024
 """Words of each kind that are remembered; then their numbers begin again."""
 MAX_MOVED_BYTES = 32 << 10
