@@ -1,6 +1,7 @@
 """Requests to models that break, and requests that are none; the models' processes are functions (fakes.py)."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -162,6 +163,20 @@ def test_who_kills_a_process_is_alone_without_an_answer(value: float) -> None:
         assert (await ask(host)).tolist() == [[2.0] * 4]
 
     served(makes, test, batch_timeout_s=0.05)
+
+
+def test_the_time_that_the_server_takes_to_hand_over_a_batch_is_not_the_models() -> None:
+    def held_up(x: np.ndarray) -> np.ndarray:  # a fake computes while it is handed the batch
+        time.sleep(0.15)
+        return 2 * x
+
+    makes = Makes(held_up, seconds=0.01)
+
+    async def test(host: Host) -> None:
+        assert (await ask(host)).tolist() == [[2.0] * 4]
+        assert host.models["m"].versions[1].stats.restarts == 0
+
+    served(makes, test, batch_timeout_s=0.1)
 
 
 def test_a_model_beside_a_broken_one_notices_nothing() -> None:

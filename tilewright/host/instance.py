@@ -267,6 +267,11 @@ class Instance:
         self._ahead.send(SHARED + words, region=region)
         weakref.finalize(region, _forget, weakref.ref(self), region.number).atexit = False
 
+    def forget_soon(self, number: int) -> None:
+        """Call `forget` on the event loop; from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and the process has ended
+            self._loop.call_soon_threadsafe(self.forget, number)
+
     def forget(self, number: int) -> None:
         """Have the process close a region's file."""
         self._known.discard(number)
@@ -332,9 +337,13 @@ def _read_here(part: Part, into: memoryview) -> bool:
 
 
 def _forget(instance: "weakref.ref[Instance]", number: int) -> None:
-    """Tell an instance that a region is gone, if the instance is still there."""
+    """Tell an instance that a region is gone, if the instance is still there.
+
+    A region may go whenever garbage is collected: in any thread, and while a packet is being sent. So the packet that says it
+    is sent later. Sent at once, it would send the other packet a second time, or be sent in its place.
+    """
     if (found := instance()) is not None:
-        found.forget(number)
+        found.forget_soon(number)
 
 
 def _kept(among: dict[K, V], key: K, value: V) -> V:

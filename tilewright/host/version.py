@@ -240,12 +240,12 @@ class Version:
             self._behind = run
             until_s = min((item.deadline_s for item in batch.items if item.deadline_s is not None), default=inf)
         else:
-            run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
             self._recalled = False
         self._running += len(batch.items)
         self._alone = self._alone + 1 if len(batch.items) == 1 else 0
 
         def done(reply: Reply | None) -> None:
+            run.over = True
             self._running -= len(batch.items)
             if run is self._behind:
                 self._behind = None
@@ -265,6 +265,9 @@ class Version:
 
         parts, inputs = [item.rows for item in batch.items], [item.payload.inputs for item in batch.items]
         instance.run(parts, inputs, done, until_s)
+        if not ahead and not run.over:
+            # Not before: the time that this process takes to hand over a batch, or is kept waiting, is not the model's.
+            run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
     def _begins(self, instance: Runs, run: Run) -> None:
         """Note that a batch begins, because the batch before it was answered."""
@@ -302,10 +305,14 @@ class Version:
 
     def _probe(self, instance: Runs) -> None:
         """Compute a batch of zeros: if this fails, the model is broken; otherwise the clients' inputs are the cause."""
-        late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+        late: asyncio.TimerHandle | None = None
+        over = False
 
         def done(reply: Reply | None) -> None:
-            late.cancel()
+            nonlocal over
+            over = True
+            if late is not None:
+                late.cancel()
             if reply is None or reply.errors:
                 reason = "its process ended" if reply is None else reply.errors[0]
                 logger.error("%s: %d batches in a row failed, and so did zeros: %s", self.label, self._failures, reason)
@@ -315,6 +322,8 @@ class Version:
             self._pump()
 
         instance.run([1], [zeros(self.signature)], done)
+        if not over:
+            late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
     def _hangs(self, instance: Runs) -> None:
         logger.error("%s: a batch ran for more than %g s; its process is killed", self.label, self.config.batch_timeout_s)

@@ -142,6 +142,8 @@ class Run:
     """The time at which it was handed over; for a batch sent ahead, the time at which the batch before it was answered."""
     late: asyncio.TimerHandle | None = None
     """The timer that ends the batch if it hangs; None: another batch is before it."""
+    over: bool = False
+    """Whether there is a reply, or the instance has ended."""
 
     def unwanted(self) -> bool:
         """Whether nobody waits for any of its requests."""
