@@ -126,12 +126,19 @@ class Version:
 
     async def infer(self, inputs: Mapping[str, Wire], ask: Ask) -> tuple[Wire, ...]:
         """The outputs for these inputs, in the signature's order. Raises HostError."""
-        started_s = time.monotonic()
+        started_s, waiting = time.monotonic(), Awaited(self._loop.create_future())
         try:
-            answer = await self._asked(inputs, ask, started_s)
+            self._queued(inputs, ask, started_s, waiting)
+            answer = await waiting.answer
         except HostError:
             self.stats.times["fail"].add(time.monotonic() - started_s)
             raise
+        finally:
+            item, waiting.item = waiting.item, None
+            if item is not None:
+                self._withdraw(item)
+            if ask.note is not None:
+                waiting.note(ask.note, started_s, model=self.name, version=self.number)
         self.stats.times["success"].add(time.monotonic() - started_s)
         return answer
 
@@ -144,19 +151,6 @@ class Version:
         except HostError:
             self.stats.times["fail"].add(time.monotonic() - started_s)
             raise
-
-    async def _asked(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float) -> tuple[Wire, ...]:
-        answer: asyncio.Future[tuple[Wire, ...]] = self._loop.create_future()
-        waiting = Awaited(answer)
-        self._queued(inputs, ask, now_s, waiting)
-        try:
-            return await answer
-        finally:
-            item, waiting.item = waiting.item, None
-            if item is not None:
-                self._withdraw(item)
-            if ask.note is not None:
-                waiting.note(ask.note, now_s, model=self.name, version=self.number)
 
     def _withdraw(self, item: Item) -> None:
         """Remove a request for which nobody waits any more."""

@@ -31,6 +31,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.files import files_free
 from tilewright.server.shortcut import Outbox, Shortcut, Shortened
+from tilewright.server.transport import ConnectionTransport
 
 __all__ = ["CONNECTION", "Connection", "Connections"]
 
@@ -204,7 +205,7 @@ class Connection(Shortened):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         self._real = transport
-        super().connection_made(cast(asyncio.Transport, _Transport(transport, self)))
+        super().connection_made(cast(asyncio.Transport, ConnectionTransport(transport, self)))
         self._pool.open.add(self)
         if self._pool.make_room(self):
             self._watch()
@@ -396,28 +397,3 @@ class Connection(Shortened):
             self._expect_progress()
         elif self._real.get_write_buffer_size():
             self._pool.end(self, "write_timeout")
-
-
-class _Transport:
-    """The transport that uvicorn sees: its `close` is the connection's."""
-
-    def __init__(self, real: asyncio.Transport, connection: Connection):
-        self._real = real
-        self._connection = connection
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(self._real, name)
-
-    def close(self) -> None:
-        """Close as `Connection.close` does."""
-        if not self._connection.lingering:
-            self._connection.close()
-
-    def is_closing(self) -> bool:
-        """Whether nothing more is sent."""
-        return self._connection.lingering or self._real.is_closing()
-
-    def write(self, data: bytes) -> None:
-        """Send, unless the connection has been closed for writing."""
-        if not self._connection.lingering:
-            self._connection.write(data)

@@ -20,17 +20,16 @@ from tilewright.host.errors import Refused
 from tilewright.host.host import Answer
 from tilewright.host.regions import INLINE_BYTES, MISSING, Part, Place, Regions
 from tilewright.host.tensors import DATATYPES, MAX_DIMS, Wire
-from tilewright.host.version import Ask, Version
+from tilewright.host.version import Ask
+from tilewright.server.v2.placing import Placing
 
 __all__ = [
     "DEFAULT_PRIORITY",
     "MAX_KNOWN_BYTES",
     "InferRequest",
-    "Placing",
     "answer_body",
     "ask_of",
     "inflated",
-    "keep_placing",
     "numbers",
     "parse_infer",
     "parse_json",
@@ -46,8 +45,6 @@ MAX_PRIORITY = 1 << 20
 MAX_INPUTS = 1024
 MAX_KNOWN, MAX_KNOWN_BYTES = 1024, 2048
 """JSON heads of requests that are remembered, and the longest of them."""
-MAX_PLACINGS = 4
-"""Versions whose answers to a request are remembered."""
 UNSUPPORTED = {
     "classification": "classification is not supported: take the scores and choose",
 }
@@ -66,28 +63,8 @@ class InferRequest:
     """Whether outputs that do not say so are wanted as bytes."""
     ask: Ask = field(default_factory=Ask)
     id: str = ""
-    placings: "dict[int, Placing] | None" = None
+    placings: dict[int, Placing] | None = None
     """Serial number of a version -> its answers to this request, which is kept and wants all outputs in shared memory."""
-
-
-class Placing(NamedTuple):
-    """An answer whose outputs are all in shared memory: only their bytes differ from one time to the next."""
-
-    writes: tuple[tuple[int, Part, str, tuple[int, ...]], ...]
-    """(number of the output, where its bytes go, datatype, shape) of each."""
-    body: bytes
-
-    def placed(self, outputs: tuple[Wire, ...]) -> bool:
-        """Write outputs; return whether they were written: they are those of the answer, and there is room for them."""
-        try:
-            for number, part, datatype, shape in self.writes:
-                wire = outputs[number]
-                if wire.shape != shape or wire.datatype != datatype:
-                    return False
-                part.write(wire.raw)
-        except Refused:
-            return False
-        return True
 
 
 def parse_json(raw: bytes | memoryview, what: str = "the body") -> dict[str, Any]:
@@ -350,16 +327,6 @@ def placed(answer: Answer, places: Mapping[str, Part]) -> None:
             part.write(wire.raw)
         except Refused as error:
             raise Refused(f"model {answer.model}: output {name[:200]!r}: {error}") from None
-
-
-def keep_placing(asked: InferRequest, version: Version, body: bytes, outputs: Sequence[Wire]) -> None:
-    """Keep an answer for the next request with the same bytes, if it has `placings`."""
-    if asked.placings is not None:
-        if len(asked.placings) >= MAX_PLACINGS:
-            asked.placings.clear()
-        numbers = {name: number for number, name in enumerate(version.output_names)}
-        writes = [(numbers[name], part, *outputs[numbers[name]][:2]) for name, part in asked.places.items()]
-        asked.placings[version.serial] = Placing(tuple(writes), body)
 
 
 def _output(answer: Answer, name: str) -> Wire:

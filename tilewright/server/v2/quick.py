@@ -20,15 +20,18 @@ from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import Done, Short, Taken
 from tilewright.server.spans import RequestSpan
-from tilewright.server.v2.codec import InferRequest, answer_body, keep_placing, parse_infer, placed
+from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer, placed
 from tilewright.server.v2.heading import Head, Heads, Request
 from tilewright.server.v2.http import answered, failure
 from tilewright.server.v2.noted import Noted
+from tilewright.server.v2.placing import Placing
 
 __all__ = ["JSON", "Pending", "Quick", "begin"]
 
 JSON = b"content-type: application/json\r\n"
 
+MAX_PLACINGS = 4
+"""Versions whose answers to a request are remembered."""
 MAX_BINARY_BYTES = 4 << 20
 """Of a body whose tensors are bytes."""
 
@@ -145,6 +148,14 @@ class Pending(Told):
         placing = asked.placings.get(version.serial)
         return placing.body if placing is not None and placing.placed(found) else None
 
+    def _keep(self, body: bytes) -> None:
+        """Keep an answer for `again`."""
+        asked, found, version = self.asked, self.found, self.version
+        if asked is not None and asked.placings is not None and version is not None and isinstance(found, tuple):
+            if len(asked.placings) >= MAX_PLACINGS:
+                asked.placings.clear()
+            asked.placings[version.serial] = Placing.of(version.output_names, asked.places, found, body)
+
     def made(self) -> Short:
         """The answer, with its outputs where they are wanted in shared memory."""
         try:
@@ -155,8 +166,7 @@ class Pending(Told):
             status, said, body = failure(error)
             return Short(status, "".join(f"{name}: {value}\r\n" for name, value in said.items()).encode(), body)
         if json_bytes is None:
-            if self.version is not None and isinstance(self.found, tuple):
-                keep_placing(self.asked, self.version, body, self.found)
+            self._keep(body)
             return Short(200, JSON, body)
         headers = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % json_bytes
         return Short(200, headers, body)
