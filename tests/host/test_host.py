@@ -1,6 +1,7 @@
 """Requests to models that break, and requests that are none; the models' processes are functions (fakes.py)."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tilewright.host.errors import Expired, Failed, HostError, Overloaded, Refus
 from tilewright.host.host import Host, Source
 from tilewright.host.tensors import Signature, Wire
 from tilewright.host.version import Ask
+from tilewright.host.waiting import Told
 
 
 def test_requests_that_wait_share_a_batch_and_get_their_own_rows() -> None:
@@ -43,9 +45,13 @@ def test_a_lone_client_does_not_wait_for_the_turn_to_end_and_others_are_one_batc
     async def test(host: Host) -> None:
         version = host.model("m").versions[1]
 
+        class Noting(Told):
+            def deliver(self, found: object) -> None:
+                told.append(found)
+
         def began(value: float) -> bool:
             """Whether a request is computed before the event loop has its turn."""
-            version.begin(wire(1, value), Ask(), lambda found: told.append(found))
+            version.begin(wire(1, value), Ask(), Noting())
             return makes.made[0].busy
 
         told, at_once = list[object](), list[bool]()
@@ -157,6 +163,20 @@ def test_who_kills_a_process_is_alone_without_an_answer(value: float) -> None:
         assert (await ask(host)).tolist() == [[2.0] * 4]
 
     served(makes, test, batch_timeout_s=0.05)
+
+
+def test_the_time_that_the_server_takes_to_hand_over_a_batch_is_not_the_models() -> None:
+    def held_up(x: np.ndarray) -> np.ndarray:  # a fake computes while it is handed the batch
+        time.sleep(0.15)
+        return 2 * x
+
+    makes = Makes(held_up, seconds=0.01)
+
+    async def test(host: Host) -> None:
+        assert (await ask(host)).tolist() == [[2.0] * 4]
+        assert host.models["m"].versions[1].stats.restarts == 0
+
+    served(makes, test, batch_timeout_s=0.1)
 
 
 def test_a_model_beside_a_broken_one_notices_nothing() -> None:

@@ -1,14 +1,20 @@
 """Shared memory regions by themselves: files that may not be one, how many there may be, and large reads in pieces."""
 
+import asyncio
+import gc
 import os
 import random
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tilewright.host import regions
-from tilewright.host.regions import Read, Regions, read_all, shared_out
+from tilewright.host.instance import Instance
+from tilewright.host.intake import FORGET
+from tilewright.host.regions import Read, Region, Regions, read_all, shared_out
 
 
 def open_files(folder: Path, process: int | str = "self") -> list[str]:
@@ -118,3 +124,45 @@ def test_large_reads_are_shared_out_whole(tmp_path: Path, monkeypatch: pytest.Mo
         assert [read_all(job) for job in jobs] == [{}] * len(jobs)
         right = b"".join(data[107 - 2 * n : 107 - 2 * n + size] for n, size in enumerate(sizes))
         assert bytes(into) == right
+
+
+def test_a_region_that_goes_while_a_packet_is_sent_leaves_the_packet_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector of garbage may run at any time. The process has to get each packet once."""
+
+    def region(name: str) -> Region:
+        return Region(name, name, 0, 1, os.memfd_create(name))
+
+    async def test(pid: int) -> list[bytes]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            instance, send_fds = Instance(pid, ours), socket.send_fds
+            gone, kept = region("gone"), region("kept")
+            cycle: list[object] = [gone]
+            cycle.append(cycle)
+            instance._share(gone)
+            del gone, cycle
+
+            def collected(*words: Any) -> int:
+                sent = send_fds(*words)
+                gc.collect()
+                return sent
+
+            monkeypatch.setattr(socket, "send_fds", collected)
+            instance._share(kept)
+            await asyncio.sleep(0.01)
+            theirs.setblocking(False)
+            found = [theirs.recv(1 << 10) for _ in range(3)]
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1 << 10)
+            instance.close()
+            return found
+
+    with subprocess.Popen(["sleep", "600"]) as process:
+        gc.collect()
+        gc.disable()
+        try:
+            first, second, third = asyncio.run(test(process.pid))
+        finally:
+            gc.enable()
+            process.kill()
+    assert [b'"gone"' in first, b'"kept"' in second, third[:1]] == [True, True, FORGET]

@@ -21,6 +21,7 @@ def main(listener: socket.socket, control: socket.socket, spec: dict) -> int:
 
     publisher = Publisher(control)
     if spec["model"] == "loads":
+        publisher.stage("loading weights 3/9")
         threading.Event().wait()
     config = ServerConfig(**spec["server"])
     engine = fake_engine(delay_s=float(spec["model"]), max_model_len=4096, pages=512, max_seqs=16, max_waiting=64)

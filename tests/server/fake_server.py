@@ -39,6 +39,11 @@ def made(words: list[str]) -> Engine:
     return engine
 
 
+def _loaded(words: list[str], log: Log) -> Loaded:
+    log.stage("loading weights 3/9")
+    return _served(made(words))
+
+
 def _served(engine: Engine) -> Loaded:
     return engine, Served.of(engine, "letters"), None
 
@@ -48,7 +53,7 @@ def main(words: list[str]) -> int:
     fields = dict(word.split("=", 1) for word in words[2:] if "=" in word)
     config = ServerConfig(**{"port": 0, "log_level": "warning", **{name: ast.literal_eval(v) for name, v in fields.items()}})
     if "engine" in words:
-        return serve_engine(Path(words[-2]), int(words[-1]), lambda log: _served(made(words)))
+        return serve_engine(Path(words[-2]), int(words[-1]), lambda log: _loaded(words, log))
     with Log(config.log_level, config.log_format) as log:
         if config.fronts:
             command = [sys.executable, "-m", "tests.server.fake_server", *words[1:], "engine"]

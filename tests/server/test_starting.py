@@ -137,6 +137,13 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def loading(port: int) -> str:
+    """What a server that is loading says of it."""
+    answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=END_S)
+    assert answer.status_code == 503
+    return answer.json()["loading"]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_server_of_several_processes_ends_while_its_engine_loads(number: int, code: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -147,9 +154,10 @@ def test_a_server_of_several_processes_ends_while_its_engine_loads(number: int, 
             assert process.stderr is not None
             while "is being made" not in process.stderr.readline():
                 assert process.poll() is None
-            answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=END_S)
-            assert answer.status_code == 503
-            assert answer.json()["loading"].startswith("letters in its engine process, ")
+            stage = "letters in its engine process: loading weights 3/9, "
+            until(lambda: loading(port).startswith(stage))  # the parent hears of it a moment later
+            ready = httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=END_S)
+            assert (ready.status_code, ready.json()["loading"][: len(stage)]) == (503, stage)
             until(lambda: len(children(process.pid)) == 2)  # an engine and a front
             started = children(process.pid)
             process.send_signal(number)
@@ -157,6 +165,24 @@ def test_a_server_of_several_processes_ends_while_its_engine_loads(number: int, 
             until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in started))
         finally:
             process.kill()
+
+
+def test_replicas_say_how_far_they_are() -> None:
+    heard = list[str]()
+    fleet = Fleet({"model": "loads", "name": "letters", "engine": {}}, ServerConfig(port=0, replicas=2), heard.append, FAKE)
+
+    class Enough(Exception):
+        pass
+
+    def note(stage: str) -> None:
+        heard.append(stage)
+        if stage == "replica 0, loading weights 3/9":
+            raise Enough
+
+    with pytest.raises(Enough):
+        fleet.start_all(note)
+    fleet.end()
+    assert heard[0] == "replica 0, starting a process"
 
 
 def test_replicas_that_load_end_with_their_router() -> None:

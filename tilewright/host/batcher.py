@@ -175,6 +175,10 @@ class Batcher:
         item.gone = True
         self._waiting -= 1
         self._rows_waiting -= item.rows
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Keep the heaps short after items have left."""
         if not self._waiting:
             self._heap.clear()
             self._deadlines.clear()
@@ -213,10 +217,14 @@ class Batcher:
         return self._left(chosen)
 
     def _left(self, chosen: list[Item]) -> Batch:
-        items = tuple(chosen)
-        for item in items:
-            self._leave(item)
-        return Batch(items, sum(item.rows for item in items))
+        rows = 0
+        for item in chosen:
+            item.gone = True
+            rows += item.rows
+        self._waiting -= len(chosen)
+        self._rows_waiting -= rows
+        self._tidy()
+        return Batch(tuple(chosen), rows)
 
     def take_ahead(self, now_s: float) -> Batch | None:
         """The batch after the running one, if it is certain already; else None. Call `begun` or `restore` for it later."""
@@ -300,15 +308,17 @@ class Batcher:
             return [leader], leader if leader.rows == most else None
         # If all of them may fit, sorting them is less work than walking.
         order = (
-            (entry[2] for entry in sorted(self._heap) if not entry[2].gone) if self._rows_waiting <= most else self._in_order()
+            [entry[2] for entry in sorted(self._heap) if not entry[2].gone] if self._rows_waiting <= most else self._in_order()
         )
+        key = leader.key
         for item in order:
-            if item.key != leader.key:
+            if item.key is not key and item.key != key:
                 continue
-            if rows + item.rows > most:
+            together = rows + item.rows
+            if together > most:
                 return chosen, item
             chosen.append(item)
-            rows += item.rows
+            rows = together
             if rows == most:
                 return chosen, item
         return chosen, None

@@ -19,17 +19,19 @@ class Circuit:
         """How often it has opened."""
         self._wait_s = 0.0
         self._until_s: float | None = None
+        self.tripped = False
+        """Whether it is not closed: `open_s` says more."""
 
     def broken(self, now_s: float) -> float:
         """Note that the model broke; return the seconds for which it gets no requests."""
         self._wait_s = min(LONGEST_S, max(FIRST_S, 2 * self._wait_s))
-        self._until_s = now_s + self._wait_s
+        self._until_s, self.tripped = now_s + self._wait_s, True
         self.opened += 1
         return self._wait_s
 
     def worked(self) -> None:
         """Note that the model answered."""
-        self._wait_s, self._until_s = 0.0, None
+        self._wait_s, self._until_s, self.tripped = 0.0, None, False
 
     def open_s(self, now_s: float) -> float:
         """Seconds for which no request is accepted; 0 if the circuit is closed or half open."""

@@ -297,24 +297,13 @@ class Host:
             self._shadow(model, inputs, outputs)
         return Answer(name, chosen, named)
 
-    def begin(
-        self,
-        name: str,
-        number: str | None,
-        inputs: Mapping[str, Wire],
-        ask: Ask,
-        done: Callable[[tuple[Wire, ...] | HostError], object],
-    ) -> tuple[Version, Callable[[], object]] | None:
-        """`infer` without a task: (the version that answers, a function that cancels the request).
-
-        None: requests of this model need a task. `done` is called once, later. Raises HostError.
-        """
-        model = self.model(name)
-        chosen = self.version(model, number)
+    def chosen(self, name: str, number: str | None) -> Version | None:
+        """The version that answers a request; None: requests of this model need `infer`. Raises HostError."""
+        model = self.models.get(name) or self.model(name)
+        chosen = None if number is None else self.version(model, number)
         if not model.plain:
             return None
-        version = model.versions[model.member() if chosen is None else chosen]
-        return version, version.begin(inputs, ask, done)
+        return model.versions[model.member() if chosen is None else chosen]
 
     async def _step(self, name: str, inputs: Mapping[str, Wire], ask: Ask) -> Mapping[str, Wire]:
         return (await self.infer(name, None, inputs, ask)).outputs

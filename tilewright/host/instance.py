@@ -99,17 +99,19 @@ class _Place:
 
     def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[ToRead]]:
         """Write a batch into the memory; return (its JSON, what the model's process has to read)."""
-        view, at, inputs, rows, reads = self.arena.view, 0, [], sum(parts), list[ToRead]()
+        view, at, inputs, rows, reads, several = self.arena.view, 0, [], sum(parts), list[ToRead](), len(batch) > 1
         for column in range(len(batch[0])):
             began = at
             for number, request in enumerate(batch):
                 data = request[column].data
                 if isinstance(data, Part):
-                    if len(batch) > 1 or not _read_here(data, view[at : at + len(data)]):
+                    size = data.size
+                    if several or not _read_here(data, view[at : at + size]):
                         reads.append((number, data, at))
                 else:
-                    view[at : at + len(data)] = data
-                at += len(data)
+                    size = len(data)
+                    view[at : at + size] = data
+                at += size
             shape = batch[0][column].shape
             inputs.append((began, shape if len(batch) == 1 else (rows, *shape[1:])))
             at = aligned(at)
@@ -252,18 +254,23 @@ class Instance:
             place.arena.begin_by(self.capacity, until_s)
         words, reads = place.laid_out(parts, batch)
         for region in {part.region for _, part, _ in reads}:
-            self._share(region)
+            if region.number not in self._known:
+                self._share(region)
         out = self._ahead if self._batches else self._out
         self._batches.append(_Handed(place, done))
         out.send(*packets(place.number, words, reads))
 
     def _share(self, region: Region) -> None:
-        """Give the process a region's file, unless it has it, and take it back when nobody names the region any more."""
-        if region.number not in self._known:
-            self._known.add(region.number)
-            words = json.dumps({"number": region.number, "name": region.name}).encode()
-            self._ahead.send(SHARED + words, region=region)
-            weakref.finalize(region, _forget, weakref.ref(self), region.number).atexit = False
+        """Give the process a region's file, and take it back when nobody names the region any more."""
+        self._known.add(region.number)
+        words = json.dumps({"number": region.number, "name": region.name}).encode()
+        self._ahead.send(SHARED + words, region=region)
+        weakref.finalize(region, _forget, weakref.ref(self), region.number).atexit = False
+
+    def forget_soon(self, number: int) -> None:
+        """Call `forget` on the event loop; from any thread."""
+        with suppress(RuntimeError):  # the loop is closed, and the process has ended
+            self._loop.call_soon_threadsafe(self.forget, number)
 
     def forget(self, number: int) -> None:
         """Have the process close a region's file."""
@@ -330,9 +337,13 @@ def _read_here(part: Part, into: memoryview) -> bool:
 
 
 def _forget(instance: "weakref.ref[Instance]", number: int) -> None:
-    """Tell an instance that a region is gone, if the instance is still there."""
+    """Tell an instance that a region is gone, if the instance is still there.
+
+    A region may go whenever garbage is collected: in any thread, and while a packet is being sent. So the packet that says it
+    is sent later. Sent at once, it would send the other packet a second time, or be sent in its place.
+    """
     if (found := instance()) is not None:
-        found.forget(number)
+        found.forget_soon(number)
 
 
 def _kept(among: dict[K, V], key: K, value: V) -> V:

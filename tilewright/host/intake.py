@@ -51,7 +51,7 @@ def packed(reads: Sequence[ToRead]) -> Iterator[bytes]:
     """Tables of reads, each at most `MAX_TABLE` bytes long."""
     numbers = array("q")
     for request, part, at in reads:
-        numbers.extend((request, part.region.number, part.at, len(part), at))
+        numbers.extend((request, part.region.number, part.at, part.size, at))
     table = numbers.tobytes()
     most = MAX_TABLE - MAX_TABLE % (FIELDS * numbers.itemsize)
     yield from (table[begin : begin + most] for begin in range(0, len(table), most))

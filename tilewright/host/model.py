@@ -55,7 +55,7 @@ class Model:
     @property
     def newest(self) -> int:
         """The highest version."""
-        return max(self.versions, default=1)
+        return max(self.versions, default=1) if len(self.versions) != 1 else next(iter(self.versions))
 
     @property
     def ready(self) -> bool:

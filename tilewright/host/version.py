@@ -36,7 +36,7 @@ from tilewright.host.forking import LoadFailed
 from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, zeros
-from tilewright.host.waiting import Ask, CallbackAnswer, Plans, Run, Waiting, fail
+from tilewright.host.waiting import Ask, Awaited, Plans, Run, Told, Waiting, fail
 
 __all__ = ["Ask", "Version"]
 
@@ -70,7 +70,10 @@ class Version:
         revive: Callable[[], Awaitable[Runs]],
     ):
         self.name, self.number, self.config, self.signature = name, number, config, signature
+        self.serial = next(_numbers)
+        """Its own number among all versions of all models in this process."""
         self.output_names = [spec.name for spec in signature.outputs]
+        self._input_names = [spec.name for spec in signature.inputs]
         self.stats, self.circuit = Stats(), Circuit()
         self._instances = list(instances)
         self._revive, self._capacity = revive, instances[0].capacity
@@ -78,7 +81,7 @@ class Version:
         self._batcher = Batcher(self._policy)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._plans = Plans(name, signature, self._policy.max_rows)
+        self._plans = Plans(name, signature, self._policy.max_rows, self._capacity)
         self._soon = False
         """Whether `_pump` will be called at the end of this turn of the event loop."""
         self._alone = 0
@@ -123,63 +126,49 @@ class Version:
 
     async def infer(self, inputs: Mapping[str, Wire], ask: Ask) -> tuple[Wire, ...]:
         """The outputs for these inputs, in the signature's order. Raises HostError."""
-        started_s = time.monotonic()
+        started_s, waiting = time.monotonic(), Awaited(self._loop.create_future())
         try:
-            answer = await self._asked(inputs, ask, started_s)
+            self._queued(inputs, ask, started_s, waiting)
+            answer = await waiting.answer
         except HostError:
             self.stats.times["fail"].add(time.monotonic() - started_s)
             raise
+        finally:
+            item, waiting.item = waiting.item, None
+            if item is not None:
+                self._withdraw(item)
+            if ask.note is not None:
+                waiting.note(ask.note, started_s, model=self.name, version=self.number)
         self.stats.times["success"].add(time.monotonic() - started_s)
         return answer
 
-    def begin(
-        self, inputs: Mapping[str, Wire], ask: Ask, done: Callable[[tuple[Wire, ...] | HostError], object]
-    ) -> Callable[[], object]:
-        """`infer` without a task: `done` is called once, later. Returns a function to cancel the request. Raises HostError."""
+    def begin(self, inputs: Mapping[str, Wire], ask: Ask, told: Told) -> None:
+        """`infer` without a task: `told` is told once, later, and may give up. Raises HostError."""
         started_s = time.monotonic()
-        answer = CallbackAnswer(done, self.stats.times, started_s)
+        told.withdraw = self._withdraw
         try:
-            item = self._queued(inputs, ask, started_s, answer)
+            self._queued(inputs, ask, started_s, told)
         except HostError:
             self.stats.times["fail"].add(time.monotonic() - started_s)
             raise
-
-        def give_up() -> None:
-            answer.over = True
-            self._withdraw(item)
-
-        return give_up
-
-    async def _asked(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float) -> tuple[Wire, ...]:
-        answer: asyncio.Future[tuple[Wire, ...]] = self._loop.create_future()
-        item = self._queued(inputs, ask, now_s, answer)
-        waiting: Waiting = item.payload
-        try:
-            return await answer
-        finally:
-            self._withdraw(item)
-            if ask.note is not None:
-                waiting.note(ask.note, now_s, model=self.name, version=self.number)
 
     def _withdraw(self, item: Item) -> None:
         """Remove a request for which nobody waits any more."""
         if not self._batcher.withdraw(item) and self._behind is not None and self._behind.unwanted():
             self._recall()
 
-    def _queued(
-        self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, answer: "asyncio.Future[tuple[Wire, ...]] | CallbackAnswer"
-    ) -> Item:
+    def _queued(self, inputs: Mapping[str, Wire], ask: Ask, now_s: float, waiting: Waiting) -> None:
         """Put a request into the queue. Raises HostError if it is not accepted."""
-        rows, size, key = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
-        self._check_open(now_s)
-        wires = [inputs[spec.name] for spec in self.signature.inputs]
+        rows, size, key, most = self._plans.kept.get(ask.kind) or self._plans.made(inputs, ask)
+        if self.closed or self.circuit.tripped or not self._instances:
+            self._check_open(now_s)
         if size > self._capacity:
             raise Overloaded(f"{self.label}: the inputs have {size} bytes, wanted at most {self._capacity} in a batch", 0)
-        most = max(rows, self._capacity // max(1, size // rows))
+        waiting.inputs = tuple(map(inputs.__getitem__, self._input_names))
         if not self.signature.batched:
             key, most = (next(_numbers), 1)
         deadline_s = None if ask.timeout_s is None else now_s + min(ask.timeout_s, MAX_TIMEOUT_S)
-        item = Item(rows, now_s, ask.priority, deadline_s, key, most, Waiting(wires, answer))
+        item = waiting.item = Item(rows, now_s, ask.priority, deadline_s, key, most, waiting)
         try:
             try:
                 self._batcher.add(item, len(self._instances))
@@ -187,7 +176,7 @@ class Version:
                 self._pump()  # items that arrived in this turn may have left the queue
                 self._batcher.add(item, len(self._instances))
         except Full as error:
-            self.stats.refused += 1
+            self.stats.refused, waiting.item = self.stats.refused + 1, None
             raise Overloaded(f"{self.label}: {error}", max(error.retry_after_s, 0.001)) from None
         if self._behind is not None and self._batcher.overtakes(item):
             self._recall()
@@ -198,7 +187,6 @@ class Version:
                 self._pump()
             self._soon = True
             self._loop.call_soon(self._pump)
-        return item
 
     def _check_open(self, now_s: float) -> None:
         if self.closed:
@@ -216,7 +204,8 @@ class Version:
             for item in self._batcher.expire(now_s):
                 self.stats.expired += 1
                 waited_s = now_s - item.arrival_s
-                fail(item, Expired(f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"))
+                why = f"{self.label}: the request was not started within its timeout ({waited_s:.3f} s)"
+                fail(item, Expired(why), self.stats)
             free = [instance for instance in self._instances if not instance.busy]
             while free and (batch := self._batcher.take(now_s)) is not None:
                 self._send(free.pop(), batch, now_s)
@@ -245,12 +234,12 @@ class Version:
             self._behind = run
             until_s = min((item.deadline_s for item in batch.items if item.deadline_s is not None), default=inf)
         else:
-            run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
             self._recalled = False
         self._running += len(batch.items)
         self._alone = self._alone + 1 if len(batch.items) == 1 else 0
 
         def done(reply: Reply | None) -> None:
+            run.over = True
             self._running -= len(batch.items)
             if run is self._behind:
                 self._behind = None
@@ -270,6 +259,9 @@ class Version:
 
         parts, inputs = [item.rows for item in batch.items], [item.payload.inputs for item in batch.items]
         instance.run(parts, inputs, done, until_s)
+        if not ahead and not run.over:
+            # Not before: the time that this process takes to hand over a batch, or is kept waiting, is not the model's.
+            run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
     def _begins(self, instance: Runs, run: Run) -> None:
         """Note that a batch begins, because the batch before it was answered."""
@@ -285,17 +277,15 @@ class Version:
 
     def _returned(self, batch: Batch) -> None:
         """Handle a batch that was never begun."""
-        self._batcher.restore(batch, lambda item: not item.payload.answer.done())
+        self._batcher.restore(batch, lambda item: not item.payload.done())
         if self.closed and not self._instances:
             self._drop(Unavailable(f"{self.label} was unloaded"))
 
     def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
         batch, ended_s = run.batch, time.monotonic()
         self.answers_one = len(batch.items) == 1
-        answered, rows, queued_s = run.tell(reply, ended_s, self.label, self.signature)
-        self.stats.inferences += rows
+        run.tell(reply, ended_s, self.label, self.signature, self.stats)
         self._batcher.took(batch, ended_s - run.began_s)
-        self.stats.answered(answered, queued_s, run.began_s, ended_s, reply.seconds)
         if len(reply.errors) < len(batch.items):
             self._failures = 0
             self.circuit.worked()
@@ -309,10 +299,14 @@ class Version:
 
     def _probe(self, instance: Runs) -> None:
         """Compute a batch of zeros: if this fails, the model is broken; otherwise the clients' inputs are the cause."""
-        late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
+        late: asyncio.TimerHandle | None = None
+        over = False
 
         def done(reply: Reply | None) -> None:
-            late.cancel()
+            nonlocal over
+            over = True
+            if late is not None:
+                late.cancel()
             if reply is None or reply.errors:
                 reason = "its process ended" if reply is None else reply.errors[0]
                 logger.error("%s: %d batches in a row failed, and so did zeros: %s", self.label, self._failures, reason)
@@ -322,6 +316,8 @@ class Version:
             self._pump()
 
         instance.run([1], [zeros(self.signature)], done)
+        if not over:
+            late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
     def _hangs(self, instance: Runs) -> None:
         logger.error("%s: a batch ran for more than %g s; its process is killed", self.label, self.config.batch_timeout_s)
@@ -332,14 +328,17 @@ class Version:
         for item in batch.items:
             waiting: Waiting = item.payload
             if len(batch.items) == 1 or waiting.tried or self.closed:
-                fail(item, Failed(f"{self.label}: its process died, or hung and was killed, while it computed this request"))
-            elif not waiting.answer.done():
+                why = f"{self.label}: its process died, or hung and was killed, while it computed this request"
+                fail(item, Failed(why), self.stats)
+            elif not waiting.done():
                 waiting.tried = True
-                alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, next(_numbers), item.rows, waiting)
+                number = next(_numbers)
+                alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, number, item.rows, waiting)
+                waiting.item = alone
                 try:
                     self._batcher.add(alone, taken=True)
                 except Full as error:
-                    fail(item, Overloaded(f"{self.label}: {error}", 1.0))
+                    fail(item, Overloaded(f"{self.label}: {error}", 1.0), self.stats)
         self._replace(instance)
 
     def _replace(self, instance: Runs) -> None:
@@ -374,7 +373,7 @@ class Version:
 
     def _drop(self, error: HostError) -> None:
         for item in self._batcher.drain():
-            fail(item, error)
+            fail(item, error, self.stats)
 
     # ---- the end
 

@@ -10,7 +10,8 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from secrets import token_hex
+from functools import lru_cache
+from random import Random
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,6 +29,8 @@ CLIENT_GONE = 499
 MAX_PATH_CHARS = 200
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
+_RANDOM = Random()
+"""Of ids, which have to differ and need not be secret: the system's random numbers cost a system call each."""
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +125,7 @@ def note(
     fields: dict[str, Any] = {
         "request_id": request_id,
         "method": method,
-        "path": _UNPRINTABLE.sub("?", path[:MAX_PATH_CHARS]),
+        "path": _shown(path[:MAX_PATH_CHARS]),
         "status": status,
         "duration_s": round(seconds, 4),
         "first_byte_s": first_s,
@@ -140,9 +143,15 @@ def note(
     request_line(logger, level, "  ".join(words), fields)
 
 
+@lru_cache(maxsize=256)
+def _shown(path: str) -> str:
+    """A path without what cannot be printed."""
+    return _UNPRINTABLE.sub("?", path)
+
+
 def request_id_from(given: str) -> str:
     """A client's id where that is a plain word, else a new one."""
-    return given if _ID.fullmatch(given) else f"req-{token_hex(12)}"
+    return given if given and _ID.fullmatch(given) else f"req-{_RANDOM.getrandbits(96):024x}"
 
 
 class _Watched:

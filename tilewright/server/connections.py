@@ -31,6 +31,7 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.errors import ApiError, unavailable
 from tilewright.server.files import files_free
 from tilewright.server.shortcut import Outbox, Shortcut, Shortened
+from tilewright.server.transport import ConnectionTransport
 
 __all__ = ["CONNECTION", "Connection", "Connections"]
 
@@ -69,7 +70,9 @@ class Connections:
         """Reason -> connections that the server ended for it."""
         self.shortcuts: list[Shortcut] = []
         self.outbox = Outbox()
-        self._idle: dict[Connection, None] = {}  # in the order in which they became idle
+        self.room_elsewhere: Callable[[Connection], bool] | None = None
+        """Asks other processes for room for a new connection, which waits for it; returns whether they were asked."""
+        self._idle: dict[Connection, float] = {}  # in the order in which they became idle, and since when they are
         self._say_again_s = 0.0
 
     @property
@@ -82,15 +85,30 @@ class Connections:
         if not idle:
             self._idle.pop(connection, None)
         elif connection not in self._idle:
-            self._idle[connection] = None
+            self._idle[connection] = time.monotonic()
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more connections than may be, with those of other processes."""
+        return len(self.open) + self.elsewhere > self.limit
 
     def make_room(self, newest: "Connection") -> bool:
-        """Whether `newest` may stay; closes the longest idle connection where there are too many."""
-        if len(self.open) + self.elsewhere <= self.limit:
+        """Whether `newest` may stay, at least for now; closes the longest idle connection if there are too many."""
+        if not self.full:
             return True
-        oldest = next((one for one in self._idle if one is not newest), None)
+        if self.elsewhere and self.room_elsewhere is not None and self.room_elsewhere(newest):
+            return True
+        return self.evict(newest)
+
+    def longest_idle(self, newest: "Connection | None" = None) -> "tuple[Connection, float] | None":
+        """(the longest idle connection of this process besides `newest`, since when by `time.monotonic`), if there is one."""
+        return next((one for one in self._idle.items() if one[0] is not newest), None)
+
+    def evict(self, newest: "Connection | None" = None) -> bool:
+        """Close the longest idle connection of this process besides `newest`; return whether there is one."""
+        oldest = self.longest_idle(newest)
         if oldest is not None:
-            self.end(oldest, "evicted")
+            self.end(oldest[0], "evicted")
         return oldest is not None
 
     def end(self, connection: "Connection", reason: str) -> None:
@@ -187,14 +205,28 @@ class Connection(Shortened):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         self._real = transport
-        super().connection_made(cast(asyncio.Transport, _Transport(transport, self)))
+        super().connection_made(cast(asyncio.Transport, ConnectionTransport(transport, self)))
         self._pool.open.add(self)
         if self._pool.make_room(self):
             self._watch()
         else:
-            self._pool.ended["refused"] += 1
-            busy = f"all {self._pool.limit} connections of this server are busy; come again later"
-            self._answer(unavailable(busy, code="too_many_connections"))
+            self._refuse()
+
+    def _refuse(self) -> None:
+        self._pool.ended["refused"] += 1
+        busy = f"all {self._pool.limit} connections of this server are busy; come again later"
+        self._answer(unavailable(busy, code="too_many_connections"))
+
+    def wait(self) -> None:
+        """Read nothing until `go_on`."""
+        self._real.pause_reading()
+
+    def go_on(self, *, stays: bool) -> None:
+        """Read on; or refuse the connection, which does not stay."""
+        if not self._real.is_closing():
+            self._real.resume_reading()
+            if not stays:
+                self._refuse()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone, whoever ended it."""
@@ -219,6 +251,7 @@ class Connection(Shortened):
         if self._held:
             data = bytes(self._held) + data
             self._hold(b"")
+        self.untouched = False
         super().data_received(data)
         self._watch()
 
@@ -249,7 +282,7 @@ class Connection(Shortened):
 
     def _watch(self) -> None:
         """Start the deadline of the phase that the connection is in; it counts from the phase's beginning."""
-        phase, theirs = None, self.conn.their_state
+        phase, theirs = None, h11.IDLE if self.untouched else self.conn.their_state
         if not self.transport.is_closing():
             if theirs is h11.IDLE:
                 phase = HEAD
@@ -280,6 +313,7 @@ class Connection(Shortened):
         if self._held:  # the rest of what a shortcut would have taken did not come
             held = bytes(self._held)
             self._hold(b"")
+            self.untouched = False
             super().data_received(held)
             self._watch()
             if self._phase != HEAD:
@@ -363,28 +397,3 @@ class Connection(Shortened):
             self._expect_progress()
         elif self._real.get_write_buffer_size():
             self._pool.end(self, "write_timeout")
-
-
-class _Transport:
-    """The transport that uvicorn sees: its `close` is the connection's."""
-
-    def __init__(self, real: asyncio.Transport, connection: Connection):
-        self._real = real
-        self._connection = connection
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return getattr(self._real, name)
-
-    def close(self) -> None:
-        """Close as `Connection.close` does."""
-        if not self._connection.lingering:
-            self._connection.close()
-
-    def is_closing(self) -> bool:
-        """Whether nothing more is sent."""
-        return self._connection.lingering or self._real.is_closing()
-
-    def write(self, data: bytes) -> None:
-        """Send, unless the connection has been closed for writing."""
-        if not self._connection.lingering:
-            self._connection.write(data)

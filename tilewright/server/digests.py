@@ -3,6 +3,7 @@
 Events go through a socket that the replica inherits. A message is its length (4 bytes, little-endian), a kind, and a body:
 
     s   what the replica is, as JSON; from the router, once, before it starts
+    l   the stage of its loading, in words; any number of times, before hello
     h   hello: what is served, and how large a page is, as JSON; once, when the model is loaded
     +   pages that can be found from now on: the first `DIGEST_BYTES` of each digest, one behind the other
     -   pages that can no longer be found
@@ -45,6 +46,11 @@ class Publisher:
     def __call__(self, digest: bytes, known: bool) -> None:
         """A page can be found from now on, or no longer; b"" stands for all pages."""
         self._events.append((digest[:DIGEST_BYTES], known))
+
+    def stage(self, words: str) -> None:
+        """Say how far loading is. Several lines, such as the memory plan, are left out."""
+        if "\n" not in words:
+            self._control.sendall(_frame(b"l", words.encode()))
 
     def hello(self, values: dict[str, Any]) -> None:
         """Say what is served."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from tilewright.server.engine_process import EngineProcess
 from tilewright.server.logs import Log
 from tilewright.server.memory import settle
 from tilewright.server.prompts import Served
-from tilewright.server.supervisor import END_S, control_of, engine_spec, read_config
+from tilewright.server.supervisor import END_S, control_of, engine_spec, read_config, tell_stage
 
 __all__ = ["Loaded", "serve_engine"]
 
@@ -36,6 +37,7 @@ def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> i
     with Log(config.log_level, config.log_format) as log, control_of(control) as parent:
         loaded = threading.Event()
         threading.Thread(target=_end_with, args=(parent, loaded), name="tilewright-parent", daemon=True).start()
+        log.staged = partial(tell_stage, parent)
         try:
             engine, served, run_pass = load(log)
             process = EngineProcess(engine, served.description(), folder, parent.fileno(), run_pass=run_pass)
@@ -43,6 +45,7 @@ def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> i
             log.say(f"error: {str(error).strip() or type(error).__name__}")
             return 1
         settle()
+        log.staged = None
         loaded.set()
         with suppress(OSError):
             parent.send(b"ready\n")
@@ -66,6 +69,7 @@ def _load(folder: Path, log: Log) -> Loaded:
     spec = engine_spec(folder)
     started_s = time.perf_counter()
     log.say(f"Loading {spec['model']} ...")
+    log.stage("importing torch")
     from tilewright.engine.llm import LLM
 
     llm = LLM(spec["model"], progress=log.stage, **spec["options"])

@@ -56,6 +56,8 @@ class Replica:
         self.url = ""
         self.ready = False
         """Whether it takes requests."""
+        self.stage = ""
+        """The stage of its loading; "" once it has loaded the model."""
         self.restarts = -1
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
@@ -128,12 +130,17 @@ class Fleet:
                 start_new_session=True,  # Ctrl-C is for this process, which says what it means
             )
         ours.setblocking(False)
-        replica.control, replica.frames, replica.stuck = ours, Frames(), 0
+        replica.control, replica.frames, replica.stuck, replica.stage = ours, Frames(), 0, "starting a process"
         replica.started_s = time.monotonic()
         replica.restarts += 1
 
-    def start_all(self) -> None:
-        """Start all, and wait until one has loaded the model. Raises ValueError where one ends before."""
+    def start_all(self, note: Callable[[str], None] = lambda stage: None) -> None:
+        """Start all, and wait until one has loaded the model. `note` is called with the stage of the first one.
+
+        Raises:
+            ValueError: one ends before.
+        """
+        first = self.replicas[0]
         for replica in self.replicas:
             self.start(replica)
         with selectors.DefaultSelector() as selector:
@@ -141,6 +148,7 @@ class Fleet:
                 assert replica.control is not None
                 selector.register(replica.control, selectors.EVENT_READ, replica)
             while not self.hello:
+                note(f"replica {first.index}, {first.stage}")
                 for key, _ in selector.select():
                     replica = key.data
                     if not self._read(replica):
@@ -181,10 +189,12 @@ class Fleet:
 
     def _heard(self, replica: Replica, kind: bytes, body: bytes) -> None:
         if kind == b"h":
-            hello = json.loads(body)
+            hello, replica.stage = json.loads(body), ""
             if not self.hello:
                 self.hello = hello
                 self.router = Router(len(self.replicas), int(hello["page_tokens"]))
+        elif kind == b"l":
+            replica.stage = body.decode(errors="replace")
         elif kind == b"+":
             self.router.known(replica.index, split(body))
         elif kind == b"-":

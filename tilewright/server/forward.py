@@ -199,7 +199,10 @@ class Front:
 
     def _state(self, healthy: bool) -> Response:
         status = "stopped" if self.failure else "draining" if self.draining else "ready" if self.fleet.ready else "starting"
-        replicas = [{"ready": one.ready, "restarts": one.restarts} for one in self.fleet.replicas]
+        replicas = [
+            {"ready": one.ready, "restarts": one.restarts, **({"loading": one.stage} if one.stage else {})}
+            for one in self.fleet.replicas
+        ]
         return JSONResponse({"status": status, "replicas": replicas}, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -340,8 +343,8 @@ def serve_replicas(spec: dict[str, Any], config: ServerConfig, listener: socket.
     """
     fleet = Fleet(spec, config, log.say)
     try:
-        with Starting(config, listener, log.say, f"{spec['name']} in {config.replicas} replicas"):
-            fleet.start_all()
+        with Starting(config, listener, log.say, f"{spec['name']} in {config.replicas} replicas") as starting:
+            fleet.start_all(starting.stage)
         served = Served.described(fleet.hello["served"])
         return run_server(front_of(fleet, served, config), listener, log)
     finally:

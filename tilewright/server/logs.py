@@ -16,7 +16,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -47,6 +47,8 @@ class Log:
         self._writer = _Writer(descriptor)
         self._handler = _Handler(self._writer, self._formatter)
         self._stage = ""
+        self.staged: Callable[[str], None] | None = None
+        """Told stages of one line, which then are not written: another process says them."""
 
     def __enter__(self) -> "Log":
         self._writer.start()
@@ -72,6 +74,9 @@ class Log:
 
     def stage(self, words: str) -> None:
         """Where a long task is: a line for each new stage, not for each number of it."""
+        if self.staged is not None and "\n" not in words:
+            self.staged(words)
+            return
         stage = re.sub(r"[\d,.%/ ]+$", "", words)
         if stage != self._stage:
             self.say(words)

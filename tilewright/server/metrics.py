@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -168,7 +169,7 @@ class HttpCounts:
 
     def route(self, path: str) -> str:
         """What a path is counted as."""
-        return path if path in self.paths else next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
+        return path if path in self.paths else _below(path)
 
     def counts(self) -> Iterator[tuple[str, float]]:
         """Numbers that only rise, by name."""
@@ -186,6 +187,12 @@ class HttpCounts:
     def connections(self) -> int:
         """Connections that are open."""
         return self._connections()
+
+
+@lru_cache(maxsize=256)
+def _below(path: str) -> str:
+    """What a path without a label of its own is counted as."""
+    return next((f"{start}*" for start in ABOVE if path.startswith(start)), "other")
 
 
 def _http_families(counts: Mapping[str, float], connections: float) -> Iterator[Metric]:

@@ -31,6 +31,7 @@ def _device(options: dict[str, Any], index: int, count: int) -> dict[str, Any]:
 def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) -> int:
     """Load, say hello, serve; the exit code."""
     publisher = Publisher(control)  # first: it ends this process with the router, also while torch is imported
+    publisher.stage("importing torch")
     from tilewright.engine.llm import LLM
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
@@ -39,7 +40,7 @@ def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) 
     config = ServerConfig(**spec["server"])
     with Log(config.log_level, config.log_format) as log:
         try:
-            llm = LLM(spec["model"], **_device(spec["engine"], spec["index"], spec["count"]))
+            llm = LLM(spec["model"], progress=publisher.stage, **_device(spec["engine"], spec["index"], spec["count"]))
         except (ValueError, OSError, MemoryError, ImportError) as error:
             log.say(f"error: replica {spec['index']}: {str(error).strip() or type(error).__name__}")
             return 1

@@ -75,6 +75,13 @@ class Outbox:
         """Whether no two answers went out together the last time."""
         self._sent_one = False
         """In this turn of the event loop."""
+        self._headers, self._written = list[tuple[bytes, bytes]](), b""
+
+    def usual(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """The headers of all answers as bytes; the list is another one each second."""
+        if headers is not self._headers:
+            self._headers, self._written = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
+        return self._written
 
     def add(self, connection: "Shortened", make: Callable[[], Short], *, alone: bool = False) -> None:
         """An answer is ready to be made; `alone`: it may be now, and raise."""
@@ -150,6 +157,8 @@ class Shortened(H11Protocol):
         self._short: Callable[[], object] | None = None
         """What gives up the shortcut's request that is being answered."""
         self._ends = False  # once the shortcut has answered
+        self.untouched = True
+        """Whether uvicorn has got no byte yet, so that it waits for a request."""
         self.plain, self.stays = 0, False
         """Plain requests so far, and whether another process gave it back; for `Connections.away`."""
         self.ended_for: str | None = None
@@ -173,9 +182,10 @@ class Shortened(H11Protocol):
             if len(self._held) > MAX_HELD_BYTES:
                 self.flow.pause_reading()
             return True
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-            return False
+        if not self.untouched:
+            busy = self.cycle is not None and not self.cycle.response_complete
+            if busy or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+                return False
         whole: bytes | bytearray = data
         if self._held:
             whole = self._held if isinstance(self._held, bytearray) else bytearray(self._held)
@@ -187,7 +197,7 @@ class Shortened(H11Protocol):
         if taken is None or taken is PARTIAL:
             self._hold(bytes(whole[: len(whole) - len(data)]))
             return False
-        self._hold(bytes(whole[taken.bytes :]))
+        self._hold(bytes(whole[taken.bytes :]) if taken.bytes < len(whole) else b"")
         self._ends = self._ends or taken.close
         self._unset_keepalive_if_required()
         self._stop()
@@ -213,7 +223,7 @@ class Shortened(H11Protocol):
             self._short = None
             return None
         status, headers, body = make()
-        usual = b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
+        usual = self._outbox.usual(self.server_state.default_headers)
         length, words = len(body), STATUS_PHRASES[status]
         return b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (status, words, usual, headers, length, body)
 

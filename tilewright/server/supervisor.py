@@ -31,7 +31,7 @@ from tilewright.server.logs import Log
 from tilewright.server.serve import url_of
 from tilewright.server.starting import Starting
 
-__all__ = ["ENGINE", "Supervisor", "control_of", "private_folder", "read_config", "write_config"]
+__all__ = ["ENGINE", "Supervisor", "control_of", "private_folder", "read_config", "tell_stage", "write_config"]
 
 ENGINE = (sys.executable, "-m", "tilewright.server.engine_main")
 FRONT = (sys.executable, "-m", "tilewright.server.front")
@@ -44,6 +44,8 @@ START_S = 120.0
 """For a front: Python's own start, on a busy machine."""
 END_S = 10.0
 """Beyond the drain timeout, before a front that does not end is killed; for the engine: before it is."""
+MAX_STAGE_BYTES = 200
+"""Of the words of a stage."""
 SOCKET_PATH_MOST = 100
 """Bytes; the system's limit for the path of a socket is 104 to 108."""
 
@@ -74,9 +76,16 @@ def read_config(folder: Path) -> ServerConfig:
 def control_of(descriptor: int) -> socket.socket:
     """The control socket of a child, whose end is the end of the parent.
 
-    The child writes "ready" to it. A front first writes "loaded", and listens when the parent has written "go".
+    The child writes lines to it: "ready", and before that "stage" with the stage of its loading. A front first writes "loaded",
+    and listens when the parent has written "go".
     """
     return socket.socket(fileno=descriptor)
+
+
+def tell_stage(parent: socket.socket, words: str) -> None:
+    """Tell the parent of a child how far the child's loading is, unless the parent has not read earlier words."""
+    with suppress(OSError):
+        parent.send(b"stage %b\n" % words.encode()[:MAX_STAGE_BYTES], socket.MSG_DONTWAIT)
 
 
 class _Child:
@@ -92,6 +101,10 @@ class _Child:
         self._again_s = 0.0
         self.ready = self.loaded = False
         """A front that is loaded waits for `go`."""
+        self.stage = ""
+        """The stage of its loading."""
+        self._line = b""
+        """The beginning of a line whose end has not come."""
 
     def start(self) -> None:
         """Start the process."""
@@ -106,6 +119,7 @@ class _Child:
             )
         ours.setblocking(False)
         self._control, self.ready, self.loaded, self._started_s = ours, False, False, time.monotonic()
+        self.stage, self._line = "starting a process", b""
 
     @property
     def pid(self) -> int:
@@ -119,12 +133,15 @@ class _Child:
         return None if self._process is None else self._process.poll()
 
     def heard(self) -> None:
-        """Look whether the child is loaded or ready."""
+        """Look whether the child is loaded or ready, or which stage its loading has reached."""
         if self._control is not None and not self.ready:
             with suppress(OSError):  # nothing has come, or its end
-                words = self._control.recv(64)
-                self.loaded |= b"loaded" in words
-                self.ready = b"ready" in words
+                *lines, self._line = (self._line + self._control.recv(1 << 16)).split(b"\n")
+                for line in lines:
+                    self.loaded |= line == b"loaded"
+                    self.ready |= line == b"ready"
+                    if line.startswith(b"stage "):
+                        self.stage = line[6:].decode(errors="replace")
 
     def go(self) -> None:
         """Let a front that is loaded listen."""
@@ -213,8 +230,8 @@ class Supervisor:
             os._exit(128 + number)
 
     def _run(self, name: str) -> int:
-        with Starting(self._config, self._listener, self._log.say, f"{name} in its engine process"):
-            code = self._start()
+        with Starting(self._config, self._listener, self._log.say, f"{name} in its engine process") as starting:
+            code = self._start(starting)
         if code is None:
             # Only now: of two processes that listen on one socket, one would still answer that the server is loading.
             self._open = True
@@ -230,7 +247,7 @@ class Supervisor:
             self._see_to([self._engine])
         return self._drain()
 
-    def _start(self) -> int | None:
+    def _start(self, starting: Starting) -> int | None:
         """Start all processes; the exit code if the server ends before they are loaded.
 
         The fronts start with the engine: they wait for it, and their imports need not wait until it has loaded its model.
@@ -240,6 +257,7 @@ class Supervisor:
         while not self._engine.ready:
             time.sleep(LOOK_S)
             self._engine.heard()
+            starting.stage(self._engine.stage)
             if self._signals:
                 self._engine.send(signal.SIGKILL)  # it serves nobody yet
                 self._log.say("interrupted" if self._signals[0] == signal.SIGINT else "terminated")
@@ -247,6 +265,7 @@ class Supervisor:
             if self._engine.code is not None:
                 return self._engine.code if self._engine.code > 0 else 1
             self._see_to(self._fronts)
+        starting.stage("starting front processes")
         return self._wait_for(lambda front: front.loaded)
 
     def _wait_for(self, state: Callable[[_Child], bool]) -> int | None:
@@ -267,8 +286,10 @@ class Supervisor:
 
     def _see_to(self, children: Sequence[_Child]) -> None:
         for child in children:
-            was_ready = child.ready
+            was_ready, stage = child.ready, child.stage
             child.heard()
+            if child is self._engine and child.stage != stage and not child.ready:
+                self._log.stage(child.stage)  # it was started again: there is no other place for this
             if self._open:
                 child.go()
             line = child.revive()

@@ -103,8 +103,6 @@ def test_connections_are_spread_and_counted_and_limited() -> None:
     with fronted(max_connections=4) as server:
         ones = [moved(server) for _ in range(4)]
         assert sorted(link.connections for link in server.state.fronts._links) == [2, 2]
-        with connected(server) as fifth:
-            assert fifth.recv(1 << 12).startswith(b"HTTP/1.1 503")
         ones.pop().close()
         until(lambda: pool(server).elsewhere == 3)
         status, _, body = server.request("GET", "/metrics")
@@ -114,6 +112,42 @@ def test_connections_are_spread_and_counted_and_limited() -> None:
         assert "tilewright_http_connections 4.0" in body.decode()
         for one in ones:
             one.close()
+
+
+def test_the_longest_idle_connection_makes_room_wherever_it_is() -> None:
+    def asks(one: socket.socket) -> None:
+        one.sendall(infer(5))
+        assert value(answer(one, bytearray())) == 10
+
+    with fronted(max_connections=3) as server, moved(server) as first, moved(server) as second, connected(server) as own:
+        time.sleep(0.3)  # a front notes that a connection is idle just after its client has the answer
+        asks(own)
+        asks(first)
+        with connected(server) as new:  # a front has the longest idle one
+            asks(new)
+            assert second.recv(1) == b""
+            asks(own)
+            asks(first)
+        until(lambda: len(pool(server).open) + pool(server).elsewhere == 2)
+        with moved(server), connected(server) as new:  # the server's process has it
+            asks(new)
+            assert own.recv(1) == b""
+            asks(first)
+        assert pool(server).ended["evicted"] == 2
+
+
+def test_a_new_connection_is_refused_if_all_are_busy() -> None:
+    makes = Makes(double)
+    with fronted(makes, max_connections=2) as server:
+        with moved(server) as one, moved(server) as two:
+            makes.made[0].seconds = 1.0
+            for busy in (one, two):
+                busy.sendall(infer(3))
+            until(lambda: server.host.running == 2)
+            with connected(server) as third:
+                assert third.recv(1 << 12).startswith(b"HTTP/1.1 503")
+            assert [value(answer(busy, bytearray())) for busy in (one, two)] == [6, 6]
+        assert pool(server).ended["refused"] == 1
 
 
 def test_large_requests_stay_in_the_server() -> None:

@@ -18,12 +18,14 @@ import numpy as np
 from tilewright.host.compare import array_of
 from tilewright.host.errors import Refused
 from tilewright.host.host import Answer
-from tilewright.host.regions import MISSING, Part, Place, Regions
+from tilewright.host.regions import INLINE_BYTES, MISSING, Part, Place, Regions
 from tilewright.host.tensors import DATATYPES, MAX_DIMS, Wire
 from tilewright.host.version import Ask
+from tilewright.server.v2.placing import Placing
 
 __all__ = [
     "DEFAULT_PRIORITY",
+    "MAX_KNOWN_BYTES",
     "InferRequest",
     "answer_body",
     "ask_of",
@@ -61,6 +63,8 @@ class InferRequest:
     """Whether outputs that do not say so are wanted as bytes."""
     ask: Ask = field(default_factory=Ask)
     id: str = ""
+    placings: dict[int, Placing] | None = None
+    """Serial number of a version -> its answers to this request, which is kept and wants all outputs in shared memory."""
 
 
 def parse_json(raw: bytes | memoryview, what: str = "the body") -> dict[str, Any]:
@@ -95,6 +99,8 @@ def inflated(raw: bytes, encoding: str, most: int) -> bytes:
 
 def parse_infer(raw: bytes | memoryview, header_length: str | None, regions: Regions | None = None) -> InferRequest:
     """A request from its body and its `Inference-Header-Content-Length`. Raises Refused, or NotFound: no such region."""
+    if regions is not None and header_length is None and isinstance(raw, bytes) and (kept := regions.kept.get(raw)) is not None:
+        return kept
     whole, json_bytes = memoryview(raw), len(raw)
     if header_length is not None:
         if not (header_length.isascii() and header_length.isdecimal() and int(header_length[:12]) <= len(raw)):
@@ -172,6 +178,8 @@ def _known(whole: memoryview, json_bytes: int, regions: Regions | None) -> Infer
     places = {name: part_of(regions, place) for name, place in known.places.items()}
     made = InferRequest(inputs, request.outputs, places, request.binary, request.ask, request.id)
     if regions is not None and not known.bytes:  # all inputs are in regions
+        if places and places.keys() == made.outputs.keys() and sum(map(len, places.values())) <= INLINE_BYTES:
+            made.placings = {}
         regions.keep(said, made)
     return made
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from starlette.applications import Starlette
 from uvicorn.server import ServerState
 
-from tilewright.server.access import note, request_id_from
 from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connection, Connections
 from tilewright.server.files import connections_allowed
@@ -28,9 +27,31 @@ from tilewright.server.logs import Log
 from tilewright.server.memory import settle
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.serve import FLUSH_TIMEOUT_S, uvicorn_config
-from tilewright.server.shortcut import Done, Short, Taken
+from tilewright.server.shortcut import Done, Taken
+from tilewright.server.v2.codec import MAX_KNOWN_BYTES
 from tilewright.server.v2.heading import MAX_BODY_BYTES, Head, Heads, Request
-from tilewright.server.v2.relay import ASK, CANCEL, CLOSED, END, READY, Arrivals, Frames, frame, move
+from tilewright.server.v2.noted import Noted
+from tilewright.server.v2.quick import JSON
+from tilewright.server.v2.relay import (
+    AGAIN,
+    ASK,
+    CANCEL,
+    CLOSED,
+    END,
+    EVICT,
+    IDLE,
+    KNOW,
+    MAX_KNOWN,
+    PAIR,
+    READY,
+    SAME,
+    TOLD,
+    Arrivals,
+    Frames,
+    frame,
+    move,
+)
+from tilewright.server.v2.room import answer
 
 __all__ = ["Front", "main"]
 
@@ -43,11 +64,12 @@ LOOK_AGAIN_S = 0.01
 class _Waiting(NamedTuple):
     """A request that the server answers."""
 
-    head: Head
-    client: str
-    identity: str
-    started_s: float
+    noted: Noted
     done: Done
+
+
+_Words = tuple[str, str | None, bytes]
+"""(path, length of the JSON if tensors follow it, body) of a request."""
 
 
 class Front(Frames):
@@ -67,7 +89,15 @@ class Front(Frames):
         self._loop = asyncio.get_running_loop()
         self._waiting = dict[int, _Waiting]()
         self._numbers = itertools.count()
+        self._seen = dict[_Words, None]()
+        """Words of requests that came once."""
+        self._known = dict[_Words, int]()
+        """Words that the server knows by a number."""
+        self._told = dict[int, bytes]()
+        """Bodies of answers that the server has given a number."""
         self._unsent = list[bytes]()
+        self._again = bytearray()
+        """Pairs of requests with known words, later than `_unsent`."""
         self._tasks = set[asyncio.Task[None]]()
         self.over = self._loop.create_future()
 
@@ -93,22 +123,40 @@ class Front(Frames):
 
     def say(self, message: bytes) -> None:
         """Send a message; those of one turn of the event loop are sent together."""
-        self._unsent.append(message)
-        if len(self._unsent) == 1:
+        if not (self._unsent or self._again):
             self._loop.call_soon(self._send)
+        self._end_pairs()
+        self._unsent.append(message)
+
+    def _end_pairs(self) -> None:
+        """Let later messages come behind the pairs that are there."""
+        if self._again:
+            self._unsent.append(frame(AGAIN, body=bytes(self._again)))
+            self._again.clear()
 
     def _send(self) -> None:
+        self._end_pairs()
         unsent, self._unsent = self._unsent, []
         self._stream.write(b"".join(unsent))
 
     def data_received(self, data: bytes) -> None:
         """Answers of the server, or the end."""
-        messages = list(self.messages(data))
-        for kind, number, text, body in messages:
-            if kind == END:
+        answers = list[tuple[int, int, bytes, bytes]]()
+        for kind, number, text, body in self.messages(data):
+            if kind == SAME:
+                told = self._told
+                answers += [(one, 200, JSON, told[words]) for one, words in PAIR.iter_unpack(body)]
+            elif kind in (IDLE, EVICT):
+                self.say(answer(self.pool, kind, number))
+            elif kind == TOLD:
+                self._told[number] = body
+            elif kind == END:
                 self._loop.create_task(self._end()).add_done_callback(lambda _: self.over.set_result(None))
-            elif (one := self._waiting.pop(number, None)) is not None:
-                one.done(partial(self._short, one, kind, text, body), alone=len(messages) == 1)
+            else:
+                answers.append((number, kind, text, body))
+        for number, *words in answers:
+            if (one := self._waiting.pop(number, None)) is not None:
+                one.done(partial(one.noted.answer, *words), alone=len(answers) == 1)
 
     async def _end(self) -> None:
         """Close all connections, those with an answer under way after it."""
@@ -163,27 +211,40 @@ class Front(Frames):
 
     def _begin(self, head: Head, body: bytes, client: str, done: Done) -> Callable[[], object]:
         number = next(self._numbers) & 0xFFFFFFFF
-        identity = request_id_from(head.request_id or "")
-        self._waiting[number] = _Waiting(head, client, identity, time.perf_counter(), done)
-        self.say(frame(ASK, number, f"{head.path}\0{head.json_bytes or ''}".encode(), body))
+        self._waiting[number] = _Waiting(Noted(self._counts, head, client), done)
+        words = None if len(body) > MAX_KNOWN_BYTES else self._number((head.path, head.json_bytes, body))
+        if words is None:
+            self.say(frame(ASK, number, _named(head.path, head.json_bytes), body))
+        else:
+            if not (self._unsent or self._again):
+                self._loop.call_soon(self._send)
+            self._again += PAIR.pack(number, words)
         return partial(self._cancel, number)
+
+    def _number(self, words: _Words) -> int | None:
+        """The number by which the server knows the words of a request; None: they came for the first time."""
+        number = self._known.get(words)
+        if number is not None:
+            return number
+        if words not in self._seen:
+            if len(self._seen) >= MAX_KNOWN:
+                self._seen.clear()
+            self._seen[words] = None
+            return None
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        number = self._known[words] = len(self._known)
+        self.say(frame(KNOW, number, _named(*words[:2]), words[2]))
+        return number
 
     def _cancel(self, number: int) -> None:
         if self._waiting.pop(number, None) is not None:
             self.say(frame(CANCEL, number))
 
-    def _short(self, one: _Waiting, status: int, headers: bytes, body: bytes) -> Short:
-        """The answer, noted in the log."""
-        note(
-            self._counts,
-            method="POST",
-            path=one.head.path,
-            status=status,
-            seconds=time.perf_counter() - one.started_s,
-            request_id=one.identity,
-            client=one.client,
-        )
-        return Short(status, b"%bx-request-id: %b\r\n" % (headers, one.identity.encode()), body)
+
+def _named(path: str, json_bytes: str | None) -> bytes:
+    """The text of a message with a request."""
+    return f"{path}\0{json_bytes or ''}".encode()
 
 
 class FrontConnection(Connection):

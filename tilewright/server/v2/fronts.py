@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewright.host.errors import Unavailable
 from tilewright.host.host import Host
@@ -26,21 +26,38 @@ from tilewright.server.config import ServerConfig
 from tilewright.server.connections import Connection, Connections
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.v2.heading import Head, Heads, Request
-from tilewright.server.v2.quick import Pending, begin
-from tilewright.server.v2.relay import ASK, CANCEL, CLOSED, END, MAX_MOVED_BYTES, READY, Arrivals, Frames, frame, move
+from tilewright.server.v2.quick import JSON, Pending, begin
+from tilewright.server.v2.relay import (
+    AGAIN,
+    ASK,
+    CANCEL,
+    CLOSED,
+    END,
+    EVICT,
+    IDLE,
+    KNOW,
+    MAX_KNOWN,
+    MAX_MOVED_BYTES,
+    PAIR,
+    READY,
+    SAME,
+    TOLD,
+    Arrivals,
+    Frames,
+    frame,
+    move,
+)
+from tilewright.server.v2.room import Rooms
 
 __all__ = ["Fronts"]
 
 MOVES_AFTER = 3
 """Plain requests of a connection that the server answers itself: one that lives shortly is not worth moving."""
-MAX_KEYS = 1024
-"""Heads that are remembered."""
 AGAIN_S = 1.0
 """Pause before a front that ended is started again."""
 END_S = 12.0
 """Time for fronts to write their last answers, before they are killed."""
 
-JSON = b"content-type: application/json\r\n"
 FAILED = json.dumps({"error": "the server failed on this request; its log has the traceback"}).encode()
 
 logger = logging.getLogger(__name__)
@@ -73,6 +90,7 @@ class Fronts:
         self.connections = connections
         self._config, self._heads = config, heads
         self._links = set[_Link]()
+        self.rooms = Rooms(connections, lambda: [link for link in self._links if link.ready])
         self._loop = asyncio.get_running_loop()
         self._tasks = set[asyncio.Task[None]]()
         self._closing = False
@@ -81,7 +99,7 @@ class Fronts:
         """Start all of them; until they are ready, the server does everything itself."""
         for _ in range(self._config.fronts or 0):
             self._start_one()
-        self.connections.away = self.take
+        self.connections.away, self.connections.room_elsewhere = self.take, self.rooms.ask
 
     def _start_one(self) -> None:
         if not self._closing:
@@ -122,6 +140,8 @@ class Fronts:
         """A front has ended."""
         self._links.discard(link)
         self.connections.elsewhere -= link.connections
+        link.connections = 0
+        self.rooms.lost(link)
         if not self._closing:
             logger.error("a front process ended; another is started")
             self._loop.call_later(AGAIN_S, self._start_one)
@@ -140,7 +160,7 @@ class Fronts:
 
     async def close(self) -> None:
         """End the fronts, once they have written what is answered."""
-        self._closing, self.connections.away = True, None
+        self._closing, self.connections.away, self.connections.room_elsewhere = True, None, None
         for task in self._tasks:
             task.cancel()
         end_s, links = time.monotonic() + END_S, list(self._links)
@@ -162,10 +182,13 @@ class _Link(Frames):
         self.process, self.connections, self.ready = process, 0, False
         self._fronts, self._moves, self._arrivals = fronts, moves, Arrivals(moves)
         self._loop = asyncio.get_running_loop()
-        self._open = dict[int, Callable[[], object]]()
-        """What gives up the requests that are not answered."""
-        self._keys = dict[bytes, tuple[Head, str]]()
-        """Heads, and what their paths are counted as."""
+        self._open = dict[int, _Passed]()
+        """Requests that are not answered."""
+        self._keys = dict[bytes, _Key]()
+        self._known = dict[int, tuple[_Key, bytes]]()
+        """Number of a request's words -> its key and body."""
+        self._told = dict[bytes, int]()
+        """Body of an answer -> the number by which the front knows it."""
         self._made = list[_Passed]()
         """Requests whose answers can be made."""
         self._stream: asyncio.Transport | None = None
@@ -181,8 +204,8 @@ class _Link(Frames):
         self.ready = False
         self._loop.remove_reader(self._moves.fileno())
         self._moves.close()
-        for give_up in self._open.values():
-            give_up()
+        for one in self._open.values():
+            one.give_up()
         self._open.clear()
         self._fronts.lost(self)
         self._loop.run_in_executor(None, self.process.wait)
@@ -190,17 +213,27 @@ class _Link(Frames):
     def data_received(self, data: bytes) -> None:
         """Messages of the front."""
         for kind, number, text, body in self.messages(data):
-            if kind == ASK:
-                self._ask(number, text, body)
+            if kind == AGAIN:
+                known = self._known
+                for asked, words in PAIR.iter_unpack(body):
+                    self._ask(asked, *known[words])
+            elif kind == ASK:
+                self._ask(number, self._key(text), body)
+            elif kind == KNOW:
+                self._known[number] = self._key(text), body
             elif kind == CANCEL:
-                if (give_up := self._open.pop(number, None)) is not None:
-                    give_up()
+                if (one := self._open.pop(number, None)) is not None:
+                    one.give_up()
             elif kind == CLOSED:
                 self._left()
                 if text:
                     self._fronts.connections.ended[text.decode()] += 1
             elif kind == READY:
                 self.ready = True
+            elif kind == IDLE:
+                self._fronts.rooms.heard(self, number, text)
+            elif kind == EVICT:
+                self._fronts.rooms.evicted(number, done=bool(text))
 
     def _left(self) -> None:
         self.connections -= 1
@@ -233,21 +266,22 @@ class _Link(Frames):
 
     # ---- requests
 
-    def _ask(self, number: int, key: bytes, body: bytes) -> None:
-        known = self._keys.get(key)
-        if known is None:
-            if len(self._keys) >= MAX_KEYS:
+    def _key(self, text: bytes) -> "_Key":
+        found = self._keys.get(text)
+        if found is None:
+            if len(self._keys) >= MAX_KNOWN:
                 self._keys.clear()
-            head = _head_of(key)
-            known = self._keys[key] = head, self._fronts.counts.route(head.path)
-        head, route = known
-        one, self._open[number] = _Passed(self, number, route), _nothing
-        if self._fronts.draining():
+            head = _head_of(text)
+            found = self._keys[text] = _Key(head, self._fronts.counts.route(head.path))
+        return found
+
+    def _ask(self, number: int, key: "_Key", body: bytes) -> None:
+        one, fronts = _Passed(self, number, key.route), self._fronts
+        self._open[number] = one
+        if fronts.draining():
             one.deliver(Unavailable("the server is shutting down and takes no new requests"))
-            return
-        give_up = begin(self._fronts.host, self._fronts.regions, head, body, one)
-        if number in self._open:
-            self._open[number] = give_up
+        else:
+            begin(fronts.host, fronts.regions, key.head, body, one)
 
     def answered(self, one: "_Passed", *, alone: bool) -> None:
         """The answer of a request can be made. Those of one turn of the event loop are sent together."""
@@ -262,22 +296,50 @@ class _Link(Frames):
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        made, sent, counts = self._made, list[bytes](), self._fronts.counts
+        made, sent, same, done, counts = self._made, list[bytes](), list[bytes](), 0, self._fronts.counts.requests
         self._made = []
         try:
             for one in made:
+                done += 1
                 try:
-                    sent.append(one.frame(counts))
+                    if (body := one.again()) is not None:
+                        words = self._told.get(body)
+                        if words is None:
+                            words = self._tell(body, sent, same)
+                        same.append(PAIR.pack(one.number, words))
+                        counts[one.route, 200] += 1
+                    else:
+                        status, headers, body = one.made()
+                        counts[one.route, status] += 1
+                        sent.append(frame(status, one.number, headers, body))
                 except BaseException:
                     sent.append(frame(500, one.number, JSON, FAILED))
                     raise  # to the event loop, which logs it
         finally:
             # What one request ran into is its own: the others are answered.
-            if len(sent) < len(made):
-                self._made = made[len(sent) :] + self._made
+            if done < len(made):
+                self._made = made[done:] + self._made
                 self._loop.call_soon(self._send)
+            if same:
+                sent.append(frame(SAME, body=b"".join(same)))
             assert self._stream is not None
             self._stream.write(b"".join(sent))
+
+    def _tell(self, body: bytes, sent: list[bytes], same: list[bytes]) -> int:
+        """Tell the front the body of an answer; return the number by which it knows the body from now on."""
+        if same:  # these pairs have numbers that may begin again now
+            sent.append(frame(SAME, body=b"".join(same)))
+            same.clear()
+        if len(self._told) >= MAX_KNOWN:
+            self._told.clear()
+        number = self._told[body] = len(self._told)
+        sent.append(frame(TOLD, number, body=body))
+        return number
+
+    def say(self, message: bytes) -> None:
+        """Send a message."""
+        assert self._stream is not None
+        self._stream.write(message)
 
     def end(self) -> None:
         """Have the front close its connections, and end."""
@@ -290,18 +352,22 @@ class _Link(Frames):
 class _Passed(Pending):
     """A request that a front has passed on."""
 
+    __slots__ = ("_link", "number", "route")
+
     def __init__(self, link: _Link, number: int, route: str):
         super().__init__()
-        self._link, self.number, self._route = link, number, route
+        self._link, self.number, self.route = link, number, route
 
     def ready(self, *, alone: bool) -> None:
         self._link.answered(self, alone=alone)
 
-    def frame(self, counts: HttpCounts) -> bytes:
-        """The message with the answer."""
-        status, headers, body = self.made()
-        counts.requests[self._route, status] += 1
-        return frame(status, self.number, headers, body)
+
+class _Key(NamedTuple):
+    """What a front says of a request besides its body."""
+
+    head: Head
+    route: str
+    """What its path is counted as."""
 
 
 def _head_of(key: bytes) -> Head:
@@ -309,7 +375,3 @@ def _head_of(key: bytes) -> Head:
     path, _, json_bytes = key.decode().partition("\0")
     words = path.split("/")  # /v2/models/NAME[/versions/N]/infer
     return Head(path, words[3], words[5] if len(words) > 5 else None, 0, json_bytes or None, None)
-
-
-def _nothing() -> None:
-    """Gives up nothing."""

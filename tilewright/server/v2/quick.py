@@ -7,7 +7,6 @@ Everything else goes the usual way, and is answered or refused there: this file 
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +15,7 @@ from tilewright.host.host import Answer, Host
 from tilewright.host.regions import INLINE_BYTES, Regions
 from tilewright.host.tensors import Wire
 from tilewright.host.version import Version
-from tilewright.server.access import note, request_id_from
+from tilewright.host.waiting import Told
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import Done, Short, Taken
@@ -24,9 +23,15 @@ from tilewright.server.spans import RequestSpan
 from tilewright.server.v2.codec import InferRequest, answer_body, parse_infer, placed
 from tilewright.server.v2.heading import Head, Heads, Request
 from tilewright.server.v2.http import answered, failure
+from tilewright.server.v2.noted import Noted
+from tilewright.server.v2.placing import Placing
 
-__all__ = ["Pending", "Quick", "begin"]
+__all__ = ["JSON", "Pending", "Quick", "begin"]
 
+JSON = b"content-type: application/json\r\n"
+
+MAX_PLACINGS = 4
+"""Versions whose answers to a request are remembered."""
 MAX_BINARY_BYTES = 4 << 20
 """Of a body whose tensors are bytes."""
 
@@ -62,40 +67,44 @@ class Quick:
             return found
         if self._draining():
             return None
-        body = memoryview(data)[found.begin : found.end]
+        body = data[found.begin : found.end] if isinstance(data, bytes) else memoryview(data)[found.begin : found.end]
         return Taken(found.end, partial(self._begin, found.head, body, client))
 
-    def _begin(self, head: Head, body: memoryview, client: str, done: Done) -> Callable[[], object]:
-        return begin(self._host, self._regions, head, body, _Request(self._counts, head, client, done))
+    def _begin(self, head: Head, body: bytes | memoryview, client: str, done: Done) -> Callable[[], object]:
+        one = _Request(self._counts, head, client, done)
+        begin(self._host, self._regions, head, body, one)
+        return one.give_up
 
 
-def begin(host: Host, regions: Regions | None, head: Head, body: bytes | memoryview, one: "Pending") -> Callable[[], object]:
-    """Have a request answered, by the model's queue at once where that is all, or in a task; returns what gives it up."""
+def begin(host: Host, regions: Regions | None, head: Head, body: bytes | memoryview, one: "Pending") -> None:
+    """Have a request answered: by the model's queue at once if nothing else is needed, otherwise in a task."""
     try:
         asked = one.asked = parse_infer(body, head.json_bytes, regions)
-        if one.span is None and sum(map(len, asked.places.values())) <= INLINE_BYTES:
-            begun = host.begin(head.model, head.version, asked.inputs, asked.ask, one.deliver)
-            if begun is not None:
-                one.version, give_up = begun
-                return give_up
+        if one.span is None and (asked.placings is not None or sum(map(len, asked.places.values())) <= INLINE_BYTES):
+            version = one.version = host.chosen(head.model, head.version)
+            if version is not None:
+                version.begin(asked.inputs, asked.ask, one)
+                return
     except HostError as error:
         one.deliver(error)
-        return _nothing
-    task = asyncio.get_running_loop().create_task(answered(host, head.model, head.version, asked, one.span))
-    task.add_done_callback(one.ended)
-    return task.cancel
+        return
+    one.task = asyncio.get_running_loop().create_task(answered(host, head.model, head.version, asked, one.span))
+    one.task.add_done_callback(one.ended)
 
 
-class Pending:
+class Pending(Told):
     """A request that is being answered."""
 
+    __slots__ = ("asked", "found", "task", "version")
     span: RequestSpan | None = None
 
     def __init__(self) -> None:
-        self._found: tuple[Wire, ...] | HostError | asyncio.Task[Answer] = ()
+        super().__init__()
+        self.found: tuple[Wire, ...] | HostError | asyncio.Task[Answer] = ()
         self.asked: InferRequest | None = None
         self.version: Version | None = None
-        """Who answers, where there is no task."""
+        """Who answers, if there is no task."""
+        self.task: asyncio.Task[Answer] | None = None
 
     def ready(self, *, alone: bool) -> None:
         """`made` can be called: soon, or now where it is `alone`, beside no other answer."""
@@ -103,17 +112,24 @@ class Pending:
 
     def deliver(self, found: tuple[Wire, ...] | HostError) -> None:
         """The outputs are there, or the reason why there are none."""
-        self._found = found
+        self.found = found
         self.ready(alone=isinstance(found, tuple) and self.version is not None and self.version.answers_one)
 
     def ended(self, task: "asyncio.Task[Answer]") -> None:
         """The task has its answer."""
         if not task.cancelled():
-            self._found = task
+            self.found = task
             self.ready(alone=False)
 
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more."""
+        if self.task is None:
+            super().give_up()
+        else:
+            self.task.cancel()
+
     def _answer(self) -> Answer:
-        found = self._found
+        found = self.found
         if isinstance(found, tuple):
             assert self.version is not None
             answer = Answer(self.version.name, self.version.number, dict(zip(self.version.output_names, found, strict=True)))
@@ -123,6 +139,22 @@ class Pending:
         if isinstance(found, HostError):
             raise found
         return found.result()
+
+    def again(self) -> bytes | None:
+        """The body that a request with the same bytes got before, after writing this one's outputs; None: `made` makes it."""
+        asked, found, version = self.asked, self.found, self.version
+        if asked is None or asked.placings is None or version is None or not isinstance(found, tuple):
+            return None
+        placing = asked.placings.get(version.serial)
+        return placing.body if placing is not None and placing.placed(found) else None
+
+    def _keep(self, body: bytes) -> None:
+        """Keep an answer for `again`."""
+        asked, found, version = self.asked, self.found, self.version
+        if asked is not None and asked.placings is not None and version is not None and isinstance(found, tuple):
+            if len(asked.placings) >= MAX_PLACINGS:
+                asked.placings.clear()
+            asked.placings[version.serial] = Placing.of(version.output_names, asked.places, found, body)
 
     def made(self) -> Short:
         """The answer, with its outputs where they are wanted in shared memory."""
@@ -134,7 +166,8 @@ class Pending:
             status, said, body = failure(error)
             return Short(status, "".join(f"{name}: {value}\r\n" for name, value in said.items()).encode(), body)
         if json_bytes is None:
-            return Short(200, b"content-type: application/json\r\n", body)
+            self._keep(body)
+            return Short(200, JSON, body)
         headers = b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n" % json_bytes
         return Short(200, headers, body)
 
@@ -142,31 +175,19 @@ class Pending:
 class _Request(Pending):
     """A request of a connection of this process."""
 
+    __slots__ = ("_done", "_noted", "span")
+
     def __init__(self, counts: HttpCounts, head: Head, client: str, done: Done):
         super().__init__()
-        self._counts, self._head, self._client, self._done = counts, head, client, done
-        self._started_s, self._id = time.perf_counter(), request_id_from(head.request_id or "")
+        self._noted, self._done = Noted(counts, head, client), done
         tracer = counts.tracer
-        self.span = tracer and tracer.begin("POST", counts.route(head.path), head.trace or {}, self._id)
+        self.span = tracer and tracer.begin("POST", counts.route(head.path), head.trace or {}, self._noted.id)
 
     def ready(self, *, alone: bool) -> None:
-        self._done(self._noted, alone=alone)
+        self._done(self._short, alone=alone)
 
-    def _noted(self) -> Short:
+    def _short(self) -> Short:
         """The answer, noted in log and counts."""
-        status, headers, body = self.made()
-        note(
-            self._counts,
-            method="POST",
-            path=self._head.path,
-            status=status,
-            seconds=time.perf_counter() - self._started_s,
-            request_id=self._id,
-            client=self._client,
-            span=self.span,
-        )
-        return Short(status, b"%bx-request-id: %b\r\n" % (headers, self._id.encode()), body)
-
-
-def _nothing() -> None:
-    """Gives up nothing."""
+        again = self.again()
+        status, headers, body = self.made() if again is None else (200, JSON, again)
+        return self._noted.answer(status, headers, body, self.span)

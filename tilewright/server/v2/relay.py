@@ -5,11 +5,22 @@ A stream carries requests and answers, as frames: `FRAME`, then a text of at mos
 | kind       | from   | number              | text                                  | body                    |
 |------------|--------|---------------------|---------------------------------------|-------------------------|
 | ASK        | front  | of the request      | path, zero byte, length of the JSON   | of the request          |
+| KNOW       | front  | new, of these words | the same                              | the same                |
+| AGAIN      | front  |                     |                                       | pairs: request, words   |
 | CANCEL     | front  | of the request      |                                       |                         |
 | CLOSED     | front  |                     | reason, if the front ended it         |                         |
 | READY      | front  |                     |                                       |                         |
+| IDLE       | server | of a question       |                                       |                         |
+| IDLE       | front  | of the question     | since when a connection is idle       |                         |
+| EVICT      | server | of a question       |                                       |                         |
+| EVICT      | front  | of the question     | whether an idle connection was closed |                         |
 | a status   | server | of the request      | headers                               | of the answer           |
+| TOLD       | server | new, of these words |                                       | of an answer with JSON  |
+| SAME       | server |                     |                                       | pairs: request, words   |
 | END        | server |                     |                                       |                         |
+
+Clients that leave their tensors in shared memory send the same words over and over, and get the same ones. So these cross the
+stream once; then a request and its answer are two numbers each, and those of one turn of the event loop are one frame.
 
 The other socket keeps the boundaries of packets. It carries connections: their files, with the bytes that came and are not
 answered yet.
@@ -20,11 +31,34 @@ import socket
 import struct
 from collections.abc import Iterator
 
-__all__ = ["ASK", "CANCEL", "CLOSED", "END", "MAX_MOVED_BYTES", "READY", "Arrivals", "Frames", "frame", "move"]
+__all__ = [
+    "AGAIN",
+    "ASK",
+    "CANCEL",
+    "CLOSED",
+    "END",
+    "EVICT",
+    "IDLE",
+    "KNOW",
+    "MAX_KNOWN",
+    "MAX_MOVED_BYTES",
+    "PAIR",
+    "READY",
+    "SAME",
+    "TOLD",
+    "Arrivals",
+    "Frames",
+    "frame",
+    "move",
+]
 
 FRAME = struct.Struct("<IIHH")
 """Bytes of the body, number, bytes of the text, kind."""
-ASK, CANCEL, CLOSED, READY, END = range(5)
+PAIR = struct.Struct("<II")
+"""Number of a request, number of the words that it or its answer has."""
+ASK, CANCEL, CLOSED, READY, END, KNOW, AGAIN, TOLD, SAME, IDLE, EVICT = range(11)
+MAX_KNOWN = 1024
+"""Words of each kind that are remembered; then their numbers begin again."""
 MAX_MOVED_BYTES = 32 << 10
 """Most bytes in a packet with a connection."""
 MORE, LAST = b"+", b"."
