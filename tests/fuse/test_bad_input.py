@@ -131,7 +131,7 @@ CASES = (
     Case(of_a_scalar, (normal(3, 8),)),
     Case(through_numpy, (normal(3, 8),), "in through_numpy: return m.a(torch.from_numpy(np.tanh(x.numpy())))"),
     Case(rows_chosen_by_value, (normal(3, 8),), "depends on values, and a graph is for known sizes"),
-    Case(counts_its_calls, (normal(3, 8),), "writes to its own buffers in every call (count)"),
+    Case(counts_its_calls, (normal(3, 8),), "keeps state from call to call (in count)"),
 )
 
 

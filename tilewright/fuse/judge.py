@@ -8,7 +8,7 @@ represented as a graph.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -20,15 +20,18 @@ from tilewright.fuse.captured import plainly
 from tilewright.fuse.check import RANDOM, LayerError, compare_outputs, layer_errors
 from tilewright.fuse.differences import TOLERANCES, Difference
 from tilewright.fuse.layer_errors import FLOAT_NODE
+from tilewright.fuse.state import attributes, changed, other_values, with_own_state
 from tilewright.fuse.structure import Structure, flatten, rebuild
 from tilewright.fuse.trace import Traced, Untraceable, line_of, without_fast_path
 from tilewright.hw.tf32 import exact_float32
 
-__all__ = ["Right", "called_on_copies", "faults_of", "right_outputs", "same_as_graph", "timed_us", "torchs_own"]
+__all__ = ["Right", "called", "called_on_copies", "faults_of", "right_outputs", "same_as_graph", "timed_us", "torchs_own"]
 
 _SECONDS = 0.5
 """Limit for the time of a measurement, beyond one call of each side."""
 _ROUNDS = 30
+_NAMES = 4
+"""Most attributes that a message names."""
 
 
 class Right(NamedTuple):
@@ -44,28 +47,61 @@ class Right(NamedTuple):
 
 
 def called_on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's own call, on copies of its inputs; its buffers are restored."""
+    """The model's own call, on copies of its inputs; its buffers and attributes stay as they are."""
+    return called(with_own_state(model), args, kwargs)
+
+
+def called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The model's own call, on copies of its inputs."""
     device = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), torch.device("cpu"))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     given, named = rebuild(structure, [t.clone() for t in tensors])
     with plainly(device), exact_float32():
-        outputs = model(*given, **named)
-        for name, buffer in model.named_buffers():
-            if name in before and not torch.equal(before[name], buffer):
-                buffer.copy_(before[name])
-    return outputs
+        return model(*given, **named)
 
 
 def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
-    """The model's outputs as the user calls it. Raises ValueError, with the user's line, if it fails."""
+    """The model's outputs as the user calls it.
+
+    Raises:
+        ValueError: it fails; the message has the user's line.
+        Untraceable: they depend on earlier calls.
+    """
+    own = with_own_state(model)
+    before = attributes(own)
     try:
-        outputs = called_on_copies(model, args, kwargs)
+        outputs = called(own, args, kwargs)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         line = f"{type(error).__name__} at {line_of(error)}"
         raise ValueError(f"optimize: {type(model).__name__} itself fails on the example inputs: {words} ({line})") from error
-    return Right(outputs, *flatten(outputs))
+    right = Right(outputs, *flatten(outputs))
+    written = changed(before, attributes(own))
+    if written:
+        _no_state(model, own, right, args, kwargs, written)
+    return right
+
+
+def _no_state(
+    model: nn.Module, own: nn.Module, right: Right, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[str]
+) -> None:
+    """Raises Untraceable if what a call has written changes the outputs of later ones. Otherwise it is a table, and is filled.
+
+    Args:
+        model: as it was before the call.
+        own: its copy, after the call.
+        right: outputs of the call.
+        args: of the call.
+        kwargs: of the call.
+        written: attributes that the call has written.
+    """
+    with suppress(Exception):  # not every model takes every value
+        called(own, *other_values((tuple(args), dict(kwargs))))
+    again = called(own, args, kwargs)
+    if _apart(right.outputs, again) is not None and _apart(right.outputs, called_on_copies(model, args, kwargs)) is None:
+        names = ", ".join(written[:_NAMES]) + (f" and {len(written) - _NAMES} more" if len(written) > _NAMES else "")
+        raise Untraceable(f"{type(model).__name__} keeps state from call to call (in {names}), and a graph keeps none")
+    called(model, args, kwargs)
 
 
 def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
