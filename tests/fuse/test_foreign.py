@@ -205,3 +205,34 @@ def test_a_table_that_the_first_call_fills_is_no_state() -> None:
         x = torch.randn(size, 8)
         assert compare_outputs(done.as_given(x), done(x))[0].rms < 1e-5
     assert all(shape.optimised for shape in done.report.shapes)
+
+
+class Sampled(nn.Module):
+    """An encoder whose result is drawn, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = self.encoder(x).chunk(2, 1)
+        return torch.cat([mean, mean + deviation * torch.randn_like(mean)], 1)
+
+
+def test_random_numbers_are_drawn_between_optimised_parts() -> None:
+    """With the same seed the outputs are the model's, because the same numbers are drawn in the same order."""
+    model = Two(Sampled(), lambda m, x: m.last(m.first(x))).eval().requires_grad_(False)
+    x = torch.randn(3, 8)
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    done = optimize(model, x, "fp32", report=False, compiled=False)
+    assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are as they were"
+    assert isinstance(done, Partial)
+    assert [d.anchor for d in done.report.decisions if d.kind == "capture" and d.taken] == ["first.encoder", "last"]
+    assert "it draws random numbers" in done.report.decisions[0].reason
+    assert "test_foreign.py:" in done.report.decisions[0].reason
+    torch.manual_seed(7)
+    got, other = done(x), done(x)
+    torch.manual_seed(7)
+    assert compare_outputs(model(x), got)[0].rms < 1e-5
+    assert not torch.equal(got, other)

@@ -261,8 +261,8 @@ def _is_noise(off: Difference, moved: Difference | None) -> bool:
 
 
 RANDOM = (
-    "the float model gives other outputs at every call: it draws random numbers (dropout with training=True?), and "
-    "nothing can be compared. Take them out, or optimise the part that is without"
+    "the float model gives other outputs at every call: it draws random numbers of a generator of its own, or reads something "
+    "outside it (a clock, a global), and nothing can be compared. Take that out, or optimise the part that is without"
 )
 
 

@@ -205,9 +205,8 @@ def optimize_children(
 def _native(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> Any:
     """The outputs of torch's own model in the precision, from a copy; None if it cannot run in that precision."""
     tensors, structure = flatten((args, dict(kwargs)))
-    given, named = rebuild(structure, [cast(settings.dtype, t.clone()) for t in tensors])
+    given, named = rebuild(structure, [cast(settings.dtype, t) for t in tensors])
     try:
-        with torch.no_grad():
-            return copy.deepcopy(model).to(settings.dtype)(*given, **named)
+        return called(copy.deepcopy(model).to(settings.dtype), given, named)
     except (RuntimeError, ValueError, TypeError):  # torch lacks a kernel, or the model's code needs float32
         return None
