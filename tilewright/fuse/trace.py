@@ -143,6 +143,11 @@ class _NoDropout(TorchFunctionMode):
         return given["input"]
 
 
+_BY_VALUE = "this depends on the value of a tensor, which a graph does not know"
+_WORDS = {"GuardOnDataDependentSymNode": _BY_VALUE, "DataDependentOutputException": _BY_VALUE}
+"""What errors of tracing mean, by the names of their classes."""
+
+
 def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
     name = type(module.user).__name__
     for path, inside in module.user.named_modules():
@@ -156,7 +161,8 @@ def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.Exported
         # some of whose classes derive from Exception alone.
         except Exception as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise Untraceable(f"{name} cannot be traced at {line_of(e)}: {type(e).__name__}: {reason}") from e
+            words = _WORDS.get(type(e).__name__, f"{type(e).__name__}: {reason}")
+            raise Untraceable(f"{name} cannot be traced at {line_of(e)}: {words}") from e
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Traced:
