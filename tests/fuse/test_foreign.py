@@ -236,3 +236,15 @@ def test_random_numbers_are_drawn_between_optimised_parts() -> None:
     torch.manual_seed(7)
     assert compare_outputs(model(x), got)[0].rms < 1e-5
     assert not torch.equal(got, other)
+
+
+def test_a_part_of_any_operator_is_optimised() -> None:
+    """Also if it has no product: a norm with its activation, a transposed convolution, attention with a mask."""
+
+    def run(m: Two, x: Tensor) -> Tensor:
+        return m.first(x if x.sum().item() < 1e9 else -x)
+
+    parts = nn.Sequential(nn.GroupNorm(2, 4), nn.SiLU()), nn.ConvTranspose1d(4, 2, 2), nn.RMSNorm(8), nn.InstanceNorm1d(4)
+    for part in parts:
+        done = _optimized(Two(part, run), torch.randn(2, 4, 8))
+        assert "first" in [d.anchor for d in done.report.decisions if d.kind == "capture" and d.taken], part
