@@ -106,3 +106,18 @@ def test_a_single_call_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
     report = _parts(monkeypatch, make, torch.randn(3, 16), [10.0, 5.0])[2]
     assert report.decisions == []
+
+
+def test_a_part_whose_code_is_wrong_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(module: nn.Module, **_: Any) -> Callable[..., Any]:
+        return lambda *args: module(*args) + 1
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    monkeypatch.setattr(leftovers, "_timed", lambda ways, args: [10.0, 5.0])
+    model, x = Tanh().eval(), torch.randn(3, 16)
+    done = tilewright.optimize(model, x, "fp32", report=False, compiled=False)
+    report = Report(launches=done.report.launches)
+    fused = compile_leftovers(done.fused, [x], report)
+    assert "Inductor's code gives other outputs (relative RMS error" in report.decisions[0].reason
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x)[0], model(x))

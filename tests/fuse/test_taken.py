@@ -4,6 +4,7 @@ A row is a program and the operators of its launches that are ours; what stays t
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -74,10 +75,10 @@ def windows(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.view(-1, H, S, S).softmax(-1) @ v
 
 
-def batches(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """nn.MultiheadAttention where it wants the weights: heads are entries of a batch, the mask is added by the product."""
+def batches(m: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, alpha: float = 1.0) -> Tensor:
+    """nn.MultiheadAttention where it wants the weights, and BLOOM: heads are entries of a batch, the product adds the mask."""
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    weights = torch.baddbmm(mask, q * D**-0.5, k.transpose(-2, -1)).softmax(-1)
+    weights = torch.baddbmm(mask, q * D**-0.5, k.transpose(-2, -1), alpha=alpha).softmax(-1)
     return torch.bmm(weights, v).unflatten(0, (B, H))
 
 
@@ -149,6 +150,7 @@ ATTENTION = (
     ),
     Case("windows", windows, qkv, MASKED, {"bias": randn(H, S, S), "mask": seen(2, S, S)}),
     Case("batches of heads", batches, lambda: (*qkv(), randn(1, S, S)), MASKED),
+    Case("scaled batches of heads", partial(batches, alpha=0.3), lambda: (*qkv(), randn(B * H, 1, S)), MASKED),
     Case(
         "written out, a factor behind the bias",
         lambda m, q, k, v, a: written(q, k, v, lambda s: (s + a) * 2),

@@ -220,11 +220,13 @@ def _step(node: Node, found: _Scores) -> Any:
 
 
 def _biased_product(node: Node, found: _Scores, here: tuple[int, ...]) -> str | None:
-    """aten.baddbmm: its bias is a mask."""
-    if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 3:
-        return "a product of batches with alpha or beta"
+    """aten.baddbmm: its bias is a mask, and alpha the scale, as in BLOOM."""
+    alpha = _number(node.kwargs.get("alpha", 1))
+    if node.kwargs.get("beta", 1) != 1 or alpha is None or len(node.args) != 3:
+        return "a product of batches with beta"
     if found.scale != 1.0 or found.finite:
         return "a factor, or a mask with a finite number, follows a bias"
+    found.scale = alpha
     found.masks.append(("add", node.args[0], here))  # pyright: ignore[reportArgumentType]
     return None
 

@@ -29,6 +29,7 @@ from tilewright.hw.tf32 import exact_float32
 __all__ = [
     "ANCHOR_NODE",
     "FLOAT_NODE",
+    "NOISE_WORDS",
     "TOLERANCES",
     "Check",
     "Difference",
@@ -44,6 +45,8 @@ __all__ = [
 
 _HALF_ULP = 2.0**-24
 """Size of a float32 rounding error, relative."""
+NOISE_WORDS = "noise in the float model"
+"""Said of an output that rounding errors alone would change."""
 _OURS = 4.0
 """An error this many times that of torch's own layer is not rounding, but a fault of the implementation."""
 
@@ -246,8 +249,7 @@ def above_noise(check: Check, want: Any, jittered: Callable[[], Any]) -> Check:
     """
     moved = {d.name: d for d in compare_outputs(want, jittered())}
     outputs = (
-        replace(d, rms=0.0, largest=0.0, words="noise in the float model") if _is_noise(d, moved.get(d.name)) else d
-        for d in check.outputs
+        replace(d, rms=0.0, largest=0.0, words=NOISE_WORDS) if _is_noise(d, moved.get(d.name)) else d for d in check.outputs
     )
     return replace(check, outputs=tuple(outputs))
 
@@ -259,8 +261,8 @@ def _is_noise(off: Difference, moved: Difference | None) -> bool:
 
 
 RANDOM = (
-    "the float model gives other outputs at every call: it draws random numbers (dropout with training=True?), and "
-    "nothing can be compared. Take them out, or optimise the part that is without"
+    "the float model gives other outputs at every call: it draws random numbers of a generator of its own, or reads something "
+    "outside it (a clock, a global), and nothing can be compared. Take that out, or optimise the part that is without"
 )
 
 

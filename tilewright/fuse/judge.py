@@ -7,28 +7,41 @@ represented as a graph.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from tilewright.fuse.captured import plainly
 from tilewright.fuse.check import RANDOM, LayerError, compare_outputs, layer_errors
 from tilewright.fuse.differences import TOLERANCES, Difference
 from tilewright.fuse.layer_errors import FLOAT_NODE
+from tilewright.fuse.naming import source_line
+from tilewright.fuse.state import attributes, changed, other_values, with_own_state
 from tilewright.fuse.structure import Structure, flatten, rebuild
 from tilewright.fuse.trace import Traced, Untraceable, line_of, without_fast_path
 from tilewright.hw.tf32 import exact_float32
 
-__all__ = ["Right", "called_on_copies", "faults_of", "right_outputs", "same_as_graph", "timed_us", "torchs_own"]
+__all__ = [
+    "Right",
+    "apart_from",
+    "called",
+    "called_on_copies",
+    "faults_of",
+    "right_outputs",
+    "same_as_graph",
+    "timed_us",
+    "torchs_own",
+]
 
 _SECONDS = 0.5
 """Limit for the time of a measurement, beyond one call of each side."""
 _ROUNDS = 30
+_NAMES = 4
+"""Most attributes that a message names."""
 
 
 class Right(NamedTuple):
@@ -44,51 +57,107 @@ class Right(NamedTuple):
 
 
 def called_on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's own call, on copies of its inputs; its buffers are restored."""
-    device = next((t.device for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)), torch.device("cpu"))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    """The model's own call, on copies of its inputs; its buffers and attributes stay as they are."""
+    return called(with_own_state(model), args, kwargs)
+
+
+def called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The model's own call, on copies of its inputs. Random numbers are the same in every such call."""
     tensors, structure = flatten((tuple(args), dict(kwargs)))
+    device = _device_of(tensors)
     given, named = rebuild(structure, [t.clone() for t in tensors])
-    with plainly(device), exact_float32():
-        outputs = model(*given, **named)
-        for name, buffer in model.named_buffers():
-            if name in before and not torch.equal(before[name], buffer):
-                buffer.copy_(before[name])
-    return outputs
+    with plainly(device), exact_float32(), _seeded(device, 0):
+        return model(*given, **named)
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """Where the tensors are."""
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside this scope torch's generators start from a seed; afterwards they are as before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
-    """The model's outputs as the user calls it. Raises ValueError, with the user's line, if it fails."""
+    """The model's outputs as the user calls it.
+
+    Raises:
+        ValueError: it fails; the message has the user's line.
+        Untraceable: they depend on earlier calls.
+    """
+    own = with_own_state(model)
+    before = attributes(own)
     try:
-        outputs = called_on_copies(model, args, kwargs)
+        outputs = called(own, args, kwargs)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         line = f"{type(error).__name__} at {line_of(error)}"
         raise ValueError(f"optimize: {type(model).__name__} itself fails on the example inputs: {words} ({line})") from error
-    return Right(outputs, *flatten(outputs))
+    right = Right(outputs, *flatten(outputs))
+    written = changed(before, attributes(own))
+    if written:
+        _no_state(model, own, right, args, kwargs, written)
+    return right
+
+
+def _no_state(
+    model: nn.Module, own: nn.Module, right: Right, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[str]
+) -> None:
+    """Raises Untraceable if what a call has written changes the outputs of later ones. Otherwise it is a table, and is filled.
+
+    Args:
+        model: as it was before the call.
+        own: its copy, after the call.
+        right: outputs of the call.
+        args: of the call.
+        kwargs: of the call.
+        written: attributes that the call has written.
+    """
+    with suppress(Exception):  # not every model takes every value
+        called(own, *other_values((tuple(args), dict(kwargs))))
+    again = called(own, args, kwargs)
+    if (
+        apart_from(right.outputs, again) is not None
+        and apart_from(right.outputs, called_on_copies(model, args, kwargs)) is None
+    ):
+        names = ", ".join(written[:_NAMES]) + (f" and {len(written) - _NAMES} more" if len(written) > _NAMES else "")
+        raise Untraceable(f"{type(model).__name__} keeps state from call to call (in {names}), and a graph keeps none")
+    called(model, args, kwargs)
 
 
 def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
     """The right outputs, after checking that the exported graph gives the same.
 
     Raises:
-        Untraceable: the graph gives others.
-        ValueError: the model gives other outputs at every call.
+        Untraceable: the graph gives others, or draws random numbers.
+        ValueError: the model gives other outputs at every call, though torch's random numbers are the same.
     """
     tensors, _ = flatten((tuple(args), dict(kwargs)))
-    with torch.no_grad(), exact_float32():
+    # Other random numbers than those of the model's call.
+    with torch.no_grad(), exact_float32(), _seeded(_device_of(tensors), 1):
         found = list(exact.module(*tensors))
     if len(found) != len(right.tensors):
         raise Untraceable(f"{type(model).__name__} returns {len(found)} tensors as a graph, and {len(right.tensors)} otherwise")
     found = rebuild(right.structure, found)
-    apart = _apart(right.outputs, found)
+    apart = apart_from(right.outputs, found)
     if apart is None:
         return right
-    if _apart(right.outputs, called_on_copies(model, args, kwargs)) is not None:
+    if apart_from(right.outputs, called_on_copies(model, args, kwargs)) is not None:
         raise ValueError(RANDOM)
+    if (drawn := next((n for n in exact.graph.nodes if _draws(n)), None)) is not None:
+        where = f"{type(model).__name__} cannot be traced at {source_line(drawn) or drawn.name}"
+        raise Untraceable(f"{where}: it draws random numbers, so the outputs of a graph cannot be compared")
     with without_fast_path():
         layers = called_on_copies(model, args, kwargs)
-    if _apart(layers, found) is not None:
+    if apart_from(layers, found) is not None:
         raise Untraceable(
             f"{type(model).__name__} as a graph gives other outputs than its own call (output{apart.name}: {_words(apart)}): "
             "it depends on something that a graph does not keep"
@@ -101,12 +170,21 @@ def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[
     return Right(layers, *flatten(layers), layers_only=True, words=words)
 
 
-def _apart(want: Any, got: Any) -> Difference | None:
+def apart_from(want: Any, got: Any) -> Difference | None:
     """The first output that differs by more than rounding errors of its dtype."""
     narrow = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     kinds = {narrow[t.dtype] for t in flatten(want)[0] if t.dtype in narrow}
     allowed = TOLERANCES["bf16" if "bf16" in kinds else "fp16" if kinds else "fp32"]
     return next((d for d in compare_outputs(want, got) if not allowed.allows(d)), None)
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers: attention without dropout, for example, does not."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    arguments = node.target._schema.arguments
+    given = {a.name: a.default_value for a in arguments} | dict(zip([a.name for a in arguments], node.args)) | node.kwargs
+    return all(given.get(name, True) for name in ("dropout_p", "p", "train", "training"))
 
 
 def _words(apart: Difference) -> str:

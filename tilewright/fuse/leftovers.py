@@ -5,8 +5,8 @@ sums. Two or more such calls that are not separated by one of ours become one mo
 also if they do not read each other. torch.compile turns it into few kernels. Both ways are timed on the example inputs, and the
 module is kept if it is faster. It is captured with the rest of the graph.
 
-Refuses random numbers, and calls other than plain arithmetic, gathering or reduction. A part that Inductor cannot compile stays
-as it was, and the reason is recorded.
+Refuses random numbers, and calls other than plain arithmetic, gathering or reduction. A part that Inductor cannot compile, or
+whose compiled code gives other outputs, stays as it was, and the reason is recorded.
 """
 
 import operator
@@ -20,6 +20,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from tilewright.fuse import calls
+from tilewright.fuse.judge import apart_from
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.report import LAUNCH, Report
 from tilewright.tune.measure import Stopwatch
@@ -129,10 +130,14 @@ def _decide(fused: fx.GraphModule, target: str, args: tuple[Any, ...], report: R
     what = f"{len(layers)} calls, of {', '.join(dict.fromkeys(layers))}"
     compiled = torch.compile(part, fullgraph=True, dynamic=False)
     try:
-        compiled(*args)
+        got = compiled(*args)
     except (TorchDynamoException, InductorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         report.add(layers[0], "inductor", target, False, f"{what}: Inductor does not compile them: {first}")
+        return
+    if (off := apart_from(part(*args), got)) is not None:
+        words = off.words or f"relative RMS error {off.rms:.2e}"
+        report.add(layers[0], "inductor", target, False, f"{what}: Inductor's code gives other outputs ({words})")
         return
     calls_us, part_us = _timed((part, compiled), args)
     taken = part_us <= _LEAD * calls_us

@@ -230,6 +230,7 @@ class _Build(Buffers):
             args = (self._as_traced(node), *args[1:])
         new = self.graph.call_function(target, args, kwargs)  # pyright: ignore[reportArgumentType]
         new.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+        self.trial.traced[new] = node.meta.get("val")
         out = tensor_of(node)
         if out is None:
             return new

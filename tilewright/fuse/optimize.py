@@ -24,9 +24,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from tilewright.fuse.captured import Captured, share_weights
-from tilewright.fuse.check import Inaccurate, LayerError, allowed_of, verify
+from tilewright.fuse.check import Check, Inaccurate, LayerError, allowed_of, verify
 from tilewright.fuse.choose import choose
 from tilewright.fuse.early import start_early
+from tilewright.fuse.inductor import compiled, compiled_if_right, copied
 from tilewright.fuse.int8 import in_int8
 from tilewright.fuse.judge import Right, faults_of, right_outputs, same_as_graph, timed_us, torchs_own
 from tilewright.fuse.leftovers import compile_leftovers
@@ -210,30 +211,6 @@ def _device(model: nn.Module, inputs: Any) -> torch.device:
     return devices.pop()
 
 
-def _compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report) -> Any:
-    """The graph compiled by Inductor, with weights packed as constants (torch.compile loses `freezing` if it is an option).
-
-    If Inductor fails to pack them (torch 2.13: convolutions of single pixels in 16 bits, which are products), the graph is
-    compiled without packing, and the report says so. There are no guards: the code is called with tensors in the examples'
-    layout, and must not be compiled again without packing because a caller is in another mode.
-    """
-    from torch._dynamo.exc import BackendCompilerFailed
-    from torch._inductor import config  # the import takes seconds, and is needed on CPUs only
-
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    called = torch.compile(fused, fullgraph=True, options=options)
-    try:
-        with config.patch(freezing=True), torch.no_grad():
-            called(*flat)
-    except BackendCompilerFailed as error:
-        reason = str(error.inner_exception).strip().split("\n")[0]
-        found.facts["compiled"] = f"by Inductor, without packing weights, which fails: {reason}"
-        called = torch.compile(fused, fullgraph=True, options=options)
-        with torch.no_grad():
-            called(*flat)
-    return called
-
-
 def _whole(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
@@ -256,7 +233,7 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         found = Report()
         fused, traced = lowered(model, exact, args, kwargs, settings.dtype, found, frozenset(faults))
         try:
-            captured = _checked_capture(owner, exact, fused, traced, tensors, right, found)
+            captured, check = _checked_capture(owner, exact, fused, traced, tensors, right, found)
             break
         except Inaccurate as error:
             new, torchs = _to_blame(model, exact, traced, args, kwargs, settings, frozenset(faults))
@@ -274,35 +251,34 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     owner.writes, owner.layers_only = owner.writes or bool(traced.mutated), owner.layers_only or right.layers_only
     rivals = None
     if settings.graph and settings.measure and not settings.quantised:
-        copies, dtypes = settings.copy_outputs, [t.dtype for t in right.tensors]
-        rivals = Rivals(traced, settings.dtype, tensors, dtypes, right.structure, owner.device, copies)
+        rivals = Rivals(traced, settings.dtype, tensors, right, check, owner.device, settings.copy_outputs)
     return _faster(owner, captured, tensors, args, kwargs, found, rivals)
 
 
 def _checked_capture(
     owner: Optimized, exact: Traced, fused: fx.GraphModule, traced: Traced, tensors: list[Tensor], right: Right, found: Report
-) -> Captured:
+) -> tuple[Captured, Check]:
     """The lowered graph with implementations chosen, captured, and compared with the right outputs. Raises Inaccurate."""
     settings = owner.settings
     fused = _chosen(fused, tensors, right, found, settings)
     share_weights(fused, (made.captured.fused for made in owner.made if made.captured is not None))
-    called = _compiled(fused, tensors, found) if settings.compiled else fused
     dtypes = [t.dtype for t in right.tensors]
-    captured = Captured(fused, called, tensors, dtypes, right.structure, owner.device, owner.turns)
-
-    def run(*given: Tensor) -> Any:
-        return captured(given)
 
     def native(*given: Tensor) -> Any:
         """torch's own calls in the precision."""
         return rebuild(right.structure, traced.module(*(cast(settings.dtype, t) for t in given)))
 
-    check = verify(
-        exact.module, fused, tensors, right.outputs, precision=settings.precision, tolerance=settings.tolerance, run=run,
-        native=native,
-    )  # fmt: skip
+    def checked(called: Callable[..., Any]) -> tuple[Captured, Check]:
+        captured = Captured(fused, called, tensors, dtypes, right.structure, owner.device, owner.turns)
+        check = verify(
+            exact.module, fused, tensors, right.outputs, precision=settings.precision, tolerance=settings.tolerance,
+            run=lambda *given: captured(given), native=native,
+        )  # fmt: skip
+        return captured, check
+
+    captured, check = compiled_if_right(fused, tensors, found, checked) if settings.compiled else checked(fused)
     found.error = check.to_json()
-    return captured
+    return captured, check
 
 
 def _chosen(fused: fx.GraphModule, flat: list[Tensor], right: Right, found: Report, settings: Settings) -> fx.GraphModule:
@@ -310,7 +286,7 @@ def _chosen(fused: fx.GraphModule, flat: list[Tensor], right: Right, found: Repo
     if not settings.compiled:
         assemble(fused, found)
     # Before measuring moves sums into norms: in int8, norms quantise instead.
-    plain = _copied(fused) if settings.quantised else None
+    plain = copied(fused) if settings.quantised else None
     if settings.tune:
         found.tuned = tune_calls(lambda: fused(*flat), progress=settings.progress)
     if settings.search is not None:
@@ -345,9 +321,7 @@ def _faster(
         return Made(captured, "", found)
     ours, given = timed_us((lambda: captured(tensors), lambda: owner.as_given(*args, **kwargs)), owner.device)
     words = f"{ours / 1e3:.3f} ms a call, the model as given {given / 1e3:.3f} ms"
-    best, name = (
-        (captured, "") if rivals is None else fastest(captured, tensors, rivals, found, partial(_compiled, found=found))
-    )
+    best, name = (captured, "") if rivals is None else fastest(captured, tensors, rivals, found, partial(compiled, found=found))
     if name:
         found.facts["speed"] = f"{name} is faster and is used: {found.facts['rivals']}; the model as given {given / 1e3:.3f} ms"
         return Made(best, found.facts["speed"], found)
@@ -358,13 +332,6 @@ def _faster(
         f"{words}: not faster, so calls run the model as given, in its own dtype; measure=False keeps the graph"
     )
     return Made(None, words, found)
-
-
-def _copied(fused: fx.GraphModule) -> fx.GraphModule:
-    """The same calls on the same parameters, as a separate graph."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(fused.graph, {}))
-    return fx.GraphModule(fused, graph)
 
 
 def lowered(

@@ -14,6 +14,7 @@ Refuses gradients, moves to another device or dtype, other weights, copies and p
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,7 +24,7 @@ from torch import Tensor, fx, nn
 from tilewright.fuse.captured import Captured, Turns, plainly
 from tilewright.fuse.report import Report, Shape
 from tilewright.fuse.settings import Settings
-from tilewright.fuse.structure import Constant, Opened, Structure, flatten, rebuild
+from tilewright.fuse.structure import Constant, Opened, Structure, arguments, count, flatten, rebuild
 from tilewright.fuse.trace import without_fast_path
 
 __all__ = ["BUILDING", "Made", "Optimized", "described"]
@@ -57,6 +58,8 @@ class Optimized(nn.Module):
 
     model: nn.Module
     report: Report
+    shared_by_copies = True
+    """For `state.with_own_state`."""
 
     def __init__(self, model: nn.Module, settings: Settings, device: torch.device, make: Make):
         super().__init__()
@@ -175,9 +178,11 @@ class Optimized(nn.Module):
             return None
         if dynamic is False or structure != like:
             return f"dynamic={dynamic!r} allows only the examples' shapes"
-        args, kwargs = rebuild(structure, range(len(tensors)))
-        places = {**dict(enumerate(args)), **kwargs}
-        free = {place: dynamic[name] for name, place in places.items() if name in dynamic and isinstance(place, int)}
+        free, first = dict[int, Any](), 0
+        for name, given in arguments(structure):
+            if given.leaves == (None,) and name in dynamic:
+                free[first] = dynamic[name]
+            first += count(given)
         for at, (t, wanted) in enumerate(zip(tensors, shapes, strict=True)):
             may = {d % max(1, t.dim()) for d in free.get(at, ())}
             if t.dim() != len(wanted) or any(t.shape[d] != wanted[d] and d not in may for d in range(t.dim())):
@@ -297,5 +302,16 @@ def _unhashable(structure: Structure) -> list[str]:
 
 def described(tensors: Sequence[Tensor], structure: Structure) -> str:
     """Inputs as text: `[3, 8] float32, scale 2.0`."""
-    args, kwargs = rebuild(structure, [f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors])
-    return ", ".join([str(a) for a in args] + [f"{name} {value}" for name, value in kwargs.items()])
+    texts = iter([f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors])
+    return ", ".join(
+        ("" if isinstance(place, int) else f"{place} ") + _described(given, list(islice(texts, count(given))))
+        for place, given in arguments(structure)
+    )
+
+
+def _described(given: Structure, texts: list[str]) -> str:
+    """An argument as text."""
+    try:
+        return str(rebuild(given, texts))
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # of a class that wants tensors
+        return f"{getattr(given.spec.context, '__name__', 'object')}({', '.join(texts)})"

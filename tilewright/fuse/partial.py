@@ -1,8 +1,8 @@
 """Optimises a model that cannot be traced as a whole: its children, one by one; the rest runs as the user wrote it.
 
 Each child's arguments are recorded in one call of the model. If a child cannot be traced either, its own children are tried.
-What
-stays eager keeps the user's own dtype, and is listed in the report with the reason. Like a whole model, an optimised child
+What stays
+eager keeps the user's own dtype, and is listed in the report with the reason. Like a whole model, an optimised child
 makes graphs for further shapes, and uses the original child for all others.
 
 Refuses children that write to their inputs (an optimised child works on copies), that are called in other ways than
@@ -12,17 +12,18 @@ Refuses children that write to their inputs (an optimised child works on copies)
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tilewright.fuse.captured import plainly
 from tilewright.fuse.check import Check, Inaccurate, allowed_of, beside, compare_outputs
-from tilewright.fuse.judge import called_on_copies
+from tilewright.fuse.judge import called, called_on_copies
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import Settings, cast
+from tilewright.fuse.state import with_own_state
 from tilewright.fuse.structure import flatten, rebuild
 from tilewright.fuse.trace import Untraceable
 
@@ -58,32 +59,43 @@ def _never(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     raise AssertionError("it calls its children's")
 
 
-def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[nn.Module, list[Call]], Any]:
-    """(arguments of every call of every child, the model's result)."""
-    calls: dict[nn.Module, list[Call]] = {}
+class _Calls(NamedTuple):
+    """What happened in a call of a model."""
+
+    of: dict[nn.Module, list[Call]]
+    """Arguments of every call of every child."""
+    graded: set[nn.Module]
+    """Children through which the model computes gradients."""
+
+
+def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Calls, Any]:
+    """(the calls of the children, the model's result)."""
+    calls, copied = _Calls({}, set()), with_own_state(model)
+    original = dict(zip(copied.modules(), model.modules(), strict=True))
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        calls.setdefault(module, []).append(_copies((given, named)))
+        module = original[module]
+        calls.of.setdefault(module, []).append(_copies((given, named)))
+        if torch.is_grad_enabled() and any(t.requires_grad for t in flatten((given, named))[0]):
+            calls.graded.add(module)
 
-    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in model.modules() if m is not model]
-    try:
-        result = called_on_copies(model, args, kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls, result
+    scripted = {part for m in copied.modules() if isinstance(m, torch.jit.ScriptModule) for part in m.modules()}
+    for module in copied.modules():
+        if module is not copied and module not in scripted:
+            module.register_forward_pre_hook(note, with_kwargs=True)
+    return calls, called(copied, args, kwargs)
 
 
 def _copies(value: Any) -> Any:
     tensors, structure = flatten(value)
-    return rebuild(structure, [t.clone() for t in tensors])
+    return rebuild(structure, [t.detach().clone() for t in tensors])
 
 
 class _Children:
     """Goes through a model's children and replaces them by optimised ones."""
 
     def __init__(
-        self, calls: dict[nn.Module, list[Call]], settings: Settings, device: torch.device, whole: Whole, report: Report
+        self, calls: _Calls, settings: Settings, device: torch.device, whole: Whole, report: Report
     ):  # fmt: skip
         self.calls, self.settings, self.device, self.whole, self.report = calls, settings, device, whole, report
         self.done: dict[nn.Module, Optimized | None] = {}
@@ -100,7 +112,11 @@ class _Children:
                 setattr(parent, name, found)
 
     def _optimized(self, child: nn.Module, where: str) -> Optimized | None:
-        calls = self.calls.get(child, [])
+        calls = self.calls.of.get(child, [])
+        if isinstance(child, torch.jit.ScriptModule):
+            return self._eager(where, "it is a TorchScript module, which has no Python code to trace")
+        if child in self.calls.graded:
+            return self._eager(where, "the model computes gradients through it")
         if isinstance(child, nn.ModuleList | nn.ModuleDict) and not calls:
             self.visit(child, where)
             return None
@@ -118,7 +134,7 @@ class _Children:
             return None
         if done.made[0].captured is None:
             return self._eager(where, done.report.facts["speed"])
-        if not any(launch["op"] in _OURS for launch in done.report.launches):
+        if not any(map(_is_ours, done.report.launches)):
             return self._eager(where, "it contains none of our operators")
         if done.writes:
             self._eager(where, "it writes to its inputs, which the model around it may read")
@@ -140,8 +156,9 @@ class _Children:
         self.report.provenance += found.provenance
 
 
-_OURS = frozenset({"conv", "linear", "attention", "layer_norm", "max_pool", "mean"})
-"""Names of launches of our operators in a report."""
+def _is_ours(launch: Mapping[str, Any]) -> bool:
+    """Whether a launch is of an operator of this package: the names of other calls have a namespace, as in aten.cat.default."""
+    return "." not in launch["op"] and launch["op"] != "inductor"
 
 
 def optimize_children(
@@ -174,7 +191,7 @@ def optimize_children(
         raise Untraceable(f"{why}. None of its children can be optimised either: {reasons}") from why
     done = Partial(model, settings, device, report)
     try:
-        got = called_on_copies(done, args, kwargs)
+        got = called_on_copies(model, args, kwargs)
     except AttributeError as error:
         raise Untraceable(f"{why}. Its code reads what optimised children do not have: {error}") from error
     check = Check(settings.precision, allowed_of(settings.precision, settings.tolerance), compare_outputs(want, got))
@@ -189,9 +206,8 @@ def optimize_children(
 def _native(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> Any:
     """The outputs of torch's own model in the precision, from a copy; None if it cannot run in that precision."""
     tensors, structure = flatten((args, dict(kwargs)))
-    given, named = rebuild(structure, [cast(settings.dtype, t.clone()) for t in tensors])
+    given, named = rebuild(structure, [cast(settings.dtype, t) for t in tensors])
     try:
-        with torch.no_grad():
-            return copy.deepcopy(model).to(settings.dtype)(*given, **named)
+        return called(copy.deepcopy(model).to(settings.dtype), given, named)
     except (RuntimeError, ValueError, TypeError):  # torch lacks a kernel, or the model's code needs float32
         return None

@@ -1,8 +1,7 @@
 """torch's own calls in the same precision, captured like an optimised graph: the rivals that the graph must beat.
 
 There are two: the traced calls, images channels-last, in a CUDA graph; and the same compiled by Inductor with frozen weights.
-If one of
-them is faster than our graph, it answers the user's calls.
+If one of them is faster than our graph, and its outputs are within the same tolerance, it answers the user's calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +14,9 @@ from torch import Tensor, fx
 from tilewright.fuse import calls
 from tilewright.fuse.anchors import aten, tensor_of
 from tilewright.fuse.captured import Captured, Turns
-from tilewright.fuse.judge import timed_us
+from tilewright.fuse.check import NOISE_WORDS, Check, compare_outputs
+from tilewright.fuse.judge import Right, timed_us
 from tilewright.fuse.report import Report
-from tilewright.fuse.structure import Structure
 from tilewright.fuse.trace import Traced
 
 __all__ = ["NOISE", "Rivals", "fastest", "torchs_calls"]
@@ -38,8 +37,10 @@ class Rivals(NamedTuple):
     dtype: torch.dtype
     inputs: Sequence[Tensor]
     """The examples' tensors, in their own dtypes."""
-    outputs: Sequence[torch.dtype]
-    structure: Structure
+    right: Right
+    """The float model's outputs for them."""
+    check: Check
+    """The optimised graph's errors, and what was allowed."""
     device: torch.device
     copies: bool
     """Whether results are copied out."""
@@ -56,8 +57,17 @@ class Rivals(NamedTuple):
 
     def _captured(self, plain: fx.GraphModule, called: Callable[..., Any]) -> Captured:
         # Separate turns, so that the memory of a slower rival is freed.
-        turns = Turns(self.device, self.copies)
-        return Captured(plain, called, self.inputs, self.outputs, self.structure, self.device, turns)
+        turns, dtypes = Turns(self.device, self.copies), [t.dtype for t in self.right.tensors]
+        rival = Captured(plain, called, self.inputs, dtypes, self.right.structure, self.device, turns)
+        self.verify(rival(self.inputs))
+        return rival
+
+    def verify(self, outputs: Any) -> None:
+        """Raises RuntimeError if a rival's outputs are not within the tolerance."""
+        noise = {d.name for d in self.check.outputs if d.words == NOISE_WORDS}
+        for d in compare_outputs(self.right.outputs, outputs):
+            if d.name not in noise and not self.check.tolerance.allows(d):
+                raise RuntimeError(f"its output{d.name} is too far from the float model's: {d.words or f'{d.rms:.2e}'}")
 
 
 def fastest(

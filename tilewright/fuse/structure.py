@@ -12,6 +12,7 @@ and part of the structure. Structures can be compared and hashed if their consta
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Constant", "Opened", "Structure", "flatten", "opened", "rebuild"]
+__all__ = ["Constant", "Opened", "Structure", "arguments", "count", "flatten", "opened", "rebuild"]
 
 
 class Constant(NamedTuple):
@@ -83,7 +84,8 @@ def flatten(value: Any, around: tuple[int, ...] = ()) -> tuple[list[Tensor], Str
 
 
 def rebuild(structure: Structure, tensors: Iterable[Any]) -> Any:
-    """The value with these tensors in its places; they may also be other objects."""
+    """The value with these tensors in its places. Other objects may stand there, unless a class checks what it is made of, as
+    PackedSequence does."""
     return _rebuilt(structure, iter(tensors))
 
 
@@ -100,6 +102,23 @@ def _rebuilt(structure: Structure, tensors: Iterator[Any]) -> Any:
                 object.__setattr__(made, name, value)
             leaves.append(made)
     return pytree.tree_unflatten(leaves, structure.spec)
+
+
+def arguments(structure: Structure) -> list[tuple[int | str, Structure]]:
+    """The structure of each argument of a call, by position or name.
+
+    Args:
+        structure: of (args, kwargs).
+    """
+    args, kwargs = structure.spec.children()
+    specs = [*enumerate(args.children()), *zip(kwargs.context, kwargs.children(), strict=True)]
+    leaves = iter(structure.leaves)
+    return [(place, Structure(spec, tuple(islice(leaves, spec.num_leaves)))) for place, spec in specs]
+
+
+def count(structure: Structure) -> int:
+    """Number of its tensors."""
+    return sum(leaf is None or (count(leaf.inside) if isinstance(leaf, Opened) else 0) for leaf in structure.leaves)
 
 
 def _is_mapping(value: Any) -> bool:

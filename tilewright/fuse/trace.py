@@ -96,6 +96,8 @@ def quietly() -> Iterator[None]:
     try:
         with redirect_stderr(said), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+            # Whether that is state, `judge.right_outputs` has found out.
+            warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export", UserWarning)
             yield
         failed = False
     finally:
@@ -141,15 +143,26 @@ class _NoDropout(TorchFunctionMode):
         return given["input"]
 
 
+_BY_VALUE = "this depends on the value of a tensor, which a graph does not know"
+_WORDS = {"GuardOnDataDependentSymNode": _BY_VALUE, "DataDependentOutputException": _BY_VALUE}
+"""What errors of tracing mean, by the names of their classes."""
+
+
 def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
+    name = type(module.user).__name__
+    for path, inside in module.user.named_modules():
+        if isinstance(inside, torch.jit.ScriptModule):
+            where = f"it contains a TorchScript module ({path})" if path else "it is a TorchScript module"
+            raise Untraceable(f"{name} cannot be traced: {where}, which has no Python code to trace")
     with without_fast_path(), torch.no_grad(), quietly(), _NoDropout():
         try:
             return torch.export.export(module, tuple(tensors)).run_decompositions({})
-        # Every error of the user's code on fake tensors means that it cannot be traced.
-        except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError) as e:
+        # Every error of the user's code on fake tensors means that it cannot be traced, as does every error of torch.export,
+        # some of whose classes derive from Exception alone.
+        except Exception as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            name = type(module.user).__name__
-            raise Untraceable(f"{name} cannot be traced at {line_of(e)}: {type(e).__name__}: {reason}") from e
+            words = _WORDS.get(type(e).__name__, f"{type(e).__name__}: {reason}")
+            raise Untraceable(f"{name} cannot be traced at {line_of(e)}: {words}") from e
 
 
 def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Traced:

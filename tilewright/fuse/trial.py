@@ -8,12 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from torch.fx import Node, map_arg
+from torch.utils import _pytree as pytree
 
 from tilewright.fuse.views import View
 
 __all__ = ["Trial"]
+
+_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""Errors of calls that cannot run without values: istft reads its window, to check it."""
+
+
+def _empty_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 class Trial:
@@ -26,6 +41,8 @@ class Trial:
     def __init__(self, root: nn.Module):
         self.root, self.mode = root, FakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[Node, Any] = {}
+        self.traced: dict[Node, Any] = {}
+        """Fake results, from tracing, of torch's own calls."""
 
     def run(self, node: Node, view: View | None, like: Any = None) -> None:
         """Run one call.
@@ -39,8 +56,14 @@ class Trial:
             ValueError: the result has another shape or layout; and every error of the call itself.
         """
         with self.mode, torch.no_grad():
-            self.values[node] = value = self._value(node, like)
-        if view is None or not isinstance(value, Tensor):
+            try:
+                value = self._value(node, like)
+            except _ON_VALUES:
+                if node not in self.traced:
+                    raise
+                value = pytree.tree_map(_empty_like, self.traced[node])
+            self.values[node] = value
+        if view is None or not isinstance(value, Tensor) or (value.numel() == 0 and tuple(value.shape) == view.shape):
             return
         wanted = view.strides
         steps = zip(value.shape, value.stride(), wanted or (), strict=False)
@@ -52,9 +75,7 @@ class Trial:
 
     def _value(self, node: Node, like: Any) -> Any:
         if node.op == "placeholder":
-            if not isinstance(like, Tensor):
-                return like
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            return _empty_like(like)
         if node.op == "output":
             return None
         if node.op == "get_attr":

@@ -1,0 +1,74 @@
+"""Compiles a graph by Inductor, and does without where Inductor fails or its code is wrong."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.fuse.captured import Captured
+from tilewright.fuse.check import Check, Inaccurate
+from tilewright.fuse.report import Report
+
+__all__ = ["compiled", "compiled_if_right", "copied"]
+
+
+def compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report, packed: bool = True) -> Any:
+    """The graph compiled by Inductor, with weights packed as constants (torch.compile loses `freezing` if it is an option).
+
+    If Inductor fails to pack them (torch 2.13: convolutions of single pixels in 16 bits, which are products), the graph is
+    compiled without packing, and the report says so. There are no guards: the code is called with tensors in the examples'
+    layout, and must not be compiled again without packing because a caller is in another mode.
+
+    Raises RuntimeError if Inductor cannot compile it.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor import config  # the import takes seconds, and is needed on CPUs only
+
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    called = torch.compile(fused, fullgraph=True, options=options)
+    try:
+        with config.patch(freezing=packed), torch.no_grad():
+            called(*flat)
+    except BackendCompilerFailed as error:
+        if not packed:
+            raise
+        reason = str(error.inner_exception).strip().split("\n")[0]
+        found.facts["compiled"] = f"by Inductor, without packing weights, which fails: {reason}"
+        called = torch.compile(fused, fullgraph=True, options=options)
+        with torch.no_grad():
+            called(*flat)
+    return called
+
+
+def compiled_if_right(
+    fused: fx.GraphModule, flat: Sequence[Any], found: Report, checked: Callable[[Callable[..., Any]], tuple[Captured, Check]]
+) -> tuple[Captured, Check]:
+    """The graph compiled by Inductor, or its calls one by one if Inductor fails or its code is wrong.
+
+    Raises Inaccurate if the calls one by one are wrong too.
+    """
+    try:
+        return checked(compiled(fused, flat, found))
+    except Inaccurate as error:
+        off = error.check.failed[0]
+        reason = off.words or f"relative RMS error {off.rms:.2e}"
+    except RuntimeError as error:  # includes errors of Dynamo and Inductor
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        found.facts["compiled"] = f"no, operators run one by one: Inductor fails: {reason}"
+        return checked(fused)
+    plain = checked(fused)
+    try:
+        unpacked = checked(compiled(copied(fused), flat, found, packed=False))
+    except (Inaccurate, RuntimeError):
+        found.facts["compiled"] = f"no, operators run one by one: Inductor's code gives other outputs ({reason})"
+        return plain
+    found.facts["compiled"] = f"by Inductor, without packing weights: with packed ones its code gives other outputs ({reason})"
+    return unpacked
+
+
+def copied(fused: fx.GraphModule) -> fx.GraphModule:
+    """The same calls on the same parameters, as a separate graph."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(fused.graph, {}))
+    return fx.GraphModule(fused, graph)

@@ -1,0 +1,83 @@
+"""Data that a model keeps from call to call in attributes and buffers of its modules.
+
+A graph keeps none. A table that is filled at the first call is harmless; a hidden state is not. They are told apart by calling
+the model on other values in between (`judge.right_outputs`).
+"""
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.fuse.structure import flatten, rebuild
+
+__all__ = ["attributes", "changed", "other_values", "with_own_state"]
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+_DEPTH = 4
+"""Levels of containers and objects that are looked into."""
+
+
+def with_own_state(model: nn.Module) -> nn.Module:
+    """A copy that has the same parameters and optimised parts, but buffers and other attributes of its own."""
+    shared = [*model.parameters(), *(m for m in model.modules() if getattr(m, "shared_by_copies", False))]
+    return copy.deepcopy(model, {id(each): each for each in shared})
+
+
+class _Leaf(NamedTuple):
+    value: Any
+    version: int
+
+
+def attributes(model: nn.Module) -> dict[str, list[_Leaf]]:
+    """The values in the attributes and buffers of all modules, by path."""
+    found = dict[str, list[_Leaf]]()
+    for path, module in model.named_modules():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
+            if name not in _OF_ANY_MODULE:
+                found[f"{path}.{name}" if path else name] = list(_leaves(value, _DEPTH))
+    return found
+
+
+def _leaves(value: Any, depth: int) -> Iterator[_Leaf]:
+    inside: Any = None
+    if isinstance(value, Tensor):
+        yield _Leaf(value, 0 if value.is_inference() else value._version)
+        return
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, Sequence | Set | deque) and not isinstance(value, str | bytes):
+        inside = value
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+        inside = vars(value).values()
+    if inside is None or depth == 0:
+        yield _Leaf(value, 0)
+        return
+    yield _Leaf(len(inside), 0)
+    for item in list(inside):
+        yield from _leaves(item, depth - 1)
+
+
+def changed(before: Mapping[str, list[_Leaf]], after: Mapping[str, list[_Leaf]]) -> list[str]:
+    """Paths of attributes that are new or have other values."""
+    return [path for path, leaves in after.items() if not _same(before.get(path), leaves)]
+
+
+def _same(before: list[_Leaf] | None, after: list[_Leaf]) -> bool:
+    if before is None or len(before) != len(after):
+        return False
+    return all(
+        b.version == a.version and (b.value is a.value or (isinstance(a.value, int | float | str) and b.value == a.value))
+        for b, a in zip(before, after, strict=True)
+    )
+
+
+def other_values(value: Any) -> Any:
+    """Arguments with other values in the same shapes: numbers halved and shifted, ids and flags in another order."""
+    tensors, structure = flatten(value)
+    return rebuild(
+        structure, [t * 0.5 + 0.25 if t.is_floating_point() else torch.flip(t, (0,)) if t.dim() else t for t in tensors]
+    )
