@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tests.bench.load.options import CONFIGURE_OPTIONS, LOAD_OPTIONS
+from tests.bench.load.options import CONFIGURE_OPTIONS, LOAD_OPTIONS, SERVED_OPTIONS
 from tests.server.tiny_model import write_tiny_model
 from tests.train.options import TRAIN_VERBS
 from tilewright import __version__
@@ -65,13 +65,9 @@ OPTIONS = {
         *("--shapes", "--set", "--against", "--prefer", "--aligned", "--counters", "--settle", "--out", "--resume", "--json"),
     },
     "bench front": {"--fronts", "-f", "--streams", "--tokens", "--rate", "--idle", "--json"},
-    "bench structured": {
-        *("--tokenizer", "--share", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--out", "--json"),
-    },
-    "bench adapters": {
-        *("--adapters", "--rank", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--out", "--json"),
-    },
-    "bench served": {"--fronts", "-f", "--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--json"},
+    "bench structured": {"--tokenizer", "--share", "--out", *SERVED_OPTIONS},
+    "bench adapters": {"--adapters", "--rank", "--out", *SERVED_OPTIONS},
+    "bench served": {"--fronts", "-f", *SERVED_OPTIONS},
     "bench all": {"--out", "--budget", "--only", "--dry-run"},
     "bench ops": {"--out", "--resume", "--json"},
     "asm": {"--impl", "--example", "--arch", "--config", "--show", "--json"},

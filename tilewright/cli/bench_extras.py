@@ -11,9 +11,7 @@ from tilewright.extras import require
 
 __all__ = ["bench_adapters", "bench_structured"]
 
-_Shape = Annotated[
-    str, typer.Argument(help="Shape, with random weights: qwen3-0.6b, qwen3-8b, llama-1b ...")
-]
+_Shape = Annotated[str, typer.Argument(help="Shape, with random weights: qwen3-0.6b, qwen3-8b, llama-1b ...")]
 _Streams = Annotated[int, typer.Option(min=1, max=4096, help="Number of requests at once.")]
 _TokensIn = Annotated[int, typer.Option(min=1, max=1 << 16, help="Length of each prompt in tokens.")]
 _TokensOut = Annotated[int, typer.Option(min=2, max=1 << 16, help="Length of each answer in tokens.")]

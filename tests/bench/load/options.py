@@ -1,4 +1,4 @@
-"""The frozen options of `tilewright load` and `tilewright configure`."""
+"""The frozen options of `tilewright load` and `configure`, and those that benchmarks of the engine share."""
 
 LOAD_OPTIONS = {
     *("--report", "--out", "--self-check", "--json", "--endpoint", "--model", "--concurrency", "--rate", "--arrivals"),
@@ -10,3 +10,4 @@ CONFIGURE_OPTIONS = {
     *("--slo", "--prompt-tokens", "--output-tokens", "--replicas", "--quantize", "--kv-cache", "--points", "--seconds"),
     *("--device", "--out", "--json"),
 }
+SERVED_OPTIONS = {"--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--json"}

@@ -276,9 +276,7 @@ def sm90_kernel(
     With STREAM: `waves` is the number of whole tiles per program, `share` the steps of K per program in the remaining tiles,
     and PARTS the largest number of programs that add to a tile begun by another program.
     The rows of y are y_stride apart. If y_desc is None, y is written by ordinary stores of VECTOR elements. SPAN: see
-    sm90_mainloop.py.
-    PDL, RELEASES: whether the program waits for the preceding launch, and whether it lets the next one start early
-    (launch/pdl.py).
+    sm90_mainloop.py. PDL: wait for the preceding launch. RELEASES: let the next one start early (launch/pdl.py).
     """
     if RELEASES:
         gdc_launch_dependents()
