@@ -151,5 +151,5 @@ def _marked(
     if render is None:
         raise ValueError(f"{where} has messages, which need the chat template of a model's tokenizer: name a folder with one")
     runs = render(side)
-    # The prompt may contain earlier answers of the assistant. They are the same in both documents, so they have no loss.
+    # Only the last answer has a loss. Earlier answers of the assistant belong to the prompt.
     return [(ids, answer and index == len(runs) - 1) for index, (ids, answer) in enumerate(runs)]

@@ -77,7 +77,7 @@ def model_config(config: TrainConfig) -> ModelConfig:
     Raises:
         ModelError: the model cannot be found, or training it is not supported.
         ValueError: rows are longer than the model's context, weights are to be loaded for a shape that has none, or Muon is to
-        train stacked experts.
+            train stacked experts.
     """
     named = SHAPES.get(config.model)
     if named is not None and config.init == "load":

@@ -263,7 +263,10 @@ def _added(before: _Front, own: _Front, bit: int) -> _Front:
 
 
 def _choices(profile: Profile, sums: Sequence[_Sums], alone: bool, place: int) -> list[Choice]:
-    """The choices of all blocks for point `place` of the first block's front (the front if it is left alone, or if not)."""
+    """The choices of all blocks for one point of a front of the first block.
+
+    alone: whether the first block is left alone, which selects one of its two fronts. place: index of the point in it.
+    """
     found: list[Choice] = []
     for block, here in zip(profile.blocks, sums):
         tag = int((here.alone if alone else here.checkpointed).tags[place])
