@@ -1,1 +1,2 @@
-"""Training and serving one model on many devices. How it is divided is data, and results do not depend on it."""
+"""Training and serving one model on many devices. A plan (plan.py) describes how the work is divided; it
+changes the results at most by rounding."""

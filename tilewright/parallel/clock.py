@@ -1,11 +1,13 @@
-"""Idle time of a pipeline's schedule: by a formula, and by a simulated clock over the order of passes that is really used.
+"""Idle time of a pipeline schedule: by formula, and by simulating the order of passes that the schedule really uses.
 
-    gpipe, 1f1b   idle share = (p - 1) / (m + p - 1)              p ranks, m micro-batches, v parts of the layers per rank
+    p ranks, m micro-batches, v parts of the layers per rank
+
+    gpipe, 1f1b   idle share = (p - 1) / (m + p - 1)
     interleaved                (p - 1) / (v m + p - 1)
     zero-bubble                (p - 1) / (3 v m + p - 1)
 
-The clock counts a forward pass of a part of the layers as 1, a backward pass as 2: 1 for inputs, 1 for weights. Transfers take
-no time.
+In the simulation, a forward pass of one part of the layers takes 1 unit of time. A backward pass takes 2 units: 1 for the
+gradients of the inputs, and 1 for those of the weights. Transfers take no time.
 """
 
 from dataclasses import dataclass
@@ -16,20 +18,20 @@ from tilewright.parallel.plan import Plan
 __all__ = ["Clock", "bubble", "order", "simulated"]
 
 Pass = tuple[int, str, int]
-"""(part of the layers, F forward, B backward, I backward for inputs or W for weights, micro-batch)."""
+"""(part of the layers, kind, micro-batch). Kinds: F forward, B backward, I backward for inputs only, W for weights only."""
 
 _LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _TAKES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def bubble(plan: Plan, micro_batches: int) -> float:
-    """The share of an update's time in which a rank waits, by the formula; micro-batches are those of a replica."""
+    """The share of an update's time in which a rank is idle, by formula. `micro_batches`: number per replica."""
     passes = {"interleaved": plan.virtual, "zero-bubble": 3 * plan.virtual}.get(plan.schedule, 1) * micro_batches
     return (plan.pp - 1) / (passes + plan.pp - 1)
 
 
 def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
-    """The passes of each rank, in order."""
+    """For each rank, its passes in the order in which it runs them."""
     if plan.schedule in ("interleaved", "zero-bubble"):
         from tilewright.parallel.stages import SCHEDULES
 
@@ -57,8 +59,8 @@ def order(plan: Plan, micro_batches: int) -> list[list[Pass]]:
 
 @dataclass(frozen=True)
 class Clock:
-    """Result of the simulation: the idle share over all ranks, and for each rank the most activations of passes that it
-    holds."""
+    """Result of the simulation: the idle share over all ranks, and for each rank the largest number of passes whose activations
+    it stores at the same time."""
 
     bubble: float
     held: tuple[int, ...]
@@ -86,7 +88,7 @@ def simulated(plan: Plan, micro_batches: int) -> Clock:
 
 
 def _ready(what: Pass, ends: dict[Pass, int], parts: int) -> int | None:
-    """When the inputs of a pass are available; None if they are not yet."""
+    """The time at which the inputs of a pass are available; None if they are not available yet."""
     part, kind, batch = what
     needs: list[Pass] = []
     if kind == "F":

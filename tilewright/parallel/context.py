@@ -1,10 +1,11 @@
 """Context parallelism by all-to-all: the tokens of a micro-batch are divided into chunks, one for each rank.
 
-Jacobs et al., "DeepSpeed Ulysses", 2023: a rank has a chunk of the tokens for all operations on single tokens, and all tokens
-of some heads for attention (ring.py is the alternative). Documents may begin and end anywhere. Gradients are sums over chunks
-in the order of the tree.
+Jacobs et al., "DeepSpeed Ulysses", 2023. For operations that treat tokens one by one, a rank holds one chunk of the tokens. For
+attention, it holds all tokens of some heads. ring.py is the alternative. Documents may begin and end anywhere. Gradients are
+summed over chunks in the order of the tree (reduce.py).
 
-A process that has all chunks computes them one after the other, with the same shapes and sums as that many ranks: `Chunked`.
+A single process that holds all chunks computes them one after the other (`Chunked`), with the same shapes and the same sums as
+if each chunk were on a rank of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,14 @@ __all__ = ["Across", "Chunked", "InSlices", "chunk_of", "fan_weight", "loss_by_c
 
 
 def chunk_of(batch: Any, index: int, count: int) -> Any:
-    """A chunk of a micro-batch: its token ids and targets. Documents remain those of all tokens, which attention needs."""
+    """A chunk of a micro-batch: its token ids and targets. The document boundaries stay those of all tokens, because attention
+    needs them."""
     cut = {name: getattr(batch, name).tensor_split(count)[index] for name in ("token_ids", "targets")}
     return replace(batch, **cut)
 
 
 class _Exchange(torch.autograd.Function):
-    """[T / C, H, D] of a rank's tokens -> [T, H / C, D] of its heads, or the reverse."""
+    """[T / C, H, D], this rank's tokens -> [T, H / C, D], this rank's heads; or the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
@@ -50,13 +52,13 @@ def _exchanged(x: Tensor, ranks: Ranks, to_heads: bool) -> Tensor:
 
 
 class Across(NamedTuple):
-    """Keys and values of all ranks' chunks; attention is divided by heads."""
+    """Attention over the chunks of all ranks: each rank computes some of the heads, for all tokens."""
 
     inner: Any
     ranks: Ranks
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
-        """As `KeysValues.attend`, for this rank's tokens."""
+        """As `KeysValues.attend`, with the inputs and the output of this rank's tokens only."""
         q, k, v = (_Exchange.apply(x, self.ranks, True) for x in (q, k, v))  # pyright: ignore[reportAssignmentType]
         sinks = None if heads.sinks is None else heads.sinks.chunk(self.ranks.size)[self.ranks.rank]
         out = self.inner.attend(q, k, v, batch, heads._replace(sinks=sinks))
@@ -64,7 +66,7 @@ class Across(NamedTuple):
 
 
 class InSlices(NamedTuple):
-    """The same in one process: heads are computed in as many slices as there are chunks."""
+    """The same as `Across` in one process: heads are computed in as many slices as there are chunks."""
 
     inner: Any
     slices: int
@@ -85,7 +87,7 @@ class InSlices(NamedTuple):
 
 
 class _Fan(torch.autograd.Function):
-    """A copy of a weight for each chunk, sharing its memory; its gradient is the sum over chunks."""
+    """A copy of a weight for each chunk. The copies share memory; the gradient of the weight is the sum over the chunks."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -97,12 +99,12 @@ class _Fan(torch.autograd.Function):
 
 
 def fan_weight(weight: Tensor | None, count: int) -> Sequence[Any]:
-    """The weight for each of `count` chunks, with separate gradients; None for each if there is no weight."""
+    """The weight for each of `count` chunks, with a separate gradient for each chunk; [None, ...] if there is no weight."""
     return [None] * count if weight is None else _Fan.apply(weight, count)  # pyright: ignore[reportReturnType]
 
 
 def _bound(module: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The module with other tensors as its parameters."""
+    """A copy of the module with other tensors as its parameters."""
     new = shallow(module)
     inner: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -117,42 +119,43 @@ def _bound(module: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 class Chunked(nn.Module):
-    """A module that treats tokens one by one, applied to each chunk with a separate weight parameter that shares memory."""
+    """Applies a module that treats tokens one by one to each chunk. Each chunk has its own weight tensors, with their own
+    gradients; they share the memory of the module's weights."""
 
     def __init__(self, module: nn.Module, count: int):
         super().__init__()
         self.module, self.count = module, count
 
     def each(self) -> list[Any]:
-        """The module as used for each chunk."""
+        """One copy of the module for each chunk."""
         fans = {name: fan_weight(parameter, self.count) for name, parameter in self.module.named_parameters()}
         return [_bound(self.module, {name: fan[index] for name, fan in fans.items()}) for index in range(self.count)]
 
     def forward(self, x: Tensor, *more: Any, **named: Any) -> Tensor:
-        """As the module."""
+        """As the module's `forward`."""
         return torch.cat([module(part, *more, **named) for module, part in zip(self.each(), x.tensor_split(self.count))])
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As a norm's."""
+        """As `RMSNorm.add`."""
         residuals = [None] * self.count if residual is None else residual.tensor_split(self.count)
         pairs = [m.add(part, r) for m, part, r in zip(self.each(), x.tensor_split(self.count), residuals)]
         normed, total = (torch.cat(both) for both in zip(*pairs))
         return normed, total
 
     def add_for(self, reader: Any, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As a norm's; modules trained in chunks are not quantised, and have no adapters."""
+        """As `RMSNorm.add_for`. Modules that are trained in chunks are not quantised and have no adapters."""
         assert adapters is None
         return self.add(x, residual)
 
     @property
     def reader(self) -> Any:
-        """As the module's."""
+        """As the `reader` of the module."""
         inner: Any = self.module
         return inner.reader
 
 
 class _Chunk:
-    """The model that an objective sees for one chunk."""
+    """What an objective receives as the model when it computes the loss of one chunk."""
 
     def __init__(self, model: Any, hidden: Callable[[Any, Any], Tensor], head: Any, index: int, count: int):
         self.config, self.head, self._hidden, self._index, self._count = model.config, head, hidden, index, count
@@ -162,7 +165,7 @@ class _Chunk:
 
 
 def loss_by_chunks(model: Any, batch: Any, loss_of: Callable[[Any, Any], Tensor], count: int) -> Tensor:
-    """The loss of a micro-batch as the sum of those of its chunks."""
+    """The loss of a micro-batch: the sum of the losses of its chunks."""
     made: list[Tensor] = []
 
     def hidden(packed: Any, keys_values: Any) -> Tensor:

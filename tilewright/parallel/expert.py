@@ -1,14 +1,15 @@
-"""Expert parallelism: the experts of a mixture are distributed over ranks, which send tokens to the ranks of their experts and
-back.
+"""Expert parallelism: the experts of a mixture are distributed over ranks. Tokens are sent to the ranks of their experts, and
+the results are sent back.
 
-Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. The ranks are replicas: each has its own
-micro-batches, and the whole rest of the model.
+Lepikhin et al., "GShard", 2020; Fedus et al., "Switch Transformers", 2021. The ranks are data-parallel replicas: each has its
+own micro-batches, and holds all other parts of the model completely.
 
     rows by expert -> all-to-all -> products with the experts here -> all-to-all -> rows by expert -> weighted sums
 
-With sums in the order of the tree, the rows of each replica are a separate product with the shape that it would have in one
-process, and a weight has a separate gradient for each replica whose tokens it saw. So the summands, and their order, are those
-of one process. Otherwise all rows of an expert are one product. The host reads how many rows go where, once per layer and pass.
+If sums follow the order of the tree (reduce.py), the rows from each replica are multiplied separately, with the same shapes as
+in a single process. A weight then has a separate gradient for each replica that sent tokens to it. So the summands and their
+order are the same as in a single process. Otherwise, all rows of an expert are multiplied together. Once per layer and pass,
+the host reads from the device how many rows go to which rank.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ __all__ = ["DealtExperts", "expert_pieces"]
 
 
 class _Sent(torch.autograd.Function):
-    """Rows for each rank -> rows from each rank; the gradients go back."""
+    """Exchange rows: the rows for each rank -> the rows from each rank. The backward pass sends gradients the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Ranks, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -43,12 +44,13 @@ class _Sent(torch.autograd.Function):
 
 
 class DealtExperts(nn.Module):
-    """A mixture (`nn.MoE`) of which this rank has some experts, and all of the router and the shared experts.
+    """A mixture (`nn.MoE`) of which this rank holds some of the experts, the whole router, and the shared experts.
 
     Args:
-        whole: the mixture, whose parts are reused.
-        ranks: the ranks that have the experts, in runs of equal length.
-        apart: whether the rows of each rank are separate products, with separate weight parameters that share memory.
+        whole: the complete mixture; its router, shared experts and activation are reused.
+        ranks: the ranks among which the experts are divided, each with an equal, contiguous range of experts.
+        apart: whether the rows from each rank are multiplied separately. There is then one weight parameter for each rank;
+            these parameters share memory.
     """
 
     def __init__(self, whole: MoE, ranks: Ranks, apart: bool):
@@ -99,13 +101,14 @@ class DealtExperts(nn.Module):
 
 
 def _by_expert(rows: Tensor, offsets: Tensor) -> ByExpert:
-    """The order of rows that are sorted by expert already."""
+    """The `ByExpert` of rows that are already sorted by expert."""
     order = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     return ByExpert(offsets, order, order[:, None])
 
 
 def expert_pieces(home: str, whole: MoE, ranks: Ranks) -> dict[str, Piece]:
-    """Which parameters the weights of the experts here are pieces of; for the first rank's rows."""
+    """The piece of the whole model's parameter for each expert weight on this rank, by name of the parameter here. Only the
+    first weight parameter is listed; the others share its memory."""
     found: dict[str, Piece] = {}
     for name, own in (("experts_gate_up", "gate_up"), ("experts_down", "down")):
         rows, columns = getattr(whole, name).weight.shape

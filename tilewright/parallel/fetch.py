@@ -1,7 +1,8 @@
-"""ZeRO-3: layers of which each replica stores only some rows; the others are fetched while a layer needs them.
+"""ZeRO-3: each replica stores only some rows of a layer's weights. The other rows are fetched while the layer needs them.
 
-In the forward pass a layer's weights are gathered, used and dropped. What autograd saves of them is replaced by a note of its
-place, and is gathered again in the backward pass. Gradients leave as rows of the sum over replicas, in float32.
+In the forward pass, a layer's weights are gathered, used and freed. Where autograd saves a view of these weights, only the
+shape, strides and offset of the view are stored. The weights are gathered again in the backward pass. Of the gradients, which
+are summed over replicas in float32, each replica keeps its own rows.
 """
 
 from typing import Any
@@ -16,16 +17,17 @@ from tilewright.parallel.replicate import RowShards, over_chunks
 __all__ = ["Fetched"]
 
 _ALIGN = 16
-"""Alignment, in elements, of each tensor in the gathered memory, so that products read it like a separate tensor."""
+"""Alignment of each tensor in the gathered memory, in elements, so that products read it in the same way as a separate
+tensor."""
 
 
 class Fetched(nn.Module):
-    """A module whose parameters are this replica's rows: `rows`, in the order of the module's names.
+    """A module whose parameters (`rows`, in the order of the module's parameters) are this replica's rows of the weights.
 
     Args:
-        module: with whole weights, which are dropped.
-        shards: which replica has which rows.
-        chunks: ranks that have other tokens of the same micro-batches.
+        module: the module with its complete weights, whose memory is freed.
+        shards: which replica stores which rows.
+        chunks: the ranks that hold the other tokens of the same micro-batches.
     """
 
     def __init__(self, module: nn.Module, shards: RowShards, chunks: Ranks):
@@ -36,11 +38,11 @@ class Fetched(nn.Module):
         self._shards, self._chunks, self._again, self.sums = shards, chunks, None, []
         for parameter in module.parameters():
             parameter.data = parameter.data.new_empty(0)
-        self._module = (module,)  # in a tuple, so that `parameters` does not find it
+        self._module = (module,)  # in a tuple, so that `parameters` does not find the module's parameters
 
     @property
     def sums(self) -> list[Tensor]:
-        """This replica's rows of the gradients of the last backward pass, summed over replicas; can be taken once."""
+        """This replica's rows of the gradients of the last backward pass, summed over replicas. Reading them removes them."""
         found, self._sums = self._sums, []
         return found
 
@@ -49,7 +51,7 @@ class Fetched(nn.Module):
         self._sums = value
 
     def forward(self, *given: Any) -> Any:
-        """As the module."""
+        """As the module's `forward`."""
         flat = self._gathered()
         place = flat.untyped_storage().data_ptr()
 
@@ -66,7 +68,7 @@ class Fetched(nn.Module):
             return functional_call(self._module[0], dict(zip(self.names, wholes)), given)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter within the gathered memory."""
+        """Each parameter as a view of the gathered memory."""
         found, at = [], 0
         for shape in self._shapes:
             found.append(flat[at : at + shape.numel()].view(shape))
@@ -74,7 +76,7 @@ class Fetched(nn.Module):
         return found
 
     def received(self, grads: tuple[Tensor, ...]) -> None:
-        """Store this replica's rows of the gradients, and drop the weights."""
+        """Sum the gradients over replicas, store this replica's rows of the sums, and free the gathered weights."""
         self._again = None
         self._sums = self._shards.reduce_scatter([grad.float() for grad in over_chunks(grads, self._chunks)])
 
@@ -91,7 +93,8 @@ class Fetched(nn.Module):
 
 
 class _Fetch(torch.autograd.Function):
-    """The whole weights. Their gradients go to `Fetched.received`, because they are float32 whatever the weights' dtype is."""
+    """Returns the complete weights. The backward pass gives their gradients to `Fetched.received` and not to autograd, because
+    they must be float32 for every dtype of the weights."""
 
     @staticmethod
     def forward(ctx: Any, layer: Fetched, flat: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:

@@ -15,10 +15,10 @@ _GRACE_S = 10.0
 
 
 def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) -> None:
-    """Run a command once for each rank, with torchrun's environment variables, and wait for all.
+    """Run a command once for each rank, with torchrun's environment variables, and wait until all have ended.
 
     Raises:
-        ChildProcessError: a rank failed, and the others were ended; the message names it.
+        ChildProcessError: a rank failed, and the others were ended. The message names the failed rank.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = [Launched(rank=r, world=ranks, local_rank=r, address="127.0.0.1", port=store.port) for r in range(ranks)]
@@ -36,7 +36,7 @@ def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) ->
 
 
 def how_it_ended(code: int) -> str:
-    """A process's exit code as text."""
+    """How a process ended, as text: its exit code, or the signal that ended it."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run and their groups along each dimension of a plan, connected by gloo on CPUs and by NCCL on cards."""
+"""The ranks of a run and their groups along each dimension of a plan. Backend: gloo on CPUs, NCCL on GPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ _TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The groups of one rank.
+    """The groups that one rank belongs to.
 
-    pair: the ranks with the first and the last part of the layers, for those two; for other ranks only the rank itself.
-    ep, same: among the replicas, those that share a set of experts, and those that have the same experts of it.
+    pair: the rank with the first part of the layers and the rank with the last part; on all other ranks, only the rank itself.
+    ep: the replicas that together hold one set of experts, including this rank.
+    same: the replicas that hold the same experts as this rank.
     """
 
     rank: int = 0
@@ -37,14 +38,14 @@ class Mesh:
 
 
 def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant: bool) -> Mesh:
-    """Connect with the other ranks at `store` and form the groups. End with `leave`."""
+    """Connect to the other ranks through `store` and form the groups. Call `leave` at the end."""
     if plan.ranks == 1:
         return Mesh()
     cards = device.type == "cuda"
     if cards:
         torch.cuda.set_device(device)
-    # No `device_id`: with it, groups are split off the first communicator, which causes a segmentation fault if the process had
-    # a group before, or if autograd's thread uses such a communicator.
+    # Without `device_id`: with it, torch splits the groups off the first communicator. This causes a segmentation fault if the
+    # process had a group before, or if autograd's thread uses such a communicator.
     dist.init_process_group("nccl" if cards else "gloo", store=store, rank=rank, world_size=plan.ranks, timeout=_TIMEOUT)
     groups = _Groups(rank, plan.ranks, invariant)
     found = {name: groups.of(lines(plan, name)) for name in ("pp", "dp", "cp", "tp")}
@@ -60,7 +61,7 @@ def join(plan: Plan, *, rank: int, device: torch.device, store: Store, invariant
 
 
 def lines(plan: Plan, name: str) -> list[tuple[int, ...]]:
-    """The groups of ranks that differ only in their place along one dimension."""
+    """The groups of ranks that differ only in their place along the dimension `name`."""
     lines: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.ranks):
         others = tuple(at for other, at in plan.place(rank).items() if other != name)
@@ -69,14 +70,14 @@ def lines(plan: Plan, name: str) -> list[tuple[int, ...]]:
 
 
 class _Groups:
-    """The torch.distributed groups of a rank: one for each set of ranks, also if it is used several times."""
+    """The torch.distributed groups of a rank: one for each set of ranks. A set that is used several times has one group."""
 
     def __init__(self, rank: int, world: int, invariant: bool):
         self._rank, self._invariant = rank, invariant
         self._made: dict[tuple[int, ...], Any] = {tuple(range(world)): dist.group.WORLD}
 
     def of(self, sets: Sequence[tuple[int, ...]]) -> Ranks:
-        """The group of the set that contains this rank. All ranks form all groups in the same order, as torch requires."""
+        """The group for the set that contains this rank. All ranks create all groups in the same order, as torch requires."""
         own = ALONE
         for members in sets:
             if len(members) > 1 and members not in self._made:
@@ -86,8 +87,9 @@ class _Groups:
         return own
 
     def connect(self, device: torch.device) -> None:
-        """Create the communicators now, one after the other. NCCL would create one in a group's first exchange, which waits for
-        all its ranks; this may come in a different order on each, in autograd's thread, or while a graph is captured."""
+        """Create the communicators now, one after the other. Otherwise NCCL creates each one in the first exchange of its
+        group, which waits for all ranks of the group. These first exchanges may come in a different order on each rank, in
+        autograd's thread, or while a graph is captured."""
         for members, group in self._made.items():
             if self._rank in members:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -95,7 +97,7 @@ class _Groups:
 
 
 def leave() -> None:
-    """Disconnect from the other ranks, if there are any. All must call it at the same point, after their exchanges are
+    """Disconnect from the other ranks, if there are any. All ranks must call this at the same point, when their exchanges are
     complete."""
     if dist.is_initialized():
         if dist.get_backend() == "nccl":

@@ -1,4 +1,4 @@
-"""Reduces a whole model to one rank's part: some of its layers, some slices of these, and rows of the rest."""
+"""Reduces a whole model to one rank's part: some of the layers, some slices of these layers, and some rows of the weights."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,14 @@ __all__ = ["make_part", "refusal"]
 
 
 def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
-    """Divide a decoder (`embed`, `blocks`, `norm`, `head`) as in the plan. Its parts are reused; do not use it any more."""
+    """Divide a decoder (`embed`, `blocks`, `norm`, `head`) according to the plan. The part reuses the decoder's modules, so do
+    not use the decoder afterwards."""
     if (why := refusal(model, plan)) is not None:
         raise ValueError(why)
     part = Part(model=model, pieces=whole_pieces(model), uses={})
     if model.head.weight is model.embed.weight and model.embed.weight.requires_grad:
-        # Two places of use have two sums, so it makes no difference whether one rank has both.
+        # The two uses of a tied weight have separate gradient sums, so the result is the same whether one rank has both uses or
+        # not.
         model.head.weight = nn.Parameter(model.embed.weight.data)
         part.uses["embed.weight"] = ["head.weight"]
     if plan.ep > 1:
@@ -47,7 +49,7 @@ def make_part(model: Any, plan: Plan, mesh: Mesh, *, invariant: bool) -> Part:
 
 
 def _deal(part: Part, mesh: Mesh, invariant: bool) -> None:
-    """Reduce each mixture to this rank's experts."""
+    """Reduce each mixture to the experts of this rank."""
     dealt: set[str] = set()
     for index, block in enumerate(part.model.blocks):
         if isinstance(block.ffn, MoE):
@@ -64,7 +66,7 @@ def _deal(part: Part, mesh: Mesh, invariant: bool) -> None:
 
 
 def _fetch(part: Part, mesh: Mesh) -> None:
-    """Reduce each block to this replica's rows."""
+    """Reduce each block to this replica's rows of the weights."""
     shards = RowShards(mesh.dp)
     renamed: dict[str, str] = {}
     for index, block in enumerate(part.model.blocks):
@@ -81,7 +83,8 @@ def _fetch(part: Part, mesh: Mesh) -> None:
 
 
 def refusal(model: Any, plan: Plan) -> str | None:
-    """Why a plan cannot divide a decoder (which may be on "meta"), or None. Replicas and rows are possible for every model."""
+    """The reason why a plan cannot divide a decoder (which may be on "meta"), or None. Data parallelism and ZeRO are possible
+    for every model."""
     if plan.slices == plan.chunks == plan.pp == 1:
         return None
     names = {"attn_norm", "attn", "ffn_norm", "ffn"}
@@ -104,7 +107,7 @@ def refusal(model: Any, plan: Plan) -> str | None:
 
 
 def _chunk(part: Part, plan: Plan, mesh: Mesh) -> None:
-    """Attend across chunks, and compute them one by one if all of them are here."""
+    """Make attention work across chunks. If all chunks are in this process, compute them one after the other."""
     model = part.model
     for layer in (module for module in model.modules() if isinstance(module, Attention)):
         layer.register_forward_pre_hook(partial(_attends, plan, mesh.cp))
@@ -128,7 +131,7 @@ def _attends(plan: Plan, ranks: Ranks, module: nn.Module, given: tuple[Any, ...]
 
 
 def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> None:
-    """Replace a module by one that goes through chunks; its parameters get other names."""
+    """Replace a module by one that computes chunk by chunk. This changes the names of its parameters."""
     setattr(owner, name, Chunked(getattr(owner, name), chunks))
 
     def new(old: str) -> str:
@@ -140,7 +143,7 @@ def _by_chunks(part: Part, home: str, owner: Any, name: str, chunks: int) -> Non
 
 
 def _keep(part: Part, plan: Plan, mesh: Mesh) -> None:
-    """Keep only what this rank's layers need."""
+    """Keep only the modules that this rank's layers need."""
     model = part.model
     keep_layers(model, plan, mesh.pp.rank)
     left = {name for name, _ in model.named_parameters()}
@@ -205,7 +208,7 @@ def _cut_vocabulary(part: Part, plan: Plan, mesh: Mesh, cut: bool) -> None:
 
 
 def _sliced(part: Part, home: str, layer: Any, plan: Plan, mesh: Mesh, parts: int, summed: set[str]) -> Sliced:
-    """The slices of a layer that this rank has. Its pieces are recorded in the part."""
+    """The slices of a layer that this rank holds. Their pieces are recorded in `part`."""
     here = plan.slices // plan.tp
     old = {name: part.pieces.pop(f"{home}.{name}") for name, _ in layer.named_parameters()}
     made = []
@@ -232,14 +235,15 @@ def _sliced(part: Part, home: str, layer: Any, plan: Plan, mesh: Mesh, parts: in
 
 
 def _again(part: Part, parameter: nn.Parameter, name: str, parts: int) -> list[nn.Parameter]:
-    """Further parameters that share the memory of the first of `parts`; they are recorded as uses of it."""
+    """Create further parameters that share the memory of `parameter`, which is the first of `parts`. They are recorded as its
+    uses."""
     for place in range(1, parts):
         part.uses.setdefault(name.format(0), []).append(name.format(place))
     return [nn.Parameter(parameter.data) for _ in range(1, parts)]
 
 
 def _norm(part: Part, home: str, norm: RMSNorm, parts: int) -> SlicedNorm:
-    """A norm over tokens in parts. Its pieces are recorded in the part."""
+    """A norm that is applied to `parts` parts of the tokens separately. Its pieces are recorded in `part`."""
     made = [norm]
     weight: Any = norm.weight
     for again in _again(part, weight, f"{home}.norms.{{}}.weight", parts):

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: layers are distributed over ranks, which pass on activations and gradients
+"""Pipeline parallelism: layers are distributed over ranks, which send each other activations and gradients
 (torch.distributed.pipelining).
 
 Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021 (1F1B and
-interleaved); Qi et al., "Zero Bubble Pipeline Parallelism", 2024. torch decides which rank computes what and when. This module
-defines what a part of the layers computes, and takes out the gradients of each micro-batch instead of letting them add up in
-arrival order.
+interleaved); Qi et al., "Zero Bubble Pipeline Parallelism", 2024. torch's schedules decide which rank runs which pass, and
+when. This module defines what each part of the layers computes. It also takes the gradients of each micro-batch out of the
+parameters; otherwise torch would add them up in the order in which they are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ __all__ = ["Batch", "Pipeline", "keep_layers"]
 
 
 class Batch(Protocol):
-    """A micro-batch: token ids, and where documents begin."""
+    """A micro-batch: token ids, and where the documents begin."""
 
     token_ids: Tensor
     packed: Any
 
 
 def keep_layers(model: Any, plan: Plan, rank: int) -> None:
-    """Reduce a decoder to what the parts of this rank need, with the same names."""
+    """Reduce a decoder to the modules that this rank's parts need. The names of the modules stay the same."""
     count = len(model.blocks)
     parts = [rank + turn * plan.pp for turn in range(plan.virtual)]
     kept = {str(index): model.blocks[index] for part in parts for index in plan.layers_of(part, count)}
@@ -42,7 +42,8 @@ def keep_layers(model: Any, plan: Plan, rank: int) -> None:
 
 
 class _Layers(nn.Module):
-    """A part of the layers: micro-batch -> stream, stream -> stream, or stream -> loss."""
+    """A part of the layers. Its input is a micro-batch (first part) or the residual stream; its output is the residual stream
+    or the loss (last part)."""
 
     def __init__(self, model: Any, layers: range, first: bool, last: bool):
         super().__init__()
@@ -71,11 +72,11 @@ class _Layers(nn.Module):
 
 
 class _End:
-    """The model that an objective sees in the last part: it is called like the model, and has its head.
+    """What an objective receives as the model in the last part: it can be called like the model, and has the model's head.
 
-    The gradients of a loss with respect to `ends` and the head are computed in the forward pass, and stored: a schedule that
-    splits the backward pass asks for them twice, but losses that are computed together with their gradients provide them only
-    once.
+    The gradients of the loss with respect to the hidden states (`_ends`) and to the head are computed in the forward pass and
+    stored. The reason: a schedule that splits the backward pass requests these gradients twice, but a loss that computes its
+    gradients together with its value can return them only once.
     """
 
     def __init__(self, layers: _Layers, stream: tuple[Tensor, ...]):
@@ -90,7 +91,7 @@ class _End:
         return leaf
 
     def kept(self, loss: Tensor) -> Tensor:
-        """The loss, with stored gradients."""
+        """The loss, with its gradients stored."""
         head: Any = self.head
         inputs = [*(hidden for hidden, _ in self._ends), *head.parameters()]
         grads = torch.autograd.grad(loss, [*(leaf for _, leaf in self._ends), *head.parameters()])
@@ -98,7 +99,7 @@ class _End:
 
 
 class _Kept(torch.autograd.Function):
-    """A loss with gradients that were computed before."""
+    """A loss whose gradients were computed earlier."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, grads: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
@@ -114,15 +115,15 @@ class Pipeline:
     """This rank's parts of the layers.
 
     Args:
-        model: what `keep_layers` left of a decoder.
-        plan, ranks: how the layers are distributed, and to which ranks.
+        model: a decoder that `keep_layers` has reduced.
+        plan, ranks: how the layers are distributed, and over which ranks.
         layers: number of layers of the whole model.
-        stream: shape and dtype of what is passed on: an example of h, on "meta".
-        device: where it is computed.
+        stream: a tensor on "meta" with the shape and dtype of the residual stream that is passed between parts.
+        device: the device that computes.
     """
 
     def __init__(self, model: Any, plan: Plan, ranks: Ranks, layers: int, stream: Tensor, device: torch.device):
-        from tilewright.parallel.stages import SCHEDULES, Stage  # the import takes two seconds, and few runs have a pipeline
+        from tilewright.parallel.stages import SCHEDULES, Stage  # imported here: it takes two seconds, and few runs need it
 
         last, self._device = plan.parts - 1, device
         self._parts: list[_Layers] = []
@@ -143,13 +144,14 @@ class Pipeline:
     def sums(
         self, batches: Sequence[Batch], loss_of: Callable[[Any, Any], Tensor], keys_values: Any, invariant: bool, chunks: Ranks
     ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:  # fmt: skip
-        """Forward and backward of all micro-batches of this replica -> (loss, gradients) of this rank's parts, summed.
+        """Run the forward and backward passes of all micro-batches of this replica. Returns (loss, gradients of the parameters
+        of this rank's parts), summed over micro-batches.
 
         Args:
             loss_of: (the model as the last part sees it, batch) -> the loss.
-            keys_values: the value for attention layers.
-            invariant: sum in the order of the tree, otherwise in the order of arrival.
-        chunks: ranks that have other tokens of the same micro-batches.
+            keys_values: the value that is passed to the attention layers.
+            invariant: sum in the order of the tree (reduce.py); otherwise in the order of arrival.
+            chunks: the ranks that hold the other tokens of the same micro-batches.
         """
         sums = [TreeSum() if invariant else RunningSum() for _ in self._parts]
         for stage, part, total in zip(self._stages, self._parts, sums):
@@ -174,7 +176,7 @@ class Pipeline:
 
 
 def _take(parameters: Sequence[nn.Parameter], total: TreeSum | RunningSum, chunks: Ranks) -> None:
-    """Move the gradients of a micro-batch into the sum."""
+    """Add the gradients of a micro-batch to the sum, and remove them from the parameters."""
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -1,17 +1,19 @@
-"""A parallel plan: how a run is distributed over ranks, as data. Imports no torch.
+"""A parallel plan: describes how a run is distributed over ranks. Does not import torch.
 
     dp    number of replicas; the micro-batches of an update are divided among them
-    zero  what replicas share instead of each having all: 1 optimizer state, 2 and sums of gradients, 3 and weights
+    zero  what is divided among the replicas instead of stored by each: 1 the optimizer state, 2 also the sums of gradients,
+          3 also the weights
     tp    number of parts into which the heads and the feed-forward width of a layer are divided
-    sp    divide tokens, too, for the modules that tp leaves whole (the norms)
-    pp    number of ranks among which the layers are divided; `schedule` is the order of passes, `virtual` the parts per rank
-    cp    number of parts into which the tokens of a micro-batch are divided; attention is divided by heads instead
-    ring  with cp: attention passes keys and values around, and heads are not divided
-    ep    number of dp replicas that share one set of experts: each has some experts of every layer
+    sp    also divide the tokens, for the modules that tp does not divide (the norms)
+    pp    number of ranks among which the layers are divided; `schedule`: order of the passes; `virtual`: parts per rank
+    cp    number of parts into which the tokens of a micro-batch are divided; in attention, the heads are divided instead
+    ring  with cp: for attention, keys and values are sent from rank to rank, and the heads are not divided
+    ep    number of dp replicas that share one set of experts: each holds some of the experts of every layer
 
-Ranks = pp * dp * cp * tp, with tp innermost. `slices` and `chunks` define what is computed, not where: into how many parts
-layers and micro-batches are divided for their sums. They default to tp and cp. Runs with the same slices and chunks have the
-same bits under every plan, if sums follow the order of the tree.
+The number of ranks is pp * dp * cp * tp. Neighbouring ranks differ in their place along tp, which is the innermost dimension.
+`slices` and `chunks` define what is computed, not on which rank: they are the numbers of parts into which layers and
+micro-batches are divided for their sums. Their defaults are tp and cp. Runs with the same `slices` and `chunks` give bitwise
+the same results under every plan, if sums follow the order of the tree (reduce.py).
 """
 
 import difflib
@@ -27,12 +29,15 @@ _ONE_PART = ("1f1b", "gpipe")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The quantities that a plan has to divide.
+    """The quantities that a plan must divide.
 
-    heads, kv_heads, inner: of a layer. tokens: of a micro-batch. micro_batches: of an update.
-    tree: whether sums follow the tree. whole: name of an optimizer that needs whole parameters, else None.
+    heads, kv_heads, inner: attention heads, key/value heads, and feed-forward width of a layer.
+    tokens: number per micro-batch.
+    micro_batches: number per update, over all replicas.
+    tree: whether sums follow the order of the tree.
+    whole: name of an optimizer that needs whole parameters, else None.
     ragged: whether micro-batches may have fewer tokens than `tokens`.
-    experts: of a layer that is a mixture; 0 if there is none.
+    experts: number per mixture layer; 0 if the model has none.
     """
 
     layers: int
@@ -49,7 +54,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A way to distribute a run. Raises ValueError for values that are invalid for every model."""
+    """How to distribute a run; the module's documentation explains the fields.
+
+    Raises:
+        ValueError: a value is invalid for every model.
+    """
 
     dp: int = 1
     zero: int = 0
@@ -104,12 +113,13 @@ class Plan:
 
     @property
     def expert_replicas(self) -> int:
-        """The number of replicas of each expert."""
+        """The number of replicas that hold the same experts."""
         return self.dp // self.ep
 
     @property
     def dealt(self) -> bool:
-        """Whether micro-batches are dealt to replicas one by one (if gradients leave a rank after each), or in runs."""
+        """How micro-batches are assigned to replicas. True: one by one, in turn, because gradients are reduced after each of
+        them. False: a contiguous range for each replica."""
         return self.zero >= 2
 
     def owner(self, micro_batch: int, micro_batches: int) -> int:
@@ -117,20 +127,20 @@ class Plan:
         return micro_batch % self.dp if self.dealt else micro_batch * self.dp // micro_batches
 
     def place(self, rank: int) -> dict[str, int]:
-        """The place of a rank in each dimension."""
+        """The place of a rank along each dimension."""
         rest, found = rank, {}
         for name in ("tp", "cp", "dp", "pp"):
             rest, found[name] = divmod(rest, getattr(self, name))
         return found
 
     def layers_of(self, part: int, layers: int) -> range:
-        """The layers of a part; if they cannot be divided equally, earlier parts have one more."""
+        """The layers of a part. If they cannot be divided equally, the first parts have one more layer each."""
         least, more = divmod(layers, self.parts)
         start = part * least + min(part, more)
         return range(start, start + least + (part < more))
 
     def check(self, shape: Shape) -> None:
-        """Raise ValueError, with one sentence, if the plan does not fit."""
+        """Raise ValueError, with a message of one sentence, if the plan does not fit."""
         for name, what, count in (
             ("slices", "heads", shape.heads), ("slices", "key and value heads", shape.kv_heads),
             ("slices", "feed-forward width", shape.inner), ("chunks", "tokens of a micro-batch", shape.tokens),
@@ -186,7 +196,7 @@ class Plan:
 
     @classmethod
     def read(cls, given: "Plan | Mapping[str, Any] | str") -> "Plan":
-        """A plan from a table of a TOML file, or from text such as "dp=2,zero=3"; a name without a value means true."""
+        """Read a plan from a table of a TOML file, or from text such as "dp=2,zero=3". A name without a value means true."""
         if isinstance(given, Plan):
             return given
         table = dict(_entries(given)) if isinstance(given, str) else dict(given)
@@ -199,11 +209,11 @@ class Plan:
         return cls(**table)
 
     def alone(self) -> "Plan":
-        """The plan for one process that computes the same bits."""
+        """The plan with which a single process computes bitwise the same results."""
         return replace(Plan(), slices=self.slices, chunks=self.chunks, ring=self.ring)
 
     def table(self) -> dict[str, Any]:
-        """All fields, for JSON."""
+        """All fields, as JSON values."""
         return asdict(self)
 
 

@@ -1,18 +1,25 @@
 """Predicts the memory of a rank by formula, before anything is allocated.
 
-    P_c, P_w   elements of a block that tp divides, and that it does not; L layers of the rank; E elements of embedding, norm,
-    head P_x        elements of a block's experts
-    N = L (P_c / tp + P_w + P_x / ep) + E        embedding and head in E: / tp, if slices divide the vocabulary
+    P_c   elements of a block that tp divides
+    P_w   elements of a block that nothing divides
+    P_x   elements of a block's experts
+    L     layers of the rank
+    E     elements of the embedding, the final norm and the head, as far as the rank holds them;
+          embedding and head / tp, if slices divide the vocabulary
+    N     = L (P_c / tp + P_w + P_x / ep) + E
 
-    weights    bytes of the dtype * N;                    zero 3: blocks / dp
-    optimizer  (moments + 4 for master weights) * N;      zero 1 to 3: / dp, plus the updated rows of what every rank stores
-    whole
-                                                          float32: no separate master weights, if it updates all of the weights
-    gradients  (bytes of the dtype + 4 for sums) * N;     sums: 1, or one for each level of the tree; zero 2 and 3: sums / dp;
-                                                          with the tree experts have ep of them, one for each rank's tokens
-    activations  bytes of the dtype * tokens / cp * layers * passes in flight * (what tp divides / tp + the rest, / tp with sp)
+    weights      bytes of the dtype * N
+                 zero 3: blocks / dp
+    optimizer    (moments + 4 for master weights) * N
+                 zero 1 to 3: / dp, plus a copy of the updated rows of those weights that every rank stores whole
+                 float32: no separate master weights, if the rank updates all of its weights
+    gradients    (bytes of the dtype + 4 for sums) * N
+                 sums: one, or with the tree one for each of its levels; zero 2 and 3: sums / dp
+                 with the tree, experts have ep gradients, one for the tokens of each rank
+    activations  bytes of the dtype * tokens / cp * layers * passes in flight * width per token
+                 width: what tp divides / tp + the rest; with sp the rest / tp
 
-Temporary memory of an update (a gathered block, a bucket of an exchange, logits) comes on top.
+An update also needs temporary memory, which is not included: a gathered block, a bucket of an exchange, logits.
 """
 
 import math
@@ -31,9 +38,10 @@ __all__ = ["RankBytes", "Sizes", "predicted", "sizes_of"]
 class Sizes:
     """Numbers of elements of a model.
 
-    cut, whole: of a block, what tp divides and what nothing divides. experts: what ep distributes.
-    embed, norm, head: outside of the blocks; head is 0 if it is tied to the embedding.
-    vocabulary: rows of embedding and head that tp divides; 0 if it does not.
+    cut, whole: elements of a block that tp divides, and elements of a block that nothing divides.
+    experts: elements of a block that ep distributes.
+    embed, norm, head: elements outside of the blocks; head is 0 if it is tied to the embedding.
+    vocabulary: rows of the embedding and the head that tp can divide; 0 if it cannot.
     """
 
     layers: int
@@ -48,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """The bytes of a rank."""
+    """The bytes that a rank needs, by purpose."""
 
     weights: int
     gradients: int
@@ -57,7 +65,7 @@ class RankBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all."""
+        """The sum of all fields."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
     def __str__(self) -> str:
@@ -89,15 +97,16 @@ def predicted(
     plan: Plan, sizes: Sizes, stage: int, *, item: int, moments: float, micro_batches: int, tree: bool, tokens: int,
     cut_width: int, whole_width: int,
 ) -> RankBytes:  # fmt: skip
-    """Bytes of a rank at place `stage` along pp.
+    """The bytes that the rank at place `stage` along pp needs.
 
     Args:
-        item: bytes of an element of weights.
-        moments: bytes of the optimizer for each element, without master weights.
-        micro_batches: of an update, over all replicas.
-        tree: whether sums follow the tree.
-        tokens: of a micro-batch.
-        cut_width, whole_width: elements per token that a layer keeps for the backward pass, divided by tp or not.
+        item: bytes per element of the weights.
+        moments: bytes per element of the optimizer state, without master weights.
+        micro_batches: number per update, over all replicas.
+        tree: whether sums follow the order of the tree.
+        tokens: number per micro-batch.
+        cut_width, whole_width: elements per token that a layer keeps for the backward pass: those that tp divides, and the
+            rest.
     """
     parts = [stage + turn * plan.pp for turn in range(plan.virtual)]
     layers = sum(len(plan.layers_of(part, sizes.layers)) for part in parts)
@@ -108,12 +117,12 @@ def predicted(
     embed, head = sizes.embed // through, sizes.head // through
     own_head = head or (0 if first else embed)
     ends = (embed if first else 0) + (sizes.norm + own_head if last else 0)
-    # A tied head is used in two places, and has a gradient for each.
+    # A tied head is used in two places. Each use has a separate gradient.
     used = ends + (embed if first and last and not sizes.head else 0)
     share = plan.dp if plan.zero else 1
     third = plan.dp if plan.zero == 3 else 1
-    # Copies that are updated apart from the weights in use: rows of whole weights. Otherwise float32 master weights are the
-    # weights.
+    # Updated copies that are separate from the weights in use: with ZeRO, rows of weights that every rank stores whole.
+    # Otherwise, float32 weights are their own master weights.
     copied = (blocks if plan.zero in (1, 2) else 0) + (ends if plan.zero else 0)
     own = micro_batches // plan.dp
     levels = 1 + math.ceil(math.log2(own)) if tree else 1

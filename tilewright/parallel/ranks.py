@@ -1,8 +1,8 @@
-"""A group of ranks and its exchanges, with sums in the order of the tree or in the library's order.
+"""A group of ranks and its collective operations. Sums follow the order of the tree (reduce.py) or the library's order.
 
-In the order of the tree, each rank receives its part of the summands from all others, adds them itself, and sends the sum to
-all: the same number of bytes as a ring's all-reduce, in two rounds. The library's order depends on the number of ranks and on
-the library.
+For a sum in the order of the tree, each rank receives its part of the summands from all others, adds them itself, and sends the
+sum to all. This takes two rounds and sends the same number of bytes as a ring all-reduce. The library's order depends on the
+library and on the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,24 +22,24 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SMALL = 8192
-"""Up to this number of elements, every rank computes the sum from all summands: one round instead of two."""
+"""Up to this number of elements, every rank receives all summands and computes the whole sum: one round instead of two."""
 
 
 class Ranks:
-    """One dimension of the mesh, seen by one of its ranks.
+    """One dimension of the mesh, from the point of view of one of its ranks.
 
     Args:
-        group: of torch.distributed; None for a single rank.
-        rank: this rank's place in it.
+        group: the torch.distributed group; None for a single rank.
+        rank: the place of this rank in the group.
         size: the number of ranks.
-        invariant: sum in the order of the tree, otherwise in the library's.
+        invariant: sum in the order of the tree; otherwise in the library's order.
     """
 
     def __init__(self, group: Any = None, rank: int = 0, size: int = 1, invariant: bool = True):
         self.group, self.rank, self.size, self.invariant = group, rank, size, invariant
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors: a new tensor, or `x` for a single rank. In the order of the tree it is float32."""
+        """The sum of all ranks' tensors: a new tensor, or `x` for a single rank. A sum in the order of the tree is float32."""
         if self.size == 1:
             return x
         if not self.invariant:
@@ -55,30 +55,30 @@ class Ranks:
         return total.view(-1)[: flat.numel()].view(x.shape)
 
     def all_reduce_into(self, x: Tensor) -> Tensor:
-        """`all_reduce` of a tensor that is no longer needed: the library's sum overwrites the memory of `x`."""
+        """As `all_reduce`, for a tensor that is no longer needed: in the library's order, the sum overwrites `x`."""
         if self.size > 1 and not self.invariant:
             dist.all_reduce(x, group=self.group)
             return x
         return self.all_reduce(x)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's tensor, written into the memory of `x`."""
+        """The first rank's tensor. On the other ranks it overwrites `x`."""
         if self.size > 1:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to the rank in place `to`."""
+        """Send a tensor to the rank at place `to`."""
         dist.send(x, group=self.group, group_dst=to)
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """A tensor from the rank in place `source`, written into the memory of `x`."""
+        """Receive a tensor from the rank at place `source`; it overwrites `x`, which is returned."""
         dist.recv(x, group=self.group, group_src=source)
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """This rank's part, along the first dimension, of the sum of all ranks' tensors. That dimension is a multiple of the
-        size."""
+        """This rank's part, along the first dimension, of the sum of all ranks' tensors. The first dimension must be a multiple
+        of `size`."""
         if self.size == 1:
             return x
         parts = x.contiguous().unflatten(0, (self.size, -1))
@@ -89,11 +89,11 @@ class Ranks:
         return total
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """All ranks' tensors of one shape, concatenated along the first dimension."""
+        """All ranks' tensors, which must have the same shape, concatenated along the first dimension."""
         return x if self.size == 1 else self._gathered(x.contiguous()).flatten(0, 1)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """x [size, ...]: part i goes to rank i -> [size, ...], part i came from rank i."""
+        """x [size, ...] -> [size, ...]. Part i of the input goes to rank i; part i of the result comes from rank i."""
         if self.size == 1:
             return x
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -101,7 +101,7 @@ class Ranks:
         return received
 
     def shift(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start sending a tensor to the next rank; the returned function waits for the tensor of the previous rank and returns
+        """Start sending a tensor to the next rank. Returns a function that waits for the previous rank's tensor and returns
         it."""
         received = torch.empty_like(x)
         ends = ((dist.isend, x, (self.rank + 1) % self.size), (dist.irecv, received, (self.rank - 1) % self.size))
@@ -115,8 +115,8 @@ class Ranks:
         return arrived
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows: the first `sent[0]` rows go to rank 0, and so on; returns `received[i]` rows from each rank i, in
-        order."""
+        """Exchange rows. The first `sent[0]` rows go to rank 0, the next `sent[1]` rows to rank 1, and so on. Returns the
+        received rows in the order of the ranks: `received[i]` rows from rank i."""
         if self.size == 1:
             return rows
         out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -124,7 +124,7 @@ class Ranks:
         return out
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's part, along the first dimension, of a tensor that all ranks have."""
+        """This rank's part, along the first dimension, of a tensor that all ranks hold."""
         return x if self.size == 1 else x.unflatten(0, (self.size, -1))[self.rank]
 
     def texts(self, text: str) -> Sequence[str]:
@@ -138,7 +138,7 @@ class Ranks:
         return [bytes(row[: size - 1].tolist()).decode() for row, size in zip(self._gathered(padded).cpu(), sizes)]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Do the work on the first rank, and after that on the others."""
+        """Do the work on the first rank; when it has finished, on the other ranks."""
         if self.size == 1:
             return work()
         found = work() if self.rank == 0 else None
@@ -158,4 +158,4 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""A single rank without others."""
+"""A group with a single rank."""

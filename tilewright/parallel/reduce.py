@@ -1,10 +1,11 @@
-"""Sums in a fixed order: a binary tree over an index, wherever the summands are.
+"""Sums in a fixed order: a binary tree over the index of the summands. The order does not depend on where the summands are.
 
     sum of 8 terms = ((t0 + t1) + (t2 + t3)) + ((t4 + t5) + (t6 + t7))
 
-Runs of 2^k neighbours that begin at a multiple of 2^k are summed first. So a rank with such a run computes a part of the same
-tree, and 8 terms on one rank, 4 on each of two or 1 on each of eight give the same result, bit for bit. Terms are added in
-float32, element by element, so the order does not depend on shapes, libraries or the number of threads.
+A range of 2^k neighbouring terms that begins at a multiple of 2^k is summed first. A rank that holds such a range therefore
+computes a subtree of the same tree. So 8 terms on one rank, 4 on each of two ranks, or 1 on each of eight ranks give bitwise
+the same result. Terms are added in float32, element by element, so the order does not depend on shapes, libraries or the number
+of threads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +17,13 @@ __all__ = ["RunningSum", "TreeSum", "row_squares", "running_sum", "tree", "tree_
 
 
 class TreeSum:
-    """Sums of lists of tensors in the order of the tree. Stores one list for each power of two up to the number of terms."""
+    """Sums of lists of tensors, in the order of the tree. Stores one list for each power of two up to the number of terms."""
 
     def __init__(self) -> None:
         self._held: list[tuple[int, list[Tensor]]] = []  # (number of terms, their sum), longer runs first
 
     def add(self, part: Sequence[Tensor]) -> None:
-        """Add the next term to each sum."""
+        """Add the next term: `part[i]` is added to sum i."""
         size, total = 1, [tensor.float() for tensor in part]
         while self._held and self._held[-1][0] == size:
             total = [a + b for a, b in zip(self._held.pop()[1], total, strict=True)]
@@ -40,13 +41,13 @@ class TreeSum:
 
 
 class RunningSum:
-    """Sums of lists of tensors one after the other, in float32 and in place; stores one list."""
+    """Sums of lists of tensors, one term after the other, in float32 and in place. Stores one list."""
 
     def __init__(self) -> None:
         self._total: list[Tensor] | None = None
 
     def add(self, part: Sequence[Tensor]) -> None:
-        """Add the next term to each sum; the memory of the first term may be overwritten later."""
+        """Add the next term: `part[i]` is added to sum i. Later calls may overwrite the tensors of the first term."""
         if self._total is None:
             self._total = list(part)
         elif self._total[1:] and self._total[1].dtype != torch.float32:
@@ -64,7 +65,7 @@ class RunningSum:
 
 
 def tree_sum(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    """Add micro-batches in the order of the tree, in float32."""
+    """The sums over micro-batches, in the order of the tree, in float32."""
     total = TreeSum()
     for part in parts:
         total.add(part)
@@ -72,7 +73,7 @@ def tree_sum(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def running_sum(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:
-    """Add micro-batches one after the other, in float32."""
+    """The sums over micro-batches, one after the other, in float32."""
     total = RunningSum()
     for part in parts:
         total.add(part)
@@ -80,14 +81,15 @@ def running_sum(parts: Iterable[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def tree(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors in the order of the tree, float32; a single tensor is only converted to float32."""
+    """The sum of the tensors in the order of the tree, in float32. A single tensor is only converted to float32."""
     return tree_sum([term] for term in terms)[0]
 
 
 def row_squares(grad: Tensor) -> Tensor:
-    """The sum of squares of each row of a matrix, or each element's of a vector: float32 [rows].
+    """The sum of squares of each row of a matrix, or the square of each element of a vector: float32 [rows].
 
-    Columns are added half onto half, so a row has the same bits in whatever part of the matrix it is.
+    The right half of the columns is repeatedly added to the left half. This order depends only on the number of columns, so the
+    sum of a row has the same bits in any part of the matrix that contains the row.
     """
     squares = grad.float().square()
     if squares.dim() < 2:

@@ -1,7 +1,7 @@
-"""Sums of gradients over replicas: whole (data parallelism), or each replica its rows (ZeRO).
+"""Sums of gradients over replicas. Every replica receives the whole sums (data parallelism), or only its own rows (ZeRO).
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Rows are used rather than
-ranges of flat memory, so that norms and checkpoints do not depend on the number of replicas.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. The division is by rows and
+not by ranges of flat memory, so that norms and checkpoints do not depend on the number of replicas.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _BUCKET = 1 << 24
 
 
 def all_reduced(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The sums of each tensor over the ranks."""
+    """The sum of each tensor over the ranks."""
     if ranks.size == 1:
         return list(tensors)
     found: list[Tensor] = []
@@ -31,8 +31,8 @@ def all_reduced(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
 
 
 def over_chunks(grads: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """The sums over ranks with other tokens of the same micro-batch, in the gradients' dtypes, as autograd would compute
-    them."""
+    """The sum of each gradient over the ranks that hold the other tokens of the same micro-batch. Each sum has the gradient's
+    dtype, as when autograd computes it."""
     return [total.to(grad.dtype) for total, grad in zip(all_reduced(grads, ranks), grads, strict=True)]
 
 
@@ -48,22 +48,22 @@ def _buckets(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tenso
 
 
 class RowShards:
-    """Tensors of which each rank has a run of rows: ceil(rows / ranks), the last ranks fewer."""
+    """Divides tensors into contiguous row ranges, one for each rank: ceil(rows / ranks) rows, fewer for the last ranks."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
     def span(self, rows: int) -> tuple[int, int]:
-        """This rank's range of rows."""
+        """This rank's row range."""
         return rows_of(rows, self.ranks.rank, self.ranks.size)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """This rank's rows, a view."""
+        """This rank's rows, as a view."""
         start, stop = self.span(tensor.shape[0])
         return tensor[start:stop]
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows of the sums of each tensor over the ranks."""
+        """This rank's rows of the sum of each tensor over the ranks."""
         found: list[Tensor] = []
         for bucket in _buckets(tensors, [t.numel() for t in tensors]):
             padded = [self._padded(t).reshape(self.ranks.size, -1) for t in bucket]
@@ -72,7 +72,7 @@ class RowShards:
         return found
 
     def all_gather(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """Write the rows of all ranks into `wholes`; `shards` are this rank's."""
+        """Write the rows of all ranks into `wholes`. `shards` are the rows of this rank."""
         at = 0
         for bucket in _buckets(wholes, [t.numel() for t in wholes]):
             mine = shards[at : at + len(bucket)]
@@ -85,7 +85,7 @@ class RowShards:
                     whole[start:stop].copy_(part)
 
     def _each(self, whole: Tensor) -> int:
-        """Number of elements of each rank, including padding of the last one."""
+        """Number of elements per rank, including the padding of the last rank."""
         return -(-whole.shape[0] // self.ranks.size) * (whole.numel() // max(whole.shape[0], 1))
 
     def _padded(self, whole: Tensor) -> Tensor:
@@ -93,7 +93,8 @@ class RowShards:
         return pad(flat, (0, self.ranks.size * self._each(whole) - flat.numel()))
 
     def _trimmed(self, flats: Tensor, wholes: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Flat memory of ranks, [ranks, elements] -> the rows of each tensor for each rank. With one rank: this rank's."""
+        """Split flat memory [ranks, elements] into the rows of each tensor, for each rank. If there is only one row of flat
+        memory, it is this rank's."""
         found: list[list[Tensor]] = []
         for index, flat in enumerate(flats):
             rank = self.ranks.rank if len(flats) == 1 else index

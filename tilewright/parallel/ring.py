@@ -1,15 +1,16 @@
-"""Ring attention (context parallelism): keys and values go from rank to rank, queries stay.
+"""Ring attention (context parallelism): keys and values are sent from rank to rank; queries stay on their rank.
 
 Liu et al., "Ring Attention with Blockwise Transformers", 2023. Chunk i of C tokens attends to the chunks j <= i:
 
     out_i = sum over j of exp(lse_ij - lse_i) out_ij,   lse_i = log of the sum over j of exp(lse_ij)      j = i, i - 1, ... 0
     dq_i  = sum over j of dq_ij                                                                           j = i, i - 1, ... 0
-    dk_j  = sum over i of dk_ij, and dv_j                                                                 i = j, j + 1, ...
+    dk_j  = sum over i of dk_ij, and dv_j in the same way                                                 i = j, j + 1, ...
 
-in float32 and in this order, in which a ring meets them. A process that has all chunks goes through the same pairs in the same
-order, so its bits are those of the ranks. Documents may begin and end anywhere: a pair i > j shares at most one document, in
-which every query sees every key. Chunks are runs of tokens, so with long documents the last rank has the most work. Not
-supported: windows.
+The sums are in float32 and in the order shown, which is the order in which the chunks arrive in a ring. A single process that
+holds all chunks goes through the same pairs in the same order, so its results are bitwise the same as those of several ranks.
+Documents may begin and end anywhere: the chunks of a pair i > j share at most one document, and in this document every query of
+chunk i attends to every key of chunk j. A chunk is a contiguous range of tokens. With long documents, the last rank therefore
+has the most work. Attention windows are not supported.
 """
 
 from collections.abc import Sequence
@@ -29,15 +30,15 @@ from tilewright.parallel.ranks import Ranks
 
 __all__ = ["Ring"]
 
-# T tokens, C of a chunk, H query heads, G key/value heads, D head dim
+# T tokens, C tokens of a chunk, H query heads, G key/value heads, D head dim
 
 
 class Ring(NamedTuple):
-    """Keys and values of all chunks, which go around the ring.
+    """Attention over all chunks; the keys and values go around the ring.
 
     Args:
-        inner: `PackedKeysValues`.
-        ranks: each has one chunk; a single rank has all.
+        inner: a `PackedKeysValues`.
+        ranks: the ranks of the ring, with one chunk each; a single rank holds all chunks.
         chunks: the number of chunks.
     """
 
@@ -46,7 +47,7 @@ class Ring(NamedTuple):
     chunks: int
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Any, heads: Heads) -> Tensor:
-        """As `KeysValues.attend`, for this rank's tokens."""
+        """As `KeysValues.attend`, with the inputs and the output of this rank's tokens only."""
         alone = self.ranks.size == 1
         here = range(self.chunks) if alone else range(self.ranks.rank, self.ranks.rank + 1)
         norms = [fan_weight(weight, len(here)) for weight in (heads.q_norm, heads.k_norm, heads.sinks)]
@@ -65,7 +66,7 @@ class Ring(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Everything besides the operands: the chunks on this rank, where documents begin, and changes of scores."""
+    """All arguments except the operands: the chunks on this rank, where documents begin, and how scores are changed."""
 
     ranks: Ranks
     here: range
@@ -76,11 +77,11 @@ class _Place(NamedTuple):
     deterministic: bool
 
     def pairs(self, step: int) -> list[tuple[int, int, int]]:
-        """(index on this rank, chunk of queries, chunk of keys) of the pairs at a step."""
+        """The pairs of one step: (index of the query chunk on this rank, query chunk, key chunk)."""
         return [(at, i, i - step) for at, i in enumerate(self.here) if i >= step]
 
     def lengths(self, i: int, j: int, size: int) -> tuple[Tensor, Tensor, int]:
-        """For a pair: where its sequences of queries begin, where those of keys begin, and the longest length."""
+        """For a pair of chunks: the starts of the query sequences, the starts of the key sequences, and the greatest length."""
         if i == j:
             cu = (self.cu - i * size).clamp(0, size).int()
             return cu, cu, min(size, self.longest)
@@ -88,27 +89,27 @@ class _Place(NamedTuple):
         begin = self.cu.where(self.cu <= first, 0).amax()
         end = self.cu.where(self.cu > first, self.chunks * size).amin()
         queries, keys = (end - first).clamp(0, size), (begin - j * size).clamp(0, size)
-        # Keys of other documents, the shared document, and queries of other documents.
+        # Three sequences: keys of other documents, the shared document, and queries of other documents.
         return torch.stack((none, none, queries, all_)).int(), torch.stack((none, keys, all_, all_)).int(), size
 
 
 class _Passed:
-    """Tensors of chunks that go around: those of this rank, or the one that is here at the moment."""
+    """Tensors of chunks that go around the ring: all of them on a single rank, otherwise the one that is here now."""
 
     def __init__(self, ranks: Ranks, tensors: Sequence[Tensor]):
         self._ranks, self._tensors, self._coming = ranks, list(tensors), None
 
     def of(self, chunk: int) -> Tensor:
-        """The tensor of a chunk that is here at this step."""
+        """The tensor of a chunk; it must be here at this step."""
         return self._tensors[chunk if self._ranks.size == 1 else 0]
 
     def start(self) -> None:
-        """Start sending it on."""
+        """Start sending the tensor to the next rank."""
         if self._ranks.size > 1:
             self._coming = self._ranks.shift(self._tensors[0])
 
     def finish(self) -> None:
-        """Receive the next one."""
+        """Wait for the tensor of the previous rank."""
         if self._coming is not None:
             self._tensors[0], self._coming = self._coming(), None
 
@@ -118,7 +119,7 @@ class _Passed:
 
 
 class _Attention(torch.autograd.Function):
-    """q, k and v of each chunk here (and its sinks) -> the weighted averages of each."""
+    """q, k and v of each chunk on this rank, and sinks if there are any -> the attention output of each chunk."""
 
     @staticmethod
     def forward(ctx: Any, place: _Place, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +171,7 @@ class _Attention(torch.autograd.Function):
                 if sinks and i == j:
                     dsinks[at] = dsink.to(sinks[at].dtype)
             going.finish()
-            sums.start()  # after as many steps as there are chunks they are back at their rank
+            sums.start()  # after one step per chunk, the sums are back at their rank
             sums.finish()
         dkvs = [total.to(kv.dtype) for total, kv in zip(sums.held(), kvs)]
         made = [dq.to(q.dtype) for dq, q in zip(dqs, qs)]
@@ -178,7 +179,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _merged(out: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> tuple[Tensor, Tensor]:
-    """The averages over two sets of keys combined, [C, H, D] float32, and their lse [H, C]."""
+    """Combine the outputs over two sets of keys: out [C, H, D] float32, and its lse [H, C]."""
     both = torch.logaddexp(lse, lse_more)
     before, behind = ((part - both).exp().mT[..., None] for part in (lse, lse_more))
     return out * before + more.float() * behind, both

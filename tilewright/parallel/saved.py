@@ -1,4 +1,4 @@
-"""Reads and writes the state of a run as whole tensors with the whole model's names, independent of the plan."""
+"""Converts the state of a run to and from whole tensors with the names of the whole model, independent of the plan."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,12 @@ __all__ = ["gathered", "named", "read_pieces"]
 
 
 def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: Ranks) -> dict[str, Tensor]:
-    """On rank 0: the whole tensors assembled from all ranks' pieces, on the CPU; empty on other ranks.
+    """Assemble the pieces of all ranks: on rank 0 the whole tensors, on the CPU; on other ranks an empty dict.
 
     Args:
         tensors: "<state>.<parameter here>" -> the state of this rank's piece. Tensors that do not belong to a parameter are
-            rank 0's.
-        pieces: parameter here -> its piece.
+            taken from rank 0.
+        pieces: name of a parameter here -> its piece.
     """
     own = dict(named(tensors, pieces))
     lists = [json.loads(text) for text in world.texts(json.dumps([_entry(*entry) for entry in own.values()]))]
@@ -51,7 +51,7 @@ def gathered(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: 
 
 
 def named(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> Iterator[tuple[str, tuple[str, Piece, Tensor]]]:
-    """(name here, (name in the file, piece, tensor)) of the tensors that belong to a parameter."""
+    """(name here, (name in the file, piece, tensor)) of each tensor that belongs to a parameter."""
     for name, tensor in tensors.items():
         words = name.split(".")
         for cut in range(1, len(words)):
@@ -77,10 +77,10 @@ def _place(found: dict[str, Tensor], entry: dict[str, Any], tensor: Tensor) -> N
 
 
 def read_pieces(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
-    """This rank's pieces of the tensors in a folder's safetensors files, with the names of `wanted`, on the CPU.
+    """This rank's pieces of the tensors in a folder's safetensors files: on the CPU, with the names of `wanted`.
 
     Raises:
-        ValueError: something is missing, damaged, or has another shape.
+        ValueError: a tensor is missing, is damaged, or has the wrong shape.
     """
     known = dict(named(wanted, pieces))
     found: dict[str, Tensor] = {}

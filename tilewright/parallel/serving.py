@@ -1,13 +1,13 @@
-"""Divides a decoder for serving: slices of its layers (tp), some of its layers (pp), and the exchanges between ranks.
+"""Divides a decoder for serving, into slices of layers (tp) and ranges of layers (pp), and exchanges data between the ranks.
 
-    y = sum over slices s of layer_s(x)          as in training (tensor.py), without gradients; each slice has its own cache
+    y = sum over slices s of layer_s(x)          as in training (tensor.py), but without gradients; each slice has its own cache
 
-Tokens are not divided between layers, so any norms may be there. Only rank 0 knows the samples of the step before, and only it
-has the
-head: before the embedding, the token ids are sent to the ranks that embed, and after the last layer the hidden states are sent
-to rank 0. Between parts of the layers the stream is sent as two tensors, because the next norm computes their sum.
+Tokens are not divided between layers, so there may be any kind of norm between them. Only rank 0 holds the head, and only rank
+0 knows the tokens that were sampled in the previous step. So token ids are sent from rank 0 to the ranks with the embedding,
+and after the last layer the hidden states are sent to rank 0. Between parts of the layers, the residual stream is sent as two
+tensors, because the next norm computes their sum.
 
-A layer is divided as soon as it is loaded, so a rank never holds more than its share and one layer.
+Each layer is divided as soon as it is loaded. So a rank never stores more than its share of the model and one whole layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ __all__ = ["ServedCut", "ServedPart", "SliceCaches", "check_served"]
 
 
 def check_served(model: Any, plan: Plan) -> None:
-    """Raise ValueError, with one sentence, if a decoder (which may be on "meta") cannot be divided as in the plan."""
+    """Raise ValueError, with a message of one sentence, if the plan cannot divide a decoder (which may be on "meta")."""
     config = model.config
     for name, count in (
         ("heads", config.num_attention_heads), ("key and value heads", config.num_key_value_heads),
@@ -61,12 +61,12 @@ class SliceCaches(NamedTuple):
 
     @property
     def layers(self) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors of each layer."""
+        """The tensors of each layer, those of all slices together."""
         for parts in zip(*(cache.layers for cache in self.slices), strict=True):
             yield tuple(tensor for part in parts for tensor in part)
 
     def layer(self, index: int) -> tuple[PagedKeysValues, ...]:
-        """The argument for a layer's attention."""
+        """The caches that a layer's attention receives, one for each slice."""
         return tuple(cache.layer(index) for cache in self.slices)
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
@@ -76,7 +76,7 @@ class SliceCaches(NamedTuple):
 
 
 class _Slices(nn.Module):
-    """A layer as the sum of slices, some of which are on this rank; `bias` is added after the sum."""
+    """A layer as the sum of slices, some of which this rank holds. `bias` is added after the sum."""
 
     def __init__(self, layers: Sequence[nn.Module], bias: Tensor | None, ranks: Ranks):
         super().__init__()
@@ -85,12 +85,12 @@ class _Slices(nn.Module):
 
     @property
     def reader(self) -> Linear:
-        """A layer that reads the input."""
+        """The linear layer that reads the input."""
         first: Any = self.layers[0]
         return first.reader
 
     def summed(self, terms: Sequence[Tensor]) -> Tensor:
-        """The layer's output from the outputs of the slices here."""
+        """The output of the layer, from the outputs of the slices on this rank."""
         dtype = terms[0].dtype
         total = tree(terms) if self.ranks.invariant or len(terms) > 1 else terms[0]
         total = self.ranks.all_reduce_into(total).to(dtype)
@@ -99,7 +99,7 @@ class _Slices(nn.Module):
 
 class _SlicedAttention(_Slices):
     def forward(self, x: Tensor, batch: Any, caches: Sequence[PagedKeysValues]) -> Tensor:
-        """[T, E] -> [T, E]; caches: one for each slice here."""
+        """[T, E] -> [T, E]. `caches`: one for each slice on this rank."""
         return self.summed([layer(x, batch, cache) for layer, cache in zip(self.layers, caches, strict=True)])
 
 
@@ -110,9 +110,9 @@ class _SlicedFeedForward(_Slices):
 
 
 class ServedCut:
-    """Reduces a decoder to the share of the rank at `place` in a plan, `Plan.place(rank)`.
+    """Reduces a decoder to the share of the rank at `place` in a plan, as returned by `Plan.place(rank)`.
 
-    Pass `convert` to the function that fills the model, or call `all` with a model that is on "meta"; then call `part`.
+    First pass `convert` to the function that loads the weights, or call `all` with a model on "meta". Then call `part`.
 
     Args:
         model: the whole decoder, which may be on "meta"; only its structure is used.
@@ -132,11 +132,11 @@ class ServedCut:
         return self._tp == self._pp == 0
 
     def convert(self, name: str, layer: Linear | ExpertLinear) -> None:
-        """As soon as a layer is filled, reduce it to what this rank needs."""
+        """Reduce a layer to what this rank needs. To be called as soon as the layer's weights are loaded."""
         words = name.split(".")
         foreign = words[0] == "blocks" and int(words[1]) not in self._own
         if foreign or (name == "head" and not self._has_head):
-            del layer.weight  # torch does not let a parameter replace a module (a quantised weight) of the same name
+            del layer.weight  # a quantised weight is a module, and torch does not allow a parameter to replace it
             layer.weight, layer.bias = nn.Parameter(torch.empty(0), requires_grad=False), None
         elif (shard := self._shards.get(name)) is not None and isinstance(layer, Linear):
             for own, piece in linear_pieces(layer, shard, self._tp, self.plan.tp).items():
@@ -147,13 +147,14 @@ class ServedCut:
                 layer.parts = tuple(part // self.plan.tp for part in layer.parts)
 
     def all(self, model: Any) -> None:
-        """`convert` every layer."""
+        """Call `convert` for every layer."""
         for name, layer in list(model.named_modules()):
             if isinstance(layer, Linear | ExpertLinear):
                 self.convert(name, layer)
 
     def part(self, model: Any, mesh: Mesh) -> Any:
-        """The share, a `ServedPart`, of a model whose layers went through `convert`; the model's parts are reused."""
+        """This rank's share, a `ServedPart`, of a model whose layers were reduced by `convert`. It reuses the model's
+        modules."""
         plan, config = self.plan, model.config
         blocks = [model.blocks[index] for index in self._own]
         if plan.slices > 1:
@@ -174,7 +175,7 @@ class ServedCut:
         )  # fmt: skip
 
     def _sliced(self, layer: Any) -> tuple[list[nn.Module], Tensor | None]:
-        """The slices on this rank of a layer whose linear layers are divided, and the bias after their sum."""
+        """From a layer whose linear layers are already divided: this rank's slices, and the bias to add after their sum."""
         tp, here, bias = self.plan.tp, self.plan.slices // self.plan.tp, None
         for name, shard in SHARDS[type(layer)].items():
             part = getattr(layer, name)
@@ -189,11 +190,11 @@ class ServedCut:
 
 
 class ServedPart(nn.Module):
-    """A rank's share of a decoder. Every rank calls it for every step; rank 0 gets the decoder's result.
+    """A rank's share of a decoder. Every rank must call it at every step; rank 0 receives the result of the decoder.
 
     Args:
-        config: for this share, with the heads and layers of this rank.
-        embed, norm, head: None if the rank does not have it.
+        config: the model config of this share, with the numbers of heads and layers of this rank.
+        embed, norm, head: None if this rank does not hold the module.
         example: a tensor with the dtype and the device of the weights.
     """
 
@@ -208,7 +209,7 @@ class ServedPart(nn.Module):
         self.dtype, self.device = example.dtype, example.device
 
     def empty_cache(self, pages: int, page_size: int, dtype: torch.dtype | None = None) -> SliceCaches | KVCache:
-        """A cache for the layers and heads of this rank, as `Decoder.empty_cache`."""
+        """A cache for the layers and heads of this rank; otherwise as `Decoder.empty_cache`."""
         plan, config = self._plan, self.config
         here = plan.slices // plan.tp
         made = tuple(
@@ -222,7 +223,8 @@ class ServedPart(nn.Module):
         return SliceCaches(made) if plan.slices > 1 else made[0]
 
     def forward(self, token_ids: Tensor, batch: Any, cache: SliceCaches | KVCache) -> Tensor:
-        """token_ids [T] int64 (those of rank 0 are used) -> on rank 0 hidden [T, E] after the final norm; elsewhere [0]."""
+        """token_ids [T] int64 -> hidden [T, E] after the final norm on rank 0, [0] on other ranks. Only rank 0's ids are
+        used."""
         pp, tp, last = self._mesh.pp, self._mesh.tp, self._plan.pp - 1
         if self.embed is not None:
             h, residual = self.embed(tp.broadcast(token_ids)), None
@@ -243,5 +245,5 @@ class ServedPart(nn.Module):
         return h if self.head is not None else h.new_empty(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`; on rank 0 only."""
+        """As `Decoder.logits`. Only rank 0 may call it."""
         return self.head(hidden)

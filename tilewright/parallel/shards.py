@@ -1,9 +1,9 @@
-"""The state of a run in several files, one written by each rank, with a manifest.
+"""The state of a run in several files: one file per rank, and a manifest.
 
-    shards.json            for each tensor of the whole run: shape, dtype, and which file has which rows and columns
-    rank-0000.safetensors  the tensors of rank 0; if several ranks have the same, the first of them writes it
+    shards.json            for each tensor of the whole run: shape, dtype, and which file contains which rows and columns
+    rank-0000.safetensors  the tensors of rank 0; if several ranks have the same piece, the first of them writes it
 
-Any other plan can read its own pieces from them, with any number of ranks. Nothing is pickled.
+A run with any other plan, and any number of ranks, can read its own pieces from these files. Nothing is pickled.
 """
 
 import json
@@ -31,7 +31,7 @@ def file_of(rank: int) -> str:
 
 
 def described(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> list[dict[str, Any]]:
-    """The tensors of a rank as JSON: an entry for each of `tensors`, in order."""
+    """Describe a rank's tensors as JSON values: one entry for each of `tensors`, in order."""
     known = dict(named(tensors, pieces))
     found: list[dict[str, Any]] = []
     for name, tensor in tensors.items():
@@ -48,9 +48,9 @@ def described(tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> lis
 
 
 def dealt_out(lists: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], list[list[int]]]:
-    """(the manifest, the indices of the tensors that each rank writes) from the lists of all ranks.
+    """From the descriptions of all ranks: (the manifest, for each rank the indices of the tensors that it writes).
 
-    Tensors that do not belong to a parameter are written by the first rank.
+    The first rank writes the tensors that do not belong to a parameter.
     """
     manifest: dict[str, Any] = {}
     writes: list[list[int]] = []
@@ -73,7 +73,7 @@ def dealt_out(lists: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, A
 def exchanged(
     tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], world: Ranks
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the manifest, the tensors that this rank writes, on the CPU), by an exchange between all ranks."""
+    """(the manifest, the tensors that this rank writes, on the CPU). All ranks exchange their descriptions."""
     lists = [json.loads(text) for text in world.texts(json.dumps(described(tensors, pieces)))]
     manifest, writes = dealt_out(lists)
     values = list(tensors.values())
@@ -81,10 +81,10 @@ def exchanged(
 
 
 def read_shards(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
-    """This rank's pieces, with the names of `wanted`, on the CPU. Tensors without a piece are read whole.
+    """This rank's pieces, on the CPU, with the names of `wanted`. Tensors without a piece are read whole.
 
     Raises:
-        ValueError: something is missing, damaged, or has another shape.
+        ValueError: a tensor is missing, is damaged, or has the wrong shape.
     """
     known = dict(named(wanted, pieces))
     found: dict[str, Tensor] = {}
@@ -131,7 +131,7 @@ def _assembled(key: str, entry: Mapping[str, Any], piece: Piece | None, files: M
 
 
 def _meet(a: Piece, b: Piece) -> Iterable[tuple[int, int, int]]:
-    """(row in a, row in b, count) of each run of rows that both contain."""
+    """The row ranges that both pieces contain: (first row within a, first row within b, number of rows) of each."""
     at = 0
     for start, stop in a.rows:
         place = 0
@@ -144,7 +144,7 @@ def _meet(a: Piece, b: Piece) -> Iterable[tuple[int, int, int]]:
 
 
 def _copied(out: Tensor, wanted: Piece, stored: Piece, file: Any, row: int, stored_row: int, count: int) -> int:
-    """Copy a run of rows, for the columns that both pieces contain; returns the number of elements."""
+    """Copy a row range, for the columns that both pieces contain. Returns the number of elements copied."""
     if len(wanted.shape) == 1:
         out[row : row + count] = file[stored_row : stored_row + count]
         return count

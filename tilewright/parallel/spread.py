@@ -1,9 +1,10 @@
-"""Combines the gradients of ranks for their optimizers, distributes updated weights, and computes the norm over all ranks.
+"""Combines the gradients of all ranks for the optimizers, distributes the updated weights, and computes the global norm.
 
-leaves    the parameters of a rank's model; each has a gradient for each micro-batch
-sums      over the micro-batches of an update, of this replica and of all, in the order of the tree
-uses      if a parameter is used in several places, the sums of these are added as well, in the order of the tree
-shards    with ZeRO, this replica's rows of them
+leaves    the parameters of a rank's model; each has one gradient per micro-batch
+sums      the gradients summed over the micro-batches of an update: first those of this replica, then those of all replicas,
+          in the order of the tree (reduce.py)
+uses      if a parameter is used in several places, the sums of all its uses are added, also in the order of the tree
+shards    with ZeRO: this replica's rows of the sums
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +26,14 @@ __all__ = ["Spread"]
 
 
 class Spread:
-    """A rank's share of a run: its part of the model, and how it combines results with other ranks.
+    """A rank's share of a run: its part of the model, and the way in which it combines its results with those of other ranks.
 
     Args:
-        plan, mesh: how the run is distributed, and this rank's groups.
-        part: this rank's part of the model.
-        order: names of the whole model's parameters, the same on every rank.
-        invariant: sum in the order of the tree, otherwise in the order of arrival.
-        pipeline: of this rank's layers, if layers are distributed.
+        plan, mesh: how the run is distributed, and the groups of this rank.
+        part: the part of the model on this rank.
+        order: names of the whole model's parameters, in the same order on every rank.
+        invariant: sum in the order of the tree; otherwise in the order of arrival.
+        pipeline: the pipeline of this rank's layers, if pp is greater than 1.
     """
 
     def __init__(
@@ -48,18 +49,18 @@ class Spread:
         self._groups += [(dealt, RowShards(mesh.same))] if dealt else []
         self._shards = {name: shards for names, shards in self._groups for name in names}
         self.pieces = dict(part.pieces)
-        """The piece of each parameter that this rank's optimizer has."""
+        """The piece of each parameter that this rank's optimizer updates."""
         for name in part.pieces if plan.zero else ():
             if name in self._whole:
                 self.pieces[name] = part.pieces[name].narrowed(*self._shards[name].span(self.leaves[name].shape[0]))
         self.held: dict[str, Tensor] = {}
-        """The result of `weights`: this rank's pieces, in the optimizer's memory."""
+        """The last result of `weights`: this rank's pieces, in the optimizer's memory."""
         self._norm = _Norm(self.pieces, order, self._gathering(), next(iter(self.leaves.values())).device)
 
     # ---- weights
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights for an optimizer, which may replace their memory. Call `share` afterwards."""
+        """The weights for an optimizer, which may replace their memory. Call `share` after each update."""
         own = {name: self.leaves[name] for name in self.part.pieces}
         for name in self._whole if self.plan.zero else ():
             if name in own:
@@ -69,7 +70,7 @@ class Spread:
 
     @torch.no_grad()
     def share(self) -> None:
-        """Copy the optimizer's weights into the model: from all replicas, and to all places that use them."""
+        """Copy the updated weights into the model: gather them from all replicas, and set them in all places of use."""
         for group, shards in self._groups if self.plan.zero else ():
             names = [name for name in group if name in self.part.pieces]
             shards.all_gather([self.held[n].detach() for n in names], [self.leaves[n].detach() for n in names])
@@ -86,9 +87,10 @@ class Spread:
     def gradients(
         self, batches: Sequence[Any], loss_of: Callable[[Any, Any], Tensor], keys_values: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """(loss, gradient of each of `weights`) over all micro-batches of an update; `batches` are this replica's.
+        """(loss, gradient of each of `weights`), summed over all micro-batches of an update.
 
-        loss_of: (model, micro-batch) -> its part of the loss. keys_values: the value that it passes to attention layers.
+        batches: the micro-batches of this replica. loss_of: (model, micro-batch) -> the micro-batch's part of the loss.
+        keys_values: the value that `loss_of` passes to attention layers.
         """
         chunks = self.mesh.cp
         if chunks.size > 1:
@@ -104,7 +106,7 @@ class Spread:
             if chunks.size > 1:
                 sums = iter(over_chunks([grad for grad in grads if grad is not None], chunks))
                 grads = [None if grad is None else next(sums) for grad in grads]
-            # Only fetched parameters have no gradient here, and in that case micro-batches are dealt one by one.
+            # Only the parameters of `Fetched` modules have no gradient here. With such modules, `plan.dealt` is always true.
             total.add(self._over_replicas(grads) if self.plan.dealt else [grad for grad in grads if grad is not None])
         return self._finished(total.result())
 
@@ -114,7 +116,7 @@ class Spread:
         return loss_of(self.part.model, batch)
 
     def _over_replicas(self, part: Sequence[Tensor | None]) -> list[Tensor]:
-        """(loss, gradients of the leaves) of replicas -> their sums: of whole leaves, or of this replica's rows."""
+        """Sum (loss, gradients of the leaves) over replicas. Returns whole gradients, or with ZeRO this replica's rows."""
         loss, *grads = part
         assert loss is not None
         by_leaf = dict(zip(self.leaves, grads, strict=True))
@@ -127,7 +129,7 @@ class Spread:
         return [self.mesh.dp.all_reduce(loss.float()), *(found[n] if n in found else next(fetched) for n in self.leaves)]
 
     def _finished(self, sums: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, gradient of each of `weights`) from a replica's sums over its micro-batches."""
+        """(loss, gradient of each of `weights`), from the sums over the micro-batches of a replica."""
         loss, *grads = sums if self.plan.dealt else self._over_replicas(sums)
         by_leaf = dict(zip(self.leaves, grads, strict=True))
         found: dict[str, Tensor] = {}
@@ -139,17 +141,17 @@ class Spread:
         return self.mesh.pp.all_reduce(loss), found
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """The sums of squares of the rows of all gradients of the whole model, in a fixed order, for the optimizer's norm."""
+        """The sum of squares of each gradient row of the whole model, in a fixed order, for the norm of the optimizer."""
         return self._norm(grads)
 
     def _gathering(self) -> list[Ranks]:
-        """The dimensions along which ranks have different pieces."""
+        """The dimensions along which the ranks hold different pieces."""
         mesh = self.mesh
         return [ranks for ranks in (mesh.dp if self.plan.zero else mesh.ep, mesh.tp, mesh.pp) if ranks.size > 1]
 
 
 class _Norm:
-    """Collects rows' sums of squares from the ranks that have them, into one list whose order does not depend on the plan."""
+    """Gathers the rows' sums of squares from all ranks, into one list whose order does not depend on the plan."""
 
     def __init__(self, pieces: Mapping[str, Piece], order: Sequence[str], dimensions: Sequence[Ranks], device: torch.device):
         self._dimensions = dimensions
@@ -166,7 +168,8 @@ class _Norm:
         self._at = at[self._kept]
 
     def _starts(self, sizes: dict[str, int], order: Sequence[str]) -> tuple[dict[str, int], int]:
-        """Where each parameter's rows begin, and their number; ranks exchange the sizes that only they know."""
+        """The index of each parameter's first row, and the number of rows. Ranks exchange the sizes of their parameters,
+        because a rank does not know all of them."""
         for ranks in self._dimensions:
             for text in ranks.texts("\n".join(f"{name} {size}" for name, size in sizes.items())):
                 for line in text.splitlines():
@@ -186,6 +189,7 @@ class _Norm:
 
 
 def _ranges(piece: Piece) -> int:
-    """Number of sums that the norm has for a parameter: for its rows, and for their column ranges if columns are divided."""
+    """The number of sums in the norm's list for a parameter: one for each row, or if its columns are divided, one for each row
+    and each column range."""
     width = piece.columns[1] - piece.columns[0]
     return piece.shape[0] * (piece.shape[1] // width if len(piece.shape) > 1 and width else 1)

@@ -1,6 +1,6 @@
-"""The pipeline schedules of torch.distributed.pipelining by name, and a stage that takes gradients after each micro-batch.
+"""The pipeline schedules of torch.distributed.pipelining by name, and a stage that hands over gradients per micro-batch.
 
-A separate module, imported only if a run has a pipeline, because the library takes two seconds to import.
+This is a separate module because the library takes two seconds to import. It is imported only if a run has a pipeline.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Stage(PipelineStage):
-    """A part of the layers whose gradients are taken after each micro-batch."""
+    """A pipeline stage that calls `taken` when the weight gradients of a micro-batch are complete."""
 
     taken: Callable[[], None]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> Any:  # fmt: skip
-        """As torch's; if it also computes the gradients of weights, they are taken."""
+        """As in torch; then calls `taken`, if this also computed the weight gradients."""
         found = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self.taken()
         return found
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """As torch's; then the gradients are taken."""
+        """As in torch; then calls `taken`."""
         found = super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.taken()
         return found

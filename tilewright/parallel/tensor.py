@@ -1,12 +1,12 @@
-"""Tensor parallelism: layers are divided into slices; with sequence parallelism, tokens are divided between layers.
+"""Tensor parallelism: layers are divided into slices. With sequence parallelism, tokens are divided between the layers.
 
 Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 
-    y = sum over slices s of layer_s(x)          slices are assigned to ranks in runs, and added in the order of the tree
+    y = sum over slices s of layer_s(x)
 
-Every slice is a separate product with its own shape, so it has the same bits on every rank. With `cut`, tokens are divided
-between
-layers: ranks gather them before a layer, and each gets its tokens of the sum after it.
+Each rank holds a contiguous range of slices. Their outputs are added in the order of the tree (reduce.py). Every slice is a
+separate product with a shape of its own, so its result has the same bits on every rank. With `cut`, tokens are divided between
+the layers: ranks gather all tokens before a layer, and after it each rank receives the sum for its own tokens only.
 """
 
 import copy
@@ -27,7 +27,7 @@ __all__ = ["Sliced", "SlicedNorm", "fan", "gather_tokens", "join", "linear_piece
 
 
 class _Fan(torch.autograd.Function):
-    """x, for all tokens, for each slice here; the gradient is the sum over all slices."""
+    """A copy of x, with all tokens, for each slice on this rank. The gradient of x is the sum over all slices of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, cut: bool, copies: int) -> tuple[Tensor, ...]:
@@ -41,7 +41,8 @@ class _Fan(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The sum over all slices, for this rank's tokens if they are divided; the gradient of the sum goes to each slice."""
+    """The sum over all slices of all ranks, for this rank's tokens if tokens are divided. The gradient of the sum is the
+    gradient of each slice's output."""
 
     @staticmethod
     def forward(ctx: Any, ranks: Ranks, cut: bool, *terms: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def _sum(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All tokens from each rank's; all ranks have the same gradient, and each keeps its part."""
+    """Gathers the tokens of all ranks. All ranks compute the same gradient, and each keeps the part for its own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -74,7 +75,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Own(torch.autograd.Function):
-    """This rank's tokens of all; the gradient is that of all tokens."""
+    """Selects this rank's tokens out of all tokens. The backward pass gathers the gradients of all tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -87,32 +88,32 @@ class _Own(torch.autograd.Function):
 
 
 def fan(x: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor, ...]:
-    """x, which all ranks have, for each slice here; its gradient is the sum over all slices."""
+    """A copy of x, which is the same on all ranks, for each slice on this rank. Its gradient is the sum over all slices."""
     return _Fan.apply(x, ranks, False, copies)  # pyright: ignore[reportReturnType]
 
 
 def join(terms: Sequence[Tensor], ranks: Ranks, cut: bool) -> Tensor:
-    """The sum over all slices; for this rank's tokens, if they are divided."""
+    """The sum over all slices of all ranks; if `cut`, only for this rank's tokens."""
     return _Join.apply(ranks, cut, *terms)  # pyright: ignore[reportReturnType]
 
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """The tokens of all ranks, for computations that are the same on every rank."""
+    """The tokens of all ranks, as input to computations that are the same on every rank."""
     return x if ranks.size == 1 else _Gather.apply(x, ranks)  # pyright: ignore[reportReturnType]
 
 
 def own_tokens(x: Tensor, ranks: Ranks) -> Tensor:
-    """This rank's tokens of a result that is the same on every rank."""
+    """This rank's tokens of a tensor that is the same on every rank."""
     return x if ranks.size == 1 else _Own.apply(x, ranks)  # pyright: ignore[reportReturnType]
 
 
 class Sliced(nn.Module):
-    """A layer as the sum of slices, some of which are on this rank.
+    """A layer as the sum of slices, some of which this rank holds.
 
     Args:
         layers: the slices of this rank.
-        biases: what the layer adds after the sum, for each part of the tokens here; or nothing.
-        ranks: the ranks that have the slices.
+        biases: the bias that is added after the sum, as one parameter for each part of the tokens here; empty if there is none.
+        ranks: the ranks that hold the slices.
         cut: whether tokens are divided between layers.
     """
 
@@ -123,12 +124,12 @@ class Sliced(nn.Module):
 
     @property
     def reader(self) -> Linear:
-        """A layer that reads the input."""
+        """The linear layer that reads the input."""
         first: Any = self.layers[0]
         return first.reader
 
     def forward(self, x: Tensor, *more: Any, **named: Any) -> Tensor:
-        """As the layer."""
+        """As the `forward` of the layer."""
         copies: Any = _Fan.apply(x, self.ranks, self.cut, len(self.layers))
         total: Any = _Join.apply(self.ranks, self.cut, *(layer(x, *more, **named) for layer, x in zip(self.layers, copies)))
         parts = len(self.biases)
@@ -136,11 +137,11 @@ class Sliced(nn.Module):
 
 
 class SlicedNorm(nn.Module):
-    """A norm over tokens in parts; each part has its own weight parameter, which shares the memory of the first.
+    """A norm over tokens in several parts. Each part has its own weight parameter; all share the memory of the first one.
 
     Args:
-        norms: one for each part here.
-        whole: the ranks whose tokens to gather, if the result must have all tokens.
+        norms: one norm for each part of the tokens here.
+        whole: the ranks from which to gather tokens, if the result must contain all tokens.
     """
 
     def __init__(self, norms: Sequence[RMSNorm], whole: Ranks | None = None):
@@ -158,7 +159,7 @@ class SlicedNorm(nn.Module):
     def add_for(
         self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`add`: layers trained in slices are not quantised, and have no adapters."""
+        """As `add`: layers that are trained in slices are not quantised and have no adapters."""
         assert adapters is None
         return self.add(x, residual)
 
@@ -167,7 +168,7 @@ class SlicedNorm(nn.Module):
 
 
 def shallow(module: Any) -> Any:
-    """A copy of a module with the same parameters, in which parameters and submodules can be replaced."""
+    """A copy of a module with the same parameters. Parameters and submodules of the copy can be replaced."""
     new = copy.copy(module)
     new._parameters, new._modules = dict(module._parameters), dict(module._modules)
     new._forward_hooks, new._forward_pre_hooks = module._forward_hooks.copy(), module._forward_pre_hooks.copy()
@@ -175,7 +176,7 @@ def shallow(module: Any) -> Any:
 
 
 def narrow(layer: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[str, Piece]]:
-    """Slice `index` of `count` of a layer, and the pieces of its parameters, by their names in the layer. What the layer adds
+    """Slice `index` of `count` of a layer, and the pieces of its parameters, by their names in the layer. A bias that is added
     after the sum is left out."""
     made, pieces = shallow(layer), {}
     for name, shard in SHARDS[type(layer)].items():
@@ -203,7 +204,7 @@ def narrow(layer: nn.Module, index: int, count: int) -> tuple[nn.Module, dict[st
 
 
 def linear_pieces(linear: Linear, shard: Shard, index: int, count: int) -> dict[str, Piece | None]:
-    """The pieces of slice `index` of `count` for each parameter of a linear layer; None for a bias that is added after the
+    """For each parameter of a linear layer, its piece in slice `index` of `count`; None for a bias that is added after the
     sum."""
     found: dict[str, Piece | None] = {}
     for own, parameter in linear.named_parameters():

@@ -1,14 +1,15 @@
-"""Tensor parallelism of the vocabulary: the embedding, and the head with its loss, are divided into slices of rows.
+"""Tensor parallelism of the vocabulary: the embedding, and the head together with its loss, are divided into slices of rows.
 
-Shoeybi et al., "Megatron-LM", 2019. T tokens, V classes, S slices of V / S of them:
+Shoeybi et al., "Megatron-LM", 2019. There are T tokens, V classes, and S slices of V / S classes:
 
-    e[t]   = sum over slices of the row of token t, zeros where it is another's: exact
+    e[t]   = sum over slices of the embedding row of token t; it is 0 in all slices but one, so the sum is exact
     lse[t] = m + log(sum over slices s of exp(lse_s[t] - m)),  m = max over s of lse_s[t],  lse_s of the logits of slice s
     dx[t]  = sum over slices of dlogits_s[t] w_s
 
-Both sums follow the tree, so their bits depend on S and not on which rank has which slice. As in `ops.linear_cross_entropy`,
-the logits of a chunk of rows are computed, overwritten by their gradient, and dropped; in between, ranks exchange three numbers
-per row.
+Sums follow the order of the tree (reduce.py), so their bits depend on S, but not on which rank holds which slice. As in
+`ops.linear_cross_entropy`, only the logits of a chunk of rows exist at a time: they are computed, overwritten by their
+gradients, and freed. To compute the loss of a chunk, the ranks exchange two numbers per row and slice, or three with label
+smoothing.
 """
 
 from collections.abc import Sequence
@@ -34,18 +35,19 @@ _ROWS = 2048
 
 
 def plain_vocabulary(model: Any) -> bool:
-    """Whether a decoder's embedding and head can be divided: they must be the plain layers, without a bias."""
+    """Whether a decoder's embedding and head can be divided: they must be the plain layers, without a bias or a padding
+    index."""
     plain = type(model.embed) is Embedding and model.embed.padding_idx is None
     return plain and type(model.head) is Linear and model.head.bias is None
 
 
 class SlicedEmbedding(nn.Module):
-    """Rows of a table, of which this rank has some slices.
+    """An embedding table, of which this rank holds some slices of rows.
 
     Args:
-        slices: of equal height; the first one is slice `first` of the table.
-        ranks: the ranks that have the slices.
-        cut: whether the result has only this rank's tokens.
+        slices: this rank's slices, all with the same number of rows; the first one is slice `first` of the table.
+        ranks: the ranks that hold the slices.
+        cut: whether the result contains only this rank's tokens.
     """
 
     def __init__(self, slices: Sequence[Tensor], first: int, ranks: Ranks, cut: bool):
@@ -54,20 +56,20 @@ class SlicedEmbedding(nn.Module):
         self._first, self._ranks, self._cut = first, ranks, cut and ranks.size > 1
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, E], or those of this rank's tokens."""
+        """[T] int64 -> [T, E], or if `cut` only the rows of this rank's tokens."""
         found = []
         for place, weight in enumerate(self.slices):
             rows = weight.shape[0]
             local = ids - (self._first + place) * rows
-            # For tokens of other slices any row is read; they are spread over rows, so that no row's gradient sums thousands of
-            # zeros.
+            # For a token of another slice, any row may be read, because the result is set to 0. The rows read are spread over
+            # the slice, so that no row's gradient is a sum of thousands of zeros.
             read = ops.embedding(local.remainder(rows), weight)
             found.append(read.masked_fill(((local < 0) | (local >= rows))[:, None], 0.0))
         return join(found, self._ranks, self._cut)
 
 
 class _Slices(NamedTuple):
-    """The arguments of a loss besides its operands.
+    """The arguments of a loss except its operands.
 
     first: index of the first slice on this rank.
     """
@@ -78,11 +80,11 @@ class _Slices(NamedTuple):
 
 
 class SlicedHead(nn.Module):
-    """The last layer, of which this rank has some slices of rows. It computes a loss, and returns no logits.
+    """The last layer, of which this rank holds some slices of rows. It computes a loss and does not return logits.
 
     Args:
-        slices: of equal height; the first one is slice `first` of the weight.
-        ranks: the ranks that have the slices.
+        slices: this rank's slices, all with the same number of rows; the first one is slice `first` of the weight.
+        ranks: the ranks that hold the slices.
     """
 
     def __init__(self, slices: Sequence[Tensor], first: int, ranks: Ranks):
@@ -93,10 +95,10 @@ class SlicedHead(nn.Module):
     def loss(
         self, x: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0
     ) -> Tensor:
-        """The sum of the losses of all rows, on every rank; as `ops.linear_cross_entropy` with reduction "sum".
+        """The sum of the losses of all rows, the same on every rank: `ops.linear_cross_entropy` with reduction "sum".
 
         Args:
-            x: [T, E], the same on every rank; so is its gradient.
+            x: [T, E], the same on every rank. Its gradient is the same on every rank, too.
             targets: [T] int64.
 
         Raises:
@@ -112,7 +114,7 @@ class SlicedHead(nn.Module):
 
 
 class _Loss(torch.autograd.Function):
-    """x for each slice here, and the slices -> the loss; gradients are computed at once, for one backward pass."""
+    """x for each slice here, and the slices -> the loss. The forward pass computes the gradients too, for one backward pass."""
 
     @staticmethod
     def forward(ctx: Any, place: _Slices, targets: Tensor, count: int, *operands: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wanted: bool) -> Tensor:
-    """The losses of rows, float32; the logits of the slices here are overwritten by their gradients, if these are wanted."""
+    """The losses of rows, float32. If gradients are `wanted`, they overwrite the logits of the slices on this rank."""
     (ignore, smoothing, z_loss), width = place.options.kernel, logits[0].shape[1]
     columns, inside, chosen, sums = [], [], [], []
     for index, slice_ in enumerate(logits):
@@ -153,7 +155,7 @@ def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wan
         inside.append((local >= 0) & (local < width))
         columns.append(local.remainder(width))
         chosen.append(slice_.gather(1, columns[-1][:, None])[:, 0].float())
-        # With any class as the target, the loss plus that class's logit is the log of the sum.
+        # For any target class, the cross-entropy plus the logit of that class is the logarithm of the sum of exponentials.
         sums.append(cross_entropy_op(slice_, columns[-1], -1, 0.0, 0.0) + chosen[-1])
     there = [torch.where(own, value, 0.0) for own, value in zip(inside, chosen)]
     totals = [slice_.sum(1, dtype=torch.float32) for slice_ in logits] if smoothing else []
@@ -174,7 +176,7 @@ def _to_gradients(logits: Sequence[Tensor], targets: Tensor, place: _Slices, wan
             cross_entropy_gradient_in_place_op(slice_, column, (grow * (lse_s - lse).exp()).contiguous(), -1, 0.0, 0.0)
             if smoothing:
                 slice_ -= (smoothing / classes * counts)[:, None]
-            # Its entry for that class was computed for a softmax over the slice only.
+            # The kernel computed the entry of the column in `column` for a softmax over this slice only.
             exact = grow * (value - lse).exp() - torch.where(counts, smoothing / classes + (1 - smoothing) * own, 0.0)
             slice_.scatter_(1, column[:, None], exact[:, None].to(slice_.dtype))
     return torch.where(counts, losses, 0.0)

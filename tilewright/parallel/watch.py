@@ -1,10 +1,12 @@
-"""Ranks that monitor each other: when one dies, the others end within seconds, and report which one.
+"""Ranks monitor each other: if one ends unexpectedly, the others end within seconds and report which one it was.
 
-A thread of each rank writes a counter to the store every other second and reads those of the others. If a counter stops
-growing, or a rank reports an error, this is the verdict. If the store cannot be reached, the launcher or rank 0 is gone.
+Each rank has a thread that writes a counter to the store every other second and reads the counters of the other ranks. A rank
+is reported as gone if its counter stops growing; an error that a rank reports is passed on in the same way. If the store cannot
+be reached, the launcher or rank 0 is gone.
 
-The thread counts how often it found a counter unchanged, and not the seconds in between. So ranks that were all stopped
-for a while, as by a scheduler that suspends a job, do not take each other for gone when they continue.
+The thread counts how many times in succession it read an unchanged counter; it does not measure the time in seconds. The
+reason: all ranks may be suspended together for a while, for example by a scheduler that suspends a job. When they continue,
+they must not regard each other as gone.
 """
 
 import math
@@ -19,14 +21,14 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Watches the other ranks until `stop`.
+    """Watches the other ranks until `stop` is called.
 
     Args:
         address, port: of the store.
-        rank, world: this rank, and the number of ranks.
-        grace_s: how long the main thread may take to end by itself after a verdict.
-        every_s, silent_s: how often ranks are checked, and after what silence a rank counts as gone. The silence is counted in
-            checks, `silent_s / every_s` of them.
+        rank, world: the number of this rank, and the number of all ranks.
+        grace_s: time in which the main thread may end by itself after a failure was found, before the process is ended.
+        every_s, silent_s: time between two checks, and time without a change of its counter after which a rank counts as gone.
+            The latter is measured in checks: `silent_s / every_s` of them.
     """
 
     def __init__(
@@ -37,27 +39,27 @@ class Watch:
         self._rank, self._world = rank, world
         self._grace_s, self._every_s, self._silent_s = grace_s, every_s, silent_s
         self._over, self._known = threading.Event(), threading.Event()
-        self._lock = threading.Lock()  # a store's client is one connection
+        self._lock = threading.Lock()  # a client of the store has a single connection
         self._words = ""
-        # Before the first wait: the others would never miss a rank that dies before it was heard of.
+        # Before the first wait: a rank whose counter was never written would not be missed by the others.
         self._store.set(f"alive/{rank}", "0")
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
     def verdict(self, timeout_s: float) -> str | None:
-        """Which rank is gone, once that is known; None if all others were alive during this time."""
+        """Wait up to `timeout_s` for a failure. Returns a message about it; None if no failure was found in this time."""
         return self._words if self._known.wait(timeout_s) else None
 
     def failed(self, why: str) -> None:
-        """Tell the others that this rank ends with an error."""
+        """Report to the other ranks that this rank ends with an error."""
         try:
             with self._lock:
                 self._store.set("failed", f"rank {self._rank} failed: {why}")
-        except (RuntimeError, ValueError):  # the store is gone as well, so they know
+        except (RuntimeError, ValueError):  # the store is gone as well, so the others will notice that
             return
 
     def stop(self) -> None:
-        """The run is over; the others may leave."""
+        """Stop watching at the end of the run. The other ranks no longer expect this rank's counter to grow."""
         self._over.set()
         self._thread.join()
         try:
@@ -78,14 +80,14 @@ class Watch:
             if words:
                 self._words = words
                 self._known.set()
-                # A rank that waits for a dead one inside the library cannot be woken up.
+                # A rank that waits inside the library for a rank that is gone cannot be woken up.
                 if not self._over.wait(self._grace_s):
                     print(f"error: rank {self._rank} ends: {words}", file=sys.stderr, flush=True)
                     os._exit(1)
                 return
 
     def _look(self, beat: int, counts: dict[int, tuple[str, int]]) -> str:
-        """What is wrong, or ""."""
+        """Check the other ranks once. Returns a message about a failure, or ""."""
         self._store.set(f"alive/{self._rank}", str(beat))
         if self._store.check(["failed"]):
             return self._store.get("failed").decode(errors="replace")

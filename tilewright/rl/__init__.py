@@ -1,4 +1,4 @@
 """Reinforcement learning of language models: tasks and rewards, sampling, losses, and the training loop.
 
-This module imports nothing: the process that computes a reward needs no tensors.
+This module imports nothing, because the processes that compute rewards do not need torch.
 """

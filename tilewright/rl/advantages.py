@@ -1,6 +1,6 @@
-"""Advantages from rewards, [T] each: by a critic (GAE), relative to the other answers to a prompt, or to the whole batch.
+"""Advantages [T] from rewards: by a critic (GAE), relative to the other answers to a prompt, or relative to the whole batch.
 
-Sequences without chosen tokens count in their group like others: an empty answer has a reward.
+A sequence without chosen tokens counts as a member of its group like any other: an empty answer also has a reward.
 """
 
 import torch
@@ -14,10 +14,12 @@ __all__ = ["gae", "group_centered", "group_normalised", "informative", "leave_on
 def gae(
     rewards_T: Tensor, values_T: Tensor, lengths_S: Tensor, after_S: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., 2016): advantages [T] and returns [T], per sequence of steps.
+    """Generalised advantage estimation (Schulman et al., 2016). Returns advantages [T] and returns [T].
 
-    rewards_T: the reward of step t. after_S: the value of the state after a sequence's last step: 0 if the sequence ended
-    there, the critic's estimate if it was cut off. For a language model with one reward per answer, a step is a chosen token.
+    rewards_T: the reward of each step, for all sequences one after the other. values_T: the critic's value of the state before
+    each step. lengths_S: the number of steps in each sequence. after_S: the value of the state after a sequence's last step: 0
+    if the sequence ended there, the critic's estimate if it was cut off. For a language model with one reward per answer, a
+    step is a chosen token.
     """
     size, longest = len(lengths_S), int(lengths_S.max()) if len(lengths_S) else 0
     inside = torch.arange(longest, device=lengths_S.device) < lengths_S[:, None]
@@ -35,8 +37,7 @@ def gae(
 
 
 def group_normalised(batch: Batch, eps: float = 1e-6) -> Tensor:
-    """(r - mean) / (standard deviation + eps) over the answers to a prompt (GRPO: Shao et al., 2024). A single answer gets
-    0."""
+    """(r - mean) / (standard deviation + eps) over the answers to a prompt (GRPO: Shao et al., 2024). 0 for a single answer."""
     mean, spread, count = _groups(batch)
     return batch.spread(torch.where(count > 1, (batch.rewards - mean) / (spread + eps), 0.0))
 
@@ -47,23 +48,22 @@ def group_centered(batch: Batch) -> Tensor:
 
 
 def leave_one_out(batch: Batch) -> Tensor:
-    """r - mean of the other answers to the prompt (RLOO: Kool et al., 2019; Ahmadian et al., 2024). A single answer gets 0."""
+    """r - mean of the other answers to the prompt (RLOO: Kool et al., 2019; Ahmadian et al., 2024). 0 for a single answer."""
     mean, _, count = _groups(batch)
     return batch.spread((batch.rewards - mean) * count / (count - 1).clamp(min=1))
 
 
 def whitened(batch: Batch, x_T: Tensor, *, center: bool = True, eps: float = 1e-8) -> Tensor:
-    """x divided by its standard deviation over all chosen tokens of the batch, minus its mean there if `center`. Pass the batch
-    of
-    the whole step: micro-batches would give other numbers."""
+    """x divided by its standard deviation over all chosen tokens of the batch. With `center`, the mean over these tokens is
+    subtracted first. Pass the batch of the whole step, because micro-batches have other means and deviations."""
     chosen = x_T[batch.mask]
     mean = chosen.mean() if center else 0.0
     return (x_T - mean) / (chosen.std(correction=0) + eps)
 
 
 def informative(batch: Batch) -> Tensor:
-    """[S] bool: whether the sequence's group has different rewards. Others have no gradient; DAPO (Yu et al., 2025) replaces
-    them."""
+    """[S] bool: whether the rewards in the sequence's group differ. Groups with equal rewards have no gradient; DAPO (Yu et
+    al., 2025) replaces them."""
     highest, lowest = (
         batch.rewards.new_zeros(_count(batch)).scatter_reduce(0, _index(batch), batch.rewards, how, include_self=False)
         for how in ("amax", "amin")
@@ -72,8 +72,8 @@ def informative(batch: Batch) -> Tensor:
 
 
 def overlong_penalty(lengths_S: Tensor, limit: int, buffer: int) -> Tensor:
-    """A term to add to the rewards of long answers (DAPO, equation 13): 0 up to limit - buffer tokens, -1 from the limit on,
-    linear in between."""
+    """[S]: a term to add to the rewards, which punishes long answers (DAPO, equation 13). It is 0 up to limit - buffer tokens,
+    -1 from `limit` tokens on, and linear in between."""
     return ((limit - buffer - lengths_S) / buffer).clamp(-1.0, 0.0)
 
 
@@ -86,7 +86,7 @@ def _count(batch: Batch) -> int:
 
 
 def _groups(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation (over n - 1) and size of each sequence's group, [S] each."""
+    """For each sequence [S]: the mean, the standard deviation (over n - 1) and the size of its group."""
     index = _index(batch)
     zeros = batch.rewards.new_zeros(_count(batch))
     count = zeros.index_add(0, index, torch.ones_like(batch.rewards))

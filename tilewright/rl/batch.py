@@ -1,9 +1,11 @@
 """The data from which all algorithms learn: sampled sequences, packed one after the other, with the sampler's probabilities.
 
     # T tokens of all sequences, S sequences
-A sequence is a prompt and an answer, or a whole conversation; `mask` says which tokens the policy chose. Sequences that answer
-the same prompt have the same `group`. Losses divide by `totals`, which count the whole step; so when a step is divided into
-micro-batches (`split`) or among ranks, losses and gradients add up to those of the whole.
+
+A sequence is a prompt and an answer, or a whole conversation. `mask` marks the tokens that the policy chose. Sequences that
+answer the same prompt have the same `group`. Losses are divided by `totals`, which count the whole update. So if the batch of
+an update is divided into micro-batches (`split`) or among ranks, the losses and gradients of the parts add up to those of the
+whole.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,10 +24,12 @@ __all__ = ["BY_SEQUENCE", "Batch", "Sample", "Totals", "pack", "parts_of", "sele
 class Sample:
     """One sequence, from an engine and an environment.
 
-    tokens: prompt and answer. chosen: whether the policy chose the token. logprobs: in the distribution from which the sampler
-    drew it, 0 for other tokens. kept: the number of tokens that the sampler's filters left to draw from; None: no filters.
-    version: of the
-    weights that sampled it. truncated: the answer was cut off at a limit.
+    tokens: prompt and answer.
+    chosen: for each token, whether the policy chose it.
+    logprobs: log-probability of each chosen token in the distribution from which the sampler drew it; 0 for other tokens.
+    kept: for each token, how many tokens the sampler's filters left to draw from; None: no filters.
+    version: version of the weights that sampled the sequence.
+    truncated: whether the answer was cut off at a limit.
     """
 
     tokens: Sequence[int]
@@ -40,8 +44,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """The divisors of losses: the numbers of chosen tokens, and of sequences that have any, in the whole step over all
-    ranks. In a captured pass they are 0-dim tensors that are at least 1."""
+    """The divisors of losses: the number of chosen tokens, and the number of sequences that contain any, in the whole update
+    over all ranks. In a captured pass, they are 0-dim tensors with values of at least 1."""
 
     tokens: int | Tensor
     sequences: int | Tensor
@@ -59,15 +63,21 @@ class Totals:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
-    """Packed sequences. Integers are int64; log-probabilities and everything computed from them have the dtype of the floats.
+    """Packed sequences. Integers are int64. Log-probabilities, and everything computed from them, have the dtype of `sampled`.
 
-    tokens [T]; lengths [S]: tokens of each sequence; mask [T] bool: the policy chose the token; sampled [T]: the sampler's
-    log-probability; old [T]: the trainer's before the step's first update, or `sampled` itself if the two are equal;
-    rewards [S]; groups [S]; versions [S]; truncated [S] bool; advantages [T], returns [T], values [T] (the critic's when the
-    sequence was sampled) and reference [T] (log-probability of a frozen policy): None until they are computed.
+    tokens [T].
+    lengths [S]: number of tokens in each sequence.
+    mask [T] bool: whether the policy chose the token.
+    sampled [T]: the sampler's log-probability.
+    old [T]: the trainer's log-probability before the first update of the step; `sampled` itself if the two are equal.
+    rewards [S]; groups [S]; versions [S]; truncated [S] bool: as in `Sample`.
+    advantages [T], returns [T]: None until they are computed.
+    values [T]: the critic's values when the sequences were sampled; None until they are computed.
+    reference [T]: log-probabilities of a frozen policy; None until they are computed.
+    kept [T] int64: how many tokens the sampler's filters left to draw from; 0: all.
+    support [T, K] int64: these tokens, padded with -1. A row of -1 only, or None: the whole vocabulary.
 
-    All log-probabilities are of logits over `temperature`, normalised over `support` [T, K] int64: the tokens from which a
-    token was drawn, then -1; a row of -1, or None: the whole vocabulary. kept [T] int64: how many these were, 0: all.
+    All log-probabilities are those of the logits divided by `temperature`, normalised over `support`.
     """
 
     tokens: Tensor
@@ -88,7 +98,7 @@ class Batch:
     values: Tensor | None = None
     reference: Tensor | None = None
     sizes: tuple[int, ...] = ()
-    """`lengths` on the host, so that nothing waits for the device; (): read from the device once."""
+    """`lengths` on the host, so that no call waits for the device; (): `lengths` is read from the device once."""
     longest: int = 0
     """An upper bound of the lengths; 0: the longest of `sizes`."""
 
@@ -106,15 +116,15 @@ class Batch:
             raise ValueError(f"the lengths add up to {sum(self.sizes)}; wanted {count}, the number of tokens")
 
     def chosen(self, x_T: Tensor) -> Tensor:
-        """x for tokens that the policy chose, 0 for others whatever their x is (even NaN), in value and gradient."""
+        """x for tokens that the policy chose. For other tokens, value and gradient are 0, whatever x is (even NaN)."""
         return torch.where(self.mask, x_T, torch.zeros((), dtype=x_T.dtype, device=x_T.device))
 
     def log_ratio(self, logprobs_T: Tensor) -> Tensor:
-        """[T]: log of new over old probability of the chosen tokens, 0 for others."""
+        """[T]: the logarithm of (new / old probability) for chosen tokens, 0 for others."""
         return self.chosen(logprobs_T) - self.chosen(self.old)
 
     def log_ratio_to_sampler(self) -> Tensor:
-        """[T]: log of the trainer's old over the sampler's probability of the chosen tokens, 0 for others."""
+        """[T]: the logarithm of (the trainer's old / the sampler's probability) for chosen tokens, 0 for others."""
         return self.chosen(self.old) - self.chosen(self.sampled)
 
     def sums(self, x_T: Tensor) -> Tensor:
@@ -122,11 +132,11 @@ class Batch:
         return torch.segment_reduce(self.chosen(x_T), "sum", lengths=self.lengths, unsafe=True)
 
     def counts(self) -> Tensor:
-        """[S]: chosen tokens of each sequence."""
+        """[S]: the number of chosen tokens in each sequence."""
         return self.sums(torch.ones_like(self.sampled))
 
     def spread(self, x_S: Tensor) -> Tensor:
-        """[T]: each sequence's number, for each of its tokens."""
+        """[T]: for each token, the value of x for its sequence."""
         return torch.repeat_interleave(x_S, self.lengths, output_size=len(self.tokens))
 
     @property
@@ -144,14 +154,14 @@ class Batch:
         return self.chosen(x_T).sum()
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The batch with all its tensors on a device."""
+        """The batch, with all its tensors on a device."""
         return replace(self, **{name: x.to(device) for name, x in tensors_of(self).items()})
 
     def known(self, name: str) -> Tensor:
-        """A field that must have been computed.
+        """The value of a field that must have been computed.
 
         Raises:
-            ValueError: it is None.
+            ValueError: the field is None.
         """
         value: Tensor | None = getattr(self, name)
         if value is None:
@@ -160,14 +170,14 @@ class Batch:
 
 
 BY_SEQUENCE = frozenset({"lengths", "rewards", "groups", "versions", "truncated"})
-"""The fields with a number for each sequence; the others have one for each token."""
+"""The fields with one value per sequence. The other tensors have one value per token."""
 
 
 def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, temperature: float = 1.0) -> Batch:
-    """One batch of all samples, drawn at `temperature`, on the CPU.
+    """Pack all samples, which were drawn at `temperature`, into one batch on the CPU.
 
     Raises:
-        ValueError: no samples, a sample whose lists differ in length, or numbers that are not finite.
+        ValueError: there are no samples, the lists of a sample differ in length, or a number is not finite.
     """
     if not samples:
         raise ValueError("a batch of no samples; wanted one or more")
@@ -206,10 +216,11 @@ def _joined(parts: Iterable[Any], dtype: type) -> Tensor:
 
 
 def split(batch: Batch, most_tokens: int) -> list[Batch]:
-    """Divide a batch between sequences into parts with at most `most_tokens` tokens (a longer sequence is a part of its own).
+    """Divide a batch, between sequences, into parts of at most `most_tokens` tokens. A longer sequence becomes a part of its
+    own.
 
-    Every part keeps the whole's `totals`, so the parts' losses add up to the whole's. Compute advantages before, because they
-    need whole groups. Parts are views, and nothing waits for the device.
+    Every part keeps the `totals` of the whole batch, so the losses of the parts add up to the loss of the whole. Compute
+    advantages first, because they need complete groups. The parts are views, and nothing waits for the device.
     """
     parts, first = [], 0
     for begin, end in parts_of(batch.sizes, most_tokens):
@@ -223,7 +234,7 @@ def split(batch: Batch, most_tokens: int) -> list[Batch]:
 
 
 def parts_of(sizes: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
-    """Where the parts of `split` begin and end, as indices of sequences with these lengths."""
+    """(first sequence, end) of each part that `split` makes of sequences with these lengths; the end is exclusive."""
     bounds, used = [0], 0
     for index, length in enumerate(sizes):
         if used + length > most_tokens and index > bounds[-1]:
@@ -234,7 +245,7 @@ def parts_of(sizes: Sequence[int], most_tokens: int) -> list[tuple[int, int]]:
 
 
 def select(batch: Batch, kept: Tensor) -> Batch:
-    """The sequences with these indices (int64 on the CPU), in this order; `totals` do not change. Nothing waits for the
+    """The sequences with these indices (int64 on the CPU), in this order. `totals` does not change. Nothing waits for the
     device."""
     begins, chosen = [0, *accumulate(batch.sizes)], kept.tolist()
     spans = [np.arange(begins[i], begins[i + 1]) for i in chosen]
@@ -251,5 +262,5 @@ def tensors_of(batch: Batch) -> dict[str, Tensor]:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x from the CPU to a device; the host does not wait for earlier work of the device."""
+    """Copy x from the CPU to a device. The host does not wait for earlier work on the device."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

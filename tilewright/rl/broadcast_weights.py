@@ -1,10 +1,10 @@
 """Transfers a model's parameters from a trainer to samplers on other devices, by broadcasts of torch.distributed.
 
-NCCL is used between cards and gloo between CPUs. The trainer is rank 0 of a group with its samplers. Parameters arrive directly
-in their place, without a copy on either side, except small ones, which are sent together. All ranks take part in a broadcast,
-so a
-sampler takes weights between two calls: a line in its pipe asks it to, it reports in the store that it is ready, and then the
-trainer begins. While waiting, `alive` is called to detect a sampler that has ended.
+GPUs use NCCL, CPUs use gloo. The trainer is rank 0 of a group, and its samplers are the other ranks. Parameters are received
+directly in the memory of the model, without a copy on either side. Only small parameters are copied, because they are sent
+together. All ranks must take part in a broadcast, so a sampler takes weights between two calls, in three steps: a message in
+the sampler's pipe requests it; the sampler reports in the store that it is ready; then the trainer begins the broadcast. While
+the trainer waits, it calls `alive` to detect that a sampler has ended.
 """
 
 import time
@@ -31,10 +31,10 @@ _LAYOUT = "layout"
 class BroadcastWeights:
     """The parameters of `model`, on one rank of `size`.
 
-    folder: of this run, on this machine; the ranks meet through a file in it.
+    folder: a folder for this run, on this machine. The ranks find each other through a file in it.
 
     Raises:
-        ValueError: rank 0 has another model.
+        ValueError: the model on rank 0 is different.
     """
 
     def __init__(self, model: Model, folder: Path, *, rank: int, size: int) -> None:
@@ -53,16 +53,16 @@ class BroadcastWeights:
             raise ValueError("the trainer's weights are of another shape than this model's")
 
     def join(self) -> None:
-        """Connect with the other ranks, which must all call this."""
+        """Connect with the other ranks. All ranks must call this."""
         plan = Plan(dp=self._size)
         join(plan, rank=self._rank, device=self._device, store=self._store, invariant=False)
 
     def push(self, version: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Send the parameters to samplers that were asked to `pull`. Returns how long they took to be ready, how long the
-        transfer took, and its rate.
+        """Send the parameters to the samplers, which must have been told to call `pull`. Returns how long it took until they
+        were ready, how long the transfer took, and its rate.
 
         Raises:
-            ConnectionError: from `alive`, which is called while this waits.
+            ConnectionError: raised by `alive`, which is called while this method waits.
         """
         began = time.perf_counter()
         self._times += 1
@@ -80,7 +80,7 @@ class BroadcastWeights:
         self._exchange(lambda: None)
 
     def close(self) -> None:
-        """Leave the group, whether or not others are still in it."""
+        """Leave the group, whether or not other ranks are still in it."""
         if self._device.type == "cuda":
             abort()
         leave()
@@ -89,7 +89,8 @@ class BroadcastWeights:
         return f"{self._times} {rank}"
 
     def _exchange(self, alive: Callable[[], None]) -> None:
-        """Broadcast all parameters. With gloo the end of a rank raises RuntimeError; `alive` then says which one it was."""
+        """Broadcast all parameters. With gloo, the end of a rank raises RuntimeError here; `alive` then states which one
+        ended."""
         if self._small and not self._rank:
             torch.cat(self._small, out=self._together)
         try:

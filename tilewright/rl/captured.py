@@ -1,13 +1,13 @@
-"""The policy's passes as a CUDA graph: the host launches the forward and backward pass of a part, and the sum of its gradients,
-with one call.
+"""Replays the policy's passes as a CUDA graph: with one call, the host launches the forward and backward pass of a part of a
+batch and adds its gradients to the sums.
 
-Everything that differs between parts is in fixed memory that the graph reads: the tensors of the batch, its totals, and the
-coefficient of the entropy bonus. A graph has room for a number of tokens, a number of sequences, and a longest sequence. If a
-part has fewer tokens, the rest becomes further sequences without chosen tokens, which add 0 to loss and gradients. If it has
-fewer sequences, empty ones are added. One graph with gradients is kept, and one without. A graph is captured again if a part
-does not fit, or if it has far more room than is needed.
+Everything that differs between parts is at fixed addresses that the graph reads: the tensors of the batch, its totals, and the
+coefficient of the entropy bonus. A graph has room for a number of tokens, a number of sequences, and a greatest sequence
+length. If a part has fewer tokens, the rest is filled up with further sequences without chosen tokens, which add 0 to the loss
+and the gradients. If a part has fewer sequences, empty ones are added. One graph with gradients is kept, and one without. A
+graph is captured again if a part does not fit, or if the graph has far more room than is needed.
 
-In the invariant scope a token's log-probability has the bits that it has without a graph. Gradients may differ by rounding.
+In the invariant scope, the log-probability of a token has the same bits as without a graph. Gradients may differ by rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,11 @@ __all__ = ["CapturedPasses", "Room", "check_graphs", "even_limit"]
 
 Capture = Callable[[Callable[[], list[Tensor]]], Replay]
 PassOf = Callable[[Batch, float | Tensor | None, bool], tuple[Tensor, Tensor]]
-"""(part, coefficient of the entropy bonus or None, whether the part's log-probabilities are also the old ones) -> (loss,
+"""(part, coefficient of the entropy bonus or None, whether the old log-probabilities are those of this pass) -> (loss,
 log-probabilities [T])."""
 
 _WASTE = 1.5
-"""A graph that has room for more than this many times the tokens of the longest part is captured again."""
+"""A graph is captured again if it has room for more than this many times the tokens of the longest part."""
 
 
 def check_graphs(model: Model) -> None:
@@ -47,7 +47,8 @@ def check_graphs(model: Model) -> None:
 
 
 def even_limit(sizes: Sequence[int], most: int) -> int:
-    """The least limit with which `split` makes no more parts than with `most`: the parts are then about equally long."""
+    """The least limit with which `split` makes no more parts than with `most`. With it, the parts have about the same
+    length."""
     low, high = max((size for size in sizes if size <= most), default=most), most
     wanted = len(parts_of(sizes, most))
     while low < high:
@@ -61,7 +62,7 @@ def even_limit(sizes: Sequence[int], most: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """What fits into a graph: tokens, sequences, and tokens of one sequence."""
+    """What fits into a graph: the number of tokens, the number of sequences, and the length of the longest sequence."""
 
     tokens: int
     sequences: int
@@ -69,7 +70,8 @@ class Room:
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[int]]) -> "Room":
-        """Room for parts with sequences of these lengths, from a small set of sizes, so that one graph serves many steps."""
+        """Room for parts with sequences of these lengths. The sizes are rounded up to a small set, so that one graph serves
+        many steps."""
         most = max(map(sum, parts))
         unit = max(1, next_pow2(most) // 16)
         tokens = -(-most // unit) * unit
@@ -77,17 +79,17 @@ class Room:
         return replace(found, sequences=documents_for(max(map(found.count, parts))))
 
     def serves(self, parts: Sequence[Sequence[int]]) -> bool:
-        """Whether all parts fit, and at least one of them does not leave too much to be filled up."""
+        """Whether all parts fit, and the longest part does not leave too much of the room unused."""
         most = max(map(sum, parts))
         fits = most <= self.tokens and max(map(max, parts)) <= self.longest and max(map(self.count, parts)) <= self.sequences
         return fits and self.tokens <= _WASTE * most
 
     def count(self, sizes: Sequence[int]) -> int:
-        """How many sequences there are if tokens are filled up."""
+        """The number of sequences after the unused tokens are filled up with further sequences."""
         return len(sizes) + -(-(self.tokens - sum(sizes)) // self.longest)
 
     def lengths(self, sizes: Sequence[int]) -> list[int]:
-        """The lengths of this many sequences: the given ones, those that fill up the tokens, and empty ones."""
+        """`self.sequences` lengths: the given ones, then those of the sequences that fill up the tokens, then zeros."""
         found, left = list(sizes), self.tokens - sum(sizes)
         while left:
             found.append(min(left, self.longest))
@@ -97,7 +99,7 @@ class Room:
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured pass. kind: what else it depends on. inputs, bonus: the memory that it reads."""
+    """A captured pass. kind: the other properties that it was captured for. inputs, bonus: the memory that it reads."""
 
     room: Room
     kind: tuple[object, ...]
@@ -106,13 +108,16 @@ class _Graph:
     replay: Replay
 
     def serves(self, kind: tuple[object, ...], batch: Batch, parts: Sequence[Sequence[int]]) -> bool:
-        """Whether it can run these parts of a batch."""
+        """Whether this graph can run these parts of a batch."""
         return self.kind == kind and _width(batch) <= _width(self.inputs) and self.room.serves(parts)
 
 
 class _Runner:
-    """Runs the parts of batches by one graph. run: (part, coefficient of the entropy bonus or None, whether the part's
-    log-probabilities are also the old ones) -> log-probabilities [T]."""
+    """Runs the parts of batches with one graph.
+
+    run: (part, coefficient of the entropy bonus or None, whether the old log-probabilities are those of this pass) ->
+    log-probabilities [T].
+    """
 
     def __init__(self, run: Callable[[Batch, float | Tensor | None, bool], Tensor], most: int, capture: Capture) -> None:
         self._run, self._most, self._capture = run, most, capture
@@ -121,7 +126,8 @@ class _Runner:
         self.captures = 0
 
     def begin(self, batch: Batch, bonus: float, on_policy: bool) -> list[Batch]:
-        """The parts of a batch. If no graph serves them, one is captured, which runs a pass without chosen tokens."""
+        """Divide a batch into parts. If the graph does not serve them, capture a new one, with inputs that have no chosen
+        tokens."""
         parts = split(batch, even_limit(batch.sizes, self._most))
         self._bonus, self._on_policy = bonus, on_policy
         fitting = [part.sizes for part in parts if self._fits(part)]
@@ -140,7 +146,7 @@ class _Runner:
         return parts
 
     def logprobs(self, part: Batch) -> Tensor:
-        """Run one of the parts. Returns its log-probabilities [T]."""
+        """Run a part. Returns its log-probabilities [T]."""
         if self._graph is None or not self._fits(part):
             return self._run(part, self._bonus or None, self._on_policy)
         _fill(self._graph.inputs, part, self._graph.room)
@@ -151,13 +157,13 @@ class _Runner:
 
 
 class CapturedPasses:
-    """The policy's passes over the parts of a batch, by replays of graphs: one of passes with gradients, one of others.
+    """The policy's passes over the parts of a batch, as replays of two graphs: one with gradients, one without.
 
     Args:
-        model: the policy; its trainable parameters stay in the same memory.
-        pass_of: loss and log-probabilities of a part.
-        most: most tokens of a part; a longer sequence is a part of its own, and is not captured.
-        capture: makes a replay of a pass.
+        model: the policy. The memory of its trainable parameters must not change.
+        pass_of: computes the loss and the log-probabilities of a part.
+        most: greatest number of tokens in a part. A longer sequence becomes a part of its own, which is run without a graph.
+        capture: (a function that runs a pass) -> a function that replays it.
     """
 
     def __init__(self, model: Model, pass_of: PassOf, most: int, *, capture: Capture = as_graph) -> None:
@@ -167,13 +173,15 @@ class CapturedPasses:
 
     @property
     def captures(self) -> int:
-        """How many graphs were captured."""
+        """The number of graphs captured so far."""
         return self._learning.captures + self._scoring.captures
 
     def gradients(self, batch: Batch, bonus: float, seen: list[Tensor], on_policy: bool) -> list[Tensor]:
-        """[loss, gradient of each trainable parameter], summed over the parts in float32. The next call overwrites them.
+        """[loss, gradient of each trainable parameter], summed over the parts in float32. The next call overwrites the
+        gradients.
 
-        bonus: coefficient of the entropy bonus. seen: collects the log-probabilities. on_policy: these are also the old ones.
+        bonus: coefficient of the entropy bonus. seen: a list to which the log-probabilities of the parts are appended.
+        on_policy: whether the old log-probabilities are those of this pass.
         """
         if not self._sums:
             self._sums = [torch.zeros((), device=batch.tokens.device)]
@@ -203,12 +211,13 @@ class CapturedPasses:
 
 
 def _width(batch: Batch) -> int:
-    """Columns of the sets of tokens that were drawn from."""
+    """The number of columns of `support`; 0 without filters."""
     return 0 if batch.support is None else batch.support.shape[1]
 
 
 def _empty(batch: Batch, room: Room) -> Batch:
-    """A batch that fills the room, in newly allocated memory. With filters it has room for larger sets of tokens."""
+    """A batch that fills the room, in newly allocated memory. With filters, `support` has room for up to the next power of two
+    columns."""
     device, floats = batch.tokens.device, batch.sampled.dtype
     sizes = tuple(room.lengths(()))
     changed = {
@@ -222,7 +231,7 @@ def _empty(batch: Batch, room: Room) -> Batch:
 
 
 def _fill(inputs: Batch, part: Batch, room: Room) -> None:
-    """Copy a part into the memory of a graph; the rest are tokens that nobody chose. Nothing waits for the device."""
+    """Copy a part into the memory of a graph. The remaining tokens are marked as not chosen. Nothing waits for the device."""
     own = tensors_of(part)
     own["lengths"] = sent(torch.tensor(room.lengths(part.sizes)), inputs.lengths.device)
     for name, x in tensors_of(inputs).items():

@@ -13,8 +13,8 @@ _END = "<end>"
 
 
 class Characters:
-    """One token per character; `end` is one more, which ends an answer. Raises ValueError if the alphabet repeats a
-    character."""
+    """A tokenizer with one token per character, and the token `end`, which ends an answer. Raises ValueError if a character
+    occurs twice in the alphabet."""
 
     def __init__(self, alphabet: str = ALPHABET) -> None:
         if not alphabet or len(set(alphabet)) < len(alphabet):
@@ -38,17 +38,17 @@ class Characters:
     reply = prompt
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids; the end token is left out."""
+        """The text of these ids, without the end token."""
         return "".join(self._signs[number] for number in ids if number != self.end)
 
     def save(self, folder: Path) -> None:
-        """Write it as tokenizer.json and tokenizer_config.json, with the same ids.
+        """Write the tokenizer, with the same ids, as tokenizer.json and tokenizer_config.json.
 
         Raises:
             MissingExtra: the library `tokenizers` is not installed.
         """
         library = needed("tokenizers", "llm")
-        made = library.Tokenizer(library.models.WordLevel({**self._ids, _END: self.end}))  # other characters raise an error
+        made = library.Tokenizer(library.models.WordLevel({**self._ids, _END: self.end}))  # raises for other characters
         made.pre_tokenizer = library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
         made.decoder = library.decoders.Fuse()
         made.add_special_tokens([library.AddedToken(_END, special=True, normalized=False)])

@@ -62,10 +62,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RLConfig:
-    """A run. docs/rl.md describes all fields.
+    """A reinforcement learning run. docs/rl.md describes all fields.
 
-    A step samples `answers` answers to each of `prompts` prompts, and learns from them in `epochs` passes of `minibatches`
-    weight updates each. With one weight update per step, every ratio is 1. For `environment` see `environments.named`.
+    Each step samples `answers` answers to each of `prompts` prompts. It learns from them in `epochs` passes, each of which
+    makes `minibatches` weight updates. With a single weight update per step, every ratio is 1. For `environment`, see
+    `environments.named`.
     """
 
     environment: str
@@ -94,7 +95,7 @@ class RLConfig:
     prompts: int = 128
     answers: int = 4
     max_tokens: int = 8
-    """Most tokens in an answer."""
+    """Greatest number of tokens in an answer."""
     temperature: float = 1.0
     top_k: int = 0
     """Sample from this many most likely tokens; 0: from all."""
@@ -108,31 +109,35 @@ class RLConfig:
     """Sample in a separate process on this device: cpu, cuda or cuda:N. Several devices are separated by commas, or given as a
     list. ray:N: sample in N actors of a Ray cluster. Empty: sample in the trainer's process, with its weights."""
     handover: str = "memory"
-    """With `sampler`: how it gets new weights. memory: through host memory. card: through GPU memory, if all processes use one
-    GPU. broadcast: by torch.distributed, with NCCL between GPUs and gloo between CPUs."""
+    """With `sampler`: how it receives new weights. memory: through host memory. card: through GPU memory, if all processes use
+    the same GPU. broadcast: by torch.distributed, with NCCL between GPUs and gloo between CPUs."""
     staleness: int = 0
-    """With `sampler`: how many updates old the weights of a sample may be, so that sampling and learning overlap; 0: none."""
+    """With `sampler`: by how many updates the weights that sampled an answer may be older than the newest weights. This lets
+    sampling and learning overlap. 0: no overlap."""
     turns: int = 1
-    """Most answers in a conversation, for environments that reply."""
+    """Greatest number of answers in a conversation, for environments that reply."""
     max_reply_tokens: int = 64
     resample: int = 0
-    """Rounds of new prompts that replace those whose answers all have the same reward (DAPO's dynamic sampling)."""
+    """Greatest number of additional sampling rounds, in which new prompts replace those whose answers all have the same reward
+    (DAPO's dynamic sampling)."""
     overlong: int = 0
-    """Over this many tokens before the length limit, the reward falls by up to 1 (DAPO's overlong shaping); 0: off."""
+    """In this many tokens before the length limit, the reward falls linearly by up to 1 (DAPO's overlong shaping); 0: off."""
     updates: int = 250
     minibatches: int = 4
     epochs: int = 1
     learning_rate: float = 2e-3
     warmup: int = 5
     decay: float = 0.7
-    """Last share of the updates, over which learning rates and `entropy_bonus` fall linearly to 0; 0: they stay constant."""
+    """Share of the updates, at the end of the run, over which learning rates and `entropy_bonus` fall linearly to 0; 0: they
+    stay constant."""
     kl: float = 0.0
     """Coefficient of the KL divergence from the initial weights."""
     kl_estimator: str = "k3"
     correction: str = "none"
-    """Weight advantages by the trainer's probability divided by the sampler's: none, truncated or masked."""
+    """How advantages are weighted by the ratio of the trainer's probability to the sampler's: none, truncated or masked."""
     entropy_bonus: float = 0.025
-    """Coefficient of the mean entropy of the sampling distribution, which is subtracted from the loss."""
+    """Coefficient of the entropy bonus: this times the mean entropy of the sampling distribution is subtracted from the
+    loss."""
     gamma: float = 1.0
     """PPO: discount per token."""
     lam: float = 0.95
@@ -142,23 +147,23 @@ class RLConfig:
     value_clip: float = 0.2
     """PPO: bound on the change of a value since sampling; 0: no bound."""
     dual_clip: float = 0.0
-    """PPO: bound on the loss at negative advantages, as a multiple of the advantage; 0: no bound."""
+    """PPO: bound on the loss of tokens with a negative advantage, as a multiple of the advantage's magnitude; 0: no bound."""
     critic_learning_rate: float = 3e-3
     critic_warmup: int = 0
-    """PPO: number of first steps in which only the critic learns."""
+    """PPO: number of steps, at the start of the run, in which only the critic learns."""
     max_norm: float = 1.0
     tokens_per_pass: int = 16384
-    """Most tokens in one forward and backward pass; it changes the results only by rounding."""
+    """Greatest number of tokens in one forward and backward pass. It changes the results only by rounding."""
     graphs: bool = False
     """Capture the policy's forward and backward pass as a CUDA graph, and replay it. Needs a CUDA device."""
     reward_timeout_s: float = 5.0
     reward_workers: int = 1
     entropy_floor: float = 0.01
-    """A step warns of a collapsed policy if the mean -log p of the sampled tokens is below this, in nats."""
+    """Warn of a collapsed policy if the mean -log p of a step's sampled tokens is below this, in nats."""
     moved_every: int = 1
-    """Measure every so many steps how far the updates moved the policy, which takes a forward pass; 0: never."""
+    """Measure after every so many steps how far the updates moved the policy. This takes one more forward pass. 0: never."""
     eval_every: int = 0
-    """Measure on held-out tasks every so many steps; 0: never."""
+    """Measure on held-out tasks after every so many steps; 0: never."""
     eval_tasks: int = 256
     seed: int = 0
 
@@ -169,7 +174,7 @@ class RLConfig:
 
     @property
     def sampler_devices(self) -> list[str]:
-        """The devices of sampler processes; empty if the trainer's process samples."""
+        """The devices of the sampler processes; empty if the trainer's process samples."""
         return [name.strip() for name in self.sampler.split(",") if name.strip()]
 
     @property
@@ -179,7 +184,7 @@ class RLConfig:
 
     @property
     def longest(self) -> int:
-        """The highest number of tokens that the policy chooses in one conversation."""
+        """The greatest number of tokens that the policy can choose in one conversation."""
         return self.turns * self.max_tokens
 
     def __post_init__(self) -> None:
@@ -222,7 +227,7 @@ class RLConfig:
             raise ValueError(f"{self.prompts * self.answers} samples a step do not fill {self.minibatches} minibatches")
 
     def to_json(self) -> dict[str, Any]:
-        """As values for JSON."""
+        """The fields as JSON values."""
         return asdict(self)
 
 
@@ -230,7 +235,7 @@ def read_config(path: Path) -> RLConfig:
     """Read a config from a TOML file.
 
     Raises:
-        ValueError: the file is not TOML, or a field is unknown, missing or out of range.
+        ValueError: the file is not valid TOML, or a field is unknown, missing or out of range.
     """
     if path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted a config in TOML")

@@ -1,6 +1,7 @@
-"""Conversations: the policy answers and the environment replies, until it or a limit ends this. Often there is only one answer.
+"""Conversations: the policy answers and the environment replies, until the environment or a limit ends the conversation. Often
+there is only one answer.
 
-prompt | answer (chosen) | reply | answer (chosen) | ...
+    prompt | answer (chosen) | reply | answer (chosen) | ...
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +15,19 @@ from tilewright.rl.text import Text
 __all__ = ["Conversation", "Replies", "converse"]
 
 Replies = Callable[[Sequence[Task], Sequence[Sequence[str]]], Sequence[str | None]]
-"""Returns the environment's reply to the answers of each conversation so far; None ends the conversation."""
+"""(tasks, the answers of each conversation so far) -> the environment's reply in each; None ends the conversation."""
 
 
 @dataclass(kw_only=True)
 class Conversation:
     """The conversation about one task, so far.
 
-    tokens, chosen, logprobs, kept: as in a `Sample`. whole: log-probabilities of the chosen tokens in the model's own
-    distribution. version: of the oldest weights that answered. answers: their texts. truncated: the last answer was cut off at
-    its limit. lost: the sampler ended before it returned the next answer.
+    tokens, chosen, logprobs, kept: as in `Sample`.
+    whole: log-probabilities of the chosen tokens in the model's own distribution.
+    version: version of the oldest weights that answered.
+    answers: the texts of the answers.
+    truncated: whether the last answer was cut off at its limit.
+    lost: whether the sampler ended before it returned the next answer.
     """
 
     task: Task
@@ -47,11 +51,11 @@ class Conversation:
         self.truncated = answer.truncated
 
     def hear(self, tokens: Sequence[int]) -> None:
-        """Add a reply."""
+        """Add a reply of the environment."""
         self._append(tokens, [0.0] * len(tokens), [0] * len(tokens), chosen=False)
 
     def sample(self, reward: float) -> Sample:
-        """The sample to learn from."""
+        """The conversation as a sample to learn from."""
         return Sample(
             tokens=self.tokens, chosen=self.chosen, logprobs=self.logprobs, kept=self.kept if any(self.kept) else None,
             reward=reward, group=self.group, version=self.version, truncated=self.truncated,
@@ -68,10 +72,11 @@ def converse(
     sampler: Samples, text: Text, tasks: Sequence[Task], replies: Replies | None, *, answers: int, max_tokens: int, turns: int,
     max_reply_tokens: int, seed: int,
 ) -> list[Conversation]:  # fmt: skip
-    """`answers` conversations about each task, in order. Without `replies`, or with one turn, each is a single answer.
-    Conversations whose answer the sampler has lost are left out.
+    """Make `answers` conversations about each task; they are returned in order. Without `replies`, or with one turn, each is a
+    single answer. Conversations of which the sampler has lost an answer are left out.
 
-    max_tokens: of an answer. turns: most answers in a conversation. max_reply_tokens: longer replies are cut off.
+    max_tokens: limit of one answer. turns: greatest number of answers in a conversation. max_reply_tokens: longer replies are
+    cut off at this length.
 
     Raises:
         ValueError: a prompt is too long, or a text has no tokens.

@@ -1,7 +1,7 @@
-"""A critic, which estimates the future reward of a state: a copy of the policy whose head returns one number. And PPO's
-advantages.
+"""A critic, which estimates the future reward of a state, and the advantages of PPO. The critic is a copy of the policy, but
+its head returns one number.
 
-The value at token t is that of the state in which t was chosen, so it is read at position t - 1.
+The value at token t belongs to the state in which t was chosen, so it is computed from the hidden state at position t - 1.
 """
 
 from copy import deepcopy
@@ -20,9 +20,10 @@ __all__ = ["Critic", "with_advantages"]
 
 
 class Critic(nn.Module):
-    """Value estimates by a model of the policy's shape, with the policy's initial weights. The head begins at 0.
+    """Estimates values with a model of the same shape as the policy, which begins with the policy's weights. The weights of its
+    head begin at 0.
 
-    It shares no weights with the policy, because its loss is many times larger than the policy's and would dominate.
+    The critic shares no weights with the policy, because its loss is many times larger than the policy's and would dominate.
     """
 
     def __init__(self, model: Model) -> None:
@@ -30,7 +31,7 @@ class Critic(nn.Module):
         self.body = deepcopy(model).requires_grad_(True)
         remove_quantised_weights(self.body)
         if self.body.head.weight is not self.body.embed.weight:
-            self.body.head.requires_grad_(False)  # the head for tokens, which a critic does not use
+            self.body.head.requires_grad_(False)  # the head for tokens; the critic does not use it
         width, like = model.config.hidden_size, model.embed.weight
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=like.dtype, device=like.device))
 
@@ -43,11 +44,10 @@ class Critic(nn.Module):
 
 
 def with_advantages(batch: Batch, values_T: Tensor, *, gamma: float, lam: float, whiten: bool) -> Batch:
-    """The batch with values, and with returns and advantages by GAE over its chosen tokens.
+    """The batch with the values, and with returns and advantages by GAE over the chosen tokens.
 
-    The reward is given at the last chosen token of a sequence, and the value after it is 0, also if an answer was cut off.
-    Tokens
-    between chosen tokens, such as a reply, are not steps: the states before and after them are neighbours.
+    The reward is given at the last chosen token of a sequence. The value after that token is 0, even if the answer was cut off.
+    Tokens between chosen tokens, such as a reply, are not steps: the states before and after them count as neighbours.
     """
     counts, chosen = batch.counts().long(), batch.mask
     rewards = torch.zeros_like(values_T[chosen])

@@ -1,6 +1,7 @@
-"""The sampling half of a step: tasks, conversations about them, rewards, and the selection of groups.
+"""The sampling half of a step: draws tasks, holds conversations about them, computes rewards, and selects groups.
 
-It runs between two updates; or, if the sampler is a separate process, ahead of them in a thread (`Ahead`).
+It runs between two updates. If the samplers are separate processes, it may also run ahead of the updates, in a thread
+(`Ahead`).
 """
 
 import queue
@@ -22,17 +23,20 @@ __all__ = ["Ahead", "Gathered", "Gatherer", "Shown"]
 
 _SHOWN = 4
 Shown = tuple[str, str, float]
-"""Prompt, answers, reward."""
+"""(prompt, answers, reward)."""
 
 
 @dataclass(kw_only=True)
 class Gathered:
     """The samples from which one step learns.
 
-    lost: samples whose reward or sampler failed. empty: samples whose last answer has no text. dropped: groups left out. whole:
-    mean
-    -log p of the sampled tokens in the model's own distribution. sampling_s, scoring_s: seconds. drawn, rounds: counters of the
-    gatherer afterwards.
+    shown: a few of them, for display.
+    lost: number of samples whose reward could not be computed, or whose sampler failed.
+    empty: number of samples whose last answer has no text.
+    dropped: number of groups that were left out.
+    whole: mean -log p of the sampled tokens in the model's own distribution.
+    sampling_s, scoring_s: seconds.
+    drawn, rounds: the counters of the gatherer after this step.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -55,14 +59,14 @@ class Gatherer:
         self.sampler, self._workers = sampler, workers
         self.lock = threading.Lock()
         self.prompts = config.prompts
-        """Number of prompts of a step."""
+        """Number of prompts per step."""
         self.drawn = 0
         """Number of tasks drawn so far."""
         self.rounds = 0
         """Number of sampling rounds so far."""
 
     def sample(self, tasks: Sequence[Task], *, answers: int, seed: int) -> list[Conversation]:
-        """Conversations about each task, with the sampler's current weights."""
+        """Hold `answers` conversations about each task, with the sampler's current weights."""
         config = self._config
         replies = self._workers.reply if config.turns > 1 else None
         return converse(
@@ -71,12 +75,12 @@ class Gatherer:
         )  # fmt: skip
 
     def scores(self, made: Sequence[Conversation]) -> list[float | None]:
-        """The reward of each conversation; None if it failed."""
+        """The reward of each conversation; None if it could not be computed."""
         return self._workers.score([one.task for one in made], [one.answers[-1] for one in made])
 
     def gather(self) -> Gathered:
-        """The samples of the next step. Without `resample` these are all groups. With it, these are the groups with different
-        rewards, and the other groups of the last round."""
+        """Gather the samples of the next step. Without `resample`, these are all groups. With `resample`, they are the groups
+        in which rewards differ, and in addition all other groups of the last round."""
         config, kept, found = self._config, list[list[Sample]](), Gathered()
         whole: list[float] = []
         for rounds_left in range(config.resample, -1, -1):
@@ -111,9 +115,11 @@ class Gatherer:
 
 
 class Ahead:
-    """Gathers in a thread, at most `staleness` updates ahead: step i begins to sample when update i - staleness has been made.
+    """Gathers in a thread, at most `staleness` updates ahead: sampling for step i begins when update i - staleness has been
+    made.
 
-    Each step samples with the newest weights at its beginning, so a sample is never older than that when it is used.
+    The samples of a step come from the newest weights at the beginning of its sampling. So they are at most `staleness` updates
+    old when they are used.
     """
 
     def __init__(self, gatherer: Gatherer, *, first: int, staleness: int) -> None:
@@ -131,20 +137,20 @@ class Ahead:
         self.close()
 
     def close(self) -> None:
-        """Stop after the step that is being sampled."""
+        """Stop after the step that is being gathered now."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
     def updated(self, count: int) -> None:
-        """Report the number of updates that were made and whose weights the sampler has."""
+        """Report that `count` updates have been made, and that the sampler has their weights."""
         with self._changed:
             self._updates = count
             self._changed.notify()
 
     def take(self) -> Gathered:
-        """The next step's samples. Raises the exception that ended the thread, if any."""
+        """The samples of the next step. If the thread ended with an exception, it is raised here."""
         found = self._made.get()
         if isinstance(found, Exception):
             raise found

@@ -1,4 +1,4 @@
-"""The learning half of a step: the policy, an optional critic and frozen reference, their optimizers, and statistics."""
+"""The learning half of a step: the policy, an optional critic, an optional frozen reference, the optimizers, and statistics."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,10 +33,11 @@ _CORRECTIONS: dict[str, Callable[[Batch], Batch]] = {"none": lambda batch: batch
 
 
 class Learner:
-    """Learns from batches. Create it before anything else reads the model's parameters, because the optimizer moves them.
+    """Learns from batches. Create it before anything else reads the model's parameters, because the optimizer moves them to
+    other memory.
 
     Raises:
-        ValueError: the parameters have several dtypes, or the passes cannot be captured as the config wants.
+        ValueError: the parameters have several dtypes, or `graphs` is set and the passes cannot be captured.
     """
 
     def __init__(self, config: RLConfig, model: Model) -> None:
@@ -51,10 +52,10 @@ class Learner:
             self._critic_optimizer = AdamW(trainable(self.critic), weight_decay=0.0, max_norm=config.max_norm)
         self._loss_of = partial(ALGORITHMS[config.algorithm].loss, **self._options())
         self.captured = CapturedPasses(model, self._policy_pass, config.tokens_per_pass) if config.graphs else None
-        """The policy's passes, if they are captured. The optimizer has moved the parameters before."""
+        """The policy's passes, if they are captured. Created after the optimizer, which moves the parameters."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that later updates depend on, by name. The reference is not included: it is the initial model."""
+        """Everything that later updates depend on, by name. The reference is not included, because it is the initial model."""
         found = self._optimizer.state_dict()
         if self.critic is not None:
             found |= {f"critic.{name}": tensor for name, tensor in self._critic_optimizer.state_dict().items()}
@@ -70,8 +71,8 @@ class Learner:
             self._critic_optimizer.load_state_dict(critic)
 
     def learn(self, batch: Batch, update: int) -> dict[str, float]:
-        """Update the weights from a batch of samples; `update` is the number of earlier steps. Returns the step's
-        statistics."""
+        """Update the weights from the samples of a step. `update`: the number of earlier steps. Returns the statistics of the
+        step."""
         with self._kernels():
             return self._learn(self._prepared(batch, update), update)
 
@@ -79,14 +80,15 @@ class Learner:
         return invariant() if self.config.invariant else nullcontext()
 
     def _once(self, update: int) -> bool:
-        """Whether a step is one update: then its own pass gives the old log-probabilities, and no pass before it is needed."""
+        """Whether the step makes a single update. Then the pass of this update also gives the old log-probabilities, and no
+        separate pass is needed."""
         config = self.config
         policy_learns = self.critic is None or update >= config.critic_warmup
         return policy_learns and config.epochs * config.minibatches == 1 and config.correction == "none"
 
     def _trusts(self, update: int) -> bool:
-        """Whether the sampler's log-probabilities are the old ones of several updates: the config promises that they have the
-        bits of the trainer's, and the first update's own pass shows whether this holds."""
+        """Whether the sampler's log-probabilities are used as the old ones although the step makes several updates. The config
+        then promises that they have the same bits as the trainer's. The pass of the first update shows whether they do."""
         config = self.config
         policy_learns = self.critic is None or update >= config.critic_warmup
         exact = config.invariant and not config.sampler and config.correction == "none"
@@ -101,8 +103,8 @@ class Learner:
         return self._over(batch, partial(logprobs_of, self.model)) if self.captured is None else self.captured.logprobs(batch)
 
     def _prepared(self, batch: Batch, update: int) -> Batch:
-        """The batch with the trainer's own log-probabilities before the first update, those of the reference, and
-        advantages."""
+        """The batch with advantages; where needed, also with the trainer's log-probabilities before the first update, and with
+        those of the reference."""
         config = self.config
         if config.drawing.filters:
             width = max(1, int(batch.known("kept").max()))
@@ -127,10 +129,10 @@ class Learner:
         left = max(0.0, min(1.0, (config.updates - update) / max(1.0, config.decay * config.updates)))
         rate = left * min(1.0, (update + 1) / max(1, config.warmup))
         generator = torch.Generator().manual_seed(config.seed + update)
-        results: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that nothing waits for it
+        results: dict[str, Tensor] = {}  # stays on the device until all updates are launched, so that the host does not wait
         sampled, counts = batch, [int(count) for count in batch.counts().tolist()]
         first: tuple[Tensor, Batch] | None = None
-        """The samples of the first update, and their log-probabilities before it."""
+        """(log-probabilities before the first update, the samples of this update)."""
         bonus = left * config.entropy_bonus
         for _ in range(config.epochs):
             for kept in torch.randperm(len(counts), generator=generator).chunk(config.minibatches):
@@ -156,7 +158,8 @@ class Learner:
         if self._once(update) and first is not None:
             batch = replace(first[1], old=first[0])
         stats = {"entropy": -float(sampled.sampled[sampled.mask].mean()), **{name: float(x) for name, x in results.items()}}
-        # On policy the trainer's probabilities are set to the sampler's, and every ratio is 1; this measures the real ratios.
+        # Ratios of the trainer's probabilities before the first update to the sampler's. If the sampler's are trusted, `old` is
+        # equal to them here, and the real ratios are measured below.
         stats |= measure(batch.old, replace(batch, old=batch.sampled))
         if self._trusts(update) and first is not None:
             real = measure(first[0], first[1])
@@ -165,7 +168,7 @@ class Learner:
             stats["explained"] = _explained(batch)
         if not config.moved_every or (update + 1) % config.moved_every:
             return stats
-        # How far the updates of this step have moved the policy.
+        # Measure how far the updates of this step have moved the policy.
         moved = measure(self._logprobs(batch), batch)
         return stats | {f"{name}_after": moved[name] for name in ("ratio", "clip_share", "kl")}
 
@@ -176,15 +179,16 @@ class Learner:
         return {"dual": config.dual_clip or None} if config.algorithm == "ppo" else {}
 
     def _policy_parts(self, batch: Batch, bonus: float, seen: list[Tensor], on_policy: bool) -> Iterator[list[Tensor]]:
-        """Loss and gradients of each pass. seen: collects the log-probabilities. on_policy: these are also the old ones."""
+        """Loss and gradients of each pass. seen: a list to which the log-probabilities of the passes are appended. on_policy:
+        whether the old log-probabilities are those of this pass."""
         for part in split(batch, self.config.tokens_per_pass):
             loss, logprobs = self._policy_pass(part, bonus or None, on_policy)
             seen.append(logprobs.detach())
             yield [loss.detach(), *torch.autograd.grad(loss, list(trainable(self.model).values()))]
 
     def _policy_pass(self, part: Batch, bonus: float | Tensor | None, on_policy: bool) -> tuple[Tensor, Tensor]:
-        """(loss, log-probabilities [T]) of a part, with gradients. bonus: coefficient of the entropy; None: without it.
-        on_policy: the log-probabilities are also the old ones."""
+        """(loss, log-probabilities [T]) of a part, with gradients. bonus: coefficient of the entropy bonus; None: no bonus.
+        on_policy: whether the old log-probabilities are those of this pass."""
         if bonus is None:
             logprobs, entropies = logprobs_of(self.model, part), None
         else:
@@ -205,8 +209,8 @@ class Learner:
 
 
 def _explained(batch: Batch) -> float:
-    """Share of the returns' variance that the values at sampling time explain: 1 is all of it, 0 is as much as their mean
-    does."""
+    """The share of the variance of the returns that the values at sampling time explain. 1: all of it; 0: no more than a
+    constant."""
     returns, values = batch.known("returns")[batch.mask], batch.known("values")[batch.mask]
     spread = float(returns.var(correction=0))
     return 1.0 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

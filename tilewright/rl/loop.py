@@ -1,7 +1,7 @@
-"""Reinforcement learning in one process: sample with the engine, score in workers, learn with the trainer's step.
+"""Reinforcement learning: sample with the engine, compute rewards in worker processes, learn with the trainer's optimizer step.
 
-Sampler and trainer share one set of parameters, so nothing is copied or synchronised. In every step the probabilities from the
-trainer's pass over the packed samples are compared with those from the engine (`ratio_off`).
+Without `sampler`, engine and trainer share one set of parameters in one process, so nothing is copied or synchronised. In every
+step, the probabilities from the trainer's pass over the packed samples are compared with those from the engine (`ratio_off`).
 """
 
 import time
@@ -26,16 +26,16 @@ __all__ = ["Trainer"]
 
 _RAY = "tilewright.rl.on_ray"
 _EVALUATED = 1 << 40
-"""Seeds of tasks from here on are used for measurements, and never trained on."""
+"""Tasks with seeds from here on are used only for measurements, and never for training."""
 
 
 class Trainer:
-    """Updates a model as in the config. Iterating over it runs steps, and gives a dict of statistics for each. A context
-    manager, which ends the workers.
+    """Trains a model as described by the config. Iterating over it runs the steps, and yields a dict of statistics for each.
+    Use as a context manager: leaving it ends the worker and sampler processes.
 
     Args:
-        model: a policy to use instead of the config's.
-        text: its tokenizer; by default the config's.
+        model: a policy to use instead of the config's model.
+        text: the tokenizer of the policy; by default the config's.
 
     Raises:
         ModelError: the model cannot be loaded or trained.
@@ -50,7 +50,7 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         if config.turns > 1 and not isinstance(self.environment, MultiTurn):
             raise ValueError(f"turns is {config.turns}, but {config.environment} has no reply(task, answers); set turns = 1")
-        self.learner = Learner(config, self.model)  # before the sampler, because the optimizer moves the parameters
+        self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters to other memory
         longest = self._longest()
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
         self.remote = _remote(config, self.model, longest) if config.sampler else None
@@ -61,16 +61,16 @@ class Trainer:
         self._ahead: Ahead | None = None
         self.update = 0
         self._reached = (0, 0)
-        """Number of tasks drawn and of sampling rounds, for the steps that were learnt from."""
+        """Number of tasks drawn and number of sampling rounds, up to the last step that was learnt from."""
         self.shown: list[Shown] = []
-        """A few samples of the last step."""
+        """A few samples from the last step."""
 
     def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.remote is not None:
-            self.remote.close()  # ends a thread that waits for it
+            self.remote.close()  # also ends the wait of the gathering thread
         if self._ahead is not None:
             self._ahead.close()
         self.workers.__exit__(None, None, None)
@@ -80,22 +80,22 @@ class Trainer:
             yield self.step()
 
     def state(self) -> dict[str, int]:
-        """The progress of the trainer; together with the learner's tensors, everything that later steps depend on."""
+        """The progress of the trainer. Together with the learner's tensors, this is everything that later steps depend on."""
         return {"update": self.update, "drawn": self._reached[0], "rounds": self._reached[1]}
 
     def load_state(self, state: dict[str, int]) -> None:
-        """Continue from the state of another trainer; call it before the first step."""
+        """Continue from the saved state of another trainer. Call this before the first step."""
         self.update, self._reached = state["update"], (state["drawn"], state["rounds"])
         self.gatherer.drawn, self.gatherer.rounds = self._reached
         if self.remote is not None:
             self.remote.push(self.update)
 
     def step(self) -> dict[str, Any]:
-        """Sample, score and learn once.
+        """Run one step: sample, score and learn.
 
         Raises:
-            ConnectionError: the sampler's process has ended, or its weights are older than `staleness` allows.
-            ValueError: no answer of the step got a reward.
+            ConnectionError: a sampler process has ended, or its weights are older than `staleness` allows.
+            ValueError: no answer of the step received a reward.
         """
         began = time.perf_counter()
         found = self._gathered()
@@ -136,7 +136,8 @@ class Trainer:
         return row
 
     def evaluate(self) -> float:
-        """Share of held-out tasks whose single sampled answer gets the full reward; failures of the reward count as wrong."""
+        """The share of held-out tasks whose single sampled answer receives the full reward. An answer whose reward could not be
+        computed counts as wrong."""
         tasks = [self.environment.task(_EVALUATED + i) for i in range(self.config.eval_tasks)]
         with self.gatherer.lock:
             rewards = self.gatherer.scores(self.gatherer.sample(tasks, answers=1, seed=self.config.seed))
@@ -156,14 +157,14 @@ class Trainer:
         return self._ahead.take()
 
     def _freed(self) -> dict[str, float]:
-        """Give the sampler's memory to the trainer, if they share it."""
+        """Give the memory of the sampler's cache to the trainer, if `free_cache` is set and both are in this process."""
         if self._local is None or not self.config.free_cache:
             return {}
         freed, took = self._local.give_back()
         return {"cache_freed_bytes": freed, "cache_free_s": took, "cache_take_s": self._local.taking_s}
 
     def _check_age(self, samples: Sequence[Sample]) -> None:
-        """Raise ConnectionError if samples come from weights that do not exist yet, or that are too old."""
+        """Raise ConnectionError if samples come from weights that are too old, or newer than the trainer's."""
         oldest, newest = (how((sample.version for sample in samples), default=self.update) for how in (min, max))
         if not self.update - self.config.staleness <= oldest <= newest <= self.update:
             raise ConnectionError(
@@ -178,7 +179,7 @@ class Trainer:
         return numbers
 
     def _longest(self) -> int:
-        """Upper bound of the tokens in a conversation: a prompt twice as long as the longest of the first ones, and all
+        """An upper bound of the tokens in a conversation: a prompt twice as long as the longest of the first 256, and all
         turns."""
         config = self.config
         prompt = max(len(self.text.prompt(self.environment.task(seed).prompt)) for seed in range(256))
@@ -193,7 +194,7 @@ class Trainer:
 
 
 def _remote(config: RLConfig, model: Model, longest: int) -> Any:
-    """`RemoteSamplers`, or on a Ray cluster `RaySamplers`, which have the same methods."""
+    """`RemoteSamplers`; or on a Ray cluster `RaySamplers`, which has the same methods."""
     if config.on_ray:
         return needed(_RAY, "ray").RaySamplers(config, model, longest)
     return RemoteSamplers(config, model, longest)

@@ -1,12 +1,12 @@
-"""Samplers on a Ray cluster: each is an actor on any machine, with one GPU if the cluster has enough.
+"""Samplers on a Ray cluster. Each is an actor on any machine of the cluster, with one GPU if the cluster has enough GPUs.
 
-The cluster is the one named by RAY_ADDRESS, or one that runs on this machine; otherwise one is started here and ends with the
-run. Weights go through Ray's object store, once for each machine. Every machine needs the same packages, and the files that the
-config names under the same names.
+The cluster is the one named by RAY_ADDRESS, or one that runs on this machine. Otherwise one is started here, and ends with the
+run. Weights go through Ray's object store, once for each machine. Every machine needs the same packages. Files that the config
+names must exist under the same names on every machine.
 
 If an actor or its machine ends, the answers to its prompts are missing, and are counted as lost. Another actor is started in
-its place, with the newest weights. If actors in one place end several times in a row before they have answered anything, the
-run ends; it also ends if an actor raises an error.
+its place, with the newest weights. The run ends if actors in the same place end several times in succession without having
+answered anything, or if an actor raises an error.
 """
 
 import logging
@@ -35,13 +35,13 @@ __all__ = ["Actor", "RaySamplers"]
 
 _LEAST_STORE = 128 << 20
 _MOST_ENDS = 3
-"""Most failures in a row, of actors in one place."""
+"""The run ends at this number of successive failures of the actors in one place."""
 Weights = list[NDArray[np.uint8]]
-"""The bytes of a model's parameters, by name."""
+"""The bytes of each parameter of a model, in the order of the parameters' names."""
 
 
 class Actor:
-    """The sampler's side: a model as in the config, which waits for weights."""
+    """The sampler's side: a model as described by the config. Its weights are set by `load`."""
 
     def __init__(self, config: dict[str, Any], longest: int, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -54,21 +54,21 @@ class Actor:
     def load(self, version: int, weights: Weights) -> None:
         """Load these weights."""
         for parameter, received in zip(parameters_of(self._model), weights, strict=True):
-            whole = torch.from_numpy(received.copy()).view(parameter.dtype).view(parameter.shape)  # the store is read-only
+            whole = torch.from_numpy(received.copy()).view(parameter.dtype).view(parameter.shape)  # Ray's store is read-only
             parameter.copy_(whole)
         requantise(self._model)
         self._sampler.version = version
 
     def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
-        """As `Sampler`, with values for JSON."""
+        """As `Sampler`, with arguments and results as JSON values."""
         return [[asdict(answer) for answer in group] for group in self._sampler(**call)]
 
 
 class RaySamplers:
-    """As many actors as `config.sampler`, `ray:N`, says.
+    """The samplers of `config.sampler` = "ray:N", which are N actors.
 
     Raises:
-        ConnectionError: one of them cannot be started.
+        ConnectionError: an actor cannot be started.
     """
 
     def __init__(self, config: RLConfig, model: Model, longest: int) -> None:
@@ -96,8 +96,8 @@ class RaySamplers:
             raise
 
     def push(self, version: int) -> dict[str, float]:
-        """Put the weights into the store; each actor loads them after its current work. Errors are reported when it
-        samples."""
+        """Put the weights into the store. Each actor loads them after its current work. Errors are reported at the next
+        sampling."""
         began = time.perf_counter()
         self._given = version, ray.put([p.cpu().contiguous().view(-1).view(torch.uint8).numpy() for p in self._parameters])
         for actor in self.actors:
@@ -108,8 +108,9 @@ class RaySamplers:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler`, by all actors at once. Prompts of an actor that ended meanwhile have no answers; if all have ended, the
-        call is repeated. Raises ConnectionError if one ends again and again."""
+        """As `Sampler`, with all actors at once. The prompts of an actor that ends during the call have no answers. If all
+        actors end, the call is repeated. Raises ConnectionError if the actors in one place end again and again, or if an actor
+        raises an error."""
         members = [self._member(place) for place in range(len(self.actors))]
         while True:
             found = dealt(members, prompts, answers=answers, max_tokens=max_tokens, seed=seed, places=places)
@@ -134,7 +135,8 @@ class RaySamplers:
         return sample
 
     def _had(self, place: int, what: Any, before: str) -> Any:
-        """An actor's result; None if it has ended and another has taken its place. Raises ConnectionError."""
+        """The result of an actor; None if the actor has ended and another one was started in its place. Raises
+        ConnectionError."""
         try:
             found = ray.get(what)
         except (RayActorError, OutOfMemoryError) as error:
@@ -152,7 +154,7 @@ class RaySamplers:
 
 
 def _join(nbytes: int) -> None:
-    """The existing cluster, or a new one with room for three versions of the weights."""
+    """Connect to the existing cluster, or start a new one with room for three versions of the weights."""
     quiet: dict[str, Any] = {"logging_level": logging.WARNING, "configure_logging": False}
     try:
         ray.init(address="auto", **quiet)
@@ -162,6 +164,6 @@ def _join(nbytes: int) -> None:
 
 
 def _why(error: RayError) -> str:
-    """The last line of an error that is not empty."""
+    """The last line of an error's text that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:400] if lines else type(error).__name__

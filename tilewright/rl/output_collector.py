@@ -1,4 +1,4 @@
-"""Collects an engine's results over many steps and assembles them at the end, without handling each token on the way."""
+"""Collects the results of many engine steps and assembles them at the end, so that single tokens need no work in between."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,24 +12,24 @@ __all__ = ["Output", "OutputCollector"]
 
 
 class Output(NamedTuple):
-    """One sample; each list has an entry per token."""
+    """One sample. Each list has one entry per token."""
 
     tokens: list[int]
     logprobs: list[float]
     """Log-probabilities in the model's own distribution."""
     drawn: list[float]
-    """Log-probabilities in the distribution from which it was drawn; [] if the engine does not report them."""
+    """Log-probabilities in the distribution from which the tokens were drawn; [] if the engine does not report them."""
     kept: list[int]
-    """Number of tokens that its filters left; [] likewise."""
+    """For each token, the number of tokens that the filters left to draw from; [] if the engine does not report it."""
     finish_reason: str | None
     error: str | None
 
 
 class OutputCollector:
-    """Steps of an engine whose runner returns log-probabilities as columns."""
+    """Collects the steps of an engine whose runner returns log-probabilities as columns."""
 
     def __init__(self) -> None:
-        self._streams: list[np.ndarray] = []  # for each token
+        self._streams: list[np.ndarray] = []  # the stream of each token
         self._tokens: list[np.ndarray] = []
         self._columns: list[LogprobColumns] = []
         self._ends: dict[int, tuple[str, str | None]] = {}
@@ -45,12 +45,12 @@ class OutputCollector:
                 self._ends[int(step.streams[note.row])] = note.finish_reason, note.error
 
     def outputs(self, streams: int) -> list[Output]:
-        """The samples with the streams 0, 1, ... `streams` - 1."""
+        """The samples of the streams 0, 1, ... `streams` - 1."""
         ends = [self._ends.get(stream, (None, None)) for stream in range(streams)]
         if not self._tokens:
             return [Output([], [], [], [], reason, error) for reason, error in ends]
         owners, columns = np.concatenate(self._streams), LogprobColumns.joined(self._columns)
-        order = owners.argsort(kind="stable")  # keeps the order of tokens within a stream
+        order = owners.argsort(kind="stable")  # stable: keeps the order of the tokens within a stream
         bounds = np.searchsorted(owners[order], np.arange(streams + 1)).tolist()
         sorted_columns = [np.concatenate(self._tokens)[order], *columns.take(order)]
         tokens, logprobs, drawn, kept = [[] if column is None else column.tolist() for column in sorted_columns]

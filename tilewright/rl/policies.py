@@ -1,4 +1,4 @@
-"""The policy of a config and its tokenizer: from a model folder, or a small random model of characters."""
+"""Creates the policy of a config, and its tokenizer: from a model folder, or as a small random model of characters."""
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ _HEAD_SCALE = 0.1
 
 
 def policy_of(config: RLConfig, model: Model | None = None) -> tuple[Text, Model]:
-    """(the tokenizer, the trainable model, also quantised if the config says so). A model that is passed in keeps its weights.
+    """(the tokenizer, the trainable model). The model is also quantised if the config requests it. A `model` that is passed in
+    keeps its weights.
 
     Raises:
         ModelError: the model cannot be found or trained.
-        ValueError: the device does not exist, the tokenizer is another model's, or the model cannot be quantised.
+        ValueError: the device does not exist, the tokenizer is for another model, or the model cannot be quantised.
     """
     text, found = _policy_of(config, model)
     return text, add_quantised_weights(found, config.quantize) if config.quantize else found
@@ -48,7 +49,7 @@ def _policy_of(config: RLConfig, model: Model | None) -> tuple[Text, Model]:
 
 
 def small_config(config: RLConfig) -> ModelConfig:
-    """The shape of the small model."""
+    """The config of the small model."""
     heads = config.hidden // _HEAD_DIM
     text = Characters(config.alphabet)
     return ModelConfig(

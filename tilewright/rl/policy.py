@@ -1,7 +1,7 @@
-"""The trainer's side of a policy: log-probabilities and entropies of packed samples, by the same model that samples.
+"""The trainer's side of a policy: log-probabilities and entropies of packed samples, computed by the same model that samples.
 
-They are those of the distribution from which the sampler drew: of the logits over the batch's temperature, normalised over its
-support. Without filters this is the model's own distribution.
+They refer to the distribution from which the sampler drew the tokens: the logits are divided by the batch's temperature and
+normalised over its `support`. With temperature 1 and without filters, this is the model's own distribution.
 """
 
 from typing import Any
@@ -24,19 +24,20 @@ _IGNORED = -100
 
 
 def logprobs_of(model: Model, batch: Batch) -> Tensor:
-    """[T] float32: log-probability of every token given those before it in its sequence; 0 at each sequence's first token.
+    """[T] float32: the log-probability of every token, given the tokens before it in its sequence; 0 at each sequence's first
+    token.
 
-    One pass over the packed sequences; attention stays within them. Differentiable if the model is trainable.
+    Makes one pass over the packed sequences, with attention within each sequence. Differentiable if the model is trainable.
 
     Raises:
-        TypeError: the model's head is quantised, and has no gradient.
+        TypeError: the model's head is quantised, so it has no gradient.
     """
     return _logprobs(_processed(_logits(model, batch), batch), batch)
 
 
 def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """As `logprobs_of`, and [T] float32: the entropy, in nats, of the distribution from which each token was drawn; 0 at each
-    sequence's first token. Both are differentiable, and come from one pass."""
+    """(the result of `logprobs_of`; [T] float32, the entropy in nats of the distribution from which each token was drawn, 0 at
+    each sequence's first token). Both are differentiable, and come from one pass."""
     processed_TV = _processed(_logits(model, batch), batch)
     entropies = _entropies(processed_TV)
     # The token at t + 1 is drawn from the distribution at position t.
@@ -46,10 +47,12 @@ def logprobs_and_entropies_of(model: Model, batch: Batch) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def support_of(model: Model, batch: Batch, width: int) -> Tensor:
-    """[T, K] int64: the `kept` most likely tokens of each token's distribution, then -1. K is `width`, the highest `kept`.
+    """[T, K] int64: the `kept` most likely tokens of each token's distribution, padded with -1. K is `width`, the greatest
+    `kept`.
 
-    The sampler reports how many tokens it kept, and both sides order tokens in the same way, except for rounding. The token
-    that was drawn is always among them, also if the weights have changed since.
+    The sampler reports how many tokens it kept, and both sides order tokens in the same way, except for rounding. If the token
+    that was drawn is not among the most likely ones, because of rounding or because the weights have changed since, it replaces
+    the last of them.
     """
     likeliest = _logits(model, batch).float().topk(width).indices
     found = torch.cat([likeliest.new_full((1, width), -1), likeliest[:-1]])
@@ -61,7 +64,7 @@ def support_of(model: Model, batch: Batch, width: int) -> Tensor:
 
 
 def hidden_of(model: Model, batch: Batch) -> Tensor:
-    """[T, E]: the hidden state at each token, from one pass over the packed sequences; nothing waits for the device."""
+    """[T, E]: the hidden state at each token, from one pass over the packed sequences. Nothing waits for the device."""
     ends = batch.lengths.cumsum(0)
     firsts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.arange(len(batch.tokens), device=ends.device) - batch.spread(firsts[:-1])
@@ -78,20 +81,21 @@ def _logits(model: Model, batch: Batch) -> Tensor:
 
 
 def _entropies(logits_TV: Tensor) -> Tensor:
-    """[T] float32; logits of -inf contribute nothing to value or gradient."""
+    """[T] float32. Logits of -inf contribute nothing to the value or to the gradient."""
     logs_TV = logits_TV.float().log_softmax(-1)
     return -(logs_TV.exp() * logs_TV.masked_fill(logs_TV == -torch.inf, 0.0)).sum(-1)
 
 
 def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
-    """The logits of the distributions from which the tokens were drawn: the model's own, unless temperature or filters change
-    them."""
+    """The logits of the distributions from which the tokens were drawn: the model's own, unless there is a temperature or a
+    filter."""
     if batch.temperature == 1.0 and batch.support is None:
         return logits_TV
     kept = torch.ones_like(logits_TV, dtype=torch.bool)
     if batch.support is not None:
         count, vocab = logits_TV.shape
-        # The token at t + 1 is drawn at position t. An extra column after the vocabulary collects the entries of -1.
+        # The token at t + 1 is drawn from the distribution at t. An extra column after the vocabulary collects the entries of
+        # -1.
         support = torch.cat([batch.support[1:], batch.support.new_full((1, batch.support.shape[1]), -1)])
         found = torch.zeros(count, vocab + 1, dtype=torch.bool, device=support.device)
         kept = found.scatter_(1, support.where(support >= 0, vocab), True)[:, :vocab] | (support[:, :1] < 0)
@@ -99,11 +103,11 @@ def _processed(logits_TV: Tensor, batch: Batch) -> Tensor:
 
 
 def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
-    # The hidden state at t predicts the token at t + 1; the last one of a sequence predicts nothing that was sampled.
+    # The hidden state at t predicts the token at t + 1. The prediction of a sequence's last hidden state is not used.
     following = torch.cat([batch.tokens[1:], batch.tokens.new_full((1,), _IGNORED)])
     following = following.index_fill(0, batch.lasts, _IGNORED)
     if scope().invariant:
-        with torch.no_grad():  # as the engine computes them
+        with torch.no_grad():  # with the engine's operator
             alternatives = torch.where(following == _IGNORED, -1, 0).int()
             served, *_ = ops.top_logprobs(processed_TV, following.clamp_min(0), alternatives, 1)
         logprobs: Any = _Served.apply(processed_TV, following, served)
@@ -113,7 +117,8 @@ def _logprobs(processed_TV: Tensor, batch: Batch) -> Tensor:
 
 
 class _Served(torch.autograd.Function):
-    """The result of the sampler's operator for logits [T, V] and tokens [T], with the gradient of the log-probability."""
+    """The result `served` of the sampler's operator, with the gradient of the log-probability for logits [T, V] and tokens
+    [T]."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, served: Tensor) -> Tensor:

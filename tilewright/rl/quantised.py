@@ -1,12 +1,12 @@
-"""A policy that samples with quantised weights and trains the float weights behind them.
+"""A policy that samples with quantised weights, while the optimizer trains the float weights from which they are made.
 
-Each linear layer of the blocks keeps its float weight, which the optimizer updates, and has a quantised weight as well
-(`nn.Linear.quantized_weight`). Engine and trainer multiply by the quantised one, so both have the numbers of the same quantised
-model; gradients go to the float weight by the straight-through estimator (`ops.linear_straight_through`). Embedding, head and
-norms are not quantised. After an update the weights are quantised again in the same memory, because captured graphs read it. A
-saved policy that is served with `--quantize` and the same format is the policy that was trained.
+Each linear layer of the blocks keeps its float weight, which the optimizer updates, and also has a quantised weight
+(`nn.Linear.quantized_weight`). Engine and trainer both multiply by the quantised weight, so both compute with the same
+quantised model. Gradients go to the float weight by the straight-through estimator (`ops.linear_straight_through`). Embedding,
+head and norms are not quantised. After an update, the weights are quantised again into the same memory, because captured graphs
+read it. If a saved policy is served with `--quantize` and the same format, it is the policy that was trained.
 
-Not here: experts, and formats whose scales change their shape with the weight's values (mxfp8).
+Not supported: experts, and formats whose scales change their shape with the values of the weight (mxfp8).
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from tilewright.quant.convert import check_card
 __all__ = ["FORMATS", "add_quantised_weights", "remove_quantised_weights", "requantise"]
 
 FORMATS = tuple(name for name, format in WEIGHT_FORMATS.items() if format.kind is not MXWeight)
-"""Formats with which a policy may sample."""
+"""The formats with which a policy can sample."""
 
 
 def add_quantised_weights(model: Model, format: str) -> Model:
-    """Add quantised weights in a format to the layers of a model's blocks. Returns the model.
+    """Add quantised weights in a format to the linear layers of a model's blocks. Returns the model.
 
     Raises:
-        ValueError: the card or the dtype does not support the format, a layer's inputs are not a multiple of the format's
-            group, or the model has experts.
+        ValueError: the GPU or the dtype does not support the format, the number of inputs of a layer is not a multiple of the
+            format's group size, or the model has experts.
     """
     weight = model.embed.weight
     if weight.is_cuda:
@@ -45,7 +45,7 @@ def add_quantised_weights(model: Model, format: str) -> Model:
 
 @torch.no_grad()
 def requantise(model: Model) -> None:
-    """Quantise the present weights again, into the same memory."""
+    """Quantise the current weights again, into the same memory."""
     for layer, weight in _layers(model):
         if layer.quantized_weight is not None:
             made = quantize_weight(weight.detach(), layer.quantized_weight.format)

@@ -1,4 +1,5 @@
-"""The trainer's side of a sampler in a separate process. Calls and answers go through pipes, weights by `config.handover`."""
+"""The trainer's side of a sampler in a separate process. Calls and answers go through pipes; weights as set by
+`config.handover`."""
 
 import json
 import subprocess
@@ -22,10 +23,11 @@ _ENDS_S = 10.0
 
 
 class RemoteSampler:
-    """Samples as `Sampler` does, on `device`, with the weights that were transferred last.
+    """Samples in the same way as `Sampler`, in a process on `device`, with the weights that were transferred last.
 
-    place: where the weights are: a file, or the folder through which the ranks of a broadcast meet. longest: most tokens of a
-    conversation. rank: this sampler's, of `size`.
+    place: where the process finds the weights: a file, or the folder through which the ranks of a broadcast find each other.
+    longest: greatest number of tokens in a conversation.
+    rank: the rank of this sampler, of `size` ranks.
 
     Raises:
         ConnectionError: the process ends before it is ready.
@@ -46,13 +48,13 @@ class RemoteSampler:
             raise
 
     def wait(self) -> None:
-        """Wait until it is ready. Raises as the class does."""
+        """Wait until the process is ready. Raises ConnectionError if it ends before."""
         self._hear("was ready")
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler`; each answer has the version of its weights.
+        """As `Sampler`. Each answer states the version of the weights it was sampled with.
 
         Raises:
             ConnectionError: the process has ended.
@@ -62,11 +64,12 @@ class RemoteSampler:
         return [[Answer(**answer) for answer in group] for group in self._hear("answered")]
 
     def take(self, version: int) -> None:
-        """After its current work, it takes part in a broadcast of these weights. Raises as a call does."""
+        """Request that the process takes part in a broadcast of these weights, after its current work. Raises ConnectionError
+        if the process has ended."""
         self._say({"take": version})
 
     def check_alive(self) -> None:
-        """Raises ConnectionError if the process has ended."""
+        """Raise ConnectionError if the process has ended."""
         if self.process.poll() is not None:
             self._raise_ended("took weights")
 
@@ -81,9 +84,9 @@ class RemoteSampler:
     def _say(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
-            with self._saying:  # weights may be announced while another thread waits for answers
+            with self._saying:  # one thread may announce weights while another one waits for answers
                 print(json.dumps(message), file=self.process.stdin, flush=True)
-        except (BrokenPipeError, ValueError):  # it has ended, or was closed
+        except (BrokenPipeError, ValueError):  # the process has ended, or the pipe was closed
             self._raise_ended("was asked")
 
     def _hear(self, before: str) -> Any:

@@ -1,7 +1,8 @@
-"""The sampler's side of a policy: the serving engine with the trainer's own parameters, in the same process, without a copy.
+"""The sampler's side of a policy: the serving engine in the trainer's process, with the trainer's own parameters, not a copy.
 
-The engine reads the tensors that the optimizer writes, so a sample always comes from the newest weights. Answers to one prompt
-share its pages. Nothing is cached between calls, because keys and values of older weights would be wrong.
+The engine reads the tensors that the optimizer writes, so a sample always comes from the newest weights. The answers to one
+prompt share the prompt's pages of the KV cache. Nothing is cached between calls, because the keys and values of older weights
+would be wrong. A sampler process (sampler_process.py) uses the same class with its own copy of the parameters.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,20 @@ __all__ = ["Answer", "Drawing", "Sampler", "Samples"]
 
 _ALIGNMENT = 512
 _PAGE, _LONG = 32, 256
-"""Page size in tokens if samples are long: the copy engine fetches keys page by page, and small pages keep it busy."""
+"""Page size in tokens, for samples that may be at least `_LONG` tokens long. The copy engine fetches keys page by page, and
+small pages keep it busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An answer of the policy to a prompt: its tokens, including the one that ended it.
+    """An answer of the policy to a prompt.
 
-    logprobs: of each token in the distribution from which it was drawn. kept: how many tokens the filters left for it; 0: all.
-    whole: of each token in the model's own distribution, at temperature 1 over the whole vocabulary. version: of the weights.
+    tokens: the tokens of the answer, including the one that ended it.
+    logprobs: the log-probability of each token in the distribution from which it was drawn.
+    kept: for each token, how many tokens the filters left to draw from; 0: all.
+    whole: the log-probability of each token in the model's own distribution, at temperature 1 over the whole vocabulary.
+    truncated: whether the answer was cut off at a limit.
+    version: the version of the weights.
     """
 
     tokens: list[int]
@@ -48,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Sampling settings: temperature, then top-k (0: off), then top-p (1: off)."""
+    """Sampling settings, in the order in which they apply: temperature, top-k (0: off), top-p (1: off)."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -56,7 +62,7 @@ class Drawing:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Whether some tokens can never be drawn."""
         return self.top_k > 0 or self.top_p < 1
 
     @property
@@ -66,7 +72,7 @@ class Drawing:
 
 
 class Samples(Protocol):
-    """The interface of a sampler, in this process or another."""
+    """The interface of a sampler, in this process or in another one."""
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
@@ -76,11 +82,14 @@ class Samples(Protocol):
 
 
 class Sampler:
-    """Samples from `model`, whose tensors remain the caller's.
+    """Samples from `model`. The tensors of the model still belong to the caller.
 
-    max_len: most tokens of a prompt and its answer together. seqs: samples decoded at once. end_ids: tokens that end an answer.
-    cache_bytes: for keys and values; None: all memory that is left. If it is too small, samples wait or start again.
-    shares: the cache's memory can be given back between calls (`give_back`); the next call takes it again.
+    max_len: greatest number of tokens in a prompt and its answer together.
+    seqs: number of samples that are decoded at the same time.
+    end_ids: tokens that end an answer.
+    cache_bytes: memory for keys and values; None: all memory that is left. If it is too small for all samples, some of them
+    wait or start again.
+    shares: whether the memory of the cache can be given back between calls (`give_back`). The next call takes it again.
 
     Raises:
         NoMemory: the cache for `seqs` sequences does not fit.
@@ -93,7 +102,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.drawing = drawing
         self.version = 0
-        """Version of the weights, set by their owner; it is copied into answers."""
+        """Version of the weights. The owner of the weights sets it; it is copied into the answers."""
         device = next(model.parameters()).device
         dtype = next(model.parameters()).dtype
         options = EngineConfig(
@@ -112,7 +121,7 @@ class Sampler:
         )  # fmt: skip
         self._memory: Revocable | None = None
         self.taking_s = 0.0
-        """Seconds that the last call took to get the cache's memory back."""
+        """Seconds that the last call needed to get the memory of the cache back."""
         if shares:
             self._memory = _made_revocable(runner)
         runner.warmup(lambda words: None)
@@ -129,10 +138,10 @@ class Sampler:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """`answers` answers to each prompt. The same seed, prompts and weights give the same answers.
+        """Sample `answers` answers to each prompt. The same seed, prompts and weights give the same answers.
 
-        places: index of each prompt among all that are sampled with this seed; a draw depends on seed, index and position in
-            the sequence. Default: prompt i has index i * answers.
+        places: index of each prompt among all prompts that are sampled with this seed. A draw depends on the seed, the index
+            and the position in the sequence. Default: prompt i has index i * answers.
 
         Raises:
             ValueError: a prompt and `max_tokens` do not fit.
@@ -141,7 +150,7 @@ class Sampler:
         drawing, collector = self.drawing, OutputCollector()
         if self._memory is not None:
             self.taking_s = self._memory.take()
-        self._engine.reset()  # remove cached keys and values of other weights
+        self._engine.reset()  # remove the cached keys and values of older weights
         with torch.no_grad():
             for index, prompt in enumerate(prompts):
                 first = index * answers
@@ -156,12 +165,14 @@ class Sampler:
         return [found[first : first + answers] for first in range(0, len(found), answers)]
 
     def give_back(self) -> tuple[int, float]:
-        """Give the cache's memory back until the next call, if it is shared. Returns its bytes and the seconds it took."""
+        """Give the memory of the cache back until the next call, if `shares` is set. Returns (number of bytes, seconds it
+        took)."""
         return (0, 0.0) if self._memory is None else (self._memory.nbytes, self._memory.give_back())
 
 
 def _made_revocable(runner: ModelRunner) -> Revocable:
-    """Put a runner's cache into memory that can be given back. Before graphs are captured, nothing else holds its tensors."""
+    """Move a runner's cache into memory that can be given back. Call this before graphs are captured, while only the runner
+    refers to the cache's tensors."""
     cache = runner.cache
     kind, shapes = (
         type(cache),
@@ -172,7 +183,7 @@ def _made_revocable(runner: ModelRunner) -> Revocable:
         },
     )
     given: dict[str, Any] = {"windowed": cache.windowed} if isinstance(cache, KVCache) else {}
-    runner.cache = cache = KVCache(k=(), v=())  # free it before the same amount is allocated again
+    runner.cache = cache = KVCache(k=(), v=())  # free the old cache before the same amount is allocated again
     sizes = [-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for made in shapes.values() for shape, dtype in made]
     memory = Revocable(sum(sizes), runner.device)
     parts = iter(memory.memory.split(sizes))

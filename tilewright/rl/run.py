@@ -1,11 +1,13 @@
 """A run in a folder: checkpoints, a log, samples, and at the end the policy as a model folder.
 
-    OUT/config.toml, log.jsonl, samples.jsonl     the config, a line per step, a few samples of the steps that are printed
-    OUT/step-00000050/                            as written by `train.checkpoint`
-    OUT/model/                                    for `tilewright serve`, with its tokenizer
+    OUT/config.toml       the config
+    OUT/log.jsonl         one line per step
+    OUT/samples.jsonl     a few samples of each step
+    OUT/step-00000050/    a checkpoint, as written by `train.checkpoint`
+    OUT/model/            the policy with its tokenizer, for `tilewright serve`
 
-Tasks, samples and the order of updates follow from the seed and the step. So a run that was killed and continues from its last
-checkpoint gives bitwise the same numbers as one that was not, on one device.
+Tasks, samples and the order of updates depend only on the seed and the step. So a run that was killed and continues from its
+last checkpoint gives bitwise the same numbers as a run without interruption, on one device.
 """
 
 import json
@@ -35,15 +37,16 @@ _MAY_CHANGE = (
     "moved_every",
     "handover",
 )
-"""Fields that may differ when a run continues, because no update depends on them."""
+"""Fields that may differ when a run is continued, because no update depends on them."""
 
 
 def rows(trainer: Trainer, say: Callable[[str], None] = print) -> Generator[dict[str, Any], None, None]:
-    """Run the steps of a run in `config.out`, from its last checkpoint if there is one; gives a dict of statistics for each.
+    """Run the steps of a run in `config.out`, from its last checkpoint if there is one. Yields a dict of statistics for each
+    step.
 
     Raises:
         OSError: files cannot be read or written.
-        ValueError: the checkpoint is for another run, or damaged.
+        ValueError: the checkpoint is damaged, or belongs to another run.
     """
     config = trainer.config
     folder = Path(config.out)

@@ -1,9 +1,10 @@
 """The sampler process of a trainer: `python -m tilewright.rl.sampler_process WEIGHTS`, started by `remote.py`.
 
-Requests are lines of JSON. The first has the config, the longest conversation and this sampler's rank; it is answered when the
-model is ready. The following ones are calls with the arguments of `Sampler`, which are answered, or announcements of the
-version of weights that is about to be broadcast. Weights in shared memory are copied before a call. Answers have the version of
-their weights.
+Requests are lines of JSON. The first request contains the config, the greatest length of a conversation and the rank of this
+sampler; it is answered when the model is ready. Each later request is one of two kinds. A call contains the arguments of
+`Sampler`, and is answered with the samples. An announcement contains the version of the weights that are about to be broadcast,
+and is not answered. Weights in shared memory are copied before a call. Answers contain the version of the weights they were
+sampled with.
 """
 
 import contextlib
@@ -26,15 +27,16 @@ from tilewright.rl.shared_weights import SharedWeights
 __all__ = ["main", "sampler_of"]
 
 _SEQS = {"cuda": (1, 1024), "cpu": (256, 256)}
-"""Lower and upper bound of the samples that a sampler can decode at once; in between, it is the number of a step.
+"""Lower and upper bound of the number of samples that are decoded at the same time. Between the bounds, it is the number of
+samples per step.
 
-A step of the small model takes a GPU equally long for 256 and for 1,024. On a CPU, products with few rows have other bits than
-a trainer's, and quantising activations magnifies this.
+On a GPU, a decoding step of the small model takes the same time for 256 samples as for 1,024. On a CPU, products with few rows
+give other bits than the trainer's products, and quantised activations magnify the difference.
 """
 
 
 def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int, ...]) -> Sampler:
-    """A sampler for this model as in the config, for conversations of up to `longest` tokens."""
+    """A sampler for this model, with the settings of the config, for conversations of up to `longest` tokens."""
     least, most = _SEQS[next(model.parameters()).device.type]
     seqs = max(least, min(most, config.prompts * config.answers))
     return Sampler(
@@ -44,21 +46,21 @@ def sampler_of(config: RLConfig, model: Model, longest: int, end_ids: tuple[int,
 
 
 class _Taker:
-    """The model, and where its weights come from."""
+    """The model, its sampler, and the source of its weights."""
 
     def __init__(self, model: Model, sampler: Sampler, weights: SharedWeights | BroadcastWeights) -> None:
         self._model, self._sampler, self._weights = model, sampler, weights
         sampler.version = -1
 
     def take(self, version: int) -> None:
-        """Receive weights that are being broadcast."""
+        """Receive the weights of this version, which are being broadcast."""
         assert isinstance(self._weights, BroadcastWeights)
         self._weights.pull()
         requantise(self._model)
         self._sampler.version = version
 
     def sample(self, call: dict[str, Any]) -> list[list[dict[str, Any]]]:
-        """Sample with the newest weights."""
+        """Sample with the newest weights. `call`: the arguments of `Sampler`."""
         if isinstance(self._weights, SharedWeights) and self._weights.version != self._sampler.version:
             self._sampler.version = self._weights.pull()
             requantise(self._model)
@@ -66,9 +68,9 @@ class _Taker:
 
 
 def main() -> None:
-    """Serve one trainer until its end of the pipe closes."""
+    """Serve one trainer until it closes its end of the pipe."""
     replies = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print must not be taken for an answer
+    with contextlib.redirect_stdout(sys.stderr):  # output of libraries must not be mistaken for an answer
         first, place = json.loads(sys.stdin.readline()), Path(sys.argv[1])
         config = RLConfig(**first["config"])
         torch.set_num_threads(first["threads"])

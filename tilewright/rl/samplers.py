@@ -1,7 +1,7 @@
-"""The samplers of a run that has them in separate processes, on one or several devices of this machine.
+"""The samplers of a run that samples in separate processes, on one or several devices of this machine.
 
-Each gets a part of a call's prompts. A draw depends on a prompt's index in the whole call, so results do not depend on the
-number of samplers, except for rounding. `config.handover` says how they get weights.
+Each sampler receives a share of the prompts of a call. A draw depends on the index of its prompt in the whole call, so the
+results do not depend on the number of samplers, except for rounding. `config.handover` states how samplers receive weights.
 """
 
 import tempfile
@@ -23,13 +23,13 @@ __all__ = ["RemoteSamplers", "check_devices", "dealt"]
 
 
 class RemoteSamplers:
-    """A process on each device named in `config.sampler`, with the weights of `model`.
+    """One sampler process on each device named in `config.sampler`, with the weights of `model`.
 
-    longest: most tokens of a conversation.
+    longest: greatest number of tokens in a conversation.
 
     Raises:
-        ConnectionError: one ends before it is ready.
-        ValueError: weights cannot be transferred in this way between these devices.
+        ConnectionError: a process ends before it is ready.
+        ValueError: `config.handover` is not possible between these devices.
     """
 
     def __init__(self, config: RLConfig, model: Model, longest: int) -> None:
@@ -48,7 +48,7 @@ class RemoteSamplers:
             self._closing.callback(self.weights.close)
             for rank, device in enumerate(devices, 1):
                 self.samplers.append(RemoteSampler(config, device, place, longest, rank=rank, size=1 + len(devices)))
-                self._closing.callback(self.samplers[-1].close)  # closed before the weights
+                self._closing.callback(self.samplers[-1].close)  # samplers are closed before the weights
             for sampler in self.samplers:
                 sampler.wait()
             if isinstance(self.weights, BroadcastWeights):
@@ -59,7 +59,7 @@ class RemoteSamplers:
             raise
 
     def push(self, version: int) -> dict[str, float]:
-        """Transfer the model's weights. Returns how long it took. Raises ConnectionError if a sampler has ended."""
+        """Transfer the model's weights to the samplers. Returns timings. Raises ConnectionError if a sampler has ended."""
         if isinstance(self.weights, SharedWeights):
             return self.weights.push(version)
         for sampler in self.samplers:
@@ -69,7 +69,7 @@ class RemoteSamplers:
     def __call__(
         self, prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int, places: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        """As `Sampler`, by all processes at once. Raises ConnectionError if one has ended."""
+        """As `Sampler`, with all processes at once. Raises ConnectionError if a process has ended."""
         return dealt(self.samplers, prompts, answers=answers, max_tokens=max_tokens, seed=seed, places=places)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class RemoteSamplers:
 
 
 def check_devices(handover: str, own: torch.device, others: Sequence[str]) -> None:
-    """Raises ValueError if weights on the device `own` cannot be transferred in this way to samplers on `others`."""
+    """Raise ValueError if weights cannot be transferred by `handover` from the device `own` to samplers on `others`."""
     names = [str(own), *(f"{name}:0" if name == "cuda" else name for name in others)]
     if handover == "card" and (own.type != "cuda" or len(set(names)) > 1):
         raise ValueError(
@@ -101,7 +101,7 @@ def dealt(
     samplers: Sequence[Samples], prompts: Sequence[Sequence[int]], *, answers: int, max_tokens: int, seed: int,
     places: Sequence[int] | None,
 ) -> list[list[Answer]]:  # fmt: skip
-    """The answers to all prompts, in order, from samplers that each work on an equal share at the same time."""
+    """The answers to all prompts, in order. Each sampler works on an equal share; all of them work at the same time."""
     whole = [index * answers for index in range(len(prompts))] if places is None else list(places)
     count = len(samplers)
     cuts = [len(prompts) * place // count for place in range(count + 1)]

@@ -1,10 +1,10 @@
-"""A model's parameters in memory shared by two processes: the trainer writes them, the sampler copies them out.
+"""A model's parameters in memory that two processes share: the trainer writes them, and the sampler copies them from there.
 
-The memory is a file that both map, in a memory file system if the machine has one. If both work on one card, it may be the
-card's memory, and the file has the handle that opens it. At its start are two version numbers: of the write that was begun
-last, and of the write that was finished last. If a reader finds that they differ, or have changed, it reads again. Only the
-given file is opened and
-nothing is parsed: both sides derive the layout from their model.
+The memory is a file that both processes map, in a memory file system if the machine has one. If both use the same GPU, the
+memory may be GPU memory instead; the file then contains the handle that opens it. The file begins with two version numbers:
+that of the write that was begun last, and that of the write that was finished last. A reader reads again if the two differ, or
+if they changed while it was reading. Only the given file is opened, and nothing is parsed: both sides derive the layout from
+their models.
 """
 
 import hashlib
@@ -30,22 +30,22 @@ _FAST = Path("/dev/shm")
 
 
 def parameters_of(model: Model) -> list[Tensor]:
-    """A model's parameters ordered by name, the same on both sides."""
+    """A model's parameters, ordered by name, so that the order is the same on both sides."""
     return [parameter.detach() for _, parameter in sorted(model.named_parameters())]
 
 
 def layout_of(parameters: Sequence[Tensor]) -> bytes:
-    """32 bytes that differ between models of different shapes or dtypes."""
+    """32 bytes that identify the shapes and dtypes of a model's parameters."""
     return hashlib.sha256(repr([(tuple(p.shape), p.dtype) for p in parameters]).encode()).digest()
 
 
 class SharedWeights:
-    """The parameters of `model` in the file `path`; without a path, in a new file, which `close` deletes.
+    """The parameters of `model` in the file `path`. Without a path, in a new file, which `close` deletes.
 
-    on_card: in memory of the model's card, whose handle is in the file.
+    on_card: keep the parameters in GPU memory on the model's device; the file contains the handle.
 
     Raises:
-        RuntimeError: the card's driver cannot share its memory.
+        RuntimeError: the GPU's driver cannot share its memory.
         ValueError: the file is for another model.
     """
 
@@ -86,7 +86,7 @@ class SharedWeights:
             self._layout[:], self._versions[:] = layout, -1
 
     def push(self, version: int) -> dict[str, float]:
-        """Write the model's parameters as this version. Returns how long it took, and the rate."""
+        """Write the model's parameters as this version. Returns the time that this took, and the rate."""
         began = time.perf_counter()
         self._versions[0] = version
         self._copy(self._places, self._parameters)
@@ -97,11 +97,11 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """The version written last; -1: none."""
+        """The version that was written last; -1 if there is none."""
         return int(self._versions[1])
 
     def pull(self) -> int:
-        """Copy the version written last into the model's parameters, and return it."""
+        """Copy the version that was written last into the model's parameters. Returns the version."""
         while True:
             before = self.version
             if before == int(self._versions[0]):
@@ -111,7 +111,7 @@ class SharedWeights:
             time.sleep(1e-3)
 
     def close(self) -> None:
-        """Delete the file and free memory on a card, if this side created them; unlock pages. May be called twice."""
+        """Unlock pages. Delete the file and free GPU memory, if this side created them. May be called twice."""
         if self._locked is not None:
             self._locked.close()
             self._locked = None
@@ -128,7 +128,7 @@ class SharedWeights:
 
     def _on_host(self, raw: Tensor) -> Tensor:
         if self._device.type == "cuda":
-            with suppress(RuntimeError):  # copies are then slower, which the rate from `push` shows
+            with suppress(RuntimeError):  # without locked pages, copies are slower, which the rate from `push` shows
                 self._locked = Locked(raw, self._device)
         return raw[_HEADER:]
 
@@ -146,5 +146,5 @@ class SharedWeights:
 
 
 def _folder_for(size: int) -> Path | None:
-    """A folder in memory, if it has room; None: the folder of temporary files."""
+    """A folder in a memory file system, if it has enough room; None: use the default folder for temporary files."""
     return _FAST if _FAST.is_dir() and shutil.disk_usage(_FAST).free > size else None

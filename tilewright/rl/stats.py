@@ -1,4 +1,4 @@
-"""Statistics of a step: ratios, KL, clipping, distance to the sampler, and samples without a gradient."""
+"""Statistics of a step: ratios, KL divergence, clipping, distance to the sampler, and samples without a gradient."""
 
 import torch
 from torch import Tensor
@@ -13,11 +13,14 @@ __all__ = ["measure"]
 def measure(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2) -> dict[str, float]:
     """Statistics over the batch's chosen tokens, as plain numbers.
 
-    ratio: mean of new over old probability; ratio_off: its largest distance from 1; clip_share: share of tokens outside of the
-    clip range; kl: of the old from the new policy (k3). reward and length: means over sequences. empty: sequences without a
-    chosen token.
-    equal_groups: share of sequences whose whole group has the same reward, so no gradient. stale: number of versions from the
-    newest sequence back to the oldest.
+    ratio: mean of (new / old probability).
+    ratio_off: greatest distance of a token's ratio from 1.
+    clip_share: share of tokens whose ratio is outside of the clip range.
+    kl: KL divergence of the old from the new policy (k3).
+    reward, length: means over sequences; the length is the number of chosen tokens.
+    empty: number of sequences without a chosen token.
+    equal_groups: share of sequences in whose group all rewards are equal, so that there is no gradient.
+    stale: number of versions between the newest and the oldest sequence.
     """
     ratio = batch.log_ratio(logprobs_T)[batch.mask].exp()
     counts = batch.counts()

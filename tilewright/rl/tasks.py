@@ -1,4 +1,4 @@
-"""Writes solved tasks as texts for pretraining, and a small model folder with a tokenizer of characters."""
+"""Writes solved tasks as texts for pretraining, and a small model folder with a tokenizer of single characters."""
 
 import json
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from tilewright.rl.text import Text
 __all__ = ["solved_texts", "write_tasks"]
 
 _FIRST = 1 << 41
-"""First seed for these texts: lower ones are for training by rewards, or for measurements."""
+"""First seed for these texts. Lower seeds are for training by rewards and for measurements."""
 
 
 def solved_texts(specs: list[str], count: int, seed: int) -> Iterator[str]:
-    """`count` prompts with their solutions, from the environments in turn.
+    """`count` prompts, each followed by its solution. The environments take turns.
 
     Raises:
-        ValueError: there is no such environment, or it has no solutions.
+        ValueError: there is no such environment, or it does not know solutions.
     """
     made = [(spec, environment(spec)) for spec in specs]
     for index in range(count):
@@ -36,11 +36,11 @@ def solved_texts(specs: list[str], count: int, seed: int) -> Iterator[str]:
 
 
 def write_tasks(config: RLConfig, specs: list[str], count: int, folder: Path) -> dict[str, Any]:
-    """Write FOLDER/tasks.jsonl and FOLDER/model, with random weights and a tokenizer of characters. Returns a summary.
+    """Write FOLDER/tasks.jsonl, and FOLDER/model with random weights and a tokenizer of single characters. Returns a summary.
 
     Raises:
         MissingExtra: `tokenizers` is not installed.
-        ValueError: as `solved_texts`; or a text has a character that is not in the config's alphabet.
+        ValueError: as `solved_texts`; or a text contains a character that is not in the config's alphabet.
     """
     text: Text = Characters(config.alphabet)
     folder.mkdir(parents=True, exist_ok=True)

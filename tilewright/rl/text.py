@@ -1,4 +1,4 @@
-"""Conversion between the texts of an environment and the tokens of a model: by characters, or by a model's tokenizer."""
+"""Converts between the texts of an environment and the tokens of a model: by single characters, or with a model's tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -17,10 +17,10 @@ class Text(Protocol):
     end_ids: tuple[int, ...]
     """Tokens that end an answer."""
     vocab: int
-    """Number of token ids."""
+    """The number of token ids."""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt, after which an answer begins. Raises ValueError for a text without tokens."""
+        """The tokens of a prompt; an answer follows them. Raises ValueError for a text without tokens."""
         ...
 
     def reply(self, text: str) -> list[int]:
@@ -32,7 +32,7 @@ class Text(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files with which a server uses the same tokens."""
+        """Write the files that a server needs to use the same tokens."""
         ...
 
 
@@ -40,12 +40,12 @@ class Tokens:
     """The tokenizer of a model folder.
 
     Args:
-        folder: with tokenizer.json.
-        chat: render a prompt as a user message in the folder's chat template; otherwise it is plain text.
+        folder: a folder that contains tokenizer.json.
+        chat: render a prompt as a user message in the folder's chat template. Otherwise, a prompt is plain text.
 
     Raises:
         TokenizerError: the folder has no readable tokenizer.
-        ValueError: `chat` without a template, or there is no token that ends an answer.
+        ValueError: `chat` is set and there is no template, or the tokenizer has no token that ends an answer.
     """
 
     def __init__(self, folder: Path, *, chat: bool = False) -> None:
@@ -57,19 +57,19 @@ class Tokens:
             raise ValueError(f"{folder} names no end-of-text token (eos_token), so an answer could never end")
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a prompt, with those that the tokenizer or the chat template adds."""
+        """The tokens of a prompt, including those that the tokenizer or the chat template adds."""
         if self._chat:
             return self._tokenizer.chat_ids([{"role": "user", "content": text}])
         found = self._tokenizer.encode(text)
         ends = set(self.end_ids)
-        while found and found[-1] in ends:  # some tokenizers add it after a text, but here an answer follows
+        while found and found[-1] in ends:  # some tokenizers add an end token after a text, but here an answer must follow
             found.pop()
         if not found:
             raise ValueError(f"the prompt {text!r} has no tokens")
         return found
 
     def reply(self, text: str) -> list[int]:
-        """The tokens of the text only."""
+        """The tokens of the text, without special tokens."""
         return self._tokenizer.encode(text, add_special=False)
 
     def decode(self, ids: list[int]) -> str:

@@ -1,1 +1,1 @@
-"""The trainer: pretraining, fine-tuning, preferences and optimizers, on the same models and kernels that serve."""
+"""The trainer: pretraining, fine-tuning, preference learning and optimizers. It uses the same models and kernels as serving."""

@@ -1,4 +1,4 @@
-"""Micro-batches for training: packed pieces of documents, with the token to predict at each position."""
+"""Micro-batches for training: pieces of documents packed one after the other, with the token to predict at each position."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ IGNORED = -100
 """The target of a position that has no loss."""
 
 Piece = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Token ids of a piece of a document, and the target of each: the next token, or `IGNORED`."""
+"""The token ids of a piece of a document, and for each of them the target: the next token, or `IGNORED`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class TrainBatch:
     """One micro-batch.
 
     token_ids: [T] int64.
-    targets: [T] int64, the token to predict; `IGNORED` at positions without a loss.
-    packed: where documents begin; attention stays within them.
-    n_targets: the number of targets that are not ignored, known on the host.
+    targets: [T] int64, the token to predict at each position; `IGNORED` at positions without a loss.
+    packed: where the documents begin. Attention stays within each document.
+    n_targets: the number of targets that are not `IGNORED`, stored on the host.
     """
 
     token_ids: Tensor
@@ -50,7 +50,7 @@ class TrainBatch:
 
 
 def pack(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
-    """Concatenate pieces, on the CPU; if `pin`, in pinned memory, for asynchronous copies.
+    """Concatenate pieces on the CPU. With `pin`, the tensors are in pinned memory, for asynchronous copies.
 
     Raises:
         ValueError: there are no tokens.

@@ -1,14 +1,14 @@
-"""`loss_and_grads` of micro-batches as a CUDA graph: the host launches a whole forward and backward pass with one call.
+"""Replays `loss_and_grads` as a CUDA graph: the host launches a whole forward and backward pass with one call.
 
-Everything that differs between micro-batches is in fixed memory that the graph reads: tokens, targets, positions, starts of
-documents, and the factor 1 / targets with which the backward pass begins. A graph is made for a number of tokens and a number
-of documents; if a micro-batch has fewer documents, empty ones are added. Only one graph is kept: for more documents than it has
-room for, it is freed and a larger one is captured. Gradients are in the same memory each time. If more micro-batches follow in
-the same update, they are copied before the next replay.
+Everything that differs between micro-batches is at fixed addresses that the graph reads: tokens, targets, positions, starts of
+documents, and the factor 1 / targets with which the backward pass begins. A graph is captured for a fixed number of tokens and
+of documents. If a micro-batch has fewer documents, empty ones are added. Only one graph is kept: if a micro-batch has more
+documents than the graph has room for, the graph is freed and a larger one is captured. Every replay writes the gradients to the
+same memory. If another micro-batch of the same update follows, the gradients are copied before the next replay.
 
-The bits are those of `loss_and_grads` for the same batch with the graph's number of documents and length of the longest
-(`padded`). The choice of attention kernels may depend on both, so if all documents are far shorter than a row, the bits may
-differ from those without a graph.
+The results are bitwise those of `loss_and_grads` for the batch that `padded` returns: it has the graph's number of documents,
+and the graph's value for the length of the longest document. The choice of attention kernels may depend on both values. So if
+all documents are much shorter than a row, the bits may differ from those without a graph.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from tilewright.train.step import Objective, trainable
 __all__ = ["Captured", "as_graph", "check_graphs", "documents_for", "padded"]
 
 Replay = Callable[[], list[Tensor]]
-"""Runs what was captured, on the present content of its inputs; returns the same tensors each time."""
+"""Replays a captured function with the current contents of its inputs. Returns the same tensors at each call."""
 
 
 def check_graphs(config: TrainConfig, shape: ModelConfig, device: torch.device) -> None:
@@ -50,21 +50,22 @@ def check_graphs(config: TrainConfig, shape: ModelConfig, device: torch.device) 
 
 
 def documents_for(documents: int) -> int:
-    """Room for this number of documents: at most half as many more, from a small set of sizes: ... 16, 24, 32, 48, 64 ..."""
+    """The number of documents for which to capture a graph: one of ... 16, 24, 32, 48, 64 ..., at most 1.5 times
+    `documents`."""
     unit = max(1, next_pow2(documents) // 4)
     return -(-documents // unit) * unit
 
 
 def padded(batch: TrainBatch, documents: int, longest: int) -> TrainBatch:
-    """The batch with empty documents added, up to `documents` in all, and `longest` as the length of the longest."""
+    """The batch with empty documents added, so that there are `documents` in all, and with `longest` as the longest length."""
     cu = batch.packed.cu_q
     empty = cu[-1:].expand(documents + 1 - cu.shape[0])
     return replace(batch, packed=replace(batch.packed, cu_q=torch.cat([cu, empty]), max_q_len=longest))
 
 
 def as_graph(run: Callable[[], list[Tensor]]) -> Replay:
-    """Capture the launches of `run` on the current device. It runs twice before, so that compiling, choosing implementations
-    and filling caches are not part of the graph."""
+    """Capture the launches of `run` on the current device. Before the capture, `run` is called twice: compilation, the choice
+    of implementations and the filling of caches must not happen during the capture."""
     device = torch.device("cuda", torch.cuda.current_device())
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -73,14 +74,14 @@ def as_graph(run: Callable[[], list[Tensor]]) -> Replay:
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # the graph takes the memory of these runs in a pool of its own
+    torch.cuda.empty_cache()  # the graph allocates from a pool of its own, so free what these two calls used
     graph = torch.cuda.CUDAGraph()
-    # Another thread may be writing a checkpoint; its calls would end a capture that covers all threads.
+    # Another thread may be writing a checkpoint. Its CUDA calls would end a capture that covers all threads.
     with own_tickets(device) as counters, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         results = run()
 
     def replay() -> list[Tensor]:
-        assert counters is not None  # the graph's launches write them
+        assert counters is not None  # keeps the counters alive: the graph's launches write to them
         graph.replay()
         return results
 
@@ -88,12 +89,12 @@ def as_graph(run: Callable[[], list[Tensor]]) -> Replay:
 
 
 class Captured:
-    """`train.step.loss_and_grads`, captured at the first micro-batch.
+    """A replacement for `train.step.loss_and_grads`, which captures a graph at the first micro-batch.
 
     Args:
-        longest: tokens of the longest possible document: those of a row.
+        longest: the greatest possible length of a document, in tokens: the length of a row.
         say: called with a message at each capture.
-        capture: makes a replay of a pass.
+        capture: (a function that runs a pass) -> a function that replays it.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class Captured:
     def __call__(
         self, model: Model, objective: Objective, batches: Sequence[TrainBatch], n_targets: int
     ) -> Iterator[list[Tensor]]:  # fmt: skip
-        """(loss, gradient of each of `trainable(model)`) for each micro-batch, as parts of the mean over `n_targets`.
+        """For each micro-batch: (loss, gradient of each of `trainable(model)`), as its share of the mean over `n_targets`.
 
-        The next call overwrites the gradients of the last one.
+        The next call overwrites the gradients of this one.
 
         Raises:
-            ValueError: a micro-batch has another number of tokens than the first, or a document is longer than `longest`.
+            ValueError: a micro-batch differs from the first one in its number of tokens, or a document is longer than
+                `longest`.
         """
         for i, batch in enumerate(batches):
             replay = self._with(model, objective, batch, n_targets)
@@ -120,7 +122,7 @@ class Captured:
             yield [loss / n_targets, *(grads if i + 1 == len(batches) else [grad.clone() for grad in grads])]
 
     def _with(self, model: Model, objective: Objective, batch: TrainBatch, n_targets: int) -> Replay:
-        """The replay of a pass, with these inputs filled in."""
+        """Copy the inputs into the memory of the graph, and return its replay. Captures a graph if necessary."""
         documents = batch.packed.cu_q.shape[0] - 1
         if batch.packed.max_q_len > self._longest:
             raise ValueError(f"a document has {batch.packed.max_q_len} tokens, wanted at most {self._longest}")
@@ -149,7 +151,7 @@ class Captured:
         count = there.packed.cu_q.shape[0]
         here.packed.cu_q[:count].copy_(there.packed.cu_q)
         here.packed.cu_q[count:].fill_(there.token_ids.numel())
-        # The gradient with which the backward pass of a division by n_targets begins.
+        # The gradient of the loss, if the loss is divided by n_targets: the backward pass begins with it.
         self._factor.fill_(float(np.float32(1) / np.float32(n_targets)))
 
     def _pass(self, model: Model, objective: Objective, inputs: TrainBatch) -> Callable[[], list[Tensor]]:
@@ -163,6 +165,6 @@ class Captured:
 
 
 def _own(batch: TrainBatch) -> TrainBatch:
-    """The batch in newly allocated memory."""
+    """A copy of the batch in newly allocated memory."""
     packed = replace(batch.packed, positions=batch.packed.positions.clone(), cu_q=batch.packed.cu_q.clone())
     return replace(batch, token_ids=batch.token_ids.clone(), targets=batch.targets.clone(), packed=packed)

@@ -1,11 +1,12 @@
-"""Checkpoints of a run: the optimizer's state as safetensors (by torch.distributed.checkpoint), and progress as JSON.
+"""Checkpoints of a run: the optimizer state as safetensors (written by torch.distributed.checkpoint), and the progress as JSON.
 
-    OUT/step-00000100/model-*.safetensors   master weights, moments and the optimizer's control, by name
+    OUT/step-00000100/model-*.safetensors   master weights, moments and the optimizer's control values, by name
     OUT/step-00000100/state.json            step, tokens, positions in the data
     OUT/step-00000100/config.toml           the config of the run
 
-A folder gets this name only when it is completely on disk, so a checkpoint is either complete or not there; older ones are
-deleted only then. Weights are not saved twice, because they are the rounded master weights. Nothing is pickled.
+A folder receives this name only when all of its files are completely on disk. So a checkpoint either is complete or does not
+exist. Older checkpoints are deleted only after that. The model weights are not saved separately, because they are the rounded
+master weights. Nothing is pickled.
 """
 
 import json
@@ -36,9 +37,9 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: folder of the run; it is created.
-        keep: how many checkpoints to keep.
-        asynchronous: write while training continues; the state is copied to the host first.
+        folder: folder of the run; it is created if it does not exist.
+        keep: how many of the newest checkpoints to keep.
+        asynchronous: write checkpoints while training continues. The state is first copied to the host.
     """
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool):
@@ -56,8 +57,8 @@ class Checkpoints:
         return self._path(step) in self._whole()
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], config: str) -> str | None:
-        """Save the state after `step` updates, after waiting for a save in progress. Returns what went wrong with that one, or
-        with this one if it is not asynchronous."""
+        """Wait for a save in progress, then save the state after `step` updates. Returns a message if the earlier save failed,
+        or if this one failed and is not asynchronous; else None."""
         before = self.finish()
         partial = self.partial(step)
         try:
@@ -67,7 +68,7 @@ class Checkpoints:
             write(partial / "config.toml", config)
         except OSError as error:
             return self._failed(partial, error)
-        # A copy: DCP's own copy would share the memory of tensors that are on the host already.
+        # A copy, because the copy that DCP makes shares the memory of tensors that are already on the host.
         held: dict[str, Any] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         _expect_one_process()
         started = state_dict_saver.async_save(held, storage_writer=HuggingFaceStorageWriter(str(partial)), no_dist=True)
@@ -76,11 +77,12 @@ class Checkpoints:
         return before if self._asynchronous else before or self.finish()
 
     def poll(self) -> str | None:
-        """If a save has ended, give it its final name. Returns what went wrong with it."""
+        """If a save has ended, give the checkpoint its final name. Returns a message if the save failed, else None."""
         return self.finish() if self._pending is not None and self._pending[1].done() else None
 
     def finish(self) -> str | None:
-        """Wait for a save in progress. Returns what went wrong with it; earlier checkpoints are then still there."""
+        """Wait for a save in progress. Returns a message if it failed, else None. A failure does not affect older
+        checkpoints."""
         if self._pending is None:
             return None
         (partial, done), self._pending = self._pending, None
@@ -91,7 +93,7 @@ class Checkpoints:
         return self._named(partial)
 
     def close(self) -> None:
-        """Finish writing; also called if a run ends by an error."""
+        """Finish writing. Also called if the run ends with an error."""
         self.finish()
 
     def partial(self, step: int) -> Path:
@@ -99,7 +101,7 @@ class Checkpoints:
         return self._path(step).with_suffix(_PARTIAL)
 
     def _named(self, partial: Path) -> str | None:
-        """Give a complete checkpoint its final name. Returns what went wrong."""
+        """Give a complete checkpoint its final name. Returns a message if this failed, else None."""
         try:
             for path in partial.iterdir():
                 to_disk(path)
@@ -132,12 +134,12 @@ class Checkpoints:
 def load(
     folder: Path, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(the saved tensors with the names of `tensors`, on the CPU; state.json) of a checkpoint.
+    """Read a checkpoint: (the saved tensors with the names of `tensors`, on the CPU; the contents of state.json).
 
-    pieces: which part of each parameter this rank has, if it does not have all.
+    pieces: which part of each parameter this rank holds; None if it holds all parameters completely.
 
     Raises:
-        ValueError: it is damaged, or belongs to another model or optimizer.
+        ValueError: the checkpoint is damaged, or belongs to another model or optimizer.
     """
     held = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
     try:
@@ -155,7 +157,8 @@ def load(
 
 
 def _expect_one_process() -> None:
-    """Silence DCP's warning that there is only one process; permanently, because it comes from the thread that saves."""
+    """Silence DCP's warning that there is only one process. The filter stays in place, because the warning comes from the
+    thread that saves."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
@@ -165,7 +168,7 @@ def write(path: Path, text: str) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
+    """Wait until a file, or the list of entries of a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Decides which layers of a run use float8 products (`ops.linear_fp8`), and why the others do not."""
+"""Decides which layers of a run use float8 products (`ops.linear_fp8`), and explains why the other layers do not."""
 
 from collections.abc import Iterator
 
@@ -16,22 +16,23 @@ __all__ = ["refusal", "set_compute"]
 
 _SCALES = {"fp8": "row", "fp8-tensor": "tensor"}
 _LAUNCH_S = 3e-6
-"""Time of a launch that follows another on one stream, H100, if the host is ahead of the device, as it is with `graphs`."""
+"""Seconds for a launch that follows another launch on the same stream, on an H100, if the host is ahead of the device, as with
+`graphs`."""
 _GAIN = 1.2
-"""How much faster float8 must be for y and dx together. They take a quarter to two fifths of an update, so a smaller gain would
-be less than 3 % of it, which is within the error of rooflines."""
+"""The least speed-up of float8 for y and dx together. These products take a quarter to two fifths of an update. A smaller
+speed-up would save less than 3 % of an update, which is within the error of the rooflines."""
 
 
 def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
-    """Set the products of the blocks' linear layers as in the config. Embedding, head, routers and experts are not changed.
+    """Set the precision of the products in the blocks' linear layers. Embedding, head, routers and experts are not changed.
 
-    The choice depends on the shapes, the tokens of a micro-batch and the card, but not on how a run is distributed.
+    The choice depends on the shapes, on the tokens of a micro-batch and on the GPU, but not on how the run is distributed.
 
     Returns:
-        The choices as text; layers of the same shape together.
+        The choices as text. Layers with the same reason are listed together.
 
     Raises:
-        ValueError: the card has no float8, the dtype does not fit, or no layer becomes faster.
+        ValueError: the GPU does not support float8, the dtype is not supported, or no layer becomes faster.
     """
     if config.compute == "dtype":
         return []
@@ -51,7 +52,8 @@ def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list
 
 
 def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | None:
-    """Why a layer keeps its products, or None. card: None for a CPU, where the reference runs and speed does not matter."""
+    """The reason why a layer does not use float8, or None. `card`: None for a CPU, which runs the reference implementation, so
+    that speed does not matter."""
     assert isinstance(layer.weight, Tensor)
     rows, cols = layer.weight.shape
     slices, tokens = config.parallel.slices, config.row_tokens * config.micro_rows // config.parallel.chunks

@@ -1,5 +1,5 @@
-"""The configuration of a training run, a frozen dataclass that is read from TOML. Its fields are the options of `tilewright
-train`.
+"""The configuration of a training run: a frozen dataclass that is read from TOML. Its fields are also the options of
+`tilewright train`.
 
 Does not import torch.
 """
@@ -25,7 +25,7 @@ _CHOICES = {
 }  # fmt: skip
 
 TABLES = ("dpo", "lora")
-"""Tables that a file may have: `rank` in [lora] is the field lora_rank."""
+"""Tables that a config file may contain. For example, `rank` in the table [lora] is the field lora_rank."""
 
 FREE = frozenset(
     (
@@ -42,9 +42,10 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. Tokens of one update: row_tokens * micro_rows * micro_batches.
+    """A training run. One update reads row_tokens * micro_rows * micro_batches tokens.
 
-    Raises ValueError for values that are invalid for every model and all data.
+    Raises:
+        ValueError: a value is invalid for every model and all data.
     """
 
     model: str = _option(
@@ -207,12 +208,13 @@ class TrainConfig:
 
     @property
     def step_tokens(self) -> int:
-        """The highest number of tokens in one update."""
+        """The greatest number of tokens in one update."""
         return self.row_tokens * self.micro_rows * self.micro_batches
 
 
 def _check_type(name: str, kind: Any, value: Any) -> None:
-    """Raise ValueError unless a field's value has the annotated type; an int is also accepted as a float."""
+    """Raise ValueError unless the value of a field has the annotated type. An int is also accepted where a float is
+    expected."""
     kinds = get_args(kind) if type(None) in get_args(kind) else (kind,)
     for one in kinds:
         if one is type(None) and value is None:
@@ -230,7 +232,7 @@ def _check_type(name: str, kind: Any, value: Any) -> None:
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
-    """A config from a file's values, and options that override them. Raises ValueError for an unknown name."""
+    """A config from the values of a file and from options, which override them. Raises ValueError for an unknown name."""
     known = [one.name for one in fields(TrainConfig)]
     for name in values:
         if name not in known:
@@ -248,7 +250,7 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a config file, with tables flattened. Raises ValueError if it is not TOML."""
+    """The values of a config file; tables are flattened. Raises ValueError if the file is not valid TOML."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -258,7 +260,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Every field that has a value, in the format of `read_toml`."""
+    """All fields that have a value, in the format that `read_toml` reads."""
     values = {**asdict(config), "parallel": str(config.parallel) or None}
     lines = [f"{name} = {_literal(value)}" for name, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
@@ -276,8 +278,8 @@ def _literal(value: Any) -> str:
 
 
 def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
-    """A sentence for each field that differs although a resumed run must not change it."""
-    # Another plan computes the same, but the number of summands must stay the same.
+    """For each field that must not change when a run is resumed, but did: a sentence about it."""
+    # The plan may differ, except for the division of the sums (`slices` and `chunks`), which `alone` keeps.
     alone = replace(saved, parallel=saved.parallel.alone())
     same = replace(now, **{name: getattr(saved, name) for name in FREE}, parallel=now.parallel.alone())
     pairs = ((one.name, getattr(alone, one.name), getattr(same, one.name)) for one in fields(TrainConfig))

@@ -1,15 +1,18 @@
-"""From files to micro-batches, in an order that depends only on a seed, and that can be resumed at the exact token.
+"""Turns files into micro-batches. The order depends only on a seed, and reading can be resumed at the exact token.
 
-Everything is read from token shards (`tilewright.data.shards`). A folder of shards is used as it is; texts and conversations
-are converted to shards once, in the run's folder. Each epoch reads all documents of a source in a new order, drawn from (seed,
-epoch). So what a source returns is a pure function of a position, and a checkpoint only has to store positions.
+All data are read from token shards (`tilewright.data.shards`). A folder of shards is used as it is. Texts and conversations are
+converted to shards once, in the folder of the run. In each epoch, all documents of a source are read in a new order, which is
+drawn from (seed, epoch); without a seed, they are read in the order of the shards. So the rows of a source depend only on the
+position at which they are read, and a checkpoint only has to store positions.
 
-    Texts            one endless stream of tokens, cut into rows of L. A document that does not fit continues in the next row,
-                     where positions and attention start anew. Documents may be cut into pieces before they are shuffled, so
-                     that even with long documents, successive rows are from different ones. Position: tokens read.
-    Conversations    whole conversations, as many as fit into L tokens, with a loss on the answers only. Position:
-    conversations.
-    Mixture          chooses the source of the next row: the one that is furthest behind its weight, counted in tokens.
+    Texts            One endless stream of tokens, cut into rows of L tokens. A document that does not fit continues in the
+                     next row, where positions and attention start anew. Documents may be cut into pieces before they are
+                     shuffled, so that successive rows come from different documents even if documents are long.
+                     Position: number of tokens read.
+    Conversations    Whole conversations, as many as fit into L tokens. Only answers have a loss.
+                     Position: number of conversations read.
+    Mixture          Chooses the source of each row: the source from which the fewest tokens have been read so far, in
+                     proportion to its weight.
 """
 
 import hashlib
@@ -43,25 +46,26 @@ __all__ = [
 _SHARD_TOKENS = 1 << 27
 
 Marked = list[tuple[list[int], bool]]
-"""A conversation as runs of token ids; True if the run is an answer, which has a loss."""
+"""A conversation as a list of (token ids, whether they are an answer). Only answers have a loss."""
 
 
 class Source(Protocol):
-    """Rows in a fixed order."""
+    """Provides rows in a fixed order."""
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
-        """(pieces with at most `length` tokens in all, the position after them)."""
+        """(pieces with at most `length` tokens together, the position after these pieces)."""
         ...
 
 
 class _Order:
-    """The documents of shards in the order of each epoch; if `piece` is not 0, cut into pieces of at most this many tokens."""
+    """The order of the documents of shards, for each epoch. If `piece` is not 0, documents are cut into pieces of at most this
+    many tokens."""
 
     def __init__(self, shards: TokenShards, seed: int | None, name: str, piece: int = 0):
         if not len(shards):
             raise ValueError(f"{name} has no tokens: give another source, or leave it out")
         ends = shards.ends(0, len(shards))
-        # Documents without tokens are dropped; tokens after the last end are a document that ends with the shards.
+        # Documents without tokens are dropped. Tokens after the last end marker are one more document.
         ends = np.unique(np.append(ends[ends > 0], len(shards)))
         if piece:
             ends = _cut(ends, piece)
@@ -71,7 +75,7 @@ class _Order:
         self._held: tuple[int, NDArray[np.int64]] | None = None
 
     def of(self, epoch: int) -> NDArray[np.int64]:
-        """Document indices; without a seed, in the order of the shards."""
+        """The document indices of an epoch in their order. Without a seed, this is the order of the shards."""
         if self._held is None or self._held[0] != epoch:
             count = len(self.starts)
             key = None if self._seed is None else np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
@@ -80,7 +84,8 @@ class _Order:
 
 
 def _cut(ends: NDArray[np.int64], piece: int) -> NDArray[np.int64]:
-    """Cut documents with these ends into pieces of at most `piece` tokens, each from its beginning; the ends of the pieces."""
+    """Cut documents that end at `ends` into pieces of at most `piece` tokens, counted from the start of each document. Returns
+    the ends of the pieces."""
     starts = np.concatenate(([0], ends[:-1]))
     counts = -(-(ends - starts) // piece)
     first = np.repeat(np.cumsum(counts) - counts, counts)
@@ -89,13 +94,13 @@ def _cut(ends: NDArray[np.int64], piece: int) -> NDArray[np.int64]:
 
 
 class Texts:
-    """Rows of exactly `length` tokens; in each epoch, every token except the first of a document or piece is predicted once.
+    """Rows of exactly `length` tokens. In each epoch, every token is predicted once, except the first of a document or piece.
 
     Args:
         shards: token shards of documents, each with its end-of-text token.
-        seed: for the order of documents; None: the order of the shards.
-        name: for messages.
-        piece: cut documents into pieces of at most this many tokens, which are shuffled; 0: do not cut.
+        seed: for the order of the documents; None: the order of the shards.
+        name: name of the source in messages.
+        piece: cut documents into pieces of at most this many tokens, and shuffle the pieces; 0: do not cut.
 
     Raises:
         ValueError: there are no tokens.
@@ -111,7 +116,7 @@ class Texts:
         return len(self._shards) / len(self._order.starts)
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
-        """The next `length` tokens. If the last document continues after them, its next token is the last target."""
+        """The next `length` tokens. If the last document continues in the next row, its next token is the last target."""
         pieces: list[Piece] = []
         left = length
         while left:
@@ -129,18 +134,18 @@ class Texts:
         return pieces, position
 
     def _ends(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document ends in the order of an epoch."""
+        """The positions within an epoch at which the documents end, in the order of the epoch."""
         if self._running is None or self._running[0] != epoch:
             self._running = (epoch, np.cumsum(self._order.lengths[self._order.of(epoch)]))
         return self._running[1]
 
 
 class Conversations:
-    """Rows of whole conversations; the end of one that is longer than a row is cut off.
+    """Rows of whole conversations. A conversation that is longer than a row is cut off at the end of the row.
 
     Args:
         shards: token shards of conversations.
-        answers: shards of the same sizes: 1 for tokens of answers, which are predicted; 0 for others.
+        answers: shards of the same sizes, with 1 for each token of an answer, which is predicted, and 0 for other tokens.
         seed, name: as in `Texts`.
     """
 
@@ -170,12 +175,12 @@ class Conversations:
 
 
 class Mixture:
-    """Rows of several sources, in proportion to their weights.
+    """Rows from several sources, in proportion to their weights.
 
-    The order depends only on what was read so far, so a checkpoint only needs `state`.
+    The order of the sources depends only on the numbers of tokens read so far, so a checkpoint only needs `state`.
 
     Raises:
-        ValueError: no sources, or not one positive weight for each source.
+        ValueError: there is no source, or not exactly one positive weight for each source.
     """
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None):
@@ -212,17 +217,17 @@ def text_shards(
     paths: Sequence[Path], encode: Callable[[Sequence[str]], Iterable[Sequence[int]]], vocab_size: int, home: Path, *,
     identity: str, text_field: str = "text", progress: Callable[[str], None] = lambda words: None,
 ) -> TokenShards:  # fmt: skip
-    """Shards of the texts in JSON lines, parquet or text files, compressed or not. Reuses shards made earlier from the same
-    files.
+    """Token shards of the texts in JSON lines, parquet or text files, which may be compressed. Shards that were made earlier
+    from the same files are reused.
 
     Args:
-        encode: texts -> their tokens, with those that begin and end a document.
-        vocab_size: ids are below it.
+        encode: texts -> the tokens of each text, including those that begin and end a document.
+        vocab_size: all token ids are less than this.
         home: folder for the shards.
-        identity: identity of the tokenizer; another one needs other shards.
+        identity: identifies the tokenizer. Shards are reused only for the same tokenizer.
 
     Raises:
-        ValueError: a file's format is unknown, it cannot be read, or no document has `text_field`.
+        ValueError: the format of a file is unknown, a file cannot be read, or no document has the field `text_field`.
     """
 
     def made() -> Iterator[NDArray[np.int64]]:
@@ -248,13 +253,13 @@ def text_shards(
 def conversation_shards(
     paths: Sequence[Path], render: Callable[[list[dict[str, Any]]], Marked], vocab_size: int, home: Path, *, identity: str
 ) -> tuple[TokenShards, TokenShards]:
-    """(tokens, marks of answers) of conversations in JSON lines: {"messages": [{"role": ..., "content": ...}, ...]}.
+    """(tokens, answer marks) of conversations in JSON lines: {"messages": [{"role": ..., "content": ...}, ...]}.
 
     Args:
-        render: messages -> tokens by the chat template, with answers marked.
+        render: messages -> tokens according to the chat template, with the answers marked.
 
     Raises:
-        ValueError: a line is not a conversation (the message has file and line number), or none has an answer.
+        ValueError: a line is not a conversation (the message states file and line number), or no conversation has an answer.
     """
 
     def rows() -> list[Marked]:
@@ -269,10 +274,11 @@ def conversation_shards(
 def marked_shards(
     paths: Sequence[Path], rows: Callable[[], list[Marked]], vocab_size: int, home: Path, *, kind: str
 ) -> tuple[TokenShards, TokenShards]:
-    """(tokens, marks of answers) of documents that `rows` reads from files. Reuses shards made earlier from the same files.
+    """(tokens, answer marks) of the documents that `rows` reads from files. Shards that were made earlier from the same files
+    are reused.
 
     Args:
-        kind: kind of the data and identity of the tokenizer; another one needs other shards.
+        kind: identifies the kind of data and the tokenizer. Shards are reused only for the same value.
     """
     held: list[Marked] = []
 
@@ -309,7 +315,7 @@ def _conversations(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def is_message(value: Any) -> bool:
-    """Whether a value is a message of a conversation, with a role and a content that are text."""
+    """Whether a value is a message of a conversation: it must have a role and a content, both text."""
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
@@ -329,7 +335,8 @@ def _groups(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def _kept(home: Path, paths: Sequence[Path], kind: str, make: Callable[[Path], object]) -> TokenShards:
-    """Shards in `home` that were made from these files in their present state, or new ones. Incomplete folders are not used."""
+    """The shards in `home` that were made from these files, if the files have not changed since; otherwise new ones. Incomplete
+    folders are not used."""
     facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     folder = home / hashlib.sha256(json.dumps([kind, facts]).encode()).hexdigest()[:16]
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""The log of a run: a JSON line for each update, optionally also for TensorBoard."""
+"""The log of a run: one JSON line per update. Optionally, the entries are also written for TensorBoard."""
 
 import importlib
 import json
@@ -12,15 +12,15 @@ __all__ = ["Log", "Silent"]
 
 
 class Log:
-    """`log.jsonl` of a run. Lines after `step` belong to updates that were lost, and are removed.
+    """`log.jsonl` of a run. Lines after `step` are removed, because they belong to updates that were lost.
 
     Args:
         folder: folder of the run.
-        step: number of updates in the checkpoint.
+        step: number of updates in the checkpoint from which the run continues.
         tensorboard: also write events for TensorBoard.
 
     Raises:
-        MissingExtra: TensorBoard is wanted but not installed.
+        MissingExtra: `tensorboard` is set, but TensorBoard is not installed.
     """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool):
@@ -33,7 +33,7 @@ class Log:
         self._board: Any = _board(folder) if tensorboard else None
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
-        """Write an entry, which has a "step"."""
+        """Write an entry, which must have a "step"."""
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -49,7 +49,7 @@ class Log:
 
 
 class Silent:
-    """The log of a rank that does not write one."""
+    """The log of a rank that does not write a log."""
 
     def __call__(self, entry: Mapping[str, Any]) -> None:
         """Does nothing."""
@@ -59,7 +59,7 @@ class Silent:
 
 
 def _lines(path: Path) -> list[str]:
-    """The complete lines of a log; a kill may have cut off the last one."""
+    """The complete lines of a log. The last line may be incomplete if the run was killed."""
     if not path.exists():
         return []
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]

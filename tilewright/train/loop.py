@@ -1,7 +1,8 @@
-"""The loop of a run: steps, checkpoints, a log, measurements and samples; it can be resumed after a kill.
+"""The main loop of a run: updates, checkpoints, log, measurements and samples. A run that was killed can be resumed.
 
-Results depend only on the config and the data. A checkpoint contains everything that a step depends on, so a run that was
-killed at any time and resumed gives bitwise the same losses as one that was not, on one device with `deterministic`.
+The results depend only on the config and the data. A checkpoint contains everything that later updates depend on. So a run that
+was killed at any time and resumed gives bitwise the same losses as a run without interruption, on one device with
+`deterministic`.
 """
 
 import math
@@ -42,9 +43,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Held-out texts, which are measured and never trained on.
+    """Held-out texts: the loss on them is measured, but they are never trained on.
 
-    bytes_per_token: average number of UTF-8 bytes of the texts per token.
+    bytes_per_token: UTF-8 bytes of the texts per token, on average.
     """
 
     texts: Texts
@@ -54,11 +55,11 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run ended."""
+    """The state at the end of a run."""
 
     step: int
     loss: float | None
-    """Loss of the last update, in nats; None if there was no update to make."""
+    """Loss of the last update, in nats; None if no update was left to make."""
     bits_per_byte: float | None
     tokens: int
 
@@ -67,12 +68,13 @@ class Summary:
 class Run:
     """A run and its progress.
 
-    objective: what is minimised.
+    objective: the loss to minimise.
     pack: (pieces of rows, whether to pin memory) -> a batch in the form that the objective needs.
-    held, sample: the texts to measure, and a function that writes a text with the current weights; None: do neither.
+    held: the texts to measure; None: measure nothing.
+    sample: writes a text with the current weights; None: write no samples.
     say: called with progress messages, one line each.
-    spread: this rank's part of the work, if there are several ranks or sums use the tree order.
-    passes: computes losses and gradients if there is no spread.
+    spread: this rank's share of the work; None for a single process that sums in the default order.
+    passes: computes losses and gradients if `spread` is None.
     """
 
     config: TrainConfig
@@ -97,10 +99,10 @@ class Run:
     _counted: int = 0
 
     def train(self) -> Summary:
-        """Run until the last step.
+        """Run until the last update.
 
         Raises:
-            FloatingPointError: gradients were not finite in `max_skipped` successive updates.
+            FloatingPointError: in `max_skipped` successive updates, the gradients were not finite.
             OSError: the last checkpoint could not be written.
         """
         config, folder = self.config, Path(self.config.out)
@@ -122,7 +124,7 @@ class Run:
                 if samples and self.sample is not None:
                     self.say(f"step {self.step} writes: {self.sample()!r}")
                 if measures or samples:
-                    self._since = time.perf_counter()  # measuring and sampling do not count in tokens/s
+                    self._since = time.perf_counter()  # tokens/s does not include the time for measuring and sampling
                 if self._due(config.save_every):
                     self._save(checkpoints)
                 self._warn(checkpoints.poll())
@@ -148,7 +150,7 @@ class Run:
         return self.pack(pieces, self.device.type == "cuda")
 
     def _update(self, batches: list[TrainBatch], lr: float) -> StepResult:
-        """Make an update from the micro-batches of all ranks; this rank computes its own."""
+        """Make one update from the micro-batches of all ranks. This rank computes only its own."""
         self.tokens += sum(batch.token_ids.numel() for batch in batches)
         if self.spread is None:
             there = [batch.to(self.device) for batch in batches]
@@ -163,7 +165,7 @@ class Run:
         return self.spread is None or self.spread.mesh.rank == 0
 
     def _write(self, log: Log | Silent) -> dict[str, Any]:
-        """Read the results of the steps since the last time, which waits for the device, and log them."""
+        """Read the results of the steps since the last call, and log them. Reading waits for the device."""
         last: dict[str, Any] = {}
         numbers = [(entry, result.loss.item(), result.norm.item(), result.applied.item()) for entry, result in self._waiting]
         self._waiting.clear()
@@ -236,10 +238,10 @@ class Run:
 
 
 def resume(run: Run) -> bool:
-    """Return to the last checkpoint in the run's folder. Returns whether there was one.
+    """Return to the last checkpoint in the folder of the run. Returns False if there is none.
 
     Raises:
-        ValueError: it belongs to a run with another config, or is damaged; nothing was changed.
+        ValueError: the checkpoint is damaged, or belongs to a run with another config; nothing was changed.
     """
     found = Checkpoints(Path(run.config.out), run.config.keep, run.config.save_async).latest()
     if found is None:
@@ -260,7 +262,7 @@ def resume(run: Run) -> bool:
 
 
 def save_whole(run: Run, folder: Path, tokenizer: Path | None) -> None:
-    """Save the model, gathered from all ranks, as a Hugging Face folder."""
+    """Gather the model from all ranks, and save it as a Hugging Face folder."""
     spread = run.spread
     if spread is None:
         save_model(run.model, folder, tokenizer)
@@ -276,9 +278,10 @@ def save_whole(run: Run, folder: Path, tokenizer: Path | None) -> None:
 
 @torch.no_grad()
 def bits_per_byte(model: Model, held: Held, config: TrainConfig, device: torch.device) -> float:
-    """Bits per byte of held-out texts, in rows of the training's length; each token counts once.
+    """Bits per byte of held-out texts, in rows of the same length as in training. Each token counts once.
 
-    (nats of the tokens / ln 2) / (tokens * bytes per token), over all texts if `eval_rows` is 0, otherwise over the first rows.
+    (nats of the tokens / ln 2) / (tokens * bytes per token), over all texts if `eval_rows` is 0, otherwise over the first
+    `eval_rows` rows.
     """
     length = config.row_tokens
     wanted = min(held.tokens, config.eval_rows * length) if config.eval_rows else held.tokens

@@ -1,4 +1,4 @@
-"""Creates the LoRA adapter to train, new or from a folder, and saves it."""
+"""Creates the LoRA adapter to train, either a new one or one from a folder, and saves it after training."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ _LAYERS = (Linear, ExpertLinear)
 
 
 def empty_base(config: TrainConfig, shape: ModelConfig, dtype: torch.dtype) -> Model:
-    """The frozen model for an adapter, on "meta". Raises ValueError if a layer cannot have the base's format."""
+    """The frozen model under an adapter, on "meta". Raises ValueError if a layer does not support the format `lora_base`."""
     model = empty_model(shape, device="meta", dtype=dtype)
     if (format := _BASE_FORMATS[config.lora_base]) is not None:
         quantize(model, format)
@@ -28,7 +28,7 @@ def empty_base(config: TrainConfig, shape: ModelConfig, dtype: torch.dtype) -> M
 
 
 def load_base(config: TrainConfig, device: torch.device, dtype: torch.dtype, planned: Model) -> Model:
-    """The same with weights; each layer is quantised as soon as it is read. planned: the result of `empty_base`."""
+    """As `empty_base`, with weights. Each layer is quantised as soon as it is read. `planned`: the result of `empty_base`."""
     format = _BASE_FORMATS[config.lora_base]
     chosen = set()
     if format is not None:
@@ -43,11 +43,11 @@ def load_base(config: TrainConfig, device: torch.device, dtype: torch.dtype, pla
 
 
 def adapter_config(config: TrainConfig) -> AdapterConfig:
-    """The adapter's settings: those of the run, or if it continues from a folder, those in the folder.
+    """The settings of the adapter: those of the run, or those of the folder if training continues from an adapter in a folder.
 
     Raises:
         ModelError: the folder cannot be read.
-        ValueError: its rank differs from the run's.
+        ValueError: the rank of the adapter in the folder differs from the run's rank.
     """
     if config.lora_adapter is None:
         return AdapterConfig(
@@ -61,13 +61,13 @@ def adapter_config(config: TrainConfig) -> AdapterConfig:
 
 
 def adapted(config: TrainConfig, model: Model) -> Model:
-    """The model, frozen, with a trainable adapter for its layers.
+    """The frozen model, with a trainable adapter on its layers.
 
-    A new adapter is initialised as in peft: A uniform within 1 / sqrt(K) (drawn from the run's seed), B zero, so that it adds
-    nothing at first.
+    A new adapter is initialised as in peft: the elements of A are uniform within 1 / sqrt(K), drawn from the run's seed. B is
+    zero, so the adapter adds nothing at first.
 
     Raises:
-        ModelError: the adapter's folder is damaged or for another model.
+        ModelError: the folder of the adapter is damaged, or for another model.
         ValueError: no layer has one of the names in `lora_targets`.
     """
     model.requires_grad_(False)
@@ -94,5 +94,5 @@ def _new(generator: torch.Generator, rank: int, rows: int, cols: int) -> tuple[T
 
 
 def save_trained(config: TrainConfig, model: Model, folder: Path) -> None:
-    """Save the trained adapter, for peft or for `tilewright serve`."""
+    """Save the trained adapter in peft's format, which `tilewright serve` also reads."""
     save_adapter(adapter_of(model, adapter_config(config)), folder)

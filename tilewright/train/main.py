@@ -1,4 +1,4 @@
-"""`train(config)`: runs a whole training, from a config to a trained model in a folder."""
+"""`train(config)`: runs a whole training run, from a config to a trained model in a folder."""
 
 import hashlib
 from collections import Counter
@@ -41,19 +41,20 @@ from tilewright.train.step import loss_and_grads
 __all__ = ["Encoder", "tokenizer_folder", "train"]
 
 _LARGE_SHARE = 0.3
-"""Of held-out text: a document above it is worth a word."""
+"""A document with more than this share of the held-out text causes a message."""
 
 Render = Callable[[list[dict[str, Any]]], Marked]
 
 
 class Encoder:
-    """Texts -> tokens of documents: with the tokens that the tokenizer adds, and an end-of-text token at the end.
+    """Converts texts to the tokens of documents. A document includes the tokens that the tokenizer adds, and ends with the
+    end-of-text token, if there is one.
 
     Args:
-        folder: has tokenizer.json, and tokenizer_config.json or config.json with the name of the end-of-text token.
+        folder: contains tokenizer.json, and tokenizer_config.json or config.json with the end-of-text token.
 
     Raises:
-        ModelError: there is no tokenizer.json, or it is invalid.
+        ModelError: tokenizer.json does not exist or is invalid.
     """
 
     def __init__(self, folder: Path):
@@ -63,7 +64,7 @@ class Encoder:
         library = needed("tokenizers", "llm")
         try:
             self._backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library does not raise anything more specific
+        except Exception as error:  # the library raises nothing more specific
             raise ModelError(f"{path} is not a tokenizer: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -81,7 +82,7 @@ class Encoder:
         return ids[0] if ids else None
 
     def pair(self, prompt: str, answer: str) -> Marked:
-        """A prompt and its answer; the answer has a loss and ends with the end-of-text token."""
+        """The tokens of a prompt and its answer. The answer ends with the end-of-text token, and only it has a loss."""
         ends = [] if self.end is None else [self.end]
         before = self._backend.encode(prompt, add_special_tokens=True).ids
         before = before[:-1] if ends and before[-1:] == ends else before
@@ -101,7 +102,8 @@ def hash_of(path: Path) -> str:
 
 
 def tokenizer_folder(config: TrainConfig) -> Path | None:
-    """The folder of the tokenizer; None for a model shape without one. Raises ModelError if the folder cannot be found."""
+    """The folder of the tokenizer; None for a model shape that has no tokenizer. Raises ModelError if the folder cannot be
+    found."""
     if config.tokenizer is not None:
         return resolve(config.tokenizer)
     return None if config.model in SHAPES else resolve(config.model)
@@ -111,13 +113,14 @@ def train(
     config: TrainConfig, *, render: Render | None = None, sampler: Callable[[Model], Callable[[], str]] | None = None,
     say: Callable[[str], None] = print,
 ) -> Summary:  # fmt: skip
-    """Train a model, or continue a stopped run from the last checkpoint in `config.out`.
+    """Train a model, or continue a run that was stopped, from the last checkpoint in `config.out`.
 
-    Writes checkpoints, log.jsonl, config.toml and at the end `model/`, a Hugging Face folder, or `adapter/`, a peft folder.
+    Writes checkpoints, log.jsonl and config.toml. At the end it writes `model/`, a Hugging Face folder, or `adapter/`, a peft
+    folder.
 
     Args:
-        render: messages -> tokens with answers marked; needed for `config.chat`.
-        sampler: model -> function that writes a text with the model's current weights.
+        render: messages -> tokens with the answers marked. Required if `config.chat` is set.
+        sampler: model -> a function that writes a text with the current weights of the model.
         say: called with progress messages, one line each.
 
     Raises:
@@ -136,14 +139,14 @@ def train(
         empty = planned_model(config)
         lines = [str(plan_memory(config, empty, device))] if config.parallel == Plan() else plan_lines(config, empty, device)
         say("\n".join(lines))
-        # The first rank makes the shards; the others find them.
+        # The first rank makes the shards. The other ranks then use the same shards.
         data, held = mesh.world.first(lambda: _data(config, shape.vocab_size, render, say))
         run = _run(config, mesh, device, data, held, sampler, say)
         if config.lora_dropout:
-            torch.manual_seed(config.seed)  # for dropout masks; a checkpoint contains the generator's state
+            torch.manual_seed(config.seed)  # for the dropout masks; a checkpoint contains the state of the generator
         if resume(run):
             say(f"continuing after step {run.step}")
-        # Not earlier: if the config is refused, the file must remain that of the run in the folder.
+        # Only now: if the config is refused, the file must still describe the run whose checkpoints are in the folder.
         if mesh.rank == 0:
             (Path(config.out) / "config.toml").write_text(to_toml(config), encoding="utf-8")
         summary = run.train()
@@ -231,7 +234,7 @@ def _data(
 
 
 def _template_identity(folder: Path) -> str:
-    """Hash of the files that may contain a chat template: with another template, conversations become other tokens."""
+    """Hashes of the files that may contain a chat template. With another template, conversations have other tokens."""
     files = (folder / name for name in ("tokenizer_config.json", "chat_template.jinja"))
     return " ".join(hash_of(path) for path in files if path.is_file())
 

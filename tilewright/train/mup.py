@@ -1,7 +1,7 @@
-"""muP: initialisation and learning rates with which a narrow model and a wide one have the same best learning rate.
+"""muP: initialisation and learning rates for which the best learning rate does not depend on the width of the model.
 
 The rules for Adam (Yang et al., "Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer", 2022,
-table 8), with m = hidden_size / base width, relative to the usual parametrisation:
+table 8). They are factors relative to the usual parametrisation, with m = hidden_size / base width:
 
     weights               standard deviation     learning rate
     embedding             1                      1
@@ -9,10 +9,11 @@ table 8), with m = hidden_size / base width, relative to the usual parametrisati
     head                  0                      1 / m
     norms, biases         1                      1
 
-The head begins at 0, as section D.2 there advises, because random logits would shrink with the width. At the base width nothing
-else changes. The rules concern only weights and rates, so the model itself is not changed, and is saved and served like any
-other. It needs its own head (a tied one would need two sizes at once) and the same head dimension at all widths, so that the
-scale of attention, 1 / sqrt(head_dim), is constant.
+The weights of the head are 0 at first, as section D.2 of the paper advises, because random logits would shrink with the width.
+At the base width, this is the only difference from the usual parametrisation. The rules concern only weights and learning
+rates. So the model itself is not changed, and is saved and served like any other model. The model must have a separate head,
+because a tied head would need two standard deviations at once. All widths must have the same head dimension, so that the scale
+of attention, 1 / sqrt(head_dim), is constant.
 """
 
 import math
@@ -27,7 +28,7 @@ __all__ = ["MuP", "mup_for"]
 
 @dataclass(frozen=True)
 class MuP:
-    """The rules for one width. The methods take names of the model's parameters.
+    """The rules for one width. The methods receive the names of the model's parameters.
 
     m: hidden_size / base width.
     """
@@ -35,17 +36,17 @@ class MuP:
     m: float
 
     def std(self, name: str, parameter: Tensor) -> float:
-        """Factor on the standard deviation of random weights."""
+        """The factor on the standard deviation of a parameter's random weights."""
         if _is_head(name):
             return 0.0
         return 1 / math.sqrt(self.m) if _is_matrix(name, parameter) else 1.0
 
     def rate(self, name: str, parameter: Tensor) -> float:
-        """Factor on the learning rate."""
+        """The factor on the learning rate of a parameter."""
         return 1 / self.m if _is_head(name) or _is_matrix(name, parameter) else 1.0
 
     def decay(self, weight_decay: float, name: str, parameter: Tensor) -> float:
-        """Weight decay: an update removes lr * rate * decay, which must be the same at every width."""
+        """The weight decay of a parameter. An update removes lr * rate * decay, which must be the same at every width."""
         return weight_decay / self.rate(name, parameter) if parameter.ndim >= 2 else 0.0
 
 
@@ -53,8 +54,8 @@ def mup_for(shape: ModelConfig, base: int, optimizer: str) -> MuP:
     """The rules for a model.
 
     Args:
-        base: hidden_size at which the rules equal the usual parametrisation.
-        optimizer: its name; the rules are for Adam.
+        base: the hidden_size at which the rules equal the usual parametrisation.
+        optimizer: name of the optimizer; the rules are for Adam.
 
     Raises:
         ValueError: the rules do not apply to this model or optimizer.
@@ -67,7 +68,7 @@ def mup_for(shape: ModelConfig, base: int, optimizer: str) -> MuP:
 
 
 def _is_head(name: str) -> bool:
-    return name.startswith("head.") and not name.endswith("bias")  # or a slice of it
+    return name.startswith("head.") and not name.endswith("bias")  # "head." also begins the names of its slices
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:

@@ -3,8 +3,9 @@
     {"prompt": "text", "chosen": "text", "rejected": "text"}
     {"messages": [{"role": ..., "content": ...}, ...], "chosen": "text", "rejected": "text"}
 
-`prompt` may also be a list of messages, and an answer a message or a list of one. Without prompt and messages, the answers are
-whole conversations with the same beginning. Conversations are rendered by the model's chat template.
+`prompt` may also be a list of messages. An answer may also be a message, or a list that contains one message. If there are
+neither `prompt` nor `messages`, the two answers are whole conversations that begin in the same way. Conversations are rendered
+with the model's chat template.
 """
 
 import json
@@ -25,16 +26,17 @@ _WANTED = '{"prompt": ..., "chosen": ..., "rejected": ...}'
 
 
 class Pairs:
-    """Rows of whole pairs, chosen and rejected alternating; position: pairs read.
+    """Rows of whole pairs, in which chosen and rejected answers alternate. Position: number of pairs read.
 
     Args:
-        shards, answers: chosen and rejected documents, alternating, and their marks: 1 for tokens that are predicted.
-        seed: for the order of pairs in each epoch; None: the order of the shards.
-        row_tokens: length of a row, into which the longest pair must fit.
-        name: for messages.
+        shards: the documents; chosen and rejected ones alternate.
+        answers: marks for their tokens: 1 for tokens that are predicted, 0 for others.
+        seed: for the order of the pairs in each epoch; None: the order of the shards.
+        row_tokens: length of a row. The longest pair must fit into it.
+        name: name of the source in messages.
 
     Raises:
-        ValueError: there is no pair, or one is longer than a row.
+        ValueError: there is no pair, or a pair is longer than a row.
     """
 
     def __init__(
@@ -81,14 +83,16 @@ def pair_shards(
     paths: Sequence[Path], text: Callable[[str, str], Marked], render: Callable[[list[dict[str, Any]]], Marked] | None,
     vocab_size: int, home: Path, *, identity: str,
 ) -> tuple[TokenShards, TokenShards]:  # fmt: skip
-    """(tokens, marks of answers) of chosen and rejected documents, alternating.
+    """(tokens, answer marks) of documents, in which chosen and rejected ones alternate.
 
     Args:
         text: (prompt, answer) -> tokens, with the answer marked.
-        render: messages -> tokens by the chat template, with the assistant's messages marked; None if there is no template.
+        render: messages -> tokens according to the chat template, with the assistant's messages marked; None if there is no
+            chat template.
 
     Raises:
-        ValueError: a line is not a pair, or has messages without a chat template; the message has file and line number.
+        ValueError: a line is not a pair, or contains messages and there is no chat template. The message states file and line
+            number.
     """
 
     def rows() -> list[Marked]:
@@ -102,7 +106,7 @@ Side = tuple[str, str] | list[dict[str, Any]]
 
 
 def _pairs(path: Path) -> Iterator[tuple[Side, str]]:
-    """Chosen and rejected answer of each line, with their position in the file."""
+    """For each line, first the chosen and then the rejected answer, each with its position in the file."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -147,5 +151,5 @@ def _marked(
     if render is None:
         raise ValueError(f"{where} has messages, which need the chat template of a model's tokenizer: name a folder with one")
     runs = render(side)
-    # Earlier answers of the assistant, in the prompt, are not compared.
+    # Only the last answer has a loss. Earlier answers of the assistant belong to the prompt.
     return [(ids, answer and index == len(runs) - 1) for index, (ids, answer) in enumerate(runs)]

@@ -1,11 +1,12 @@
 """Preference learning from pairs of a chosen and a rejected answer, without a reward model.
 
-    r = [log p(chosen) - log p(rejected)] - [the same for the reference],   for whole answers without prompts
+    r = [log p(chosen) - log p(rejected)] - [the same difference for the reference]
     dpo   -(1 - s) log sigmoid(beta r) - s log sigmoid(-beta r)       (Rafailov et al., "DPO", 2023; s: Mitchell, "cDPO", 2023)
     ipo   (r - 1 / (2 beta))^2                                        (Azar et al., "IPO", 2023)
 
-The reference is the original model: for an adapter the model without it, otherwise a second, frozen model. A pair is two
-successive documents of a batch, so a batch's loss is a sum over pairs, however they are divided into micro-batches.
+Log-probabilities are those of the whole answer, without the prompt. The reference is the original model. When an adapter is
+trained, this is the model without the adapter; otherwise it is a second, frozen model. A pair is two successive documents of a
+batch. So the loss of a batch is a sum over pairs, whichever way the pairs are divided into micro-batches.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,13 @@ __all__ = ["Preference", "answer_logprobs", "pack_pairs", "preference_losses"]
 
 
 def pack_pairs(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
-    """`pack` for alternating chosen and rejected pieces; losses are divided by the number of pairs."""
+    """`pack` for pieces in which chosen and rejected answers alternate. `n_targets` is the number of pairs, by which losses are
+    divided."""
     return replace(pack(pieces, pin), n_targets=len(pieces) // 2)
 
 
 def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValues) -> Tensor:
-    """[documents] float64: the log-probability of all targets of each document. Differentiable.
+    """[documents] float64: for each document, the sum of the log-probabilities of its targets. Differentiable.
 
     Raises:
         TypeError: as `plain_head`.
@@ -43,7 +45,7 @@ def answer_logprobs(model: Model, batch: TrainBatch, keys_values: PackedKeysValu
 
 
 def preference_losses(kind: str, r: Tensor, *, beta: float, smoothing: float) -> Tensor:
-    """The loss of each pair from r [pairs]; kind: "dpo" or "ipo" (which has no smoothing)."""
+    """The loss of each pair, from r [pairs]. kind: "dpo" or "ipo"; `smoothing` is not used with "ipo"."""
     if kind == "ipo":
         return (r - 1 / (2 * beta)) ** 2
     return -(1 - smoothing) * F.logsigmoid(beta * r) - smoothing * F.logsigmoid(-beta * r)
@@ -54,10 +56,10 @@ class Preference:
 
     Args:
         kind: "dpo" or "ipo".
-        beta, smoothing: as above.
-        reference: the original model; None: the model without its adapters.
+        beta, smoothing: beta and s in the formulas at the top of this file.
+        reference: the original model; None: use the trained model without its adapters.
         deterministic: the same batch always gives the same gradients.
-        replicas: ranks with other pairs of the same updates.
+        replicas: the ranks that compute other pairs of the same updates.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Preference:
         self._replicas = replicas
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
-        """The sum over the batch's pairs, float32."""
+        """The sum of the losses of the batch's pairs, float32."""
         with torch.no_grad():
             if self.reference is not None:
                 before = answer_logprobs(self.reference, batch, self.keys_values)
@@ -84,8 +86,8 @@ class Preference:
         return preference_losses(self.kind, r, beta=self.beta, smoothing=self.smoothing).sum().float()
 
     def measures(self) -> dict[str, float]:
-        """Results for the pairs since the last call, each computed before its update: the mean of beta r (the reward of the
-        chosen minus that of the rejected answer), and the share of pairs with a positive one. Waits for the device."""
+        """Results for all pairs since the last call, computed before their updates. margin: mean of beta r, which is the reward
+        of the chosen minus that of the rejected answer. preferred: share of pairs with r > 0. Waits for the device."""
         if not self._seen:
             return {}
         r = torch.cat(self._seen).double()

@@ -1,4 +1,4 @@
-"""Runs on many ranks: checks the plan against the model, connects the ranks, and gives each its part."""
+"""Runs on many ranks: checks the plan against the model, connects the ranks, and creates the part of each rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ def _check_adapter(config: TrainConfig) -> None:
 
 
 def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
-    """The device of this process: with several cards, the one with its local rank."""
+    """The device of this process. If the machine has several GPUs, it is the one with the process's local rank as its index."""
     place = launched() if config.parallel.ranks > 1 else None
     if place is None or device.type != "cuda" or (config.device or "").startswith("cuda:"):
         return device
@@ -70,7 +70,7 @@ def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
 
 @contextmanager
 def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
-    """The mesh of connected ranks. If one of them dies inside, the others end with a message that names it.
+    """Connect the ranks; yields their mesh. If a rank fails inside this context, the others end with a message that names it.
 
     Raises:
         ConnectionError: another rank is gone.
@@ -102,7 +102,7 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
 
 
 def _explained(error: Exception, watch: Watch, place: Launched) -> Exception:
-    """The error to report for a rank: usually another rank is gone, and this one noticed it in an exchange."""
+    """The error to report on this rank. Usually it is that another rank is gone, which this rank noticed in an exchange."""
     words = watch.verdict(_LOST_S)
     if words is not None:
         return ConnectionError(f"rank {place.rank} ends: {words}")
@@ -111,7 +111,7 @@ def _explained(error: Exception, watch: Watch, place: Launched) -> Exception:
 
 
 def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
-    """This rank's part of a run; None for one process that sums in the default order."""
+    """This rank's share of a run; None for a single process that sums in the default order."""
     plan, tree = config.parallel, config.accumulate == "tree"
     if plan == Plan() and not tree:
         return None
@@ -126,10 +126,11 @@ def make_spread(config: TrainConfig, model: Model, mesh: Mesh) -> Spread | None:
 
 
 def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[str]:
-    """What the plan needs, as text: bytes of ranks at each stage of pp, and idle time. `model` may be on "meta".
+    """A description of what the plan needs: the memory of a rank at each stage of pp, and the idle time. `model` may be on
+    "meta".
 
     Raises:
-        ValueError: the plan cannot divide this model, or a rank needs more memory than its card has.
+        ValueError: the plan cannot divide this model, or a rank needs more memory than its GPU has.
     """
     plan, shape = config.parallel, model.config
     if (why := refusal(model, plan)) is not None:
@@ -145,7 +146,7 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
             micro_batches=config.micro_batches, tree=config.accumulate == "tree", tokens=config.row_tokens * config.micro_rows,
             cut_width=2 * (q + 2 * kv) + q + feed_forward_numbers(shape), whole_width=6 * shape.hidden_size + q,
         )  # fmt: skip
-        if config.loss != "next-token":  # the reference model is complete on each rank
+        if config.loss != "next-token":  # each rank has the complete reference model
             need = replace(need, weights=need.weights + weight_bytes_of(model))
         where = f"a rank at place {stage} of pp" if plan.pp > 1 else "a rank"
         found.append(f"memory of {where}: {need}")

@@ -1,8 +1,8 @@
 """Learning rate schedules: pure functions of the step.
 
-step     0 for the first update; from `steps` on the last value is used
-warmup   steps in which the rate grows linearly to `peak`: step s has peak (s + 1) / warmup, so no rate is zero
-floor    the rate at the end, after the last step
+step     0 for the first update; from `steps` on, the last value is used
+warmup   number of steps in which the rate grows linearly to `peak`: step s has peak (s + 1) / warmup, so the rate is never zero
+floor    the rate after the last step
 """
 
 import math
@@ -35,7 +35,8 @@ def cosine(step: int, *, steps: int, warmup: int = 0, peak: float, floor: float 
 def warmup_stable_decay(
     step: int, *, steps: int, warmup: int = 0, decay: int | None = None, peak: float, floor: float = 0.0
 ) -> float:  # fmt: skip
-    """Warm-up, `peak`, and a line down to `floor` over the last `decay` steps, by default a tenth of all.
+    """Warm-up, then constant at `peak`, then a straight line to `floor` over the last `decay` steps (default: a tenth of
+    `steps`).
 
     Hu et al., "MiniCPM", 2024: a run can continue from its stable phase, whatever number of steps was planned.
 
@@ -60,7 +61,7 @@ def _warm(step: int, warmup: int, peak: float) -> float:
 
 
 def _share(step: int, start: int, end: int) -> float:
-    """The covered share of the way from `start` to `end`: 0 to 1."""
+    """The share of the way from `start` to `end` that is covered at `step`: 0 to 1."""
     if step < start:
         return 0.0
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its config: model, optimizer, learning rates, and predictions of memory and cost."""
+"""Builds the parts of a run from its config: model, optimizer and learning rates; predicts memory and cost."""
 
 import math
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ __all__ = [
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STATE_BYTES = {"adamw": 8.0, "adamw-8bit": 2.0 + 8 / 256, "momentum": 4.0, "muon": 4.0, "sgd": 0.0}
-"""Bytes of the moments per parameter. Muon's embedding and head have AdamW's."""
+"""Bytes of optimizer state per parameter, without master weights. With muon, the embedding and the head have those of adamw."""
 
 
 def device_for(config: TrainConfig) -> torch.device:
@@ -72,11 +72,12 @@ def chosen_device(name: str) -> torch.device:
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """The shape of the model, checked against the run.
+    """The model config, checked against the settings of the run.
 
     Raises:
         ModelError: the model cannot be found, or training it is not supported.
-        ValueError: rows are longer than its positions, or weights are wanted for a shape that has none.
+        ValueError: rows are longer than the model's context, weights are to be loaded for a shape that has none, or Muon is to
+            train stacked experts.
     """
     named = SHAPES.get(config.model)
     if named is not None and config.init == "load":
@@ -97,12 +98,12 @@ def model_config(config: TrainConfig) -> ModelConfig:
 
 
 def dtype_of(config: TrainConfig) -> torch.dtype:
-    """Dtype of weights and products."""
+    """The dtype of the weights and the matrix products."""
     return _DTYPES[config.dtype]
 
 
 def planned_model(config: TrainConfig) -> Model:
-    """The model that `build_model` will make, on "meta". Raises as `build_model`."""
+    """The model that `build_model` will make, on "meta". Raises the same errors as `build_model`."""
     shape, dtype = model_config(config), _DTYPES[config.dtype]
     if config.lora_rank:
         return adapted(config, empty_base(config, shape, dtype))
@@ -110,11 +111,11 @@ def planned_model(config: TrainConfig) -> Model:
 
 
 def build_model(config: TrainConfig, device: torch.device) -> Model:
-    """The model with trainable weights: its own, or those of an adapter.
+    """The model, with trainable weights: those of the model itself, or those of an adapter.
 
     Raises:
-        ModelError: as `model_config`; or an adapter's folder is damaged or for another model.
-        ValueError: as `model_config`; or an adapter's sizes or targets contradict the model.
+        ModelError: as `model_config`; or the folder of an adapter is damaged, or for another model.
+        ValueError: as `model_config`; or the sizes or targets of an adapter contradict the model.
     """
     shape, dtype = model_config(config), _DTYPES[config.dtype]
     if config.lora_rank:
@@ -130,7 +131,7 @@ def build_model(config: TrainConfig, device: torch.device) -> Model:
 
 
 def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, torch.Tensor] | None = None) -> Optimizer | Muon:
-    """The optimizer, which replaces the memory of the weights: the model's, or the given ones."""
+    """The optimizer. It updates `weights`, by default the trainable weights of the model, and replaces their memory."""
     common: dict[str, Any] = {"weight_decay": config.weight_decay, "max_norm": config.max_norm}
     if config.mup_base is not None:
         rules = _mup(config, model.config)
@@ -147,9 +148,9 @@ def build_optimizer(config: TrainConfig, model: Model, weights: Mapping[str, tor
 
 
 def build_objective(config: TrainConfig, device: torch.device, replicas: Ranks = ALONE) -> Objective:
-    """The objective to minimise. Preferences without an adapter need a second, frozen model, which is loaded here.
+    """The objective to minimise. Preference learning without an adapter needs a second, frozen model, which is loaded here.
 
-    replicas: ranks with other micro-batches of the same updates.
+    replicas: the ranks that compute other micro-batches of the same updates.
     """
     if config.loss == "next-token":
         return NextToken(z_loss=config.z_loss, label_smoothing=config.label_smoothing, deterministic=config.deterministic)
@@ -166,7 +167,7 @@ def _mup(config: TrainConfig, shape: ModelConfig) -> MuP:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The learning rate of the update after `step` others."""
+    """The learning rate of the update that follows `step` earlier updates."""
     more: dict[str, Any] = {"decay": config.decay} if config.schedule == "wsd" else {}
     rate = SCHEDULES[config.schedule]
     return rate(step, steps=config.steps, warmup=config.warmup, peak=config.lr, floor=config.lr_floor, **more)
@@ -177,7 +178,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Predicted bytes on the device; nothing is allocated for this."""
+    """Predicted bytes on the device. Nothing is allocated to predict them."""
 
     weights: int
     gradients: int
@@ -189,7 +190,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """The number of bytes at the peak."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
     def __str__(self) -> str:
@@ -200,7 +201,8 @@ class MemoryPlan:
 
 
 def feed_forward_numbers(shape: ModelConfig) -> int:
-    """Numbers per token that backward passes read in a feed-forward layer; in a mixture, for each expert of a token."""
+    """Number of values per token that the backward pass of a feed-forward layer reads. In a mixture, each of a token's experts
+    counts."""
     if shape.experts is None:
         return 3 * shape.intermediate_size
     one = 3 * shape.experts.inner + 2 * shape.hidden_size
@@ -208,10 +210,10 @@ def feed_forward_numbers(shape: ModelConfig) -> int:
 
 
 def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> MemoryPlan:
-    """The memory of a step. `model` may be on "meta".
+    """Predict the memory of an update. `model` may be on "meta".
 
     Raises:
-        ValueError: more than the device has; the message says what to lower.
+        ValueError: the update needs more memory than the device has. The message states which setting to lower.
     """
     shape = model.config
     count, item = sum(p.numel() for p in trainable(model).values()), _DTYPES[config.dtype].itemsize
@@ -220,12 +222,12 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
         frozen += count * item  # the reference model
     tokens = config.row_tokens * config.micro_rows
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    # Values that backward passes read, per token and layer: both norms' inputs, the stream and outputs; q, k, v before and
-    # after the rotation, the result of attention; gate, up and their product.
+    # Values that backward passes read, per token and layer: the inputs of both norms, the residual stream and the outputs; q, k
+    # and v before and after the rotation, and the result of attention; gate, up and their product.
     layer = 6 * shape.hidden_size + 2 * (q + 2 * kv) + 2 * q + feed_forward_numbers(shape)
     accumulated = 4 if config.micro_batches > 1 else 0
     if config.graphs and config.micro_batches > 1:
-        accumulated += item  # a copy, made before the next pass overwrites them
+        accumulated += item  # a copy of the gradients, made before the next pass overwrites them
     if config.accumulate == "tree":
         accumulated = 4 * (1 + math.ceil(math.log2(config.micro_batches + 1)))
     chunk = min(tokens, max(2048, shape.hidden_size))
@@ -245,11 +247,11 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Operations per token, forward and backward, of products and attention; a multiply-add is two.
+    """Operations per token in matrix products and attention, forward and backward. A multiply-add counts as two operations.
 
-    causal: with attention to half of the row, which is the most that is computed; documents shorter than a row need less.
-    full: with attention to the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
-    peak: operations per second of the run's devices, by data sheet or measurement; None for CPUs.
+    causal: with attention over half of the row. This is the most that is computed; documents shorter than a row need less.
+    full: with attention over the whole row (Chowdhery et al., "PaLM", 2022, appendix B), as most reports count.
+    peak: operations per second of the run's devices together, from the data sheet or measured; None for CPUs.
     """
 
     causal: float
@@ -257,25 +259,26 @@ class Costs:
     peak: float | None
 
     def mfu(self, tokens_per_s: float) -> dict[str, float]:
-        """The share of the peak at this speed, in both conventions; empty on a CPU."""
+        """Model FLOPs utilisation: the share of the peak at this speed, in both conventions. Empty on a CPU."""
         if self.peak is None:
             return {}
         return {"mfu_causal": self.causal * tokens_per_s / self.peak, "mfu_full": self.full * tokens_per_s / self.peak}
 
 
 def costs_of(config: TrainConfig, model: Model, device: torch.device) -> Costs:
-    """Costs by the model's shape and the length of a row. A frozen matrix has no gradient: 4 operations per token, not 6."""
+    """The costs, from the shape of the model and the length of a row. For a frozen matrix, no weight gradient is computed: 4
+    operations per token instead of 6."""
     shape = model.config
     matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("embed.")}
     if shape.tie_word_embeddings:
         matrices["head"] = model.embed.weight
-    # Each token uses only a few of the experts.
+    # Each token uses only some of the experts.
     share = 1.0 if shape.experts is None else shape.experts.routing.chosen / shape.experts.routing.experts
     met = {name: p.numel() * (share if ".ffn.experts_" in name else 1) for name, p in matrices.items()}
     codes = sum(module.shape.numel() for module in model.modules() if isinstance(module, QuantizedWeight))
     frozen = codes + sum(met[name] for name, p in matrices.items() if not p.requires_grad)
     trained = sum(met[name] for name, p in matrices.items() if p.requires_grad)
-    passes = 2 if config.loss != "next-token" else 0  # forward pass of the reference model
+    passes = 2 if config.loss != "next-token" else 0  # the forward pass of the reference model
     products = (6 + passes) * trained + (4 + passes) * frozen
     width = shape.num_attention_heads * shape.head_dim
     seen = [min(config.row_tokens, window or config.row_tokens) for window in shape.windows]

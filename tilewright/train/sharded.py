@@ -1,11 +1,11 @@
-"""Checkpoints of several ranks: each rank writes its part while training continues; the first one gives the folder its name.
+"""Checkpoints of several ranks. Each rank writes its part while training continues; the first rank gives the folder its name.
 
-    OUT/step-00000100/rank-0000.safetensors ...   parallel/shards.py
-    OUT/step-00000100/shards.json                 which file has which tensors
-    OUT/step-00000100/state.json, config.toml     as checkpoint.py
+    OUT/step-00000100/rank-0000.safetensors ...   see parallel/shards.py
+    OUT/step-00000100/shards.json                 which file contains which tensors
+    OUT/step-00000100/state.json, config.toml     see checkpoint.py
 
-The folder gets this name when every file is completely on disk, so a run may be killed at any time. `out` must be a folder that
-all ranks share.
+The folder receives this name only when every file is completely on disk, so a run may be killed at any time. `out` must be a
+folder that all ranks share.
 """
 
 import json
@@ -28,7 +28,7 @@ __all__ = ["ShardedCheckpoints"]
 
 
 class ShardedCheckpoints(Checkpoints):
-    """The checkpoints of all ranks of `world`, which must call `save_shards` and `finish` at the same steps."""
+    """The checkpoints of all ranks of `world`. All of them must call `save_shards` and `finish` at the same steps."""
 
     def __init__(self, folder: Path, keep: int, asynchronous: bool, world: Ranks):
         super().__init__(folder, keep, asynchronous)
@@ -38,7 +38,8 @@ class ShardedCheckpoints(Checkpoints):
     def save_shards(
         self, step: int, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece], state: Mapping[str, Any], config: str
     ) -> str | None:
-        """Save the state after `step` updates, after waiting for a save in progress. Returns what went wrong, as `save`."""
+        """Wait for a save in progress, then save the state after `step` updates. Returns a message about a failure, as
+        `save`."""
         before = self.finish()
         partial = self.partial(step)
         manifest, own = exchanged(tensors, pieces, self._world)
@@ -47,11 +48,11 @@ class ShardedCheckpoints(Checkpoints):
         if words:
             return words
         self._pending = (partial, self._writer.submit(_write_shard, own, partial / file_of(self._world.rank)))
-        now = None if self._asynchronous else self.finish()  # on all ranks, whatever the earlier save returned here
+        now = None if self._asynchronous else self.finish()  # on every rank, whatever `before` is on this rank
         return before or now
 
     def _begun(self, partial: Path, files: Mapping[str, str]) -> str:
-        """Create the folder with everything except the tensors. Returns what went wrong."""
+        """Create the folder, with all files except the tensors. Returns a message about a failure, or ""."""
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -62,7 +63,7 @@ class ShardedCheckpoints(Checkpoints):
         return ""
 
     def poll(self) -> str | None:
-        """On the first rank: if a save has ended on all ranks, give it its final name."""
+        """On the first rank: if a save has ended on all ranks, give the checkpoint its final name."""
         if self._world.rank == 0 and self._pending is not None and self._pending[1].done():
             partial, done = self._pending
             if done.exception() is None and len(list(partial.glob("rank-*.safetensors"))) == self._world.size:
@@ -71,7 +72,7 @@ class ShardedCheckpoints(Checkpoints):
         return None
 
     def finish(self) -> str | None:
-        """Wait until a save in progress has ended on all ranks. Returns what went wrong on any of them."""
+        """Wait until a save in progress has ended on all ranks. Returns a message about a failure on any of them, else None."""
         words, partial = "", None
         if self._pending is not None:
             (partial, done), self._pending = self._pending, None
@@ -82,7 +83,7 @@ class ShardedCheckpoints(Checkpoints):
         return self._failed(partial, OSError(failed[0])) if failed else self._named(partial)
 
     def close(self) -> None:
-        """Finish what this rank writes, whatever the others do."""
+        """Finish writing this rank's files, whatever the other ranks do."""
         self._writer.shutdown(wait=True)
 
 

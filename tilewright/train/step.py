@@ -1,12 +1,12 @@
-"""One step of training, as defined mathematically.
+"""One training step (update), in mathematical terms.
 
     loss  = (sum of the losses of all targets of all micro-batches) / (number of targets)
     grads = d loss / d weights,  summed over micro-batches by `sum_of`
-    weights, moments = optimizer(grads, lr)          clips by the global norm and skips gradients that are not finite, on the
-    device
+    weights, moments = optimizer(grads, lr)
 
-Nothing waits for the device. The number of micro-batches and their distribution over ranks affect only the order of sums;
-`tree_sum` makes that order depend only on the number of micro-batches.
+The optimizer clips gradients by their global norm, and skips the update if they are not finite. It does both on the device, so
+nothing waits for the device. The number of micro-batches and their distribution over ranks affect only the order of sums. With
+`tree_sum`, this order depends only on the number of micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,40 +41,42 @@ __all__ = [
 
 
 class Objective(Protocol):
-    """A loss to minimise. `keys_values`: the value that it passes to the model's attention layers."""
+    """A loss to minimise. `keys_values`: the value that the objective passes to the model's attention layers."""
 
     keys_values: PackedKeysValues
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
-        """The sum of the losses of the batch's targets, a scalar with a gradient."""
+        """The sum of the losses over the batch's targets: a scalar with a gradient."""
         ...
 
     def measures(self) -> dict[str, float]:
-        """Further results for the log, about the batches since the last call; may wait for the device."""
+        """Further results for the log, about all batches since the last call. May wait for the device."""
         ...
 
 
 SumOf = Callable[[Iterable[list[Tensor]]], list[Tensor]]
-"""(loss, gradient, gradient ...) of each micro-batch, in order -> their sums."""
+"""(loss, gradient, gradient ...) of each micro-batch, in order -> their sums over the micro-batches."""
 
 
 class StepResult(NamedTuple):
     """The result of a step, on the device."""
 
     loss: Tensor
-    """Mean over the step's targets before the update, nats (float32, 0-dim), including what the objective adds."""
+    """Mean loss over the step's targets, before the update, in nats (float32, 0-dim). It includes terms that the objective
+    adds."""
     norm: Tensor
-    """Norm of all gradients together, before clipping."""
+    """Norm of all gradients together, before clipping. float64, 0-dim."""
     applied: Tensor
-    """1, or 0 if the norm was not finite and no weight was changed."""
+    """1 if the update was applied; 0 if the norm was not finite, so that no weight was changed. float64, 0-dim."""
 
 
 class NextToken:
-    """Cross-entropy of the next token; the logits of a batch are never stored completely.
+    """Cross-entropy of the next token. Only a part of a batch's logits is stored at any time.
 
     Args:
-        z_loss: adds z_loss * (log of the softmax's sum)^2 to each loss (Chowdhery et al., "PaLM", 2022).
-        label_smoothing: the share of the target that is spread evenly over all tokens.
+        z_loss: adds z_loss * (log of the sum of the exponentials of the logits)^2 to the loss of each target (Chowdhery et al.,
+            "PaLM", 2022).
+        label_smoothing: the share of the target probability that is spread evenly over all tokens.
         deterministic: the same batch always gives the same gradients.
     """
 
@@ -83,7 +85,7 @@ class NextToken:
         self.keys_values = PackedKeysValues(deterministic=deterministic)
 
     def __call__(self, model: Model, batch: TrainBatch) -> Tensor:
-        """The sum over the batch's targets."""
+        """The sum of the losses over the batch's targets."""
         hidden_TE, last = model(batch.token_ids, batch.packed, self.keys_values), model.head
         if isinstance(last, SlicedHead):
             return last.loss(
@@ -96,12 +98,13 @@ class NextToken:
         )  # fmt: skip
 
     def measures(self) -> dict[str, float]:
-        """Nothing besides the loss."""
+        """Empty: there are no results other than the loss."""
         return {}
 
 
 def plain_head(model: Model) -> Tensor:
-    """The head's weight, for a loss that computes the logits itself. Raises TypeError if they are more than a product."""
+    """The head's weight, for a loss that computes the logits itself. Raises TypeError if the logits are not a plain product
+    with this weight."""
     head = model.head.weight
     if not isinstance(head, Tensor):
         raise TypeError("the head is quantised, and a loss has no gradient through it: do not quantise lm_head")
@@ -118,7 +121,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def loss_and_grads(
     model: Model, objective: Objective, batches: Sequence[TrainBatch], n_targets: int
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """(loss, gradient of each of `trainable(model)`) for each micro-batch, as parts of the mean over `n_targets`."""
+    """For each micro-batch: (loss, gradient of each of `trainable(model)`), as its share of the mean over `n_targets`."""
     weights = list(trainable(model).values())
     for batch in batches:
         loss = objective(model, batch) / n_targets
@@ -126,14 +129,14 @@ def loss_and_grads(
 
 
 Passes = Callable[[Model, Objective, Sequence[TrainBatch], int], Iterable[list[Tensor]]]
-"""`loss_and_grads`, or an equivalent: `train.captured`."""
+"""`loss_and_grads`, or a replacement for it such as `train.captured.Captured`."""
 
 
 def train_step(
     model: Model, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], lr: float, objective: Objective, sum_of: SumOf,
     passes: Passes = loss_and_grads,
 ) -> StepResult:  # fmt: skip
-    """Update the weights once, from all of `batches` together. Raises ValueError if there are no targets."""
+    """Update the weights once, from the sum over all of `batches`. Raises ValueError if there are no targets."""
     n_targets = sum(batch.n_targets for batch in batches)
     if not n_targets:
         raise ValueError("train_step: no position of this step's batches has a target; check what the data masks")
@@ -145,7 +148,8 @@ def train_step(
 def spread_step(
     spread: Spread, optimizer: Optimizer | Muon, batches: Sequence[TrainBatch], n_targets: int, lr: float, objective: Objective
 ) -> StepResult:
-    """`train_step` on one of many ranks: `batches` are its own, `n_targets` counts all ranks. Raises ValueError if it is 0."""
+    """`train_step` on one of several ranks. `batches`: those of this rank. `n_targets`: number over all ranks. Raises
+    ValueError if it is 0."""
     if not n_targets:
         raise ValueError("spread_step: no position of this step's batches has a target; check what the data masks")
 

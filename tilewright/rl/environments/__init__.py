@@ -1,1 +1,1 @@
-"""Tasks and rewards, and the worker processes in which rewards are computed with limits on time and memory."""
+"""Tasks and rewards, and the worker processes that compute rewards within limits of time and memory."""

@@ -12,27 +12,27 @@ __all__ = ["Environment", "Function", "MultiTurn", "Solved", "Task"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A prompt, and the data for scoring an answer: JSON values by name."""
+    """A prompt, and the data for scoring an answer to it: JSON values by name."""
 
     prompt: str
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Environment(Protocol):
-    """Tasks with one answer each."""
+    """Provides tasks with one answer each, and scores the answers."""
 
     def task(self, seed: int) -> Task:
-        """The task for this seed; always the same."""
+        """The task for this seed. The same seed always gives the same task."""
         ...
 
     def score(self, task: Task, answer: str) -> float:
-        """The reward for an answer; with several turns, for the conversation's last answer."""
+        """The reward for an answer. With several turns: the reward for the last answer of the conversation."""
         ...
 
 
 @runtime_checkable
 class MultiTurn(Protocol):
-    """The additional method of an environment with several turns; tools and other speakers are its replies."""
+    """The additional method of an environment with several turns. Tools and other speakers are implemented by its replies."""
 
     def reply(self, task: Task, answers: list[str]) -> str | None:
         """The reply to the policy's answers so far; None ends the conversation."""
@@ -41,26 +41,26 @@ class MultiTurn(Protocol):
 
 @runtime_checkable
 class Solved(Protocol):
-    """An environment that also knows a right answer to each task, so that a model can be pretrained on its tasks."""
+    """An environment that also knows a right answer to each task, so that models can be pretrained on solved tasks."""
 
     def task(self, seed: int) -> Task:
-        """The task for this seed; always the same."""
+        """The task for this seed. The same seed always gives the same task."""
         ...
 
     def solution(self, task: Task) -> str:
-        """An answer that gets the full reward."""
+        """An answer that receives the full reward."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """An environment made of a list of tasks and a function from (task, answer) to a reward."""
+    """An environment made from a list of tasks and a function (task, answer) -> reward."""
 
     tasks: tuple[Task, ...]
     reward: Callable[[Task, str], float]
 
     def task(self, seed: int) -> Task:
-        """The tasks in turn."""
+        """The tasks of the list, in turn."""
         return self.tasks[seed % len(self.tasks)]
 
     def score(self, task: Task, answer: str) -> float:

@@ -1,4 +1,4 @@
-"""The tasks of reasoning-gym (the extra [rl]): procedurally made puzzles with scores from 0 to 1."""
+"""The tasks of reasoning-gym (extra [rl]): procedurally generated puzzles with scores from 0 to 1."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from tilewright.rl.environments.base import Task
 __all__ = ["ReasoningGym"]
 
 _SIZE = 1_000_000
-"""Number of entries of a data set; they are generated when they are used."""
+"""Number of entries in a data set. An entry is generated only when it is used."""
 
 
 class ReasoningGym:
-    """One of its data sets, by name, such as "countdown" or "leg_counting"; `options` are the data set's own.
+    """One data set of reasoning-gym, by name, such as "countdown" or "leg_counting". `options` are passed to the data set.
 
     Raises:
         MissingExtra: reasoning-gym is not installed.
-        ValueError: there is no such data set, or it refuses the options.
+        ValueError: there is no data set of this name, or it does not accept the options.
     """
 
     def __init__(self, name: str, seed: int = 0, **options: Any) -> None:

@@ -20,12 +20,12 @@ NAMED: dict[str, Callable[..., Environment]] = {
 
 
 def environment(spec: str) -> Environment:
-    """The environment with this name: one of `NAMED` with `name:key=integer,...`; `gym:NAME`; or FILE.py:NAME.
+    """The environment named by `spec`: a name in `NAMED` with `name:key=integer,...`; `gym:NAME`; or FILE.py:NAME.
 
-    The user's file is executed. NAME is a class, which is called without arguments, or an environment itself.
+    FILE.py is executed. NAME in it is a class, which is called without arguments, or an environment object.
 
     Raises:
-        ValueError: there is no such environment, file or name, or parameters are not integers.
+        ValueError: there is no such environment, file or name, or a parameter is not an integer.
     """
     name, _, rest = spec.partition(":")
     if name == "gym":

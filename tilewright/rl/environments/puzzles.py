@@ -1,8 +1,8 @@
-"""Generated tasks that need no data: addition, sorting, reversal, countdown. The reward is 1.0 or 0.0.
+"""Generated tasks that need no data: addition, sorting, reversal, countdown. The reward is 1.0 or 0.0; `Reversal` with
+`partial` also gives rewards in between.
 
-A task depends only on its seed, so train and test sets are ranges of seeds. Prompts and answers have a few characters.
-`solution`
-returns a right answer, for pretraining.
+A task depends only on its seed, so training and test sets are ranges of seeds. Prompts and answers have only a few characters.
+`solution` returns a right answer, for pretraining.
 """
 
 import ast
@@ -25,7 +25,7 @@ class _Exact:
     """Tasks with exactly one right answer, `data["answer"]`."""
 
     def score(self, task: Task, answer: str) -> float:
-        """1.0 for the right answer; spaces around it are ignored."""
+        """1.0 for the right answer, else 0.0. Spaces around the answer are ignored."""
         return float(answer.strip() == task.data["answer"])
 
     def solution(self, task: Task) -> str:
@@ -45,7 +45,7 @@ class Reversal(_Exact):
     partial: int = 0
 
     def task(self, seed: int) -> Task:
-        """Digits in a random order."""
+        """Random digits."""
         text = _digits(random.Random(seed), self.digits)
         return Task(prompt=f"{text}=", data={"answer": text[::-1]})
 
@@ -84,13 +84,14 @@ class Addition(_Exact):
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown:
-    """ "3 7 50: 71=" is answered by "50+3*7": all numbers once, with + - * / and brackets. Every task has an answer."""
+    """ "3 7 50: 71=" is answered by "50+3*7". Every number must be used once, with + - * / and brackets. Every task has a
+    solution."""
 
     numbers: int = 3
     largest: int = 50
 
     def task(self, seed: int) -> Task:
-        """Numbers, and a target from 1 to 999 that can be reached by some order and choice of operators."""
+        """Some numbers, and a target from 1 to 999 that can be reached with some order of the numbers and some operators."""
         rng = random.Random(seed)
         while True:
             given = [rng.randint(1, self.largest) for _ in range(self.numbers)]
@@ -109,7 +110,7 @@ class Countdown:
         return task.data["solution"]
 
     def score(self, task: Task, answer: str) -> float:
-        """1.0 if the expression uses every number once and equals the target exactly."""
+        """1.0 if the expression uses every number once and equals the target exactly, else 0.0."""
         found = value_of(answer.strip())
         return float(
             found is not None and found[0] == task.data["target"] and Counter(found[1]) == Counter(task.data["numbers"])
@@ -117,7 +118,8 @@ class Countdown:
 
 
 def value_of(text: str) -> tuple[Fraction, list[int]] | None:
-    """An expression's exact value and the numbers in it; None if it contains anything except numbers, + - * / and brackets."""
+    """The exact value of an expression, and the numbers in it. None if it contains anything except numbers, + - * / and
+    brackets."""
     if len(text) > _LONGEST:
         return None
     numbers: list[int] = []

@@ -1,8 +1,8 @@
-"""The program of one worker: `python -m tilewright.rl.environments.worker SPEC MEMORY_BYTES`.
+"""The program of one worker process: `python -m tilewright.rl.environments.worker SPEC MEMORY_BYTES`.
 
-Requests and answers are lines of JSON: {"prompt", "data", "answer"} -> {"reward"}, {"prompt", "data", "answers"} -> {"reply"},
-or {"error"}. What the environment prints goes to stderr. The memory limit applies to the address space: an allocation beyond it
-raises MemoryError in the reward function.
+Requests and answers are lines of JSON: {"prompt", "data", "answer"} -> {"reward"}, and {"prompt", "data", "answers"} ->
+{"reply"}. A failure is answered with {"error"}. Output that the environment prints goes to stderr. The memory limit applies to
+the address space: an allocation beyond the limit raises MemoryError in the reward function.
 """
 
 import json
@@ -23,7 +23,7 @@ def main(spec: str, memory_bytes: int) -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     scorer = environment(spec)
-    # After the imports, because libraries reserve address space that they do not use.
+    # Set the limit after the imports, because libraries reserve address space that they do not use.
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
     print(json.dumps({"ready": True}), file=replies, flush=True)
@@ -37,7 +37,7 @@ def _answered(scorer: Environment, request: dict[str, Any]) -> dict[str, Any]:
     try:
         if "answer" in request:
             return {"reward": float(scorer.score(task, request["answer"]))}
-        assert isinstance(scorer, MultiTurn)  # replies are only requested from such environments
+        assert isinstance(scorer, MultiTurn)  # the trainer requests replies only from environments that have them
         said = scorer.reply(task, request["answers"])
         return {"reply": None if said is None else str(said)}
     except MemoryError:

@@ -1,6 +1,7 @@
-"""Computes rewards in separate processes with limits on time and memory: a failure affects only its sample.
+"""Computes rewards in separate processes, within limits of time and memory. A failure affects only the sample concerned.
 
-The processes exchange lines of JSON with this one. One that hangs is killed and replaced, and leaves nothing in this process.
+The processes exchange lines of JSON with this process. A process that does not answer in time is killed and replaced. This
+process is not affected.
 """
 
 import json
@@ -40,10 +41,10 @@ class _Worker:
 
 
 class Workers:
-    """`count` processes that score answers in the environment named by `spec` (`named.environment`).
+    """`count` processes that score answers in the environment named by `spec` (see `named.environment`).
 
-    `failures` counts answers without a reward by reason: "time", "memory", "raised", "died", "not finite"; `last_error` is the
-    text of the last exception. A context manager: leaving it ends the processes.
+    `failures` counts the answers without a reward by reason: "time", "memory", "raised", "died", "not finite". `last_error` is
+    the text of the last exception. Use as a context manager: leaving it ends the processes.
     """
 
     def __init__(self, spec: str, *, count: int = 2, timeout_s: float = 5.0, memory_bytes: int = 1 << 30) -> None:
@@ -67,22 +68,23 @@ class Workers:
         self._selector.close()
 
     def score(self, tasks: Sequence[Task], answers: Sequence[str]) -> list[float | None]:
-        """The reward of each answer; None for answers without one, which are counted in `failures`.
+        """The reward of each answer. None for an answer without a reward; the reason is counted in `failures`.
 
         Raises:
-            ValueError: the environment cannot be loaded, or not within two minutes; the message is the worker's.
+            ValueError: the environment cannot be loaded, or loading takes more than two minutes. The worker prints the reason
+                to stderr.
         """
         replies = self._run([{**_plain(task), "answer": answer} for task, answer in zip(tasks, answers, strict=True)])
         return [None if reply is None else self._reward(reply) for reply in replies]
 
     def reply(self, tasks: Sequence[Task], answers: Sequence[Sequence[str]]) -> list[str | None]:
-        """The reply of a `MultiTurn` environment to the answers of each conversation so far; None ends the conversation, as
-        does a failure, which is counted in `failures`. Raises as `score` does."""
+        """The reply of a `MultiTurn` environment in each conversation, given the answers so far. None ends the conversation. A
+        failure is counted in `failures` and also gives None. Raises the same errors as `score`."""
         replies = self._run([{**_plain(task), "answers": list(said)} for task, said in zip(tasks, answers, strict=True)])
         return [None if reply is None else self._said(reply) for reply in replies]
 
     def _run(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any] | None]:
-        """The answer to each request; None for those that took too long."""
+        """The result of each request; None for requests that took too long."""
         found: list[dict[str, Any] | None] = [None] * len(requests)
         waiting = list(range(len(requests)))[::-1]
         left = len(requests)
@@ -117,12 +119,12 @@ class Workers:
     def _ask(self, worker: _Worker, job: int, request: dict[str, Any]) -> None:
         worker.job, worker.until = job, time.monotonic() + self._timeout_s
         assert worker.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died; reading will notice
+        with suppress(BrokenPipeError):  # the process has ended, which `_read` will notice
             worker.process.stdin.write(json.dumps(request).encode() + b"\n")
             worker.process.stdin.flush()
 
     def _read(self, worker: _Worker) -> dict[str, Any] | None:
-        """A complete answer, if there is one. A process that has ended, or that writes anything else, is replaced."""
+        """A complete result, if there is one. A process that has ended, or that has written too long a line, is replaced."""
         part = worker.pipe().read(1 << 16)
         worker.buffer += part or b""
         line, end, rest = worker.buffer.partition(b"\n")
@@ -166,7 +168,7 @@ class Workers:
     def _end(self, worker: _Worker) -> None:
         self._selector.unregister(worker.pipe())
         with suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, 9)  # a separate session, so this includes processes that the reward has started
+            os.killpg(worker.process.pid, 9)  # the worker's own session: this also ends processes that the reward has started
         worker.process.wait()
         for pipe in (worker.process.stdin, worker.process.stdout):
             assert pipe is not None

@@ -1,7 +1,8 @@
-"""The algorithms by name: how rewards become advantages, and the loss. To add one, add a file and a line here.
+"""The algorithms by name. An algorithm defines how rewards become advantages, and a loss. To add one, add a file and a line
+here.
 
 Every loss is a function of the batch and of the log-probabilities [T] of its tokens under the current weights. It returns a
-scalar that adds up over micro-batches and ranks.
+scalar. The scalars of micro-batches and ranks add up to the loss of the whole update.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ __all__ = ["ALGORITHMS", "Algorithm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """`advantages`: batch -> [T]; None: a critic's (`gae`). `loss`: (log-probabilities [T], batch, options) -> scalar."""
+    """`advantages`: batch -> [T]; None: a critic computes them (`gae`). `loss`: (log-probabilities [T], batch, options) ->
+    scalar."""
 
     advantages: Callable[[Batch], Tensor] | None
     loss: Callable[..., Tensor]

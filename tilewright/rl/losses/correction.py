@@ -1,7 +1,8 @@
-"""Corrections for samples from other weights or other kernels: advantages are weighted by the ratio of probabilities.
+"""Corrections for samples that come from other weights or other kernels: advantages are weighted by a ratio of probabilities.
 
-w = exp(old - sampled) for each token, the trainer's probability over the sampler's. A correction changes a batch's advantages
-once, before the step, and has no gradient. If both are the same numbers, every w is 1 and nothing changes.
+For each token, w = exp(old - sampled) is the trainer's probability divided by the sampler's. A correction changes the
+advantages of a batch once, before the step, and has no gradient. If the two probabilities are equal, w is 1 and the advantage
+does not change.
 """
 
 from dataclasses import replace
@@ -20,7 +21,7 @@ def truncated(batch: Batch, cap: float = 2.0) -> Batch:
 
 
 def masked(batch: Batch, low: float = 0.5, high: float = 2.0) -> Batch:
-    """Advantages times w if low <= w <= high, and 0 otherwise: such tokens say nothing about this policy."""
+    """Advantages times w if low <= w <= high, otherwise 0, because such tokens carry no information about this policy."""
     weight = batch.log_ratio_to_sampler().exp().detach()
     kept = torch.where((weight >= low) & (weight <= high), weight, 0.0)
     return replace(batch, advantages=batch.known("advantages") * kept)

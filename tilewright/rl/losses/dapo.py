@@ -1,6 +1,6 @@
-"""DAPO (Yu et al., 2025): GRPO with a higher upper than lower clip, and a mean over tokens.
+"""DAPO (Yu et al., 2025): GRPO with an upper clip that is wider than the lower one, and with a mean over tokens.
 
-`advantages.informative` (dynamic sampling) and `advantages.overlong_penalty` are its other parts.
+Its other parts are `advantages.informative` (dynamic sampling) and `advantages.overlong_penalty`.
 """
 
 from torch import Tensor
@@ -12,5 +12,5 @@ __all__ = ["dapo"]
 
 
 def dapo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.28) -> Tensor:
-    """Minus the clipped surrogate, a mean over the step's chosen tokens."""
+    """Minus the clipped surrogate: the mean over the update's chosen tokens."""
     return token_mean(batch, clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high))

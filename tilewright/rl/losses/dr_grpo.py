@@ -1,4 +1,5 @@
-"""Dr. GRPO (Liu et al., Understanding R1-Zero-Like Training, 2025): GRPO whose loss does not depend on an answer's length."""
+"""Dr. GRPO (Liu et al., Understanding R1-Zero-Like Training, 2025): GRPO with a loss that is not normalised by answer
+length."""
 
 from torch import Tensor
 
@@ -9,6 +10,7 @@ __all__ = ["dr_grpo"]
 
 
 def dr_grpo(logprobs_T: Tensor, batch: Batch, *, longest: int, low: float = 0.2, high: float = 0.2) -> Tensor:
-    """Minus the clipped surrogate, summed over tokens, divided by `longest` (an answer's limit) times the step's answers."""
+    """Minus the clipped surrogate: the sum over tokens, divided by `longest` (the limit of an answer) and by the number of
+    answers of the update."""
     loss = clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high)
     return batch.total(loss) / (longest * batch.totals.of_sequences)

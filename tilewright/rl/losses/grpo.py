@@ -1,5 +1,4 @@
-"""GRPO (Shao et al., DeepSeekMath, 2024): PPO's clipping, with an answer's advantage within its group; a mean over each
-answer."""
+"""GRPO (Shao et al., DeepSeekMath, 2024): PPO's clipping, with advantages relative to the group; a mean over each answer."""
 
 from torch import Tensor
 
@@ -10,5 +9,6 @@ __all__ = ["grpo"]
 
 
 def grpo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2) -> Tensor:
-    """Minus the clipped surrogate: the mean over an answer's tokens, then over the step's answers. KL: `kl.penalty`."""
+    """Minus the clipped surrogate: the mean over each answer's tokens, then over the update's answers. For a KL term, add
+    `kl.penalty`."""
     return sequence_mean(batch, clipped(batch.log_ratio(logprobs_T), batch.known("advantages"), low, high))

@@ -9,7 +9,8 @@ __all__ = ["gspo"]
 
 
 def gspo(logprobs_T: Tensor, batch: Batch, *, low: float = 3e-4, high: float = 4e-4) -> Tensor:
-    """Minus the clipped surrogate of s = exp(mean over the answer's tokens of log p/p_old), a mean over the step's answers."""
+    """Minus the clipped surrogate of s = exp(mean over the answer's tokens of log(p / p_old)): the mean over the update's
+    answers."""
     count = batch.counts()
     weight = count.clamp(min=1)
     advantages = batch.sums(batch.known("advantages")) / weight

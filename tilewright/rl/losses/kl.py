@@ -1,8 +1,12 @@
-"""Estimates of the KL divergence from a reference policy, from samples (Schulman, Approximating KL Divergence, 2020).
+"""Estimates of the KL divergence from a reference policy, computed from samples (Schulman, Approximating KL Divergence, 2020).
 
-With x = log p_ref - log p for tokens sampled from p: k1 = -x (unbiased, high variance), k2 = x^2 / 2 (biased, low variance),
-k3 = e^x - 1 - x (unbiased, never negative). Used as a loss, only k2 has the gradient of the KL on average; k1's is 0 on
-average.
+With x = log p_ref - log p for tokens sampled from p:
+
+    k1 = -x             unbiased, high variance
+    k2 = x^2 / 2        biased, low variance
+    k3 = e^x - 1 - x    unbiased, never negative
+
+If they are used as a loss, only k2 has, on average, the gradient of the KL divergence. The gradient of k1 is 0 on average.
 """
 
 from collections.abc import Callable
@@ -28,10 +32,10 @@ def penalty(
     estimator: str = "k3",
     mean: Callable[[Batch, Tensor], Tensor] = token_mean,
 ) -> Tensor:
-    """A term to add to a loss: the coefficient times the mean KL from the batch's `reference`.
+    """A term to add to a loss: the coefficient times the mean KL divergence from the batch's `reference`.
 
     Raises:
-        ValueError: there is no such estimator, or no reference.
+        ValueError: there is no such estimator, or the batch has no reference.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"KL estimator {estimator!r}; wanted one of {', '.join(ESTIMATORS)}")

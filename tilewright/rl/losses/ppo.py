@@ -1,7 +1,7 @@
 """PPO (Schulman et al., 2017): the clipped policy loss over tokens, and a critic's loss.
 
-The details that implementations add (Huang et al., The 37 Implementation Details of PPO, 2022) are arguments or functions:
-normalised advantages are `advantages.whitened`, the entropy bonus is `entropy_bonus`, clipped values are `clip=`.
+The usual implementation details (Huang et al., The 37 Implementation Details of PPO, 2022) are arguments or separate functions:
+`advantages.whitened` normalises advantages, `entropy_bonus` is the entropy bonus, and `clip=` clips values.
 """
 
 import torch
@@ -14,9 +14,10 @@ __all__ = ["entropy_bonus", "ppo", "value_loss"]
 
 
 def ppo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Tensor:
-    """Minus the clipped surrogate, a mean over the step's chosen tokens.
+    """Minus the clipped surrogate: the mean over the update's chosen tokens.
 
-    dual: for negative advantages the loss is at most dual |A| (Ye et al., Mastering Complex Control, 2020: 3); None: no bound.
+    dual: for negative advantages, the loss of a token is at most dual |A| (Ye et al., Mastering Complex Control, 2020: 3);
+    None: no bound.
     """
     advantages = batch.known("advantages")
     loss = clipped(batch.log_ratio(logprobs_T), advantages, low, high)
@@ -26,9 +27,10 @@ def ppo(logprobs_T: Tensor, batch: Batch, *, low: float = 0.2, high: float = 0.2
 
 
 def value_loss(values_T: Tensor, batch: Batch, *, clip: float | None = 0.2) -> Tensor:
-    """Half the squared error of the values, a mean over the step's chosen tokens.
+    """Half the squared error of the values: the mean over the update's chosen tokens.
 
-    clip: beyond this distance from the value at sampling time, moving further does not reduce the loss; None: no bound.
+    clip: if a value is further than this from its value at sampling time, moving it further does not reduce the loss; None: no
+    bound.
     """
     returns = batch.known("returns")
     error = (values_T - returns) ** 2
@@ -39,5 +41,5 @@ def value_loss(values_T: Tensor, batch: Batch, *, clip: float | None = 0.2) -> T
 
 
 def entropy_bonus(entropies_T: Tensor, batch: Batch, coefficient: float | Tensor) -> Tensor:
-    """A term to add to a loss so that the policy stays uncertain: -coefficient times the mean entropy."""
+    """A term to add to a loss, so that the policy remains uncertain: -coefficient times the mean entropy."""
     return -coefficient * token_mean(batch, entropies_T)

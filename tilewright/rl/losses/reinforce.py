@@ -1,4 +1,4 @@
-"""REINFORCE (Williams, 1992), as RLOO uses it (Ahmadian et al., Back to Basics, 2024): no ratio, no clip, whole answers."""
+"""REINFORCE (Williams, 1992), as in RLOO (Ahmadian et al., Back to Basics, 2024): no ratio, no clipping, whole answers."""
 
 from torch import Tensor
 
@@ -8,8 +8,8 @@ __all__ = ["reinforce"]
 
 
 def reinforce(logprobs_T: Tensor, batch: Batch) -> Tensor:
-    """-A log p(answer), a mean over the step's answers; the log-probability of an answer is the sum over its tokens.
+    """-A log p(answer): the mean over the update's answers. The log-probability of an answer is the sum over its tokens.
 
-    For samples of the current weights; if `old` differs from them, the gradient is biased.
+    This is for samples from the current weights. If `old` differs from their log-probabilities, the gradient is biased.
     """
     return -batch.sums(batch.known("advantages") * batch.chosen(logprobs_T)).sum() / batch.totals.of_sequences

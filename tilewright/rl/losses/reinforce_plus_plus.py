@@ -1,5 +1,5 @@
-"""REINFORCE++ (Hu et al., 2025): PPO's loss without a critic; rewards minus KL, summed to the end, normalised over the
-batch."""
+"""REINFORCE++ (Hu et al., 2025): PPO's loss without a critic. The advantage is the reward minus the KL summed up to the end of
+the answer, normalised over the batch."""
 
 from torch import Tensor
 
@@ -10,14 +10,15 @@ __all__ = ["discounted_whitened"]
 
 
 def discounted_whitened(batch: Batch, *, kl_coefficient: float = 0.0) -> Tensor:
-    """Advantages [T]: the reward of the answer minus `kl_coefficient` times the KL (k1) of this and all later tokens, whitened.
+    """Advantages [T]: the reward of the answer, minus `kl_coefficient` times the KL (k1) of this and all later tokens;
+    whitened.
 
-    Its loss is `ppo`. The KL needs the batch's `reference`.
+    The loss for them is `ppo`. The KL needs the batch's `reference`.
     """
     rewards = batch.spread(batch.rewards)
     if kl_coefficient:
         kl = (batch.old - batch.known("reference")).masked_fill(~batch.mask, 0.0)
-        # With values of 0 and lambda 1, GAE is the sum of future rewards.
+        # With values of 0, lambda 1 and gamma 1, GAE is the sum of future rewards.
         rewards = (
             rewards
             + gae(

@@ -1,4 +1,4 @@
-"""Common parts of the losses: the clipped ratio, and the ways to average over tokens."""
+"""Common parts of the losses: the clipped ratio, and two ways to average over tokens."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ def clipped(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> T
 
 
 def token_mean(batch: Batch, loss_T: Tensor) -> Tensor:
-    """Every chosen token of the step has the same weight, so long answers have more."""
+    """The mean over all chosen tokens of the update. Each token has the same weight, so long answers have more weight."""
     return batch.total(loss_T) / batch.totals.of_tokens
 
 
 def sequence_mean(batch: Batch, loss_T: Tensor) -> Tensor:
-    """Every answer of the step has the same weight: the mean over its chosen tokens, then over answers."""
+    """The mean over each answer's chosen tokens, then over the answers of the update. Each answer has the same weight."""
     return (batch.sums(loss_T) / batch.counts().clamp(min=1)).sum() / batch.totals.of_sequences

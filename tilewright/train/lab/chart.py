@@ -1,5 +1,5 @@
-"""Charts of the lab. Gradient flow: one row of panels per quantity, one column per place of the norms. Coordinate check: one
-panel per place in the network, movement against width."""
+"""Charts of the lab. Gradient flow: a grid of panels with one row per quantity and one column per norm placement. Coordinate
+check: one panel per place in the network, with the movement against the width."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def _points(flows: Sequence[Flow]) -> Iterator[dict[str, Any]]:
             when = "at initialisation" if snapshot.step == 0 else f"step {snapshot.step + 1}"
             for name, title in QUANTITIES.items():
                 for i, value in enumerate(getattr(snapshot, name)):
-                    # The axis is logarithmic, and values beyond float32 cannot be shown.
+                    # The axis is logarithmic. Values beyond the range of float32 cannot be shown.
                     if 0 < value < 1e30:
                         place = {"norm": flow.config.norm, "layers": flow.config.layers, "layer": i + 1, "when": when}
                         yield place | {"quantity": title, "value": value}

@@ -1,9 +1,9 @@
-"""The coordinate check: does the change of activations in a training step depend on a model's width?
+"""The coordinate check: does the change of activations in training steps depend on the width of a model?
 
-Models of several widths train for a few steps. The check measures how far activations on one batch have moved from the start
-(root mean square), at each place in the network. With muP this does not depend on the width. Otherwise it usually grows with
-the width, and the best learning rate falls (Yang et al., "Tensor Programs V", 2022, appendix D.1). The models are Llama models,
-built and trained as by `tilewright train`, on the Markov chain of the gradient-flow lab.
+Models of several widths train for a few steps. At each place in the network, the check measures how far the activations on one
+batch have moved from their initial values (root mean square). With muP, this does not depend on the width. Otherwise it usually
+grows with the width, and the best learning rate falls (Yang et al., "Tensor Programs V", 2022, appendix D.1). The models are
+Llama models, built and trained as by `tilewright train`, on the Markov chain of the gradient-flow lab.
 """
 
 import math
@@ -30,10 +30,11 @@ _HEAD_DIM = 16
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatesConfig:
-    """One check.
+    """The settings of one check.
 
-    widths: hidden sizes, multiples of 16. base: the width at which muP equals the usual parametrisation. seeds: number of
-    models of each width, over which movements are averaged.
+    widths: hidden sizes, multiples of 16.
+    base: the width at which muP equals the usual parametrisation.
+    seeds: number of models of each width. Movements are averages over these models.
     """
 
     mup: bool
@@ -65,14 +66,14 @@ class CoordinatesConfig:
 class Coordinates:
     """The measured movements.
 
-    moved: place -> width -> step -> root mean square distance of activations from the start, mean over seeds.
+    moved: place -> width -> step -> root mean square distance of the activations from their initial values, mean over seeds.
     """
 
     config: CoordinatesConfig
     moved: dict[str, dict[int, list[float]]]
 
     def slopes(self) -> dict[str, float]:
-        """Place -> the exponent with which the movement after the last step grows with the width."""
+        """Place -> exponent of the growth of the movement with the width, after the last step."""
         found = {}
         for place, by_width in self.moved.items():
             x = np.log([float(width) for width in by_width])
@@ -80,7 +81,7 @@ class Coordinates:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """As values for JSON, with the slopes."""
+        """The movements and slopes as JSON values."""
         return {**asdict(self), "slopes": self.slopes()}
 
 
@@ -98,7 +99,7 @@ def coordinate_check(config: CoordinatesConfig, *, say: Callable[[str], None] = 
 
 
 def final_losses(config: CoordinatesConfig, lrs: Sequence[float], *, tail: int = 10) -> dict[int, list[float]]:
-    """Width -> final loss for each learning rate: mean over the last `tail` steps and over seeds."""
+    """Width -> final loss at each learning rate: the mean over the last `tail` steps and over seeds."""
     found: dict[int, list[float]] = {}
     for width in config.widths:
         found[width] = []
@@ -164,7 +165,7 @@ def _movements(config: CoordinatesConfig, width: int, seed: int) -> dict[str, li
 
 @torch.no_grad()
 def _activations(model: Model, batch: TrainBatch) -> dict[str, Tensor]:
-    """Outputs of the embedding, of attention and feed-forward in each layer, and the logits, by place."""
+    """The outputs of the embedding, of attention and feed-forward in each layer, and the logits, by place."""
     found: dict[str, Tensor] = {}
     places: dict[str, Any] = {"embedding": model.embed}
     for i, block in enumerate(model.blocks):

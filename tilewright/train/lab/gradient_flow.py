@@ -1,7 +1,9 @@
-"""How large gradients, activations and updates are in each layer of a transformer, at initialisation and during training.
+"""Measures the size of gradients, activations and updates in each layer of a transformer, at initialisation and during
+training.
 
-The task is a Markov chain over the vocabulary: each token has four likely successors, so there is a known best loss (the
-entropy) and nothing to download. A run depends only on its config, and gives the same numbers each time on one machine.
+The task is a Markov chain over the vocabulary, in which each token has four likely successors. So the best possible loss is
+known (the entropy), and nothing needs to be downloaded. A run depends only on its config, and gives the same numbers each time
+on the same machine.
 """
 
 import math
@@ -22,20 +24,20 @@ __all__ = ["Chain", "Flow", "FlowConfig", "Snapshot", "gradient_flow"]
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig:
-    """One run."""
+    """The settings of one run."""
 
     norm: str
     """One of `residual.SCHEMES`."""
     layers: int
     width: int = 64
-    """Features; heads have 16 each."""
+    """Number of features. Each attention head has 16."""
     vocabulary: int = 64
     length: int = 32
     """Tokens per sequence."""
     batch: int = 16
     """Sequences per step."""
     steps: int = 0
-    """Training steps; 0: look at the initialisation only."""
+    """Training steps; 0: only examine the initialisation."""
     lr: float = 1e-3
     warmup: int = 0
     """Steps in which the learning rate grows linearly."""
@@ -58,20 +60,20 @@ class FlowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One step, with values by layer, first layer first."""
+    """The measurements of one step. Lists have one value per layer, first layer first."""
 
     step: int
     loss: float
     activations: list[float]
     """Mean square of the residual stream after each layer."""
     gradients: list[float]
-    """Norm of the gradient of all weights of a layer."""
+    """Norm of the gradient of all weights of a layer together."""
     per_token: list[float]
-    """Norm of the gradient of one token's loss with respect to the second matrix of a layer's feed-forward part, mean over
-    tokens. The theory of Xiong et al. is about this quantity; the gradient of a batch also depends on how similar its tokens
-    have become."""
+    """Norm of the gradient of one token's loss with respect to the second matrix of a layer's feed-forward part; mean over
+    tokens. The theory of Xiong et al. is about this quantity. The gradient of a batch also depends on how similar its tokens
+    have become to each other."""
     updates: list[float]
-    """Norm of a layer's change in this step, relative to the norm of its weights; empty without training."""
+    """Norm of the change of a layer's weights in this step, relative to the norm of the weights; empty without training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Flow:
     losses: list[float]
 
     def as_json(self) -> dict[str, Any]:
-        """As values for JSON; numbers that are not finite become None."""
+        """The fields as JSON values. Numbers that are not finite become None."""
         return _plain(asdict(self))
 
 
@@ -91,8 +93,8 @@ def gradient_flow(config: FlowConfig, *, snapshots: int = 4, say: Callable[[str]
     """Create a model, examine it, and train it for `config.steps` steps.
 
     Args:
-        snapshots: how many to take; the first is at initialisation, the last at the last step.
-        say: called with messages about the progress of a long run.
+        snapshots: number of snapshots. The first is taken at initialisation, the last at the last step.
+        say: called with progress messages of a long run.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -122,7 +124,7 @@ def gradient_flow(config: FlowConfig, *, snapshots: int = 4, say: Callable[[str]
 
 
 class Chain:
-    """Batches of a Markov chain: each token has four successors with probabilities 0.4, 0.3, 0.2, 0.1."""
+    """Batches from a Markov chain. Each token has four successors, with the probabilities 0.4, 0.3, 0.2, 0.1."""
 
     def __init__(self, *, vocabulary: int, batch: int, length: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed + 1)
@@ -130,7 +132,7 @@ class Chain:
         self._successors = torch.randint(vocabulary, (vocabulary, 4), generator=generator)
 
     def batch(self, step: int) -> Tensor:
-        """[B, S + 1] int64."""
+        """[B, S + 1] int64: B sequences with one token more than the model reads."""
         generator = torch.Generator().manual_seed(1_000_003 * (self._seed + 1) + step)
         tokens = [torch.randint(self._vocabulary, (self._batch,), generator=generator)]
         likely = torch.tensor([0.4, 0.3, 0.2, 0.1]).expand(self._batch, 4)
@@ -141,7 +143,7 @@ class Chain:
 
 
 class _Pass(NamedTuple):
-    """One forward and backward pass."""
+    """The results of one forward and backward pass."""
 
     loss: float
     stream: list[float]
@@ -152,7 +154,7 @@ class _Pass(NamedTuple):
 
 def _pass(model: Transformer, tokens: Tensor) -> _Pass:
     stream: list[float] = []
-    products: list[tuple[Tensor, Tensor]] = []  # input and output of each layer's second matrix
+    products: list[tuple[Tensor, Tensor]] = []  # (input, output) of the second matrix of each layer
     hooks = []
     for block in model.blocks:
         down = next(module for name, module in block.named_modules() if name.endswith("down"))
@@ -164,7 +166,7 @@ def _pass(model: Transformer, tokens: Tensor) -> _Pass:
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     named = dict(model.named_parameters())
     found = torch.autograd.grad(loss, [*named.values(), *(out for _, out in products)])
-    count = tokens[:, 1:].numel()  # the loss is a mean over this many tokens
+    count = tokens[:, 1:].numel()  # the loss is the mean over this number of tokens
     per_token = [
         float((read.norm(dim=-1) * grad.norm(dim=-1)).mean()) * count
         for (read, _), grad in zip(products, found[len(named) :], strict=True)

@@ -1,4 +1,4 @@
-"""A small causal transformer with selectable residual connections, which differ in the places of the norms.
+"""A small causal transformer with a choice of residual connections, which differ in where the norms are.
 
     none        x + f(x)
     pre         x + f(norm(x))                   Xiong et al., "On Layer Normalization in the Transformer Architecture", 2020
@@ -7,10 +7,10 @@
     deepnorm    norm(alpha x + f(x))             Wang et al., "DeepNet", 2022: alpha = (2 L)^(1/4), weights of v, of the
                                                  output projection and of the feed-forward layer times (8 L)^(-1/4)
 
-f is attention or a feed-forward layer with ReLU. Matrices have Xavier initialisation, normal with variance 2 / (in + out);
-embeddings have variance 1. `pre` and `peri` have one more norm before the output layer.
+f is attention or a feed-forward layer with ReLU. Matrices have Xavier initialisation: normal with variance 2 / (in + out).
+Embeddings have variance 1. With `pre` and `peri`, there is one more norm before the output layer.
 
-    B sequences, S tokens of each, E features, V vocabulary, L layers
+    B sequences, S tokens per sequence, E features, V tokens in the vocabulary, L layers
 """
 
 import math
@@ -25,7 +25,7 @@ __all__ = ["SCHEMES", "Block", "FeedForward", "Scheme", "Transformer"]
 
 
 class FeedForward(nn.Module):
-    """y = down(relu(up(x))), four times as wide inside."""
+    """y = down(relu(up(x))). The hidden layer is four times as wide as x."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Deep(nn.Module):
         smaller = (8 * layers) ** -0.25
         for linear in (m for m in f.modules() if isinstance(m, Linear)):
             rows = _weight(linear)
-            # In a merged projection only the values, which come last.
+            # In a merged projection, only the rows of the values are scaled. They come last.
             (rows[-linear.parts[-1] :] if len(linear.parts) > 1 else rows).mul_(smaller)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Deep(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """A kind of residual connection, and whether the stream needs a norm at its end."""
+    """A kind of residual connection, and whether the residual stream needs a norm at its end."""
 
     connect: Callable[[nn.Module, int, int], nn.Module]
     """(f, features, layers) -> a module [B, S, E] -> [B, S, E]."""
@@ -122,7 +122,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each in the scheme's residual connection."""
+    """Attention, then a feed-forward layer, each with a residual connection as in the scheme."""
 
     def __init__(self, scheme: Scheme, features: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -138,19 +138,19 @@ class Block(nn.Module):
 
 
 def _weight(linear: Linear) -> Tensor:
-    """Its weight, to be changed without a gradient."""
+    """The weight of a layer, for changes without gradients."""
     assert isinstance(linear.weight, Tensor), "a new layer is not quantised"
     return linear.weight.data
 
 
 def _xavier(linear: Linear) -> None:
-    """Initialise each projection of a merged layer as if it were separate."""
+    """Initialise each projection of a merged layer as if it were a separate layer."""
     for part in _weight(linear).split(linear.parts):
         nn.init.normal_(part, std=math.sqrt(2 / (part.shape[0] + part.shape[1])))
 
 
 class Transformer(nn.Module):
-    """Embedding with positions, blocks, a norm if the scheme needs one, output layer."""
+    """Embedding with positions, blocks, a norm if the scheme needs one, and an output layer."""
 
     def __init__(self, scheme: Scheme, *, layers: int, features: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Optimizers that update all parameters in one launch; clipping and the check for NaN run on the device, without the host."""
+"""Optimizers that update all parameters in one launch. Clipping and the check for NaN run on the device; the host does not
+wait."""
 
 from tilewright.train.optim.adamw import AdamW
 from tilewright.train.optim.adamw_8bit import AdamW8bit

@@ -12,13 +12,13 @@ __all__ = ["AdamW"]
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); `kernels.optimizer.adamw` has the formula.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019); the formula is in `kernels.optimizer.adamw`.
 
     Args:
-        parameters: name -> parameter; their memory is replaced, as `Optimizer` explains.
-        betas: decay of the running averages of gradients and of squared gradients.
-        eps: added to the root of the second moment.
-        weight_decay: for parameters with two or more dimensions; `decay` gives it for each parameter instead.
+        parameters: name -> parameter. Their memory is replaced, as described in `Optimizer`.
+        betas: decay of the running averages of the gradients and of the squared gradients.
+        eps: added to the square root of the second moment.
+        weight_decay: applies to parameters with two or more dimensions. `decay` overrides it with a value per parameter.
         max_norm: gradients are scaled down to this global norm; inf: never.
         lr_scale: factor on the learning rate of each parameter.
     """

@@ -13,9 +13,9 @@ __all__ = ["AdamW8bit"]
 
 
 class AdamW8bit(Optimizer):
-    """AdamW with block-wise dynamic quantisation (Dettmers et al., 2021), see `kernels.optimizer.adamw_8bit`.
+    """AdamW with block-wise dynamic quantisation of the moments (Dettmers et al., 2021); see `kernels.optimizer.adamw_8bit`.
 
-    Arguments as in `AdamW`.
+    The arguments are those of `AdamW`.
     """
 
     def __init__(

@@ -1,12 +1,14 @@
-"""The common base of all optimizers: flat float32 master weights, the gradients' norm, clipping and skipping on the device.
+"""The base class of all optimizers: flat float32 master weights; norm of the gradients, clipping and skipping on the device.
 
-An `Optimizer` replaces the memory of the parameters: a 16-bit parameter becomes a view of one flat buffer of its dtype, which
-each step writes together with the master weights; a float32 parameter becomes a view of the master weights themselves. So
-create it after the weights are loaded, and before a model is compiled or captured. The `nn.Parameter` objects stay the same.
+An `Optimizer` replaces the memory of the parameters. A 16-bit parameter becomes a view of one flat buffer of its dtype, to
+which each step writes the rounded master weights. A float32 parameter becomes a view of the master weights themselves. So
+create the optimizer after the weights are loaded, and before a model is compiled or captured. The `nn.Parameter` objects stay
+the same.
 
-State is saved by parameter: `state_dict` gives views of the flat buffers by name, so a checkpoint does not depend on their
-layout.
-Not here: learning rates over time (`train.schedules`), accumulating gradients, communication.
+The state is saved per parameter: `state_dict` returns views of the flat buffers by name, so a checkpoint does not depend on the
+layout of the buffers.
+
+This module does not include: learning rate schedules (`train.schedules`), accumulation of gradients, communication.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,33 +27,34 @@ PerParameter = Callable[[str, Tensor], float]
 
 
 class Step(NamedTuple):
-    """The result of a step, on the device: reading it waits for the step."""
+    """The result of a step, on the device. Reading it waits until the step is complete."""
 
     norm: Tensor
     """Norm of all gradients together, before clipping; float64, 0-dim."""
     applied: Tensor
-    """1 if the step was applied, 0 if the norm was not finite and nothing was changed; float64, 0-dim."""
+    """1 if the step was applied; 0 if the norm was not finite, so that nothing was changed. float64, 0-dim."""
 
 
 def matrices_only(weight_decay: float) -> PerParameter:
-    """Weight decay for parameters with two or more dimensions; none for biases and norm weights."""
+    """Weight decay for parameters with two or more dimensions only, not for biases and norm weights."""
     return lambda name, parameter: weight_decay if parameter.ndim >= 2 else 0.0
 
 
 class Optimizer:
-    """Parameters, their float32 master weights, and the control values that kernels read. Subclasses add moments and the
-    update.
+    """Parameters, their float32 master weights, and the control values that kernels read. Subclasses add the moments and the
+    update rule.
 
     Args:
-        parameters: name -> parameter, all of one dtype (float32, bfloat16 or float16) on one device. Their memory is
+        parameters: name -> parameter. All must have the same dtype (float32, bfloat16 or float16) and device. Their memory is
             replaced: they become views of flat buffers.
-        betas: decay of the subclass's averages; 0 if it has none.
+        betas: decay of the running averages of the subclass; 0 for an average that it does not have.
         max_norm: gradients are scaled down to this global norm; inf: never.
         decay: weight decay of each parameter.
-        lr_scale: factor on the learning rate of each parameter, as needed for muP.
+        lr_scale: factor on the learning rate of each parameter, for example for muP.
 
     Raises:
-        ValueError: no parameters, several dtypes or devices, a dtype without a kernel, or the same memory twice.
+        ValueError: there are no parameters, they have several dtypes or devices or a dtype without a kernel, or two of them
+            share memory.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Optimizer:
         self.master = torch.zeros(self._starts[-1], dtype=torch.float32, device=first.device)
         """The master weights, flat, in the layout of `kernels.optimizer.multi_tensor`."""
         self.weights = None if first.dtype == torch.float32 else torch.zeros_like(self.master, dtype=first.dtype)
-        """The same rounded to the parameters' dtype; None if that is float32."""
+        """The master weights, rounded to the parameters' dtype; None if that is float32."""
         rates = [[lr_scale(name, p), decay(name, p)] for name, p in parameters.items()]
         self.rates = torch.tensor(rates, dtype=torch.float32, device=first.device)
         self.control = torch.tensor(control_values(*betas, max_norm), dtype=torch.float64, device=first.device)
@@ -80,18 +83,18 @@ class Optimizer:
                 p.data = view
 
     def _state(self, name: str, dtype: torch.dtype = torch.float32, per: int = 1, fill: int = 0) -> Tensor:
-        """A flat state with one number for every `per` elements, filled with `fill`."""
+        """Create a flat state with one number for every `per` elements. All numbers are `fill` at first."""
         state = torch.full((self.master.numel() // per,), fill, dtype=dtype, device=self.master.device)
         self._states[name] = (state, per)
         return state
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat buffer, in the parameter's shape."""
+        """Each parameter's part of a flat buffer, as a view with the parameter's shape."""
         parts = zip(self._starts, self.shapes.values())
         return [flat[start : start + shape.numel()].view(shape) for start, shape in parts]
 
     def _in_order(self, grads: Mapping[str, Tensor]) -> list[Tensor]:
-        """The gradients as a list in the order of the parameters. Raises ValueError if they do not fit."""
+        """The gradients in the order of the parameters. Raises ValueError if they do not match the parameters."""
         missing = [name for name in self.names if name not in grads]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -106,24 +109,25 @@ class Optimizer:
 
     @torch.no_grad()
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """The sums of squares for the norm: float32 [chunks], one for every 4,096 elements of each parameter, in order.
+        """The sums of squares for the norm: float32 [chunks], one sum for every 4,096 elements of each parameter, in order.
 
-        The next call overwrites them. Ranks that have parts of a model concatenate theirs and pass all to `step`.
+        The next call overwrites them. If a model is divided over ranks, the ranks concatenate their sums and pass all of them
+        to `step`.
         """
         grad_squares_op(self._squares, self._in_order(grads))
         return self._squares
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], lr: float, *, squares: Tensor | None = None) -> Step:
-        """Update every parameter, unless the gradients' norm is not finite. Nothing waits for the device.
+        """Update every parameter, unless the norm of the gradients is not finite. Does not wait for the device.
 
         Args:
-            grads: name -> gradient, in the shape of the parameter, all of one dtype. They are not changed.
+            grads: name -> gradient, with the shape of the parameter; all of the same dtype. They are not changed.
             lr: the learning rate of this step.
-            squares: sums of squares for the whole model, if this optimizer has only a part of it.
+            squares: the sums of squares for the whole model, if this optimizer has only a part of the model.
 
         Raises:
-            ValueError: a gradient is missing or has another shape than its parameter, or they have several dtypes.
+            ValueError: a gradient is missing, its shape differs from its parameter's, or gradients have several dtypes.
         """
         given = self._in_order(grads)
         clip_scale_op(self.squares(grads) if squares is None else squares, self.control)
@@ -131,11 +135,11 @@ class Optimizer:
         return Step(self.control[Slot.NORM].clone(), self.control[Slot.APPLIED].clone())
 
     def _update(self, grads: list[Tensor], lr: float) -> None:
-        """Change the master weights, `weights` and the moments, if `control` allows it."""
+        """Update the master weights, `weights` and the moments, if `control` allows it."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that a step depends on: "<state>.<parameter>" -> a view of it, and "control"."""
+        """Everything that a step depends on: "<state>.<parameter>" -> a view of the state, and "control"."""
         found = {"control": self.control}
         for state, (flat, per) in self._states.items():
             for start, (name, shape) in zip(self._starts, self.shapes.items()):
@@ -149,7 +153,7 @@ class Optimizer:
         """Copy a saved state, and set the parameters to the saved weights.
 
         Raises:
-            ValueError: it is for another optimizer or other parameters; nothing was changed.
+            ValueError: the state is for another optimizer or for other parameters; nothing was changed.
         """
         own = self.state_dict()
         wrong = sorted(own.keys() ^ saved.keys())

@@ -15,9 +15,9 @@ class Momentum(Optimizer):
     """b <- momentum b + g + decay p; p <- p - lr b, or with `nesterov` p - lr (g + decay p + momentum b).
 
     Args:
-        momentum: decay of the buffer.
-        nesterov: look ahead (Sutskever et al., 2013).
-        The others as in `AdamW`.
+        momentum: decay of the buffer b.
+        nesterov: use Nesterov's look-ahead (Sutskever et al., 2013).
+        The other arguments are those of `AdamW`.
     """
 
     def __init__(

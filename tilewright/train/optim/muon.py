@@ -2,12 +2,14 @@
 
     b <- beta b + (1 - beta) g;  u = (1 - beta) g + beta b;  O = orthogonalised u;  p <- p - lr (s O + d p)
 
-Orthogonalising is five Newton-Schulz steps on u / |u| in bfloat16: x <- a x + (b x x^T + c (x x^T)^2) x with (a, b, c) chosen
-so that small singular values grow quickly; they end between 0.7 and 1.2. s = 0.2 sqrt(max(rows, columns)) gives updates of the
-size of AdamW's, so that both share a learning rate (Liu et al., "Muon is scalable for LLM training", 2025).
+O comes from five Newton-Schulz steps in bfloat16, which start at u / |u|: x <- a x + (b x x^T + c (x x^T)^2) x. The constants
+(a, b, c) make small singular values grow quickly; all of them end between 0.7 and 1.2. The factor s = 0.2 sqrt(max(rows,
+columns)) gives updates of the same size as AdamW's, so both can use the same learning rate (Liu et al., "Muon is scalable for
+LLM training", 2025).
 
-Matrices of one shape are orthogonalised as one batch. Products are torch's; the weights are updated by the launch of `SGD`.
-Not supported: an optimizer that holds only a part of a matrix, because orthogonalising needs all of it.
+Matrices of the same shape are orthogonalised as one batch. Matrix products are torch's. The launch of `SGD` updates the
+weights.
+Not supported: an optimizer that has only a part of a matrix, because orthogonalisation needs the whole matrix.
 """
 
 import math
@@ -28,12 +30,13 @@ STEPS = 5
 
 
 def hidden_matrices(name: str, parameter: Tensor) -> bool:
-    """Matrices between embedding and output layer, by shape and by the usual names of those two."""
+    """Whether a parameter is a matrix between the embedding and the output layer, judged by its shape and by the usual names of
+    these two."""
     return parameter.ndim == 2 and not any(word in name for word in ("embed", "head"))
 
 
 def orthogonalized(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Matrices [..., rows, columns] with their singular values brought close to 1, in `dtype`."""
+    """Bring the singular values of matrices [..., rows, columns] close to 1. The products and the result are in `dtype`."""
     a, b, c = COEFFICIENTS
     tall = u.shape[-2] > u.shape[-1]
     x = (u.mT if tall else u).to(dtype).reshape(-1, min(u.shape[-2:]), max(u.shape[-2:]))
@@ -45,12 +48,13 @@ def orthogonalized(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class _Matrices(Optimizer):
-    """Muon itself, for matrices only."""
+    """The Muon update, for matrices only."""
 
     def __init__(self, parameters: Mapping[str, Tensor], *, beta: float, nesterov: bool, max_norm: float, decay: PerParameter,
                  lr_scale: PerParameter) -> None:  # fmt: skip
         size = {name: 0.2 * math.sqrt(max(p.shape)) for name, p in parameters.items()}
-        # SGD's launch multiplies decay by the factor on the learning rate, but decay must not depend on the size of an update.
+        # SGD's launch multiplies decay by the factor on the learning rate. Here that factor includes the size of an update, on
+        # which decay must not depend.
         super().__init__(
             parameters, betas=(beta, 0.0), max_norm=max_norm,
             decay=lambda name, p: decay(name, p) / size[name], lr_scale=lambda name, p: size[name] * lr_scale(name, p),
@@ -80,17 +84,17 @@ class _Matrices(Optimizer):
 
 
 class Muon:
-    """Muon for hidden matrices, AdamW for embeddings, output layer and vectors; with one learning rate and one norm for both.
+    """Muon for hidden matrices; AdamW for embeddings, output layer and vectors. Both share the learning rate and the norm.
 
     Args:
-        parameters: name -> parameter; their memory is replaced, as `Optimizer` explains.
-        muon: (name, parameter) -> whether Muon updates it; by default all matrices except embedding and output layer.
-        momentum: decay of Muon's average of gradients.
-        nesterov: orthogonalise the average with a step of look-ahead.
-        The others as in `AdamW`; they apply to its part.
+        parameters: name -> parameter. Their memory is replaced, as described in `Optimizer`.
+        muon: (name, parameter) -> whether Muon updates it. By default: all matrices except embedding and output layer.
+        momentum: decay of Muon's running average of the gradients.
+        nesterov: orthogonalise the average with Nesterov's look-ahead.
+        The other arguments are those of `AdamW`. `betas` and `eps` apply to the parameters that AdamW updates.
 
     Raises:
-        ValueError: as in `Optimizer`; or `muon` selects nothing, or something that is not a matrix.
+        ValueError: as in `Optimizer`; or `muon` selects no parameter, or one that is not a matrix.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class Muon:
             self._parts.append(AdamW(rest, betas=betas, eps=eps, max_norm=max_norm, decay=decay, lr_scale=lr_scale))
 
     def squares(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """As `Optimizer.squares`; Muon's matrices come first."""
+        """As `Optimizer.squares`. The sums of Muon's matrices come first."""
         return torch.cat([part.squares(grads) for part in self._parts])
 
     def step(self, grads: Mapping[str, Tensor], lr: float, *, squares: Tensor | None = None) -> Step:
@@ -124,7 +128,7 @@ class Muon:
         return steps[0]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """As `Optimizer.state_dict`, with the prefixes "muon." and "adamw."."""
+        """As `Optimizer.state_dict`. Names begin with "muon." or "adamw."."""
         return {f"{name}.{key}": t for name, part in zip(_PARTS, self._parts) for key, t in part.state_dict().items()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ __all__ = ["SGD"]
 
 
 class SGD(Optimizer):
-    """p <- p - lr (g + decay p). Arguments as in `AdamW`."""
+    """p <- p - lr (g + decay p). The arguments are those of `AdamW`."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], *, weight_decay: float = 0.0, max_norm: float = math.inf,

@@ -1,5 +1,5 @@
-"""Activation recomputation: a profile of what a backward pass keeps, a plan for a memory budget, and its application to
-blocks."""
+"""Activation recomputation: profiles what the backward pass needs, plans what to keep within a memory budget, and applies the
+plan to the blocks of a model."""
 
 from tilewright.train.recompute.apply import applied
 from tilewright.train.recompute.card import seconds_on

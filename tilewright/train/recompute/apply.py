@@ -1,4 +1,4 @@
-"""Applies a plan to blocks, with torch's selective checkpointing. Gradients are bitwise the same as without."""
+"""Applies a plan to blocks, with torch's selective checkpointing. Gradients are bitwise the same as without it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +16,12 @@ __all__ = ["applied"]
 
 @contextmanager
 def applied(blocks: Sequence[nn.Module], choices: Sequence[Choice]) -> Iterator[None]:
-    """Inside this scope, each block keeps what its choice says when it runs with gradients.
+    """Within this context, each block keeps what its choice says when it runs with gradients.
 
-    The backward pass may run after the scope has ended, because the forward pass decides what is kept.
+    The backward pass may run after the context has ended, because what is kept is decided in the forward pass.
 
     Raises:
-        ValueError: the number of choices is not the number of blocks.
+        ValueError: the number of choices differs from the number of blocks.
     """
     if len(blocks) != len(choices):
         raise ValueError(f"the plan is for {len(choices)} blocks, and the model has {len(blocks)}: profile this model")
@@ -45,7 +45,7 @@ def _run(forward: Any, kept: frozenset[int], *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts(kept: frozenset[int]) -> Any:
-    calls = {False: -1, True: -1}  # counters for the forward pass, and for the recomputation
+    calls = {False: -1, True: -1}  # number of the current call: in the forward pass (False), in the recomputation (True)
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         calls[context.is_recompute] += 1

@@ -1,7 +1,7 @@
-"""Predicted time of a call on a card that need not be present: the roofline of its work, but at least that of a launch.
+"""Predicts the time of a call on a GPU that need not be present: the roofline of its work, but at least the time of a launch.
 
-Real kernels reach 60 to 95 % of their roofline, in varying proportions, so a plan made from these times is only approximate. A
-profile on the card itself measures the times.
+Real kernels reach 60 to 95 % of their roofline, and this share differs between kernels. So a plan that is made from these times
+is only approximate. A profile on the GPU itself measures the times.
 """
 
 from typing import Any
@@ -20,15 +20,15 @@ from tilewright.train.recompute.profile import SecondsOf
 __all__ = ["seconds_on"]
 
 _LAUNCH_S = 3e-6
-"""Time of a launch that follows another on one stream, H100."""
+"""Seconds for a launch that follows another launch on the same stream, on an H100."""
 _UNITS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32", torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
 def seconds_on(card: Device) -> SecondsOf:
-    """A function that predicts the seconds of a call on this card, for `profile`.
+    """A function that predicts the seconds of a call on this GPU, for `profile`.
 
     Raises:
-        ValueError: there are no data for that card.
+        ValueError: no data are known for this GPU.
     """
     found = ceilings(card)
     ops = {f"tilewright::{op.name}": op for op in ALL}

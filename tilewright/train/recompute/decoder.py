@@ -1,4 +1,4 @@
-"""The profile of a language model of a given size without its weights: everything is on "meta"."""
+"""The profile of a language model of a given size, without its weights: all tensors are on "meta"."""
 
 import torch
 
@@ -14,17 +14,17 @@ __all__ = ["decoder_profile"]
 
 
 def decoder_profile(config: ModelConfig, *, tokens: int, length: int, dtype: torch.dtype, card: Device) -> Profile:
-    """The memory that one micro-batch keeps, with times by the roofline of a card.
+    """Profile the memory that one micro-batch keeps. Times are predicted by the roofline of a GPU.
 
     Args:
-        config: config of the model.
-        tokens: tokens of the micro-batch, packed.
-        length: tokens of each document in it; the last one may be shorter.
-        dtype: dtype of weights and activations.
-        card: need not be present.
+        config: the config of the model.
+        tokens: number of tokens in the micro-batch; the documents are packed.
+        length: number of tokens in each document; the last document may be shorter.
+        dtype: dtype of the weights and activations.
+        card: the GPU; it need not be present.
 
     Raises:
-        ValueError: `tokens` or `length` is not positive, or the card is unknown.
+        ValueError: `tokens` or `length` is not positive, or the GPU is unknown.
     """
     if tokens < 1 or length < 1:
         raise ValueError(f"documents of {length} tokens in a batch of {tokens}: wanted at least 1 of each")

@@ -1,14 +1,15 @@
-"""Decides which tensors each block keeps, so that memory fits a budget and recomputing the rest takes the least time.
+"""Decides which tensors each block keeps, so that the memory fits a budget and recomputing the rest takes the least time.
 
-A block is either left alone (autograd keeps what it needs), or checkpointed with a set of calls whose results are kept. In the
-second case its inputs and those results are kept, and every other call runs again. Both bytes and seconds add up over calls, so
-the best sets of a block are the Pareto front of a knapsack problem, and those of a model are the front of sums over its blocks.
-Both are exact for the memory at the start of the backward pass. (Herrmann et al., "Optimal checkpointing for heterogeneous
-chains", 2019, plan whole layers in this way; Zhao et al., "Rockmate", 2023, single tensors.)
+A block is either left alone (autograd keeps what it needs), or checkpointed with a set of calls whose results are kept. If it
+is checkpointed, its inputs and these results are kept, and every other call runs again. Both bytes and seconds add up over
+calls. So the best sets of a block are the Pareto front of a knapsack problem, and the best plans of a model are the Pareto
+front of sums over its blocks. Both fronts are exact for the memory at the start of the backward pass. (Herrmann et al.,
+"Optimal checkpointing for heterogeneous chains", 2019, plan whole layers in this way; Zhao et al., "Rockmate", 2023, plan
+single tensors.)
 
-Peak: while block i runs again, memory holds what blocks up to i keep, and everything that block i saves. A plan is the fastest
-point of the front whose peak fits. Among equal blocks, those that keep more come later, because they are freed first. Not
-counted: gradients, and temporary memory within a single call.
+Peak memory: while block i runs again, memory holds what the blocks up to i keep, and everything that autograd saves in block i.
+The chosen plan is the fastest point of the front whose peak fits. Among equal blocks, those that keep more come later in the
+model, because their memory is freed first. Not counted: gradients, and temporary memory within a single call.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +24,8 @@ from tilewright.train.recompute.profile import BlockProfile, Profile
 __all__ = ["Choice", "Plan", "full", "none", "pareto", "planned", "selective"]
 
 _MOST_ITEMS = 60
-"""The most calls of a block among which to choose, the slowest ones: a set is a 64-bit number."""
+"""The greatest number of calls of a block that are considered; the slowest calls are chosen. The limit exists because a set of
+calls is stored in a 64-bit number."""
 _PRODUCTS = ("linear", "attention", "matmul", "mm", "conv", "scaled_dot_product")
 
 
@@ -32,7 +34,7 @@ class Choice:
     """What one block keeps."""
 
     kept: frozenset[int] | None
-    """Numbers of the calls whose results are kept; None: the block is not checkpointed."""
+    """Indices of the calls whose results are kept; None: the block is not checkpointed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Plan:
     held_bytes: int
     """Bytes kept at the start of the backward pass."""
     peak_bytes: int
-    """The highest number of bytes kept at any time, including the block that is being recomputed."""
+    """The greatest number of bytes kept at any time, including those of the block that is being recomputed."""
     recompute_seconds: float
     step_seconds: float
 
@@ -54,7 +56,7 @@ def none(profile: Profile) -> Plan:
 
 
 def full(profile: Profile) -> Plan:
-    """Keep only the inputs of blocks."""
+    """Keep only the inputs of the blocks."""
     return _plan(profile, [Choice(frozenset())] * len(profile.blocks))
 
 
@@ -71,7 +73,7 @@ def planned(profile: Profile, budget_bytes: int) -> Plan:
     """The fastest plan whose peak is at most `budget_bytes`.
 
     Raises:
-        ValueError: every plan needs more; the message says how much the smallest one needs.
+        ValueError: every plan needs more. The message states how much the smallest plan needs.
     """
     candidates = [none(profile), full(profile), selective(profile)]
     for choices in _fastest_first(profile, budget_bytes):
@@ -88,7 +90,8 @@ def planned(profile: Profile, budget_bytes: int) -> Plan:
 
 
 def pareto(profile: Profile, count: int = 10) -> list[tuple[int, Plan]]:
-    """(budget, plan) for budgets in equal steps, from the smallest plan's peak to the peak with everything kept."""
+    """(budget, plan) for `count` budgets in equal steps: from the peak with only inputs kept to the peak with everything
+    kept."""
     low, high = full(profile).peak_bytes, none(profile).peak_bytes
     low, high = min(low, high), max(low, high)
     budgets = [low + (high - low) * i // (count - 1) for i in range(count)]
@@ -99,7 +102,7 @@ def pareto(profile: Profile, count: int = 10) -> list[tuple[int, Plan]]:
 
 
 def _choosable(block: BlockProfile, j: int) -> bool:
-    """Whether keeping the result of call j saves time."""
+    """Whether keeping the result of call j can save time."""
     return block.calls[j].again and block.calls[j].may_be_kept
 
 
@@ -117,7 +120,7 @@ def _seconds(block: BlockProfile, choice: Choice) -> float:
 
 
 def _plan(profile: Profile, choices: Sequence[Choice]) -> Plan:
-    """The costs of these choices, each storage counted once."""
+    """The plan with these choices, and its costs. Each storage is counted once."""
     held = dict(profile.outside)
     peak = 0
     for block, choice in zip(profile.blocks, choices, strict=True):
@@ -133,7 +136,7 @@ def _plan(profile: Profile, choices: Sequence[Choice]) -> Plan:
 
 
 def _arranged(profile: Profile, choices: Sequence[Choice]) -> list[Choice]:
-    """The same choices; among equal blocks, those that keep more are placed later."""
+    """The same choices in another order: among equal blocks, those that keep more are placed later."""
     arranged = list(choices)
     groups: dict[object, list[int]] = {}
     for i, block in enumerate(profile.blocks):
@@ -154,19 +157,20 @@ def _arranged(profile: Profile, choices: Sequence[Choice]) -> list[Choice]:
 
 
 class _Front(NamedTuple):
-    """Bytes and seconds of choices none of which is both smaller and faster than another, in ascending bytes."""
+    """The bytes and seconds of choices, in ascending order of bytes. No point is both smaller and faster than another."""
 
     bytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     tags: NDArray[np.uint64]
-    """Which choice a point is: for a block its set of calls, for a model the index in `_Sums` from which it was built."""
+    """The choice that a point stands for. For a block: its set of calls. For a model: the points from which it was built, see
+    `_Sums`."""
 
 
 _EMPTY = _Front(np.empty(0, np.int64), np.empty(0), np.empty(0, np.uint64))
 
 
 def _pruned(parts: Sequence[_Front]) -> _Front:
-    """All points of the fronts that no other point beats."""
+    """The points of these fronts, without those that another point beats in both bytes and seconds."""
     size, seconds, tags = (np.concatenate(column) for column in zip(*parts))
     order = np.lexsort((seconds, size))
     size, seconds, tags = size[order], seconds[order], tags[order]
@@ -177,7 +181,7 @@ def _pruned(parts: Sequence[_Front]) -> _Front:
 
 
 def _items(block: BlockProfile) -> list[int]:
-    """The calls among which to choose."""
+    """The calls that are considered for keeping, by index."""
     places = [j for j in range(len(block.calls)) if _choosable(block, j)]
     return sorted(sorted(places, key=lambda j: -block.calls[j].seconds)[:_MOST_ITEMS])
 
@@ -187,7 +191,7 @@ def _size(storages: Mapping[int, int], counted: Collection[int]) -> int:
 
 
 def _checkpointed(block: BlockProfile, counted: Collection[int], limit: int) -> _Front:
-    """All sets of calls that are worth keeping; `counted` is memory that is kept in any case."""
+    """The front of all sets of calls that may be kept. `counted`: storages that are kept in any case."""
     front = _Front(
         np.array([_size(block.inputs, counted)], np.int64),
         np.array([_seconds(block, Choice(frozenset()))]),
@@ -206,21 +210,22 @@ def _within(front: _Front, limit: int) -> _Front:
 
 
 class _Sums(NamedTuple):
-    """Fronts of sums over all blocks from one on: if that block is checkpointed, and if it is left alone.
+    """Fronts of the sums over one block and all later blocks: if this block is checkpointed, and if it is left alone.
 
-    A tag is (whether the next block is left alone) * 2^63 + (index in that front) * 2^32 + (index in the block's own front).
+    A tag is (whether the next block is left alone) * 2^63 + (index in that block's front) * 2^32 + (index in this block's own
+    front).
     """
 
     checkpointed: _Front
     alone: _Front
     own: tuple[_Front, _Front]
-    """The block's sets of calls: if the next block is checkpointed, and if not."""
+    """This block's own fronts, over its sets of calls: if the next block is checkpointed, and if it is left alone."""
 
 
 def _sums(profile: Profile, limit: int) -> list[_Sums]:
-    """For each block, from the last to the first, the sums from it on; at the end those of no block.
+    """For each block, the sums over it and all later blocks. The last entry is the sum over no blocks.
 
-    A block's outputs are inputs of the next; if that one is checkpointed it keeps them, whatever this block keeps.
+    A block's outputs are inputs of the next block. If the next block is checkpointed, it keeps them, whatever this block keeps.
     """
     given = [block.inputs for block in profile.blocks]
     everywhere = set.intersection(*map(set, given)) if len(given) > 1 else set()
@@ -251,14 +256,17 @@ def _sums(profile: Profile, limit: int) -> list[_Sums]:
 
 
 def _added(before: _Front, own: _Front, bit: int) -> _Front:
-    """Every sum of a point of one front and a point of the other."""
+    """The sums of every point of one front and every point of the other."""
     i, j = (places.ravel().astype(np.uint64) for places in np.indices((len(before.bytes), len(own.bytes))))
     tags = np.uint64(bit << 63) | i << np.uint64(32) | j
     return _Front((before.bytes[:, None] + own.bytes).ravel(), (before.seconds[:, None] + own.seconds).ravel(), tags)
 
 
 def _choices(profile: Profile, sums: Sequence[_Sums], alone: bool, place: int) -> list[Choice]:
-    """The choices for one point of the first block's fronts."""
+    """The choices of all blocks for one point of a front of the first block.
+
+    alone: whether the first block is left alone, which selects one of its two fronts. place: index of the point in it.
+    """
     found: list[Choice] = []
     for block, here in zip(profile.blocks, sums):
         tag = int((here.alone if alone else here.checkpointed).tags[place])
@@ -273,7 +281,7 @@ def _choices(profile: Profile, sums: Sequence[_Sums], alone: bool, place: int) -
 
 
 def _fastest_first(profile: Profile, limit: int) -> Iterator[list[Choice]]:
-    """Choices that keep at most `limit` bytes, none both smaller and faster than another, fastest first."""
+    """Choices that keep at most `limit` bytes, fastest first. None of them is both smaller and faster than another."""
     sums = _sums(profile, limit)
     points = [
         (float(front.seconds[i]), alone, i)

@@ -1,12 +1,14 @@
-"""Profiles what a forward pass keeps for its backward pass, block by block, and what each operation costs to run again.
+"""Profiles, for each block, what a forward pass keeps for its backward pass, and the time that each operation takes to run
+again.
 
-`profile` runs a model's forward and backward pass and records two things: the tensors that autograd saves, and every call that
-reaches torch's dispatcher inside a block, with the memory that it allocates and the seconds that it takes. Then it runs once
-more with every block checkpointed, to see which calls a recomputation really makes: it stops at the last saved tensor.
+`profile` runs the forward pass of a model. It records the tensors that autograd saves, and every call that reaches torch's
+dispatcher inside a block, with the memory that the call allocates and the seconds that it takes. Then it runs the forward and
+the backward pass once more with every block checkpointed, to see which calls a recomputation really makes: a recomputation
+stops at the last saved tensor.
 
-On "meta" nothing is computed: bytes are exact for any size, and times come from a function of the call (`seconds_of`). Memory
-is counted by storage, so two views of one buffer count once. All storages of the pass are kept alive until it ends, so a
-profile on real tensors needs more memory than a step; use a small model, or "meta".
+On "meta", nothing is computed. Bytes are then exact for any size, and times come from a function of the call (`seconds_of`).
+Memory is counted by storage, so two views of one buffer count once. All storages of the pass are kept alive until it ends. So a
+profile on real tensors needs more memory than a training step; use a small model, or "meta".
 """
 
 import time
@@ -28,9 +30,9 @@ SecondsOf = Callable[[Any, tuple[Any, ...], Any], float]
 """(operator, its arguments, its result) -> seconds."""
 
 _Storages = dict[int, int]
-"""Storage -> its bytes."""
+"""Storage -> its size in bytes."""
 _HIDDEN = -1
-"""Stands for storages of which only the number of bytes is known."""
+"""Key for memory of which only the number of bytes is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +43,15 @@ class Call:
     """Name of the operator, such as "tilewright.linear"."""
     seconds: float
     made: _Storages
-    """Storages that it allocates; none for a view."""
+    """The storages that the call allocates; empty for a view."""
     again: bool
-    """Whether recomputing the block runs it again."""
+    """Whether a recomputation of the block runs the call again."""
     may_be_kept: bool
-    """False for views, and for results that are written in place later."""
+    """False for views, and for results that are later overwritten in place."""
 
     @property
     def bytes(self) -> int:
-        """Bytes that it allocates."""
+        """Number of bytes that the call allocates."""
         return sum(self.made.values())
 
 
@@ -59,13 +61,13 @@ class BlockProfile:
 
     calls: tuple[Call, ...]
     inputs: _Storages
-    """Storages that a checkpoint of the block keeps."""
+    """The storages that a checkpoint of the block keeps."""
     saved: _Storages
-    """Storages that autograd keeps without a checkpoint."""
+    """The storages that autograd keeps if the block is not checkpointed."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for blocks that do the same."""
+        """The same for all blocks that do the same."""
         calls = tuple((c.name, c.bytes, c.again, c.may_be_kept) for c in self.calls)
         return calls, sum(self.inputs.values()), sum(self.saved.values())
 
@@ -76,7 +78,7 @@ class Profile:
 
     blocks: tuple[BlockProfile, ...]
     outside: _Storages
-    """Bytes kept by code around the blocks."""
+    """The storages that code outside of the blocks keeps."""
     step_seconds: float
     """Seconds of a forward and backward pass that keeps everything."""
 
@@ -88,15 +90,15 @@ def profile(
     """Profile a model.
 
     Args:
-        blocks: the modules that may be checkpointed, in the order in which they run; each must run once.
-        loss: () -> a scalar with a gradient; always the same computation.
-        parameters: the parameters of the loss. Their memory is not counted, nor that of
-            the blocks' buffers, because they exist anyway.
-        seconds_of: returns the time of a call; by default it is measured.
-        repeats: measured times are the minimum of this many runs.
+        blocks: the modules that may be checkpointed, in the order in which they run. Each must run exactly once.
+        loss: () -> a scalar with a gradient. It must always do the same computation.
+        parameters: the parameters of the loss. Their memory is not counted, because they exist in any case; nor is that of the
+            blocks' buffers.
+        seconds_of: returns the time of a call; by default, the time is measured.
+        repeats: a measured time is the minimum of this number of runs.
 
     Raises:
-        ValueError: there are no blocks, or a block did not run exactly once.
+        ValueError: there are no blocks, or they did not run exactly once each, in the given order.
     """
     if not blocks:
         raise ValueError("profile: no blocks to plan for")
@@ -104,7 +106,8 @@ def profile(
     recomputed = _recomputed(blocks, loss, parameters)
     first = watches[0]
     held = first.outside | {key: size for saved in first.saved for key, size in saved.items()}
-    # Memory that operations keep besides autograd's saved tensors, such as a loss that has already computed its gradient.
+    # Memory that operations keep in addition to autograd's saved tensors. For example, a loss may already have computed its
+    # gradient.
     hidden = _alive_bytes(loss) - sum(size for key, size in held.items() if key in first.made)
     found = []
     for i in range(len(blocks)):
@@ -120,14 +123,14 @@ def profile(
     if seconds_of is None:
         step = min(_timed(loss, parameters) for _ in range(repeats))
     else:
-        # A backward pass does twice the work of a forward pass: one product for the input, one for the weight.
+        # A backward pass does twice the work of a forward pass: one product for the input, and one for the weight.
         step = 3 * (first.outside_seconds + sum(call.seconds for block in found for call in block.calls))
     return Profile(blocks=tuple(found), outside=first.outside | {_HIDDEN: max(0, hidden)}, step_seconds=step)
 
 
 @dataclass
 class _Seen:
-    """A call as it was recorded."""
+    """A recorded call."""
 
     name: str
     seconds: float
@@ -152,7 +155,7 @@ class _Watch(TorchDispatchMode):
         self._held: list[Any] = []  # keeps storages alive, because their addresses identify them
 
     def storages(self, values: Any) -> _Storages:
-        """The storages of all tensors among the values."""
+        """The storages of all tensors in `values`."""
         found = {}
         for t in tree_leaves(values):
             if isinstance(t, Tensor):
@@ -243,7 +246,7 @@ class _Alive(TorchDispatchMode):
 
 
 def _alive_bytes(loss: Callable[[], Tensor]) -> int:
-    """Bytes that a forward pass has allocated and that are still alive at its end."""
+    """The number of bytes that a forward pass has allocated and that are still alive at its end."""
     with _Alive() as alive:
         result = loss()
         found = sum(alive.sizes.values())
@@ -252,7 +255,7 @@ def _alive_bytes(loss: Callable[[], Tensor]) -> int:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts calls as selective checkpointing does."""
+    """Counts calls in the same way as selective checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,9 +267,10 @@ class _Counter(TorchDispatchMode):
 
 
 def _recomputed(blocks: Sequence[nn.Module], loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> list[int]:
-    """How many calls a full recomputation of each block makes: those up to the last saved tensor."""
+    """For each block, the number of calls that a full recomputation makes: those up to the last saved tensor."""
     counters = [_Counter() for _ in blocks]
-    # The outer mode sends calls to the dispatcher everywhere; on "meta" it finds shapes even if a definition would read values.
+    # The outer mode sends all calls to the dispatcher. So on "meta", the shapes of results are found even for operators whose
+    # definition would read values.
     with _Counter(), _wrapped(blocks, [lambda counter=counter: (nullcontext(), counter) for counter in counters]):
         _gradients(loss(), parameters)
     return [counter.calls for counter in counters]
@@ -274,10 +278,10 @@ def _recomputed(blocks: Sequence[nn.Module], loss: Callable[[], Tensor], paramet
 
 @contextmanager
 def _wrapped(blocks: Sequence[nn.Module], contexts: Sequence[Callable[[], Any]]) -> Iterator[None]:
-    """The blocks, checkpointed with these contexts."""
+    """Within this context, each block is checkpointed with its entry of `contexts`."""
     for block, context in zip(blocks, contexts, strict=True):
         forward = block.forward
-        # On "meta" nothing is random, and there is no state of random numbers.
+        # On "meta" nothing is random, and there is no random number generator whose state could be kept.
         keep = not any(p.is_meta for p in block.parameters())
         block.forward = lambda *args, forward=forward, context=context, keep=keep, **kwargs: checkpoint(
             forward, *args, use_reentrant=False, context_fn=context, preserve_rng_state=keep, **kwargs

@@ -1,4 +1,4 @@
-"""Explains a plan: a sentence for every call that allocates, saying why its result is kept or not."""
+"""Explains a plan: one sentence for every call that allocates memory, stating why its result is kept or not."""
 
 from dataclasses import dataclass
 
@@ -10,24 +10,24 @@ __all__ = ["Reason", "reasons"]
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One call, in all blocks that do the same."""
+    """The reason for one call, in all blocks that do the same."""
 
     blocks: tuple[int, ...]
     """Indices of those blocks."""
     call: int
-    """Its number among the calls of such a block."""
+    """The index of the call within the block."""
     name: str
     bytes: int
     """Bytes of its result, in one block."""
     seconds: float
     """Seconds to run it again, in one block."""
     kept_in: int
-    """How many blocks keep its result, checkpointed or not."""
+    """The number of blocks that keep the result, checkpointed or not."""
     why: str
 
 
 def reasons(profile: Profile, plan: Plan) -> list[Reason]:
-    """For every call that allocates, in order; blocks that do the same are combined."""
+    """A reason for every call that allocates memory, in order. Blocks that do the same are combined."""
     groups: dict[object, list[int]] = {}
     for i, block in enumerate(profile.blocks):
         groups.setdefault(block.key, []).append(i)
@@ -38,7 +38,7 @@ def reasons(profile: Profile, plan: Plan) -> list[Reason]:
             if not call.bytes:
                 continue
             chosen = sum(j in kept for i in places if (kept := plan.choices[i].kept) is not None)
-            # A block that is left alone keeps what its backward pass reads.
+            # A block that is not checkpointed keeps what its backward pass reads.
             left = sum(bool(profile.blocks[i].calls[j].made.keys() & profile.blocks[i].saved.keys()) for i in places
                        if plan.choices[i].kept is None)  # fmt: skip
             found.append(
