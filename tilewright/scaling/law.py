@@ -35,7 +35,7 @@ class Law:
 
     @classmethod
     def from_logs(cls, a: float, b: float, e: float, alpha: float, beta: float) -> "Law":
-        """The law from the variables of a fit: log A, log B, log E, alpha, beta. A, B and E stay above 0 if a fit makes them 0."""
+        """The law with the variables of a fit: log A, log B, log E, alpha, beta. A, B and E are kept above 0."""
         A, B, E = (math.exp(min(max(x, -_LARGEST_LOG), _LARGEST_LOG)) for x in (a, b, e))
         return cls(E=E, A=A, B=B, alpha=alpha, beta=beta)
 
