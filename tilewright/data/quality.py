@@ -1,8 +1,9 @@
 """A quality classifier trained on two sets of texts: logistic regression over hashed words and pairs of words.
 
-It is fastText's supervised classifier (Joulin et al. 2017) without the hidden layer. Features are counts of words and of pairs
-of neighbouring words, hashed into 2**18 columns, log-scaled, with each row normalised to length one. The classifier is trained
-with scikit-learn and stored as numbers (`.safetensors`), so a model file cannot run code. The same texts give the same weights.
+It has the form of fastText's supervised classifier (Joulin et al. 2017) without the hidden layer. Features are counts of words
+and of pairs of neighbouring words, hashed into 2**18 columns, log-scaled, with each row normalised to length one. The
+classifier is trained with scikit-learn and stored as numbers (`.safetensors`), so a model file cannot run code. The same texts
+give the same weights.
 """
 
 from collections import Counter

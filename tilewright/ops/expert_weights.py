@@ -69,7 +69,7 @@ class _Rows(NamedTuple):
 def _mixed(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
     codes = weight.weight
     zeros = None if codes.zeros is None else weight.by_expert(codes.zeros)
-    few_rows(x, 1)  # refuses float32 on a GPU
+    few_rows(x, 1)  # raises a ValueError for float32 on a GPU
     return grouped_mixed_linear_op(
         x, weight.by_expert(codes.operand), weight.by_expert(codes.scales), zeros, *rows[:5], *codes.block, rows.clear
     )

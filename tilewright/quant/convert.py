@@ -10,7 +10,7 @@ Some layers are not quantised, and the report states why: layers that `skip` nam
 tied head), and subclasses of `torch.nn.Linear`, because their owner may read the weight directly, as
 `torch.nn.MultiheadAttention` does.
 
-Not here: quantising embeddings, convolutions or the KV cache; training with quantised weights.
+Not here: quantising embeddings, convolutions or the KV cache; quantisation-aware training.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,8 +72,8 @@ def quantize(
         migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights, for layers after
             a norm that can absorb the factors (SmoothQuant, Xiao et al., 2022; their choice is 0.5).
         activation: how int8 and fp8 quantise activations. "dynamic": a scale for each token, computed in every call. "static":
-            one scale per layer, from the largest number in its calibration input; larger values saturate. "static-zero", for
-            int8: a zero point as well, for inputs whose values mostly have the same sign.
+            one scale per layer, from the largest number in its calibration input. "static-zero", for int8: a zero point as
+            well, for inputs whose values mostly have the same sign. With both, values outside of the calibrated range saturate.
 
     Returns:
         A report with one row for each linear layer.
