@@ -2,8 +2,8 @@
 
 The forward pass saves q, k, v, the result and the log-sum-exp of each row (lse). The backward pass recomputes the softmax
 weights from them (kernels/attention/backward/backward.py). q, k, v and sinks have gradients, with every mask, softcap and
-ALiBi slope. Two cases have no gradient and raise an error: ALiBi slopes that require one, and any operand together with
-`bias`. The returned lse is marked as not differentiable.
+ALiBi slope. An error is raised if ALiBi slopes require a gradient, or if any operand requires one together with `bias` or
+`precision`. The returned lse is marked as not differentiable.
 """
 
 from typing import Any
