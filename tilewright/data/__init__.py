@@ -1,1 +1,1 @@
-"""Preparing text for training: readers, quality rules, deduplication, decontamination, token shards, and a report."""
+"""Preparation of text for training: readers, quality rules, deduplication, decontamination, token shards, and a report."""

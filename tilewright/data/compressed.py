@@ -1,11 +1,11 @@
-"""Reads the bytes of a file, decompressed piece by piece; damage and decompression bombs end a piece, never the program.
+"""Reads the bytes of a file, decompressed piece by piece. Damage and decompression bombs end a piece, but raise no error.
 
-A gzip file is a sequence of members. After a damaged one the next is searched for, so one flipped byte costs one member; the
-readers of Python and fastwarc stop at the first error. xz and zstd files cannot be read from the middle, so they end at the
-first damage.
+A gzip file is a sequence of members. After a damaged member the reader searches for the next one, so one flipped byte costs one
+member; the readers of Python and fastwarc stop at the first error. xz and zstd files cannot be read from the middle, so reading
+ends at the first damage.
 
 A member (for xz and zstd: the file) that unpacks to more than `Limits.free_bytes` and to more than `Limits.expansion` times its
-own size is treated as a bomb: what has been unpacked so far is returned, the rest is skipped.
+own size is treated as a bomb: what has been unpacked so far is returned, and the rest is skipped.
 """
 
 import lzma
@@ -25,7 +25,7 @@ _MAGIC = b"\x1f\x8b\x08"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on what a reader holds in memory, and on the expansion of compressed data."""
+    """Limits on the memory of a reader, and on the expansion of compressed data."""
 
     record_bytes: int = 64 << 20
     """A larger record, line or page is skipped and counted."""
@@ -36,7 +36,7 @@ class Limits:
 
 
 class Piece(NamedTuple):
-    """Decompressed bytes. `offset`: their position in the file (gzip: of their member). Not `sound`: a checksum failed."""
+    """Decompressed bytes. offset: their position in the file (gzip: of their member). sound: False if a checksum failed."""
 
     offset: int
     data: bytes
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 class Break(NamedTuple):
-    """An interruption of the stream: what follows does not continue what came before."""
+    """An interruption of the stream: the next piece does not continue the previous one."""
 
     offset: int
     reason: str
@@ -96,7 +96,7 @@ def _gzip(file: BinaryIO, limits: Limits) -> Iterator[Piece | Break]:
 
 
 class _End(NamedTuple):
-    """Where the next member begins (None: there is none), and why this one ended early ("": it did not)."""
+    """(offset of the next member, or None; why this member ended early, or "" if it did not)."""
 
     at: int | None
     reason: str
@@ -112,7 +112,7 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
             pending = file.read(_READ)
             taken += len(pending)
             if not pending:
-                # Damage in a stored length can swallow the following members, so search from the start of this one.
+                # With a damaged length, the following members can seem to belong to this one, so search from its start.
                 yield _End(start + 1, "gzip: truncated")
                 return
         before = unpack.copy()
@@ -138,7 +138,7 @@ def _member(file: BinaryIO, limits: Limits) -> Iterator[bytes | _End]:
 
 
 def _up_to_damage(unpack: "zlib._Decompress", data: bytes) -> bytes:
-    """What can be unpacked of damaged bytes, one byte at a time, because zlib returns nothing from a call that fails."""
+    """Unpack damaged bytes up to the damage: one byte at a time, because zlib returns nothing from a call that fails."""
     found = bytearray()
     try:
         for at in range(len(data)):
@@ -149,7 +149,7 @@ def _up_to_damage(unpack: "zlib._Decompress", data: bytes) -> bytes:
 
 
 def _after(file: BinaryIO, at: int) -> _End:
-    """What follows a complete member: another member, the end, or something else (zeros are padding)."""
+    """The end of a complete member: another member follows, or nothing, or something else. Zeros are padding."""
     file.seek(at)
     following = file.read(_READ)
     if following[:3] == _MAGIC:
@@ -160,7 +160,7 @@ def _after(file: BinaryIO, at: int) -> _End:
 
 
 def _next_member(file: BinaryIO, at: int) -> int | None:
-    """The offset of the next bytes that look like the start of a member and can be unpacked for a while."""
+    """The offset of the next bytes that look like the start of a member and of which a first part can be unpacked."""
     file.seek(at)
     tail = b""
     while data := file.read(_READ):

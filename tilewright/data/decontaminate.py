@@ -1,8 +1,9 @@
 """Decontamination: removes documents that contain a run of words from an evaluation set.
 
-Words are lower-case letters and digits. Every run of `words` successive words of an evaluation text is looked up (Brown et al.
-2020, appendix C, with 13). The default is 10: it finds 98 % of GSM8K's questions after 5 % of their words were changed, and
-nothing in books; 13 finds 95 % (docs/data.md). A shorter text is looked up as a whole, if it has at least `min_words`.
+Words are lower-case letters and digits. A document is removed if it contains any run of `words` successive words of an
+evaluation text (Brown et al. 2020, appendix C, with 13 words). The default is 10: it finds 98 % of GSM8K's questions after 5 %
+of their words were changed, and nothing in books; 13 finds 95 % (docs/data.md). An evaluation text shorter than `words` is
+searched for as a whole if it has at least `min_words` words.
 """
 
 import json
@@ -21,7 +22,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Decontaminate:
-    """The step. `evaluation`: JSON lines files; `fields`: fields whose texts are looked up, each on its own."""
+    """The step. evaluation: JSON lines files. fields: the fields with evaluation texts; each field is a separate text."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Decontaminate:
         self.sorted = {size: np.sort(np.fromiter(grams, np.uint64, len(grams))) for size, grams in self.grams.items()}
 
     def __call__(self, document: Document) -> Document | Removed:
-        """Removed if a run of words is found; the detail names its line."""
+        """Removed if a run of words is found; the detail names the line of the evaluation file."""
         tokens = [hashed(token) for token in _WORD.findall(document.text.lower())]
         for size, known in self.sorted.items():
             found = windows(tokens, size)

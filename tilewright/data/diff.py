@@ -1,4 +1,4 @@
-"""Compares the results of two recipes: which documents only one kept, which texts differ, and what each step did."""
+"""Compares the results of two recipes: documents that only one of them kept, texts that differ, and the effect of each step."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def _brief(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _changes(before: Any, after: Any, place: str = "") -> list[list[Any]]:
-    """[place, before, after] for every value that differs between two recipes."""
+    """[place in the recipe, value before, value after] for every value that differs between two recipes."""
     if isinstance(before, dict) and isinstance(after, dict):
         keys = sorted(before.keys() | after.keys())
         return [row for key in keys for row in _changes(before.get(key), after.get(key), f"{place}.{key}".lstrip("."))]

@@ -12,8 +12,8 @@ __all__ = ["Document", "Removed", "from_line", "to_line"]
 class Document:
     """One text and its origin.
 
-    `origin` has the input file, the number of the record in it, and the byte offset of that record (in compressed archives: of
-    the compressed member that contains it). `steps` gets an entry for each step that the document went through.
+    origin: the input file, the number of the record in it, and the byte offset of that record (in compressed archives: the
+    offset of the compressed member that contains it). steps: one entry for each step that processed the document.
     """
 
     text: str
@@ -23,9 +23,9 @@ class Document:
     metadata: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     html: bytes | None = None
-    """The page as it was read, until the step that extracts its text."""
+    """The page as it was read; None after the step that extracts its text."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Facts from the current step; moved into `steps` when it is done."""
+    """Results of the current step; they are moved to `steps` when it is done."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -34,7 +34,7 @@ class Document:
 
 
 class Removed(NamedTuple):
-    """A step's result that removes a document: a short constant reason, and details about this document."""
+    """The result of a step that removes a document: a short constant reason, and details about this document."""
 
     reason: str
     detail: str = ""

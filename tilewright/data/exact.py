@@ -1,13 +1,12 @@
-"""Exact duplicates over all documents: whole texts, lines, and runs of words. The first occurrence stays.
+"""Exact duplicates over all documents: whole texts, lines, and runs of words. The first occurrence is kept.
 
-Each step has three parts, so that never all documents are in memory: `index` hashes one chunk of documents, `join` compares the
-hashes of all chunks, `apply` edits one document with the result. Which occurrence is first depends only on the order of the
-input, so the result does not depend on how documents are divided into chunks.
+Each step has three parts, so that the documents are never all in memory at once: `index` hashes one chunk of documents, `join`
+compares the hashes of all chunks, and `apply` edits one document with the result. Which occurrence is first depends only on the
+order of the input, so the result does not depend on how documents are divided into chunks.
 
-Runs of words follow Lee et al. 2022 (arXiv 2107.06499), who find them with a suffix array over tokens: every run of at least
-`words` words that occurred before is removed. Here each window of `words` words has a hash, and windows that were seen before
-are merged into
-runs: this gives the same runs, in a bounded amount of memory.
+For runs of words, every run of at least `words` words that occurred before is removed, as in Lee et al. 2022 (arXiv
+2107.06499). They find the runs with a suffix array over tokens. Here each window of `words` words has a hash, and windows that
+were seen before are merged into runs: this gives the same runs, in a bounded amount of memory.
 """
 
 import hashlib
@@ -27,25 +26,25 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class GlobalStep(Protocol):
-    """A step that needs all documents before it can decide about one."""
+    """A step that needs all documents before it can decide about a single one."""
 
     def index(self, documents: Sequence[Document]) -> Arrays:
-        """The data about a chunk that `join` needs."""
+        """The data that `join` needs from a chunk."""
         ...
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """The data that `apply` needs for each chunk, and facts for the report."""
+        """(the data that `apply` needs, one item for each chunk; facts for the report)."""
         ...
 
     def apply(self, document: Document, row: int, found: Arrays) -> Document | Removed:
-        """The document with index `row` in its chunk, edited, or why it is removed."""
+        """Edit the document with index `row` in its chunk, or remove it."""
         ...
 
 
 def seen_before(chunks: Sequence[NDArray[np.uint64]], memory_bytes: int) -> list[NDArray[np.bool_]]:
-    """For each hash, whether an equal one comes before it, in its chunk or an earlier one.
+    """For each hash, whether an equal one comes before it, in the same chunk or an earlier one.
 
-    Works through ranges of hash values, so that the hashes in one range and their order fit into `memory_bytes`.
+    Hash values are processed in ranges, so that the hashes of one range and their positions fit into `memory_bytes`.
     """
     total = sum(map(len, chunks))
     ranges = max(1, -(-total * 40 // max(memory_bytes, 1)))  # 8 bytes per hash, 8 per position, the rest for sorting
@@ -85,7 +84,7 @@ class ExactDocuments:
         return {"digest": np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2), "id": ids_of(documents)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each document the id of the first with the same text, "" for that first one."""
+        """For each document the id of the first document with the same text; "" for the first document itself."""
         digests = np.concatenate([chunk["digest"] for chunk in chunks])
         ids = np.concatenate([chunk["id"] for chunk in chunks])
         rows = np.ascontiguousarray(digests).view([("a", np.uint64), ("b", np.uint64)])[:, 0]
@@ -116,13 +115,13 @@ class ExactLines:
         return [line for line in (_plain(raw) for raw in text.split("\n")) if len(line) >= self.min_chars]
 
     def index(self, documents: Sequence[Document]) -> Arrays:
-        """The hashes of all lines, and how many each document has."""
+        """The hashes of all lines, and the number of lines of each document."""
         lines = [self._lines(document.text) for document in documents]
         flat = np.array([hashed(line) for part in lines for line in part], np.uint64)
         return {"hash": flat, "end": np.cumsum([len(part) for part in lines], dtype=np.int64)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each line whether it occurred before."""
+        """For each line, whether it occurred before."""
         seen = seen_before([chunk["hash"] for chunk in chunks], memory_bytes)
         found = [{"seen": mask, "end": np.asarray(chunk["end"])} for mask, chunk in zip(seen, chunks)]
         return found, {"lines": sum(map(len, seen)), "lines removed": int(sum(mask.sum() for mask in seen))}
@@ -149,13 +148,13 @@ class ExactSubstrings:
         self.words = words
 
     def index(self, documents: Sequence[Document]) -> Arrays:
-        """The hashes of all windows of `words` words, and how many each document has."""
+        """The hashes of all windows of `words` words, and the number of windows of each document."""
         parts = [windows([hashed(w) for w in document.text.split()], self.words) for document in documents]
         flat = np.concatenate([*parts, np.zeros(0, np.uint64)])
         return {"hash": flat, "end": np.cumsum([len(part) for part in parts], dtype=np.int64)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each window whether it occurred before."""
+        """For each window, whether it occurred before."""
         seen = seen_before([chunk["hash"] for chunk in chunks], memory_bytes)
         found = [{"seen": mask, "end": np.asarray(chunk["end"])} for mask, chunk in zip(seen, chunks)]
         return found, {"windows": sum(map(len, seen)), "windows seen before": int(sum(mask.sum() for mask in seen))}

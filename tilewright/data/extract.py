@@ -1,7 +1,8 @@
 """Extracts the main text of a web page with trafilatura (Barbaresi, ACL 2021), and detects encodings with resiliparse.
 
-trafilatura's "precision" mode includes the least of menus, comments and teasers. If it finds nothing on a page, the usual mode
-is tried. On the pages of the article extraction benchmark this has the best F1 of its modes (docs/data.md).
+trafilatura's "precision" mode includes the fewest menus, comments and teasers. If it finds too little text on a page, the usual
+mode is tried as well. On the pages of the article extraction benchmark this has the best F1 of trafilatura's modes
+(docs/data.md).
 """
 
 from tilewright.data.document import Document, Removed
@@ -11,7 +12,7 @@ __all__ = ["Extract", "decode", "main_text"]
 
 
 def decode(page: bytes) -> str:
-    """A page as text; the encoding comes from its byte order mark, its declaration, or its bytes."""
+    """Decode a page; its encoding is detected from its byte order mark, its declaration, or its bytes."""
     encoding = needed("resiliparse.parse.encoding", "data")
     name = encoding.detect_encoding(page, html5_compatible=True, from_html_meta=True) or "utf-8"
     text = encoding.bytes_to_str(page, name, errors="replace", fallback_encodings=("utf-8", "windows-1252"))
@@ -35,7 +36,7 @@ def main_text(page: str, min_chars: int = 100) -> str:
 
 
 class Extract:
-    """The step: documents that were read as pages get their text; others pass unchanged."""
+    """The step: extracts the text of documents that were read as HTML pages; others pass unchanged."""
 
     def __init__(self, *, max_bytes: int = 8 << 20, min_chars: int = 100) -> None:
         self.max_bytes = max_bytes

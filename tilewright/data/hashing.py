@@ -1,4 +1,4 @@
-"""64-bit hashes of strings and of windows of strings, equal on every machine and in every process."""
+"""64-bit hashes of strings and of windows of strings. They are the same on every machine and in every process."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -29,7 +29,7 @@ def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def windows(hashes: Sequence[int] | NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    """A hash for every run of `size` successive hashes, `len(hashes) - size + 1` in all (none if there are fewer).
+    """A hash for every run of `size` successive hashes: `len(hashes) - size + 1` numbers, or none if there are fewer hashes.
 
     A polynomial in an odd constant modulo 2**64, computed by doubling: log2(size) passes instead of `size`.
     """
@@ -41,7 +41,7 @@ def windows(hashes: Sequence[int] | NDArray[np.uint64], size: int) -> NDArray[np
     while length <= size:
         if size & length:
             part = power[done : done + count]
-            # Appending on the right multiplies the rest by the constant to the power of the appended length.
+            # Appending n hashes on the right multiplies the hash of the left part by the constant to the power of n.
             result = part if result is None else result * _power(length) + part
             done += length
         power = power[: len(power) - length] * _power(length) + power[length:] if len(power) > length else power[:0]

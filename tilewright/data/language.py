@@ -1,7 +1,8 @@
 """Detects the language of a text with py3langid (Lui and Baldwin 2012; 140 languages, the model is in that package).
 
-Its confidence is too low for short texts. With `_SHIFT` added to its log-odds it is a calibrated probability: if it says 0.7,
-seven of ten are right (docs/data.md has figures). A text below `min_confidence`, or without letters, is "unknown".
+Its confidence is too low for short texts. With `_SHIFT` added to its log-odds it is a calibrated probability: of the texts with
+0.7, seven of ten are identified correctly (figures: docs/data.md). A text with a probability below `min_confidence`, or without
+letters, is "unknown".
 """
 
 import math
@@ -14,9 +15,9 @@ from tilewright.extras import needed
 
 __all__ = ["Language", "identify"]
 
-_SAMPLE = 4000  # characters that are examined, more than in the documents measured in docs/data.md: the model is slow Python
-_SHIFT = 0.8  # fits sentences in 71 languages: each tenth of the scale is then within 0.1 of the share that is right
-_SAME = {"nb": "no"}  # labels of the model that count as one
+_SAMPLE = 4000  # characters examined, because the model is slow Python; the documents of docs/data.md are shorter
+_SHIFT = 0.8  # fitted to sentences in 71 languages: in each tenth of the scale, within 0.1 of the share that is correct
+_SAME = {"nb": "no"}  # labels of the model that count as the same language
 
 
 @cache
@@ -36,7 +37,7 @@ def identify(text: str, min_confidence: float = 0.0) -> tuple[str, float]:
 
 
 class Language:
-    """The step: records the language; `keep` lists the languages to keep ("unknown" may be one), by default all."""
+    """The step: records the language. keep: the languages to keep, possibly with "unknown"; by default all are kept."""
 
     def __init__(self, *, keep: Sequence[str] = (), min_confidence: float = 0.5) -> None:
         if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):

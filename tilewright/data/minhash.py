@@ -1,10 +1,11 @@
-"""MinHash signatures of texts (Broder 1997): the share of places in which two signatures agree estimates the Jaccard similarity
-of the texts.
+"""MinHash signatures of texts (Broder 1997).
+
+The share of places in which two signatures agree is an estimate of the Jaccard similarity of the texts.
 
 A text is represented by its set of shingles: runs of `words` successive words, in lower case, without punctuation and accents,
 and with all numbers treated as equal. A shingle is hashed to 32 bits. Place p of a signature is the minimum of (a_p x + b_p mod
-2**64) >> 33 over the shingles x, with a_p odd: multiply-shift hashing (Dietzfelbinger et al. 1997) to 31 bits. It uses integers
-only, so that a GPU gives the same bits (kernels/dedup/minhash.py; a test compares its definition with this one).
+2**64) >> 33 over the shingles x, with a_p odd: multiply-shift hashing (Dietzfelbinger et al. 1997) to 31 bits. Only integers
+are used, so that a GPU gives the same bits (kernels/dedup/minhash.py; a test compares both definitions).
 """
 
 import re
@@ -23,7 +24,7 @@ EMPTY = np.int32(2**31 - 1)
 
 _WORD = re.compile(r"\w+")
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-_BLOCK = 1 << 14  # shingles at a time: 128 KiB of 64-bit numbers, which fit into the level-2 cache
+_BLOCK = 1 << 14  # shingles per block: 128 KiB of 64-bit numbers, which fit in the level-2 cache
 
 
 def normal_words(text: str) -> list[str]:
@@ -43,7 +44,7 @@ def shingles(text: str, words: int = 5) -> NDArray[np.uint32]:
 
 
 def parameters(places: int, seed: int = 1) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The factors (odd) and summands of `places` hash functions."""
+    """(the odd factors a_p, the summands b_p) of `places` hash functions."""
     random = np.random.Generator(np.random.PCG64(seed))
     a, b = random.integers(0, 2**64, (2, places), np.uint64)
     return a | np.uint64(1), b

@@ -1,10 +1,10 @@
-"""Near duplicates by MinHash and locality-sensitive hashing: of each cluster of similar texts, the first one stays.
+"""Near duplicates by MinHash and locality-sensitive hashing: of each cluster of similar texts, the first one is kept.
 
 Signatures are divided into `bands` bands of `rows` places. Two texts that agree in a whole band are candidates; for texts with
 Jaccard similarity s the probability is 1 - (1 - s**rows)**bands (Leskovec, Rajaraman and Ullman, Mining of Massive Datasets,
-3.4). A candidate counts if at least the share `min_agreement` of all places agrees, which removes pairs that agree in a band by
-chance; 0.4 loses one pair in a thousand at a similarity of 0.5. The defaults 14 and 8 are FineWeb's. Clusters are the connected
-components.
+3.4). A pair of candidates counts as similar if at least the share `min_agreement` of all places agrees. This excludes pairs
+that agree in a band by chance; a share of 0.4 misses one pair in a thousand at a similarity of 0.5. The defaults of 14 bands
+and 8 rows are FineWeb's. Clusters are the connected components of the graph of similar pairs.
 
 The result depends only on the order of the documents, not on how they are divided into chunks.
 """
@@ -27,7 +27,7 @@ _ROUNDS = 64
 
 
 def band_keys(signature_DP: NDArray[np.int32], bands: int) -> NDArray[np.uint64]:
-    """A 64-bit number for every band of every signature, equal if all places of the band are equal. [D, bands]."""
+    """A 64-bit number for every band of every signature, [D, bands]; equal for two texts that agree in the whole band."""
     rows = signature_DP.shape[1] // bands
     keys = np.zeros((len(signature_DP), bands), np.uint64)
     parts = signature_DP[:, : rows * bands].reshape(len(signature_DP), bands, rows).astype(np.uint64)
@@ -40,7 +40,7 @@ Sorted = tuple[NDArray[np.int64], NDArray[np.uint64]]
 
 
 def sorted_here(part: NDArray[np.int32]) -> Sorted:
-    """(document indices sorted by the key of a band, stable; the keys in that order), by numpy."""
+    """(document indices, stably sorted by the key of a band; the keys in that order), with numpy."""
     keys = band_keys(part, 1)[:, 0]
     order = np.argsort(keys, kind="stable")
     return order, keys[order]
@@ -75,7 +75,7 @@ def _merge_with_first(
     min_agreement: float,
     parent: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Merge the members of each bucket with its first one; returns those that agree too little with it, for another round."""
+    """Merge the members of each bucket with its first member. Returns those that agree too little with it, for a next round."""
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
     sizes = np.diff(np.append(starts, len(keys)))
     first = np.repeat(members[starts], sizes)
@@ -138,7 +138,7 @@ class NearDuplicates:
         return {"signature": self.sign(sets, self.a, self.b), "id": ids_of(documents)}
 
     def join(self, chunks: Sequence[Arrays], memory_bytes: int) -> tuple[list[Arrays], dict[str, Any]]:
-        """For each document the id of the first of its cluster, "" for that first one."""
+        """For each document the id of the first document of its cluster; "" for the first document itself."""
         places, count = len(self.a), sum(len(chunk["id"]) for chunk in chunks)
         if 4 * places * count > memory_bytes:
             raise ValueError(

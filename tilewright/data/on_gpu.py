@@ -1,4 +1,4 @@
-"""The GPU part of near duplicates: signatures and band keys by the ops of kernels/dedup, bitwise the same as with numpy."""
+"""Near duplicates on a GPU: signatures and band keys with the ops of kernels/dedup, bitwise the same as with numpy."""
 
 from collections.abc import Callable, Sequence
 
@@ -34,7 +34,7 @@ def signatures_on(
 
 
 def sorted_on(device: str) -> Callable[[NDArray[np.int32]], Sorted]:
-    """`near.sorted_here` on a device: the same buckets, in another order."""
+    """`near.sorted_here` on a device. The buckets are the same, but their order differs."""
     _checked(device)
 
     def sort(part: NDArray[np.int32]) -> Sorted:

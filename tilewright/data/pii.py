@@ -1,8 +1,8 @@
 """Masks e-mail addresses, IP addresses and telephone numbers.
 
-IP addresses are distinguished from version numbers by the text around them. Telephone numbers without a country code count if
-they are written in a usual way (area code in brackets, three groups, a leading 0), or after words such as "call" and "tel".
-Numbers with a country code must be valid ones (phonenumbers, Google's libphonenumber).
+IP addresses are distinguished from version numbers by the text around them. Telephone numbers without a country code are
+recognised if they have a usual form (area code in brackets, three groups, a leading 0), or follow words such as "call" and
+"tel". Numbers with a country code must be valid (phonenumbers, Google's libphonenumber).
 """
 
 import ipaddress
@@ -32,7 +32,7 @@ _PHONE = re.compile(
     r"|(?:1[ .\-])?\(\d{2,5}\)[ .\-]?\d{2,4}[ .\-]?\d{3,5}(?:[ .\-]\d{2,4})?"  # (212) 555-0100
     r"|(?:1[ .\-])?[2-9]\d{2}([ .\-])\d{3}\1\d{4}"  # 212-555-0100
     r"|0\d{1,4}[ /\-]\d{2,4}(?:[ \-]?\d{2,5}){1,4}"  # 030 901820, 020 7946 0018
-    r"|\d{10,11})"  # 2125550100, if a word before it says so
+    r"|\d{10,11})"  # 2125550100, only after a word such as "tel"
     r"(?![\w%]|[.\-/:]\d)"
 )
 _PHONE_WORD = re.compile(
@@ -63,7 +63,7 @@ def _is_ip4(text: str, match: re.Match[str]) -> bool:
     if _VERSION_BEFORE.search(before):
         return False
     around = before + text[match.end() : match.end() + 12]
-    # Four small numbers are more often a version or a section; an address with such numbers has a word or a port next to it.
+    # Four small numbers are usually a version or a section number. They count as an address only next to a word or a port.
     return max(parts) >= 32 or bool(_ADDRESS_NEAR.search(around)) or text[match.end() : match.end() + 1] in (":", "/")
 
 
@@ -94,7 +94,7 @@ def _is_phone(text: str, match: re.Match[str]) -> bool:
 
 
 class MaskPII:
-    """The step: replaces what is found by `[EMAIL]`, `[IP]`, `[PHONE]`; `kinds` selects among them."""
+    """The step: replaces what is found by `[EMAIL]`, `[IP]` or `[PHONE]`. kinds: which of the three are masked."""
 
     def __init__(self, *, kinds: tuple[str, ...] = ("email", "ip", "phone")) -> None:
         if strange := sorted(set(kinds) - {"email", "ip", "phone"}):

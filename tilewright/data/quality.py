@@ -1,8 +1,9 @@
 """A quality classifier trained on two sets of texts: logistic regression over hashed words and pairs of words.
 
-It has the form of fastText's supervised classifier (Joulin et al. 2017) without the hidden layer: counts of words and of pairs
-of neighbours, hashed into 2**18 columns, log-scaled, each row normalised to length one. It is trained by scikit-learn and
-stored as numbers (`.safetensors`), so a model file cannot run code. The same texts give the same weights.
+It has the form of fastText's supervised classifier (Joulin et al. 2017) without the hidden layer. Features are counts of words
+and of pairs of neighbouring words, hashed into 2**18 columns, log-scaled, with each row normalised to length one. The
+classifier is trained with scikit-learn and stored as numbers (`.safetensors`), so a model file cannot run code. The same texts
+give the same weights.
 """
 
 from collections import Counter
@@ -29,7 +30,7 @@ _WORDS = 2000
 
 
 def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """(columns, values) of a text's first 2000 words: sorted columns, values with square sum one (empty for an empty text)."""
+    """(sorted columns, values) of a text's first 2000 words. The squares of the values sum to 1. Empty for an empty text."""
     words = np.array([hashed(word) for word in normal_words(text[: _WORDS * 12])[:_WORDS]], np.uint64)
     found = np.concatenate([words, windows(words, 2)])
     columns, counts = np.unique((found >> np.uint64(64 - 18)).astype(np.int64), return_counts=True)
@@ -38,7 +39,7 @@ def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
 
 
 def train(good: Sequence[str], bad: Sequence[str], *, strength: float = 10.0) -> dict[str, NDArray[np.float32]]:
-    """Weights that separate `good` texts from `bad` ones. `strength`: inverse of the L2 penalty."""
+    """Train weights that separate `good` texts from `bad` ones. strength: the inverse of the L2 penalty."""
     if not good or not bad:
         raise ValueError(f"quality: {len(good)} good and {len(bad)} bad texts; wanted some of both")
     sparse, linear = needed("scipy.sparse", "data"), needed("sklearn.linear_model", "data")
@@ -62,9 +63,9 @@ def score(weights: dict[str, NDArray[np.float32]], text: str) -> float:
 
 
 def train_files(good: Path, bad: Path, out: Path, *, text_field: str = "text") -> dict[str, float | int]:
-    """Train on two files of texts and write the model; every tenth text of each is held out for measurement.
+    """Train on two files of texts and write the model; every tenth text of each file is held out for measurement.
 
-    Returns the number of texts, and for the held-out ones the accuracy and the area under the ROC curve.
+    Returns the numbers of texts, and the accuracy and the area under the ROC curve for the held-out texts.
     """
     sets = []
     for path in (good, bad):

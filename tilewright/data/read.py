@@ -1,6 +1,6 @@
 """Reads documents from files: WARC, WET, HTML, JSON lines, parquet and plain text, compressed or not.
 
-Files are not trusted: everything that cannot be read is counted by reason, and reading continues after it.
+Files are not trusted: every part that cannot be read is counted by reason, and reading continues after it.
 """
 
 import json
@@ -27,7 +27,7 @@ _HTML_TYPES = ("text/html", "application/xhtml+xml")
 
 
 def format_of(path: Path) -> str:
-    """The format according to a file's name; raises ValueError if the name does not say it."""
+    """The format according to a file's name; raises ValueError if the name does not determine it."""
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in _COMPRESSED]
     for suffix in reversed(suffixes):
         if suffix in _SUFFIXES:
@@ -42,8 +42,8 @@ def documents(
 ) -> Iterator[Document]:
     """Every readable document of a file, in order.
 
-    `kind`: one of FORMATS. `name`: the name of the file in `origin`, by default its path. `text_field`: the field with the text
-    in JSON lines and parquet; other fields become metadata. `damage` counts what could not be read, by reason.
+    kind: one of FORMATS. name: the name of the file in `origin`, by default its path. text_field: the field that contains the
+    text in JSON lines and parquet; other fields become metadata. damage: counts the parts that could not be read, by reason.
     """
     name = name or str(path)
     readers = {"warc": _warc, "html": _html, "text": _plain, "parquet": _parquet, "jsonl": _json_lines}
@@ -183,7 +183,7 @@ def _from_row(row: Any, origin: dict[str, Any], damage: Counter[str], text_field
 
 
 def _plain_value(value: Any) -> bool:
-    """Whether metadata may contain a value: it must be short and valid in JSON (no NaN, no infinity)."""
+    """Whether a value may be in the metadata: it must be short and valid in JSON (no NaN, no infinity)."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, str | int | float | bool) and len(str(value)) <= 1000

@@ -1,4 +1,4 @@
-"""Recipes for cleaning data: what to read, which steps in which order, what to write. Read from TOML and checked.
+"""Recipes for cleaning data: the input, the steps in their order, and the output. They are read from TOML and checked.
 
     seed = 0
     [[input]]
@@ -36,7 +36,7 @@ class _Part(BaseModel):
 
 
 class Input(_Part):
-    """The files of one source. `weight`: how often its documents go into the tokens; 0.5: half of them, 2: each twice."""
+    """The files of one source. weight: how often its documents are in the tokens; 0.5: half of them, 2: each twice."""
 
     paths: tuple[str, ...] = Field(min_length=1)
     name: str = ""
@@ -46,7 +46,7 @@ class Input(_Part):
 
 
 class Tokens(_Part):
-    """Token shards: a `tokenizer.json`, tokens per shard, the token after each document ("" for none)."""
+    """Token shards: a `tokenizer.json`, the tokens per shard, and the token after each document ("" for none)."""
 
     tokenizer: str
     shard_tokens: int = Field(default=100_000_000, ge=1, le=2_000_000_000)
@@ -75,7 +75,7 @@ class Recipe(_Part):
         return found
 
     def fingerprint(self) -> str:
-        """A hash over everything that determines the output: the recipe, input files' names, sizes and times, step files."""
+        """A hash over everything that determines the output: the recipe, the names, sizes and times of files, step files."""
         rows = [[str(path), kind, path.stat().st_size, path.stat().st_mtime_ns] for path, kind, _ in self.files()]
         used = [path for step in self.step for key in _PATHS if key in step for path in _listed(step[key])]
         if self.tokens:
@@ -111,7 +111,7 @@ def load(path: Path) -> Recipe:
 
 
 def _absolute(recipe: Recipe, base: Path) -> Recipe:
-    # The folder's own name may contain [ or *, but only the recipe has patterns.
+    # The folder's own name may contain [ or *, but only names in the recipe are patterns.
     patterns = [tuple(str(Path(glob.escape(str(base))) / p) for p in source.paths) for source in recipe.input]
     inputs = tuple(source.model_copy(update={"paths": paths}) for source, paths in zip(recipe.input, patterns))
     steps = []

@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 def table(report: dict[str, Any]) -> str:
-    """The documents after each step as text: a line for each step, with its most frequent reasons below."""
+    """The number of documents after each step, as text: a line per step, and below it the most frequent reasons for removal."""
     rows = [f"{'step':24}{'documents':>12}{'MB':>10}{'removed':>10}{'MB/s a core':>13}"]
     for step in report["steps"]:
         removed = step["documents_in"] - step["documents_out"]
@@ -40,7 +40,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def write_html(report: dict[str, Any], path: Path) -> None:
-    """Write the page; all its text is escaped, and it loads nothing from elsewhere."""
+    """Write the page. All its text is escaped, and it loads nothing from other places."""
     template = (Path(__file__).parent / "page" / "report.html").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(template)
     steps = report["steps"]
@@ -62,7 +62,7 @@ def _size(count: float) -> str:
 
 
 def _lengths(counts: dict[str, int]) -> dict[str, int]:
-    """From counts by the bit length of a document's bytes to counts by text labels, shortest first, gaps filled."""
+    """Convert counts by the bit length of a document's size to counts by text labels, shortest first, without gaps."""
     present = sorted(map(int, counts))
     return {f"under {_size(2**bits)}": counts.get(str(bits), 0) for bits in range(present[0], present[-1] + 1)}
 

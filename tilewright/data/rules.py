@@ -1,8 +1,8 @@
-"""Quality rules of Gopher, C4 and FineWeb: a document passes, or is removed for the first rule that it breaks.
+"""Quality rules of Gopher, C4 and FineWeb: a document passes, or is removed because of the first rule that it breaks.
 
 Decisions are the same as those of datatrove, which produced FineWeb; a test compares them. The thresholds are in thresholds.py.
-Where the papers are ambiguous (what a word is, which comparison is strict), datatrove's choice is used. C4 also removes lines
-of a document.
+Where the papers are ambiguous (the definition of a word, strict or non-strict comparison), datatrove's choice is used. C4 also
+removes lines of a document.
 """
 
 import re
@@ -19,7 +19,7 @@ __all__ = ["C4", "RULES", "FineWeb", "GopherQuality", "GopherRepetition"]
 
 
 class _Rule:
-    """Thresholds by name, by default the published ones; an unknown name or a wrong type raises ValueError."""
+    """Thresholds by name; the defaults are the published ones. An unknown name or a wrong type raises ValueError."""
 
     name = ""
 
@@ -41,7 +41,7 @@ class _Rule:
             raise ValueError(f"step {self.name!r}: {setting} = {value!r}, wanted {wanted}")
 
     def __call__(self, document: Document) -> Document | Removed:
-        """The document, or the first rule that it breaks."""
+        """The document, or a `Removed` with the first rule that it breaks."""
         removed = self.broken(document)
         return document if removed is None else removed
 
@@ -134,7 +134,7 @@ def _repeated(parts: Sequence[str]) -> tuple[int, int]:
 
 
 def _top_gram_chars(tokens: Sequence[str], n: int) -> int:
-    """Characters of the most frequent n-gram, including spaces between its words; of equally frequent ones the first."""
+    """Characters of the most frequent n-gram, with spaces between its words; the first one of equally frequent ones."""
     grams = Counter(zip(*(tokens[i:] for i in range(n))))
     if not grams:
         return 0
@@ -143,7 +143,7 @@ def _top_gram_chars(tokens: Sequence[str], n: int) -> int:
 
 
 def _duplicate_gram_chars(tokens: Sequence[str], n: int) -> int:
-    """Characters of repeated n-grams, none counted twice; n-grams are compared by their letters only."""
+    """Characters of repeated n-grams, each character counted once; n-grams are compared by their letters only."""
     seen: set[str] = set()
     chars = at = 0
     while at <= len(tokens) - n:
@@ -158,7 +158,8 @@ def _duplicate_gram_chars(tokens: Sequence[str], n: int) -> int:
 
 
 class C4(_Rule):
-    """Removes lines without a sentence end, too short, or about policies or javascript; enough sentences must remain."""
+    """Removes lines that do not end a sentence, are too short, or mention policies or javascript. Removes the document if too
+    few sentences remain."""
 
     name = "c4"
 
@@ -198,7 +199,7 @@ class C4(_Rule):
 
 
 class FineWeb(_Rule):
-    """Lines that do not end a sentence, short lines, repeated lines, lists."""
+    """Removes documents in which too many lines do not end a sentence, are short or repeated, and documents that are lists."""
 
     name = "fineweb"
 

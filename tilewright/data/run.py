@@ -1,7 +1,8 @@
-"""Runs a recipe: its tasks run in stages, on processes of this machine or on Ray; a killed run can be continued.
+"""Runs a recipe: its tasks run in stages, in processes on this machine or on Ray; a killed run can be continued.
 
-The tasks are the same for every executor, and each output depends only on the order of the input. So the number of processes,
-the size of a chunk and a kill do not change the result. `RunResult.sha256` is a hash of all documents in order.
+The tasks are the same for every executor, and each output depends only on the order of the input. Therefore neither the number
+of processes, nor the size of a chunk, nor an interruption changes the result. `RunResult.sha256` is a hash of all documents in
+order.
 """
 
 import fcntl
@@ -29,10 +30,10 @@ from tilewright.hw import env
 __all__ = ["EXECUTORS", "RunResult", "run"]
 
 EXECUTORS = ("local", "ray")
-_LEAST_MEMORY = 512 << 20  # a process with its libraries takes 200 to 350 MB
-_SHARE = 16  # a chunk's documents, with their lines, words and indexes, take less than this many times its bytes
+_LEAST_MEMORY = 512 << 20  # a process with its libraries needs 200 to 350 MB
+_SHARE = 16  # memory for a chunk's documents, with their lines, words and indexes, is less than this many times its bytes
 
-_CHUNK = 8 << 20  # small enough for a file of moderate size to keep every process busy
+_CHUNK = 8 << 20  # small enough that a file of moderate size has chunks for every process
 _FILE_BYTES = 256 << 20
 
 Task = tuple[Callable[..., str], tuple[Any, ...], Path]
@@ -40,7 +41,7 @@ Say = Callable[[str], None]
 
 
 class RunResult(NamedTuple):
-    """The output folder, a hash over its documents, and the facts of the report."""
+    """The output folder, a hash over its documents, and the content of the report."""
 
     folder: Path
     sha256: str
@@ -139,7 +140,7 @@ def _all_stages(out: Path, processes: int, executor: str, say: Say) -> None:
                 joining = (tasks.join, (folder, stage), plan.stats_path(stage, "join"))
                 _each([joining], submit, say, f"stage {stage} of {last}, join")
             done.touch()
-            if stage > 0:  # the chunks of the stage before are no longer needed, but their counts are
+            if stage > 0:  # the chunks of the previous stage are no longer needed, but their counts are
                 for path in plan.stage_folder(stage - 1).iterdir():
                     if path.suffix in (".zst", ".npy"):
                         path.unlink()
@@ -153,10 +154,10 @@ def _each(work: Sequence[Task], submit: Callable[[Sequence[Task]], Iterator[str]
 
 @contextmanager
 def _pool(processes: int, executor: str) -> Iterator[Callable[[Sequence[Task]], Iterator[str]]]:
-    """How tasks run: in this process, in several, or on a Ray cluster whose machines share the folder."""
+    """A function that runs tasks: in this process, in several, or on a Ray cluster whose machines share the folder."""
     if executor == "ray":
         ray = needed("ray", "ray")
-        # A running cluster has its own number of processors, and refuses another one.
+        # A running cluster has its own number of processors, and raises an error for any other.
         cluster = env.ray_address()
         place = {"address": cluster} if cluster else {"address": "local", "num_cpus": processes, "include_dashboard": False}
         ray.init(**place, log_to_driver=False, ignore_reinit_error=True)
@@ -222,7 +223,7 @@ def _finish(out: Path, fingerprint: str, say: Say) -> dict[str, Any]:
 
 
 def _counts(plan: tasks.Plan, names: Sequence[str]) -> dict[str, Any]:
-    """The sums of all tasks' counts: a row for each step, in order."""
+    """The sums of the counts of all tasks: a row for each step, in order."""
     reading = [json.loads(plan.stats_path(0, f"{n:06d}").read_text()) for n in range(len(plan.files))]
     steps = [merged([part["steps"][0] for part in reading])]
     damage: dict[str, int] = {}
@@ -244,7 +245,7 @@ def _counts(plan: tasks.Plan, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _shards(plan: tasks.Plan, names: Sequence[str]) -> dict[str, Any]:
-    """Token shards of all chunks, each source as often as its weight says, in the order of the documents' shuffled keys."""
+    """Write token shards from all chunks: each source as often as its weight requires, in the shuffled order of documents."""
     spec = plan.recipe.tokens
     assert spec is not None
     folder = plan.stage_folder(len(plan.stages))
@@ -254,7 +255,7 @@ def _shards(plan: tasks.Plan, names: Sequence[str]) -> dict[str, Any]:
     for chunk, name in enumerate(names):
         for at, (key, source) in enumerate(np.load(folder / f"{name}.keys.npy").tolist()):
             weight = plan.recipe.input[source].weight
-            # For the fraction of a weight, documents with the lowest keys are taken once more: keys are uniform in 64 bits.
+            # For the fractional part of a weight, the documents with the lowest keys (uniform in 64 bits) are taken once more.
             times = int(weight) + (key < (weight % 1) * 2**64)
             rows += [(again, key, chunk, at) for again in range(times)]
     rows.sort()

@@ -2,8 +2,8 @@
 
 A folder contains `shard-00000.npy` (uint16, or uint32 if the vocabulary needs it: the concatenated tokens of documents),
 `shard-00000.idx.npy` (int64: where each document ends, after its end-of-text token if the recipe has one) and `meta.json`. The
-documents were shuffled by the recipe's seed before writing, so a trainer reads the shards from front to back, and its position
-is one number, the tokens read so far. The trainer cuts this stream into rows; the ends say where documents begin.
+documents were shuffled with the recipe's seed before writing. So a trainer reads the shards from front to back, and its
+position is one number: the tokens read so far. The trainer cuts this stream into rows; the ends show where documents begin.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def _shard(folder: Path, number: int, documents: Sequence[NDArray[Any]], dtype: 
 class TokenShards:
     """A folder of token shards as one sequence of tokens, read from disk as needed.
 
-    Raises ValueError if the folder is not one, or a shard's size differs from meta.json.
+    Raises ValueError if the folder does not contain token shards, or the size of a shard differs from meta.json.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Statistics of a chunk, a step or a run, as plain numbers that can be added."""
+"""Statistics of a chunk, a step or a run: plain numbers that can be added."""
 
 import hashlib
 from collections import Counter
@@ -18,9 +18,9 @@ def size_of(document: Document) -> int:
 
 
 class StepStats:
-    """Counts of one step over some documents, with a few examples of what it removed (by reason) and kept.
+    """Counts of one step over some documents, with a few examples of removed documents (by reason) and of kept ones.
 
-    Examples are those with the lowest hashes of ids, so that they do not depend on how documents are divided into chunks.
+    The examples are the documents with the lowest hashes of their ids, so they do not depend on the division into chunks.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,7 +64,7 @@ class StepStats:
             del held[_EXAMPLES:]
 
     def value(self) -> dict[str, Any]:
-        """As a value for JSON."""
+        """The counts and examples as a value for JSON."""
         return {key: dict(value) if isinstance(value, Counter) else value for key, value in vars(self).items()}
 
 

@@ -1,4 +1,4 @@
-"""The steps that a recipe can name, and the classes behind them."""
+"""The steps that a recipe can name, and their classes."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -52,8 +52,10 @@ def build(step: dict[str, Any]) -> LocalStep | GlobalStep:
 
 
 def stages(steps: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any] | None, list[dict[str, Any]]]]:
-    """Steps divided before each one that needs all documents: [(None, local steps), (global step, local steps after it),
-    ...]."""
+    """Divide the steps into stages, which begin at steps that need all documents (global steps).
+
+    Returns [(None, local steps), (global step, local steps after it), ...].
+    """
     cut: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [(None, [])]
     for step in steps:
         if step.get("use") in GLOBAL:

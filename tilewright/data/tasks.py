@@ -1,7 +1,7 @@
-"""The units of work of a run: functions of (work folder, which unit) that read and write files, in any process.
+"""The tasks of a run: functions of (work folder, number or name of the unit) that read and write files, in any process.
 
-Each writes its results under another name and renames them, the file with its counts last. When that file exists, the task is
-done, so a killed run continues after it. Nothing here depends on the number of processes.
+A task writes its results under temporary names and then renames them; the file with its counts is the last one. If that file
+exists, the task is done, so a killed run continues after it. Nothing here depends on the number of processes.
 """
 
 import json
@@ -52,7 +52,7 @@ class Plan:
         return self.chunks(0)
 
     def stats_path(self, stage: int, name: str) -> Path:
-        """The file that exists when a task is done."""
+        """The file whose existence shows that a task is done."""
         return self.stage_folder(stage) / f"{name}.json"
 
 
@@ -64,7 +64,7 @@ def work_plan(folder: str) -> Plan:
 
 @lru_cache(64)
 def _built(folder: str, stage: int) -> tuple[GlobalStep | None, tuple[tuple[str, LocalStep], ...], GlobalStep | None]:
-    """(the step of the last join, the local steps, the step to index for) of a stage, built once per process."""
+    """(global step to apply, local steps, global step to index for) of a stage, built once per process."""
     cut = work_plan(folder).stages
     before, local = cut[stage - 1]
     after = cut[stage][0] if stage < len(cut) else None
@@ -148,7 +148,7 @@ def read(folder: str, number: int) -> str:
 
 
 def process(folder: str, stage: int, name: str) -> str:
-    """Bring one chunk through a stage: apply the join before it, run its local steps, index it for the next join."""
+    """Process one chunk in a stage: apply the result of the previous join, run the local steps, index it for the next join."""
     plan = work_plan(folder)
     before, local, after = _built(folder, stage)
     cut = plan.stages[stage - 1][0]
@@ -202,7 +202,7 @@ def _load_arrays(plan: Plan, stage: int, name: str, what: str) -> Arrays:
 
 
 def join(folder: str, stage: int) -> str:
-    """Compare the indexes of all chunks of a stage and write the result for each."""
+    """Compare the indexes of all chunks of a stage and write the result for each chunk."""
     plan = work_plan(folder)
     step = cast(GlobalStep, _built(folder, stage)[2])
     names = plan.chunks(stage)

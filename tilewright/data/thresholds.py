@@ -1,7 +1,7 @@
-"""Every threshold of the published quality rules with its source. Recipes may override them; no other file has thresholds.
+"""Every threshold of the published quality rules, with its source. Recipes may override them; no other file has thresholds.
 
 Gopher: Rae et al. 2021, arXiv 2112.11446, section A1.1 and table A1. C4: Raffel et al. 2020, JMLR 21(140), section 2.2, and the
-code that made it (tensorflow_datasets, c4_utils.py). FineWeb: Penedo et al. 2024, arXiv 2406.17557, section 3.6.
+code that produced it (tensorflow_datasets, c4_utils.py). FineWeb: Penedo et al. 2024, arXiv 2406.17557, section 3.6.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,9 @@
-"""Reads records of WARC and WET archives, also damaged ones; unreadable parts are counted by reason.
+"""Reads records of WARC and WET archives, also of damaged ones. Unreadable parts are counted by reason.
 
 Format: ISO 28500 (WARC 1.1), RFC 9112 (HTTP/1.1 messages, chunked transfer). A truncated record, or one whose
-`WARC-Block-Digest` does not match, is returned with a mark. If a gzip member's checksum failed, only records with a matching
-digest are returned. After damage, the next line `WARC/1.x` that is followed by a header is taken as the next record.
+`WARC-Block-Digest` does not match, is returned with its `damage` set. If the checksum of a gzip member failed, only records
+with a matching digest are returned. After damage, the next line `WARC/1.x` that is followed by a header is taken as the next
+record.
 """
 
 import base64
@@ -23,7 +24,7 @@ _HEADER_BYTES = 1 << 16
 
 
 class Record(NamedTuple):
-    """One record: headers with lower-case names, and the block as it is in the archive."""
+    """One record: headers with lower-case names, and the block as stored in the archive."""
 
     headers: dict[str, str]
     block: bytes
@@ -34,7 +35,7 @@ class Record(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A web server's answer: status, headers with lower-case names, the body after undoing transfer and content coding."""
+    """The response of a web server: status, headers with lower-case names, the body without transfer and content coding."""
 
     status: int
     headers: dict[str, str]
@@ -46,7 +47,7 @@ class _Broken(Exception):
 
 
 class _Stream:
-    """A buffer over pieces that stops at every break."""
+    """A buffer over pieces. It does not read across a break."""
 
     def __init__(self, parts: Iterable[Piece | Break], damage: Counter[str]) -> None:
         self._parts = iter(parts)
@@ -61,7 +62,7 @@ class _Stream:
 
     @property
     def offset(self) -> int:
-        """Position of the buffer in the file: the byte for plain files, the member for gzip."""
+        """Offset in the file of the buffer's first byte; for gzip the offset of its member."""
         while len(self._starts) > 1 and self._starts[1][0] <= self._at:
             self._starts.pop(0)
         return self._starts[0][1]
@@ -104,7 +105,7 @@ class _Stream:
             size -= step
 
     def resync(self) -> bool:
-        """Go to the next start of a record; False if there is none before the end."""
+        """Skip to the next start of a record; False if there is none before the end."""
         while True:
             found = _START.search(self.buffer)
             if found:
@@ -138,7 +139,7 @@ def records(parts: Iterable[Piece | Break], limits: Limits, damage: Counter[str]
                 damage[f"warc: {record.damage}, kept"] += 1
             yield record
         except _Broken as why:
-            if str(why) != "truncated record" or stream.ended:  # otherwise the break is counted already
+            if str(why) != "truncated record" or stream.ended:  # otherwise the break has been counted already
                 damage[f"warc: {why}"] += 1
             if not stream.resync():
                 return
@@ -169,7 +170,7 @@ def _block(stream: _Stream, headers: dict[str, str], length: int, record: Record
     matches = _digest_matches(headers.get("warc-block-digest", ""), block)
     damage = "" if matches is not False else "digest does not match"
     if len(block) < length or (after[:1] not in (b"\r", b"\n", b"") and not matches):
-        # Truncated, or a wrong length: the next record may begin inside.
+        # The record is truncated or its length is wrong, so the next record may begin inside this block.
         following = _START.search(stream.buffer, 1)
         if following:
             block, damage = bytes(stream.buffer[: following.start()]).removesuffix(b"\r\n\r\n"), "truncated"
@@ -218,7 +219,7 @@ def _fields(head: bytes) -> dict[str, str]:
 
 
 def _digest_matches(digest: str, block: bytes) -> bool | None:
-    """None: there is no digest that can be checked."""
+    """Whether the block matches its digest; None if there is no digest that can be checked."""
     method, _, value = digest.partition(":")
     if method.lower() not in ("sha1", "sha256", "md5") or not value:
         return None
@@ -229,7 +230,7 @@ def _digest_matches(digest: str, block: bytes) -> bool | None:
 
 
 def http_page(block: bytes, limits: Limits, damage: Counter[str]) -> Page | None:
-    """The answer in a response record's block; None, with a count, if it cannot be read."""
+    """The response in the block of a response record. None if it cannot be read; `damage` then counts the reason."""
     end = re.search(rb"\r?\n\r?\n", block[:_HEADER_BYTES])
     first = re.match(rb"HTTP/\d(?:\.\d)?\s+(\d{3})", block)
     if not end or not first:
@@ -248,7 +249,8 @@ def http_page(block: bytes, limits: Limits, damage: Counter[str]) -> Page | None
 
 
 def _unchunked(body: bytes, damage: Counter[str]) -> bytes:
-    """A body that claims to be "chunked" but is stored plain is returned unchanged; archives often have such bodies."""
+    """The body without chunked transfer coding. Archives often have bodies that are declared as chunked but stored plain; these
+    are returned unchanged."""
     parts, at = [], 0
     while True:
         size = re.compile(rb"([0-9a-fA-F]{1,8})[ \t]*(?:;[^\r\n]*)?\r?\n").match(body, at)
@@ -270,11 +272,11 @@ def _unchunked(body: bytes, damage: Counter[str]) -> bytes:
 
 
 def _decoded(body: bytes, coding: str, limits: Limits, damage: Counter[str]) -> bytes | None:
-    """The body after undoing one content coding, at most `record_bytes` of it."""
+    """The body with one content coding undone; at most `record_bytes` of it."""
     try:
         if coding in ("gzip", "x-gzip"):
             if body[:2] != b"\x1f\x8b":
-                return body  # decoded by the crawler, which kept the header
+                return body  # the crawler has decoded the body but kept the header
             return _bounded(zlib.decompressobj(31), body, limits, damage)
         if coding == "deflate":
             return _bounded(zlib.decompressobj(15 if body[:1] == b"\x78" else -15), body, limits, damage)

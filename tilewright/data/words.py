@@ -1,6 +1,6 @@
-"""Words and sentences as used by the published rules: spaCy's tokenizer for English, and its rule-based sentence ends.
+"""Words and sentences as the published rules use them: spaCy's tokenizer for English, and its rule-based sentence splitter.
 
-Both follow datatrove, so that decisions agree. spaCy's blank pipeline needs no model files.
+datatrove uses both, so decisions agree with it. spaCy's blank pipeline needs no model files.
 """
 
 from functools import cache, lru_cache
@@ -27,7 +27,7 @@ def _tokens(text: str) -> Any:
 
 @lru_cache(4)
 def words(text: str) -> tuple[str, ...]:
-    """The tokens of a text without white space, including punctuation. The last texts are cached, because rules share them."""
+    """The tokens of a text, with punctuation but without white space. The last texts are cached, because rules share them."""
     with _pipeline().memory_zone():
         tokens = (token.text.strip() for token in _tokens(text))
         return tuple(token for token in tokens if token)

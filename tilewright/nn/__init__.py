@@ -1,9 +1,9 @@
 """Layers: `torch.nn.Module`s that hold weights and call `tilewright.ops`.
 
-A layer takes sizes, a device and a dtype, never a model's config. Its parameters are initialised like those of torch.nn, and
-are trainable. Inside `unfilled()`, in which `tilewright.models` builds models for a checkpoint, they are uninitialised (on
-"meta" too) and do not require gradients. docs/torch_nn.md lists the classes that have torch.nn's names and arguments, and
-what differs.
+The arguments of a layer are sizes, a device and a dtype, never a model's config. Parameters are initialised like those of
+torch.nn, and are trainable. Inside `unfilled()`, where `tilewright.models` builds models for a checkpoint, they are
+uninitialised (this also works on "meta") and do not require gradients. docs/torch_nn.md lists the classes with torch.nn's names
+and arguments, and their differences.
 """
 
 from tilewright.nn.activation import (

@@ -1,6 +1,7 @@
 """Activations and dropout with torch.nn's names and arguments; differentiable, without parameters.
 
-`inplace=True` is refused: on a GPU it saves no memory traffic, and changing a tensor that others still read is a hidden bug.
+`inplace=True` raises an error: on a GPU it saves no memory traffic, and changing a tensor that is still used elsewhere is a bug
+that is hard to find.
 """
 
 import torch
@@ -17,7 +18,7 @@ def _only(name: str, argument: str, value: object, wanted: object) -> None:
 
 
 class _Activation(nn.Module):
-    """f(x) for any shape, bf16, fp16 or fp32; the result has x's strides."""
+    """f(x) for x of any shape in bf16, fp16 or fp32; the result has the strides of x."""
 
     kind: str
     alpha = 1.0
@@ -74,7 +75,7 @@ class Tanh(_Activation):
 
 
 class GELU(_Activation):
-    """x Phi(x); approximate: "none" for erf, "tanh" for the tanh form."""
+    """x Phi(x), where Phi is the normal CDF. approximate: "none" for the exact form (erf), "tanh" for the tanh form."""
 
     def __init__(self, approximate: str = "none"):
         super().__init__()
@@ -114,14 +115,14 @@ class LeakyReLU(_Activation):
 
 
 class GLU(nn.Module):
-    """The first half of x along `dim` times the sigmoid of the second."""
+    """The first half of x along `dim` times the sigmoid of the second half."""
 
     def __init__(self, dim: int = -1):
         super().__init__()
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """An even size along `dim` -> half of it."""
+        """x of an even size along `dim` -> a tensor of half that size along `dim`."""
         return ops.glu(x, self.dim)
 
     def extra_repr(self) -> str:
@@ -129,9 +130,9 @@ class GLU(nn.Module):
 
 
 class Dropout(nn.Module):
-    """In training, sets a share p of the elements to zero and scales the rest by 1 / (1 - p); otherwise returns x itself.
+    """In training: sets each element to zero with probability p and scales the others by 1 / (1 - p). Otherwise: returns x.
 
-    The mask follows from two numbers of torch's generator (`ops.dropout`), so the same seed gives another mask than in torch.
+    The mask is computed from two numbers of torch's generator (`ops.dropout`), so a seed gives a different mask than in torch.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False):

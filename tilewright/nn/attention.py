@@ -1,7 +1,7 @@
-"""Causal grouped-query attention (Ainslie et al., "GQA", 2023): two matmuls, and between them cache and attention.
+"""Causal grouped-query attention (Ainslie et al., "GQA", 2023): a projection, cache and attention, and a projection back.
 
-Where keys and values are stored is an argument of `forward` (keys_values.py): the pages of a cache for serving, or the packed
-batch itself for training and scoring. Not here: attention to another sequence (multi_head.py).
+An argument of `forward` determines where keys and values are stored (keys_values.py): in the pages of a cache for serving, or
+only in the packed batch itself for training and scoring. Not here: attention to another sequence (multi_head.py).
 """
 
 import math
@@ -23,7 +23,7 @@ __all__ = ["Attention"]
 
 
 class Attention(nn.Module):
-    """Project to q, k and v; normalise (optional) and rotate q and k; store k and v; attend; project back.
+    """Project to q, k and v; normalise q and k (optional) and rotate them; store k and v; attend; project back.
 
     Args:
         features: E.
@@ -33,12 +33,12 @@ class Attention(nn.Module):
         rope: the table of angles, shared by all layers.
         qkv_bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
-        head_norm_eps: eps of RMS norms over each query and key head before the rotation; None: no such norms.
-        wide_norm_eps: eps of RMS norms over all query heads together, and all key heads together; None: no such norms.
-        norm_dtype: dtype of the weights of these norms; None: as the other weights.
+        head_norm_eps: eps of RMS norms over each query head and each key head, before the rotation; None: no such norms.
+        wide_norm_eps: eps of one RMS norm over all query heads together, and one over all key heads; None: no such norms.
+        norm_dtype: dtype of the weights of these norms; None: the dtype of the other weights.
         early_rope: a rotation before these norms (HunYuan) instead of after them; `rope` is then a `NoRotation`.
-        window: a token sees itself and the window - 1 tokens before it; None: all before it.
-        sinks: whether each head has a learned score that is added to its softmax, with the value zero.
+        window: a token sees itself and the window - 1 tokens before it; None: itself and all tokens before it.
+        sinks: whether each head has a further learned score in every softmax; the value that belongs to it is zero.
         scale: factor on q . k; None for 1 / sqrt(D).
         softcap: scores z become softcap * tanh(z / softcap); None: no cap.
 
@@ -97,11 +97,11 @@ class Attention(nn.Module):
 
     @property
     def reader(self) -> Linear:
-        """The one layer that reads the input (a norm before it may quantise for it)."""
+        """The only linear layer that reads the input. A norm before it may quantise its output for this layer."""
         return self.qkv
 
     def forward(self, x_TE: Tensor | QuantizedActivation, batch: Batch | Packed, keys_values: KeysValues) -> Tensor:
-        """[T, E], or the same quantised -> [T, E]. `keys_values` is this layer's; a cache is written to."""
+        """[T, E], or the same quantised -> [T, E]. keys_values: the object for this layer; if it is a cache, it is updated."""
         q, k, v = self.qkv(x_TE, adapters=batch.adapters).view(self.qkv_shape).split_with_sizes(self.head_counts, 1)
         norms = (self.q_norm, self.k_norm)
         if self.early_rope is not None:
@@ -117,5 +117,5 @@ class Attention(nn.Module):
 
 
 def _normed(x_THD: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """An RMS norm over all heads of a token."""
+    """An RMS norm over all heads of a token together."""
     return ops.rms_norm(x_THD.flatten(1), weight, eps).view(x_THD.shape)

@@ -1,4 +1,4 @@
-"""Where the tokens of one pass belong, as plain values for every layer: a step of the engine (`Batch`), or packed documents."""
+"""Positions and sequence boundaries of the tokens of one forward pass: a step of the engine (`Batch`), or packed documents."""
 
 from dataclasses import dataclass
 
@@ -6,24 +6,24 @@ from torch import Tensor
 
 __all__ = ["Batch", "Packed"]
 
-# T tokens, B sequences, R rows to sample from, P pages, S tokens a page
+# T tokens, B sequences, R rows to sample from, P pages, S tokens per page
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The tokens of one step, sequence after sequence. All fields except `max_q_len` are on the model's device.
+    """The tokens of one step, sequence after sequence. All tensors are on the model's device.
 
     positions: [T] int64, each token's position in its sequence.
-    slots: [T] int64, the cache cell for its key and value: page * S + offset; negative: none (padding).
+    slots: [T] int64, the cache slot for each token's key and value: page * S + offset; negative: none (padding).
     block_table: [B, max_pages] int32, the pages of each sequence in order; entries beyond its length are not read.
-    kv_lens: [B] int32, tokens in the cache after this step's are written; 0 marks a padding row.
+    kv_lens: [B] int32, the number of cached tokens of each sequence, including those of this step; 0 marks a padding row.
     cu_q: [B + 1] int32, where each sequence's tokens start, and finally T.
     max_q_len: the largest number of tokens of a sequence in this step; 1 means that each has exactly one.
     logits_rows: [R] int64, the rows (of T) to project to logits.
-    window_slots, window_table: slots and block_table of layers with a sliding window, if these have pages of their own. Entries
-        for tokens behind the window may be any page. None: all layers use the same pages.
-    adapters: [2, T] int32, the tokens sorted by adapter, and the adapter of each in that order, numbered as in `LoraStack`
-        (0: no adapter); None: no token has one.
+    window_slots, window_table: slots and block_table of layers with a sliding window, if these have separate pages. Entries
+        for tokens that have left the window may be any page. None: all layers use the same pages.
+    adapters: [2, T] int32. Row 0: the tokens sorted by adapter. Row 1: the adapters of these tokens, in that order, numbered as
+        in `LoraStack` (0: no adapter). None: no token has an adapter.
     """
 
     positions: Tensor
@@ -40,7 +40,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """Documents, or pieces of them, one after the other; a token sees the tokens before it in its own document.
+    """Documents, or parts of documents, one after the other; a token sees the tokens before it in its own document.
 
     positions: [T] int64, each token's position in its document.
     cu_q: [B + 1] int32, where each document starts, and finally T. Both tensors are on the model's device.

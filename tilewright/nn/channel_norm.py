@@ -1,7 +1,7 @@
 """Group, instance and batch norms with torch.nn's names: subclasses whose forward pass runs on `tilewright.ops`.
 
 Arguments, parameters, buffers, initialisation and state dicts are torch.nn's own. channels_last images stay channels_last.
-`forward` of a batch norm also takes an activation and a residual; in evaluation they run in the same launch.
+`forward` of a batch norm also accepts an activation and a residual; in evaluation they run in the same launch.
 Not supported: lazy classes, SyncBatchNorm.
 """
 
@@ -39,10 +39,10 @@ def _batch(layer: _BatchNorm, x: Tensor, activation: str, residual: Tensor | Non
         layer.num_batches_tracked.add_(1)
         if momentum is None:  # average over all batches so far
             momentum = 1.0 / float(layer.num_batches_tracked)
-    # Read the dicts directly: attribute access on a module costs as much as checking a tensor.
+    # The dicts are read directly, because attribute access on a module takes as long as the checks of one tensor.
     held, own = layer._buffers, layer._parameters
     mean, var = (held[name] if name in held else getattr(layer, name) for name in ("running_mean", "running_var"))
-    # Pruning and parametrizations replace a parameter by a plain attribute or a property.
+    # Pruning and parametrizations replace a parameter with a plain attribute or a property.
     weight, bias = (own[name] if name in own else getattr(layer, name) for name in ("weight", "bias"))
     training = layer.training or mean is None
     if training and not moves:

@@ -1,11 +1,11 @@
 """The mixture of experts of gpt-oss (OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025): biases and a clamped gate.
 
-    # T tokens, E features, X experts, K of them a token, I width of an expert
+    # T tokens, E features, X experts, K experts per token, I width of an expert
     weights = softmax of the K largest of router(x);   y = sum of w_i (down_i(act(gate_i(x), up_i(x))))
     act(g, u) = (u' + 1) g' sigmoid(alpha g'),   g' = min(g, limit),   u' = u clamped to [-limit, limit]
 
-It uses the operators of nn.MoE: each expert multiplies its own tokens, and sums over a token's experts are float32. For the
-constants of gpt-oss the activation is in the product's epilogue; for others it follows in plain torch.
+It uses the operators of nn.MoE: each expert multiplies its own tokens, and sums over a token's experts are float32. With the
+constants of gpt-oss the activation is in the product's epilogue; with others it is separate, in plain torch.
 Not supported: what nn.MoE does not support.
 """
 
@@ -21,7 +21,7 @@ from tilewright.nn.moe import Routing
 __all__ = ["ClampedMoE"]
 
 _FUSED = (1.702, 7.0)
-"""alpha and limit of the operator's clamped_silu_mul."""
+"""(alpha, limit) for which the grouped product has the epilogue clamped_silu_mul."""
 
 
 class _Router(nn.Module):
@@ -41,11 +41,11 @@ class ClampedMoE(nn.Module):
     """Routed experts with biases and a clamped gate.
 
     Args:
-        features: E, in and out.
+        features: E, of input and output.
         inner: I, width of an expert.
         routing: how experts are chosen; the router also has a bias.
         alpha: factor inside the gate's sigmoid.
-        limit: bound to which gate and up are clamped.
+        limit: gate values are clamped to at most this, up values to [-limit, limit].
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class ClampedMoE(nn.Module):
 
     @property
     def reader(self) -> Linear | None:
-        """None: several layers read the input."""
+        """None, because several layers read the input."""
         return None
 
     def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, E] -> [T, E]; adapters are ignored, because no layer here has one."""
+        """[T, E] -> [T, E]; `adapters` is ignored, because no layer here has an adapter."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         if (self.alpha, self.limit) == _FUSED:

@@ -1,7 +1,8 @@
 """Convolutions with torch.nn's names, arguments and initialisation; trainable, channels-last.
 
-Weights have torch's shapes and names, so a state dict of torch.nn loads; in memory their channels are dense, as the kernels
-need them. A channels_last input is read without a copy. `forward` also takes an activation and a residual, for the same launch.
+Weights have torch's shapes and names, so state dicts of torch.nn can be loaded. In memory, the channels of a weight are dense,
+because the kernels need this. A channels_last input is read without a copy. `forward` also accepts an activation and a
+residual, which run in the same launch (transposed convolutions: only an activation).
 Not supported: lazy classes, complex or float64 weights on a GPU, padding modes of transposed convolutions (torch has none
 either).
 """
@@ -27,7 +28,7 @@ def _each(name: str, value: Int, dims: int) -> tuple[int, ...]:
 
 
 class _ConvNd(nn.Module):
-    """Common to all six classes: arguments, memory layout of the weight, initialisation."""
+    """Base of all six classes: arguments, memory layout of the weight, initialisation."""
 
     dims: int
 
@@ -65,7 +66,7 @@ class _ConvNd(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch.nn: uniform, with a bound of 1 / sqrt(number of inputs of an output)."""
+        """As in torch.nn: uniform, with a bound of 1 / sqrt(number of inputs of an output)."""
         bound = 1 / math.sqrt(max(1, self.weight.shape[1] * math.prod(self.kernel_size)))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -143,7 +144,7 @@ class _Transposed(_ConvNd):
     def forward(self, x: Tensor, output_size: Sequence[int] | None = None, activation: str = "none") -> Tensor:
         """activation(transposed conv(x) + bias): [N, in_channels, *P] -> [N, out_channels, *S], or both without N.
 
-        output_size: S; `output_padding` is chosen to give it. Raises ValueError if that is impossible.
+        output_size: S; `output_padding` is chosen so that the output has this size. Raises ValueError if that is impossible.
         """
         extra = self.output_padding if output_size is None else self._extra(x, tuple(output_size)[-self.dims :])
         return type(self).call(

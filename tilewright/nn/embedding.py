@@ -1,6 +1,6 @@
 """Embeddings with torch.nn's names and arguments: a row of the table for each id, or the sum, mean or maximum of a bag of rows.
 
-Sparse gradients are refused, and so is `max_norm`, which would write to the table in a forward pass.
+Sparse gradients raise an error, and so does `max_norm`, which would write to the table in a forward pass.
 """
 
 import torch
@@ -43,7 +43,7 @@ class _Table(nn.Module):
 
 
 class Embedding(_Table):
-    """y[t] = weight[ids[t]]. An id outside the table is an error on the CPU, and undefined on a GPU."""
+    """y[t] = weight[ids[t]]. An id outside of the table raises an error on a CPU; on a GPU the result is undefined."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
@@ -80,7 +80,10 @@ class EmbeddingBag(_Table):
         self.reset_parameters()
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """[T] with offsets [B], or [B, N] -> [B, embedding_dim]; weights, in the shape of ids, only with mode "sum"."""
+        """Ids [T] with offsets [B], or ids [B, N] -> [B, embedding_dim].
+
+        per_sample_weights: in the shape of ids; only with mode "sum".
+        """
         return ops.embedding_bag(
             ids, self.weight, offsets, self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
         )

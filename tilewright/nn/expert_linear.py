@@ -1,6 +1,6 @@
-"""One projection of all experts of a mixture: their weights stacked along the rows, plain or quantised.
+"""One projection of all experts of a mixture of experts. The weights, float or quantised, are stacked along their rows.
 
-# X experts, R rows of an expert's weight, C columns, T tokens, K experts of a token
+# X experts, R rows of an expert's weight, C columns, T tokens, K experts per token
 """
 
 import torch
@@ -19,12 +19,12 @@ class ExpertLinear(nn.Module):
 
     Args:
         experts: X.
-        parts: rows of the projections that an expert's weight merges: (gate, up), or one. R is their sum. Checkpoints store
-            them separately.
+        parts: the number of rows of each projection that is merged into an expert's weight: (gate, up), or only one number. R
+            is their sum. Checkpoints store the projections separately.
         in_features: C.
-        bias: whether there is one, [X R], which begins as zeros.
+        bias: whether there is a bias [X R]; it is initialised with zeros.
 
-    The attribute `parts` lists those of every expert, one after the other.
+    The attribute `parts` lists the numbers of rows of all experts, one expert after the other.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class ExpertLinear(nn.Module):
         self.bias = parameter(rows, fill=nn.init.zeros_, device=device, dtype=dtype) if bias else None
 
     def replace_weight(self, weight: QuantizedWeight) -> None:
-        """Replace the float weight, which is freed, by a quantised one."""
+        """Replace the float weight by a quantised one; the float weight is freed."""
         rows = weight.shape[0] // self.experts
         del self.weight  # torch does not let a module replace a parameter of the same name
         self.weight = weight.by_rows() if rows % weight.block[0] else weight
 
     def stacked(self) -> Tensor | ExpertWeights:
-        """The weight as the grouped products take it: [X, R, C], a view."""
+        """The weight as the grouped products need it: [X, R, C], without a copy."""
         if isinstance(self.weight, QuantizedWeight):
             return ExpertWeights(self.weight, self.experts)
         return self.weight.unflatten(0, (self.experts, -1))
 
     def forward(self, x: Tensor, order: ops.ByExpert, activation: str = "none", *, gather: bool = False) -> Tensor:
-        """[T K, C], or with gather [T, C] -> [T K, R] by expert (half as wide if the activation is gated)."""
+        """x [T K, C], or with gather [T, C] -> [T K, R], or [T K, R / 2] with a gated activation; rows are sorted by expert."""
         bias = None if self.bias is None else self.bias.unflatten(0, (self.experts, -1))
         return ops.grouped_linear(x, self.stacked(), order, bias, activation, gather=gather)
 

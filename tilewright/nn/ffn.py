@@ -15,10 +15,10 @@ class GatedMLP(nn.Module):
 
     Args:
         features: E, of input and output.
-        inner: width of gate and of up.
-        activation: of the merged gate and up projection: "silu_mul" or "gelu_mul" (the exact GELU), which are epilogues of the
-            product, or "gelu_tanh_mul" (its tanh form), which is a launch of its own.
-        bias: whether all three projections have one.
+        inner: the width of gate, and of up.
+        activation: "silu_mul" or "gelu_mul" (the exact GELU), which run in the epilogue of the merged gate and up projection;
+            or "gelu_tanh_mul" (the tanh form of GELU), which is a separate launch.
+        bias: whether the three projections have biases.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GatedMLP(nn.Module):
 
     @property
     def reader(self) -> Linear:
-        """The one layer that reads the input."""
+        """The only linear layer that reads the input."""
         return self.gate_up
 
     def forward(self, x: Tensor | QuantizedActivation, adapters: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How parameters are initialised: filled and trainable as in torch.nn, or empty if a checkpoint will fill them.
+"""How parameters are initialised: filled and trainable as in torch.nn, or uninitialised if a checkpoint will fill them.
 
 with unfilled():
     model = build(config)
@@ -41,7 +41,7 @@ def empty_parameter(*shape: int, device: torch.device | str | None, dtype: torch
 def parameter(
     *shape: int, fill: Callable[[Tensor], Any], device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """A trainable parameter that `fill` (a function of torch.nn.init) initialises; empty inside `unfilled`."""
+    """A trainable parameter, initialised by `fill` (a function like those of torch.nn.init); inside `unfilled` an empty one."""
     made = empty_parameter(*shape, device=device, dtype=dtype)
     if not begins_empty():
         fill(made.requires_grad_())

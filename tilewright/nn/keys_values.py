@@ -1,13 +1,13 @@
-"""Where an attention layer stores keys and values and how it attends to them: an argument of its forward pass.
+"""The argument of an attention layer's forward pass that stores keys and values and attends to them.
 
-| value             | where keys and values are                    | gradients | used for            |
+| class             | where keys and values are                    | gradients | used for            |
 |-------------------|----------------------------------------------|-----------|---------------------|
 | `KVCache`         | pages, after those of earlier steps          | no        | serving             |
-| `LatentCache`     | pages of rows that stand for all heads (MLA) | no        | serving             |
+| `LatentCache`     | pages with one row per token for all heads   | no        | serving (`nn.MLA`)  |
 | `PackedKeysValues`| the batch itself, nothing is stored          | yes       | training, scoring   |
 | `ServedKeysValues`| pages that are filled for one pass           | yes       | the bits of serving |
 
-A model is called with one of them, and calls `.layer(i)` of it for each of its layers.
+A model is called with one of these objects, and passes the result of its `.layer(i)` to layer i.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ from tilewright.ops.values import valued
 
 __all__ = ["Heads", "KVCache", "KeysValues", "LatentCache", "PackedKeysValues", "PagedKeysValues", "ServedKeysValues"]
 
-# T tokens, H query heads, L layers, P pages, G key/value heads, S tokens a page, D head dim
+# T tokens, H query heads, L layers, P pages, G key/value heads, S tokens per page, D head dim
 
 
 class Heads(NamedTuple):
-    """Options of an attention layer that do not depend on where keys and values are; `nn.Attention` explains the fields."""
+    """The options of an attention layer, for `KeysValues.attend`; `nn.Attention` explains the fields."""
 
     rope: Rope
     q_norm: Tensor | None
@@ -43,10 +43,10 @@ class Heads(NamedTuple):
 
 
 class KeysValues(Protocol):
-    """Stores a layer's keys and values and attends to them."""
+    """Stores the keys and values of one layer and attends to them."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
-        """q [T, H, D], k and v [T, G, D], as projected -> [T, H, D]."""
+        """q [T, H, D], k and v [T, G, D], before norms and rotation -> [T, H, D]."""
         ...
 
 
@@ -58,10 +58,10 @@ class PagedKeysValues(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     windowed: bool = False
-    """Whether it uses the pages of `Batch.window_table`."""
+    """Whether the layer uses the pages of `Batch.window_table`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
-        """Write this step's keys and values to their pages, and attend to all of each sequence."""
+        """Write the keys and values of this step to their pages; each token then attends to its whole sequence so far."""
         if not isinstance(batch, Batch):
             raise TypeError(f"a paged cache needs nn.Batch, which says where tokens go; got {type(batch).__name__}")
         slots, table = (batch.window_slots, batch.window_table) if self.windowed else (batch.slots, batch.block_table)
@@ -79,15 +79,15 @@ class PagedKeysValues(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedKeysValues:
-    """Keys and values of the batch alone, for all layers: attention within documents, with gradients.
+    """Stores nothing: tokens attend to the keys and values of their own document in the batch, with gradients.
 
-    deterministic: the same call always gives bitwise the same gradients; this costs time on a GPU.
+    deterministic: the same call always gives bitwise the same gradients; on a GPU this is slower.
     """
 
     deterministic: bool = False
 
     def layer(self, index: int) -> "PackedKeysValues":
-        """The argument for a layer's attention."""
+        """The object to pass to attention layer `index`."""
         return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
@@ -112,27 +112,27 @@ def _within_documents(
 
 @dataclass(frozen=True, kw_only=True)
 class ServedKeysValues:
-    """Attention within documents with the operators of the server, and with the gradients of `PackedKeysValues`.
+    """Attention within documents with the values of the server's operators and the gradients of `PackedKeysValues`.
 
-    In the invariant scope a token's result has the bits that a server would compute for it, one token at a time or in chunks.
-    The server does everything between projection and attention in one kernel, which rounds less often. If the server's
-    attention is the loop of attention over packed rows, that one is used; otherwise attention is computed twice if gradients
-    are wanted.
+    In the invariant scope a token's result has the same bits as on a server that processes one token at a time or in chunks.
+    The server normalises, rotates and stores heads in one kernel, which rounds less often than separate operators. If the
+    server's paged attention computes the same as attention over packed rows (`paged_is_packed`), the latter is used.
+    Otherwise, with gradients, attention is computed twice.
     """
 
     batch: Batch
-    """The documents, each with pages of its own."""
+    """The documents as the server would see them, each with its own pages."""
     pages: int
     page_size: int
     rows: Tensor
     """[T] int64: 0, 1, ... T - 1."""
     held: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
-    """Memory for pages, by number of heads, page size and dtype. All layers use the same memory, one after the other. It is
-    zeroed once: what lies beyond a document's end is read, and a NaN would spread."""
+    """(heads, head dim, dtype) -> memory for pages. All layers use the same memory, one after the other. It is zeroed once,
+    because kernels also read beyond the end of a document, where a NaN would spread to the result."""
 
     @classmethod
     def of(cls, packed: Packed, *, page_size: int = 16) -> "ServedKeysValues":
-        """Pages for the tokens of a batch, without waiting for the device. page_size: as on the server."""
+        """The object for a packed batch, created without waiting for the device. page_size: the page size of the server."""
         cu, tokens = packed.cu_q, packed.positions.shape[0]
         documents = cu.shape[0] - 1
         lengths = cu.diff()
@@ -153,7 +153,7 @@ class ServedKeysValues:
         return cls(batch=batch, pages=pages, page_size=page_size, rows=torch.arange(tokens, device=cu.device))
 
     def layer(self, index: int) -> "ServedKeysValues":
-        """The argument for a layer's attention."""
+        """The object to pass to attention layer `index`."""
         return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
@@ -175,9 +175,9 @@ class ServedKeysValues:
 
 @dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Paged keys and values: one [P, G, S, D] tensor each per layer.
+    """Paged keys and values: for each layer one tensor [P, G, S, D] of keys and one of values.
 
-    An int8 or float8 cache has a scale for each token and head, [P, G, S], and stores values by columns, [P, G, D, S].
+    An int8 or float8 cache also has a scale for each token and head, [P, G, S], and stores values transposed, [P, G, D, S].
 
     windowed: for each layer, whether it uses the pages of `Batch.window_table`; (): no layer does.
     """
@@ -200,12 +200,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> "KVCache":
-        """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
+        """An empty cache, one allocation. It is zeroed: kernels may read beyond a sequence's end, where a NaN would spread."""
         data = torch.zeros(2, layers, pages, kv_heads, page_size, head_dim, dtype=dtype, device=device)
         if dtype not in CODES:
             return cls(k=data[0].unbind(), v=data[1].unbind())
         by_columns = data[1].view(layers, pages, kv_heads, head_dim, page_size)
-        # Side by side, because they are read together: with small pages, the 64 bytes of a scale would be a separate read.
+        # Scales of keys and values are adjacent, because they are read together. With small pages, the 64 bytes of one of them
+        # would be a separate read.
         k_scale, v_scale = torch.zeros(layers, pages, kv_heads, 2, page_size, device=device).unbind(3)
         return cls(k=data[0].unbind(), v=by_columns.unbind(), k_scale=k_scale.unbind(), v_scale=v_scale.unbind())
 
@@ -216,13 +217,13 @@ class KVCache:
         return zip(*tensors, strict=True)
 
     def layer(self, index: int) -> PagedKeysValues:
-        """The argument for a layer's attention."""
+        """The object to pass to attention layer `index`."""
         scales = (self.k_scale[index], self.v_scale[index]) if self.k_scale else (None, None)
         return PagedKeysValues(self.k[index], self.v[index], *scales, windowed=bool(self.windowed) and self.windowed[index])
 
     @classmethod
     def of_kinds(cls, windowed: Sequence[bool], full: "KVCache", seen: "KVCache") -> "KVCache":
-        """A cache of layers taken from these two, in order: windowed layers from `seen`, the others from `full`."""
+        """A cache with the layers of two caches, in order: windowed layers come from `seen`, the others from `full`."""
 
         def layers(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             rest = iter(one), iter(other)
@@ -233,8 +234,8 @@ class KVCache:
         return cls(k=k, v=v, k_scale=k_scale, v_scale=v_scale, windowed=tuple(windowed))
 
     def copy_pages(self, sources: Tensor, targets: Tensor, *, windowed: bool = False) -> None:
-        """Copy whole pages in all layers of a kind. sources and targets: [N] int64; a page may occur several times in sources,
-        but only once in targets."""
+        """Copy whole pages, in all windowed layers or in all others. sources, targets: [N] int64; a page may occur several
+        times in sources, but only once in targets."""
         for index, cache in enumerate(tensor for layer in self.layers for tensor in layer):
             if self.windowed and self.windowed[index // (4 if self.k_scale else 2)] != windowed:
                 continue
@@ -245,7 +246,7 @@ class KVCache:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentCache:
-    """Paged rows that stand for a token's keys and values of all heads (`nn.MLA`): per layer one [P, S, W] tensor."""
+    """Paged latent rows, each for the keys and values of a token in all heads (`nn.MLA`): one [P, S, W] tensor per layer."""
 
     rows: tuple[Tensor, ...]
 
@@ -253,7 +254,7 @@ class LatentCache:
     def zeros(
         cls, *, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> "LatentCache":
-        """An empty cache, one allocation. Zeroed: a kernel may read past a sequence's end, where a NaN would spread."""
+        """An empty cache, one allocation. It is zeroed: kernels may read beyond a sequence's end, where a NaN would spread."""
         return cls(rows=torch.zeros(layers, pages, page_size, width, dtype=dtype, device=device).unbind())
 
     @property
@@ -262,7 +263,7 @@ class LatentCache:
         return ((rows,) for rows in self.rows)
 
     def layer(self, index: int) -> Tensor:
-        """The argument for a layer's attention."""
+        """The object to pass to attention layer `index`."""
         return self.rows[index]
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The linear layer, plain or merged from several projections of the same input.
 
-A merged layer is one matmul instead of several. `parts` keeps the number of rows of each projection, for code that fills,
-shards or splits the weight. The weight's type decides which product runs (`ops.linear`): quantising replaces `weight`, not the
-layer. Low-rank adapters are separate modules (lora.py).
+A merged layer is one matmul instead of several. Its attribute `parts` holds the number of rows of each projection, for code
+that fills, shards or splits the weight. The weight's type decides which product runs (`ops.linear`): quantising replaces
+`weight`, not the layer. Low-rank adapters are separate modules (lora.py).
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,11 @@ class Linear(nn.Module):
 
     Args:
         in_features: the last dimension of x.
-        out_features: rows of the weight; a sequence merges projections, in order: (q, k, v) or (gate, up).
-        bias: whether there is one, [sum of out_features].
+        out_features: the number of rows of the weight; or a sequence, for merged projections in this order, such as (q, k, v)
+            or (gate, up).
+        bias: whether there is a bias, [sum of out_features].
 
-    Weight and bias begin as those of torch.nn.Linear; see filling.py.
+    Weight and bias are initialised as in torch.nn.Linear; see filling.py.
     """
 
     def __init__(
@@ -49,27 +50,27 @@ class Linear(nn.Module):
         self.bias = parameter(rows, fill=uniform(in_features), device=device, dtype=dtype) if bias else None
         self.adapter: Lora | LoraStack | None = None
         self.fp8_scale: str | None = None
-        """For training with float8 products: which values share a scale, as in `ops.linear_fp8`. Without gradients the products
-        use the float weight."""
+        """For training with float8 products: the argument `scale` of `ops.linear_fp8`. None: no float8. Without gradients the
+        products use the float weight."""
         self.quantized_weight: QuantizedWeight | None = None
-        """The quantised weight to multiply by while the float weight is trained, as in `ops.linear_straight_through`."""
+        """The quantised weight by which x is multiplied while the float weight is trained (`ops.linear_straight_through`)."""
 
     def reset_parameters(self) -> None:
-        """As torch.nn.Linear: uniform, with a bound of 1 / sqrt(in_features)."""
+        """As in torch.nn.Linear: uniform, with a bound of 1 / sqrt(in_features)."""
         for each in self.parameters():
             uniform(self.weight.shape[1])(each)
 
     def replace_weight(self, weight: QuantizedWeight) -> None:
-        """Replace the float weight, which is freed, by a quantised one."""
+        """Replace the float weight by a quantised one; the float weight is freed."""
         del self.weight  # torch does not let a module replace a parameter of the same name
         self.weight = weight
 
     def adapted(self, adapters: Tensor | None) -> bool:
-        """Whether an adapter contributes to a batch with these ids; then x must not be `QuantizedActivation`."""
+        """Whether an adapter contributes to a batch with these adapter ids. If so, x must not be a `QuantizedActivation`."""
         return self.adapter is not None and self.adapter.applies(adapters)
 
     def forward(self, x: Tensor | QuantizedActivation, activation: str = "none", adapters: Tensor | None = None) -> Tensor:
-        """[..., in] -> [..., out]; or [..., out / 2] if the activation is gated ("silu_mul", "gelu_mul").
+        """x [..., in] -> [..., out]; or [..., out / 2] if the activation is gated ("silu_mul", "gelu_mul").
 
         adapters: the adapter of each token in a `LoraStack`, as in `Batch`.
         """

@@ -1,11 +1,11 @@
-"""Low-rank adapters for a `Linear` (Hu et al., "LoRA", 2021): y += scale B (A x), with one pair for each of its parts.
+"""Low-rank adapters for a `Linear` (Hu et al., "LoRA", 2021): y += scale B (A x), with a pair (A, B) for each of its parts.
 
     # K inputs, N outputs of a part, R rank, S adapters
     A [R, K], B [N, R];  scale = alpha / R, or alpha / sqrt(R) (Kalajdzievski, "rsLoRA", 2023)
 
-A merged layer (q, k and v; gate and up) has separate pairs for its parts, as in the `peft` library.
+A merged layer (q, k and v; gate and up) has a separate pair for each of its parts, as in the `peft` library.
 
-| value         | holds                        | adapter of a token                    | gradients |
+| class         | contains                     | adapter of a token                    | gradients |
 |---------------|------------------------------|---------------------------------------|-----------|
 | `Lora`        | one adapter, as parameters   | always that one, unless switched off  | yes       |
 | `LoraStack`   | many, as stacked buffers     | by its id in the batch; 0: none       | no        |
@@ -28,11 +28,11 @@ class Lora(nn.Module):
     """One adapter of a layer, with gradients.
 
     Args:
-        parts: rows of the layer's parts.
-        pairs: part -> (A [R, K], B [N, R]), which become parameters; parts without a pair stay as they are.
+        parts: the number of rows of each part of the layer.
+        pairs: part -> (A [R, K], B [N, R]), which become parameters. Nothing is added to parts without a pair.
         scales: part -> factor.
-        dropout: share of the input's elements that is hidden from A, with another mask for each part. Only in training mode
-            with gradients enabled; evaluation and sampling see everything.
+        dropout: the probability with which an element of A's input is set to zero, with a different mask for each part. It
+            applies only in training mode with gradients enabled, not in evaluation and sampling.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Lora(nn.Module):
         self.b = nn.ParameterDict({str(part): nn.Parameter(b) for part, (_, b) in pairs.items()})
 
     def applies(self, adapters: Tensor | None) -> bool:
-        """Whether anything is added for a batch with these ids."""
+        """Whether anything is added for a batch with these adapter ids."""
         return self.enabled
 
     def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """y [..., N of all parts] + the adapter's product with x [..., K]."""
+        """y [..., N of all parts] + the adapter applied to x [..., K]."""
         active = self.training and self.dropout > 0 and torch.is_grad_enabled()
         pieces = []
         for part, rows in enumerate(self.parts):
@@ -68,7 +68,7 @@ class Lora(nn.Module):
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside this scope a model's `Lora` adapters add nothing: the base model, without a second copy in memory."""
+    """Inside this scope a model's `Lora` adapters add nothing, so it acts as the base model without a second copy in memory."""
     found = [module for module in model.modules() if isinstance(module, Lora) and module.enabled]
     for module in found:
         module.enabled = False
@@ -82,7 +82,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 class LoraStack(nn.Module):
     """Adapters 1 to S of a layer, each of rank at most `rank`; smaller ones are padded with zeros, which add nothing.
 
-    a: [S, parts * rank, K]; b: [S, N of all parts, rank]; scales: [S, parts] float32. All zeros for unused numbers.
+    a: [S, parts * rank, K]; b: [S, N of all parts, rank]; scales: [S, parts] float32. They are zero for unused adapter numbers.
     """
 
     a: Tensor
@@ -101,18 +101,19 @@ class LoraStack(nn.Module):
         self.register_buffer("scales", torch.zeros(adapters, len(parts), dtype=torch.float32, device=device))
 
     def applies(self, adapters: Tensor | None) -> bool:
-        """Whether anything is added for a batch with these ids."""
+        """Whether anything is added for a batch with these adapter ids."""
         return adapters is not None
 
     def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """Add each token's adapter to y [T, N of all parts], in place; adapters as in `Batch`."""
+        """Add the result of each token's adapter to y [T, N of all parts], in place; adapters as in `Batch`."""
         assert adapters is not None
         h = ops.lora_shrink(x, self.a, adapters)
         return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts)
 
     @torch.no_grad()
     def put(self, index: int, pairs: Mapping[int, tuple[Tensor, Tensor]], scales: Mapping[int, float]) -> None:
-        """Store an adapter as number `index` + 1, replacing an earlier one; no pairs: none. Does not wait for the device."""
+        """Store an adapter as number `index` + 1 in place of the earlier one. Without pairs this removes the earlier one. The
+        call does not wait for the device."""
         a, b = torch.zeros_like(self.a[index], device="cpu"), torch.zeros_like(self.b[index], device="cpu")
         factors = torch.zeros(len(self.parts))
         starts = [sum(self.parts[:part]) for part in range(len(self.parts))]

@@ -1,8 +1,9 @@
 """Softmax and cross-entropy with torch.nn's names and arguments; differentiable, without parameters.
 
-`CrossEntropyLoss` takes classes as targets. Beyond torch's arguments it has `z_loss` and `gradient`, which says when the
-gradient is computed (`tilewright.ops.cross_entropy` explains the costs). Its result is float32 for all dtypes of logits.
-Refused: class weights together with label smoothing, probabilities as targets, and the arguments that torch deprecates.
+Targets of `CrossEntropyLoss` are classes. In addition to torch's arguments it has `z_loss`, and `gradient`, which determines
+when the gradient is computed (`tilewright.ops.cross_entropy` explains the costs). The result is float32 for all logits of at
+most 32 bits. An error is raised for class weights together with label smoothing, for probabilities as targets, and for the
+arguments that torch deprecates.
 """
 
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class LogSoftmax(Softmax):
 
 
 class CrossEntropyLoss(nn.Module):
-    """Cross-entropy of logits [N, C, ...] or [C] against classes [N, ...] or []; C is the dimension of classes."""
+    """Cross-entropy of logits [N, C, ...] or [C] and target classes [N, ...] or []; C is the dimension of the classes."""
 
     def __init__(
         self, weight: Tensor | None = None, size_average: bool | None = None, ignore_index: int = -100,
@@ -60,7 +61,7 @@ class CrossEntropyLoss(nn.Module):
         """Logits and int64 targets -> the loss, float32: a scalar, or target's shape with reduction "none"."""
         if target.is_floating_point():
             raise ValueError(f"CrossEntropyLoss: targets must be classes, int64; got {target.dtype}: probabilities")
-        # A copy if there are further dimensions: the classes must be the last one.
+        # With further dimensions this is a copy, because the classes must be the last dimension.
         logits = ops.permute(input, (0, *range(2, input.dim()), 1)) if input.dim() > 2 else input
         return ops.cross_entropy(
             logits, target, ignore_index=self.ignore_index, reduction=self.reduction,

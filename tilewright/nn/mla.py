@@ -1,17 +1,18 @@
 """Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) over a paged cache of latents.
 
-    # T tokens, E model features, H heads, N plain dims of a query, R rank of the latent, D rotated dims, V value dim, P pages,
-    # S tokens a page
-    latent c = norm(W_dkv x)  [R],   key' = rotated(W_kr x)  [D], one for all heads: the cache holds these R + D numbers a token
+    # T tokens, E model features, H heads, N dims of a query that are not rotated, R rank of the latent, D rotated dims,
+    # V value dim, P pages, S tokens per page
+    latent c = norm(W_dkv x)  [R],   key' = rotated(W_kr x)  [D], one for all heads; the cache has these R + D numbers per token
     k_h = (W_uk,h c, key'),   v_h = W_uv,h c,   q_h = (W_uq,h x', rotated(W_qr,h x')),   x' = x or norm(W_dq x)
 
-Two ways to compute the same attention. Absorbed: q_h is mapped into the latent space (W_uk,h^T q_h), attends to the cache
-itself, and W_uv,h follows; a cached number is read once for all heads. Expanded: k_h and v_h of all keys are computed first. A
-pair of query and key then costs N + D + V products per head instead of 2 R + D, and the expansion costs R (N + V) per key. With
-DeepSeek's sizes this pays if a key meets 170 queries, the average in a prompt of 340. So it is used for steps whose sequences
-have at least `expand_from` tokens on average, and whose tables have room for at most twice the step's tokens. Both are known on
-the host, and bound the memory of the expanded keys. It is never used in the invariant scope, in which prefill and decode must
-compute the same way.
+There are two ways to compute the same attention. Absorbed: q_h is mapped into the latent space (W_uk,h^T q_h) and attends to
+the cache itself; the result is multiplied by W_uv,h. A cached number is read once for all heads. Expanded: k_h and v_h of all
+keys are computed first. A pair of query and key then costs N + D + V multiplications per head instead of 2 R + D, and the
+expansion costs R (N + V) per key and head. With DeepSeek's sizes the expanded form is cheaper if a key meets at least 170
+queries, which is the average in a prompt of 340 tokens. It is used for steps whose sequences have at least `expand_from` tokens
+on average, and whose block tables have room for at most twice the tokens of the step. The host knows both numbers, and the
+second limits the memory of the expanded keys. In the invariant scope the expanded form is never used, because prefill and
+decode must compute in the same way.
 
 Not here: tensor parallelism, quantised W_uk and W_uv, caches of 8 bits.
 """
@@ -31,11 +32,11 @@ from tilewright.ops.linear import QuantizedActivation
 __all__ = ["MLA"]
 
 EXPAND_FROM = 384
-"""Tokens of a sequence from which expanded keys are cheaper, by the counts of products above."""
+"""Number of tokens per sequence from which expanded keys are cheaper, by the counts of multiplications above."""
 
 
 class MLA(nn.Module):
-    """Project down, norm and rotate, write the latent to the cache, attend absorbed or expanded, project back.
+    """Project down, normalise and rotate, write the latent to the cache, attend (absorbed or expanded), project back.
 
     Args:
         features: E.
@@ -49,7 +50,7 @@ class MLA(nn.Module):
         scale: factor on scores; None for 1 / sqrt(N + D).
         bias: whether the down-projections and the output projection have one.
         norm_eps: eps of the norms of the latents.
-        expand_from: average number of tokens per sequence from which a step expands its keys.
+        expand_from: the average number of tokens per sequence from which a step expands its keys.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class MLA(nn.Module):
         place = {"device": device, "dtype": dtype}
         query = heads * (nope_dim + rope_dim)
         self.down_sizes = (query if q_rank is None else q_rank, kv_rank + rope_dim)
-        # A query's projection has no bias, its down-projection may have one: one merged layer must agree on it.
+        # The direct projection of queries has no bias, but the down-projections may have one. A merged layer has either
+        # biases for all its parts or none.
         if q_rank is None and bias:
             raise ValueError("MLA: bias without q_rank is not supported: the queries' projection has none, the latent's would")
         down = Linear(features, self.down_sizes, bias=bias, **place)
@@ -89,19 +91,19 @@ class MLA(nn.Module):
             self.q_norm = RMSNorm(q_rank, eps=norm_eps, **place)
             self.q_up = Linear(q_rank, query, bias=False, **place)
         self.kv_norm = RMSNorm(kv_rank, eps=norm_eps, **place)
-        # Not a Linear: it is applied from both sides, as W_uk and W_uv of each head.
+        # Not a Linear, because W_uk and W_uv of each head are applied from different sides.
         self.kv_up = parameter(heads * (nope_dim + value_dim), kv_rank, fill=uniform(kv_rank), **place)
         self.out = Linear(heads * value_dim, features, bias=bias, **place)
 
     @property
     def reader(self) -> Linear:
-        """The one layer that reads the input."""
+        """The only linear layer that reads the input."""
         reader = self.q_and_down if self.down is None else self.down
         assert reader is not None
         return reader
 
     def forward(self, x_TE: Tensor | QuantizedActivation, batch: Batch, cache: Tensor) -> Tensor:
-        """[T, E], or the same quantised -> [T, E]. cache [P, S, R + D] is this layer's, and is written to."""
+        """[T, E], or the same quantised -> [T, E]. cache: this layer's, [P, S, R + D]; the step's tokens are written to it."""
         q, kv = self.reader(x_TE).split_with_sizes(self.down_sizes, 1)
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
@@ -151,19 +153,19 @@ class MLA(nn.Module):
         return o
 
     def _held(self, batch: Batch, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """(the cached rows of all sequences, packed [room, R + D], where each sequence starts); room for the whole table.
+        """(the cached rows of all sequences, packed [rows, R + D]; where each sequence starts, [B + 1]).
 
-        Room that the sequences do not use is filled with other rows, which no query sees. The size follows from the table's
-        shape, so nothing waits for the device.
+        On a GPU the number of rows follows from the shape of the block table, so that the host does not wait for the device.
+        Rows that the sequences do not need are copies of other rows, which no query sees.
         """
         seqs, pages = batch.block_table.shape
         page_size = cache.shape[1]
         cu_k = torch.zeros_like(batch.cu_q)
         cu_k[1:] = batch.kv_lens.cumsum(0)
-        # A CPU has the values at hand, and `ops.attention` refuses extra rows there.
+        # On a CPU the values are available without waiting, and `ops.attention` does not accept surplus rows there.
         count = int(cu_k[-1]) if cache.device.type == "cpu" else seqs * pages * page_size
         room = torch.arange(count, device=cache.device)
-        # A padding sequence has no tokens, so a place belongs to the last sequence with tokens that starts at or before it.
+        # Padding sequences have no tokens, so a row belongs to the last of the sequences that start at or before it.
         seq = (torch.searchsorted(cu_k, room, right=True) - 1).clamp(0, seqs - 1)
         at = (room - cu_k[seq]).clamp(max=pages * page_size - 1)
         used = room < cu_k[-1]

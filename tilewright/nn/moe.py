@@ -1,13 +1,13 @@
-"""A mixture of experts: the router sends each token to a few experts; shared experts (DeepSeek) see every token.
+"""A mixture of experts: the router sends each token to a few experts; shared experts (DeepSeek) process every token.
 
     # T tokens, E features, X routed experts, K of them for each token, I width of an expert
     y = shared(x) + sum of w_i expert_i(x) over the K chosen experts i
 
-Tokens are sorted by expert on the device, and each expert multiplies its own. Weights of experts without tokens are not read,
-nothing waits for the host, and a step can be captured (`ops/experts.py`). Sums over a token's experts are float32. Experts,
-router and input have gradients; the choice itself has none.
+Tokens are sorted by expert on the device, and each expert multiplies its own tokens. Weights of experts without tokens are not
+read, nothing waits for the host, and a step can be captured as a CUDA graph (`ops/experts.py`). Sums over a token's experts are
+float32. Experts, router and input have gradients; the choice of experts has none.
 
-Not here: dropped tokens, a balancing loss. Experts on several devices: parallel/expert.py.
+Not here: dropped tokens, a balancing loss. For experts on several devices see parallel/expert.py.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ _BIASED = ("noaux_tc", "biased_softmax")
 class Routing:
     """How a token's experts are chosen.
 
-    method: "greedy" (the largest values of a softmax), "group_limited_greedy" (the same within the groups with the largest
-        maximum; DeepSeek-V2), "noaux_tc" (sigmoids; groups are ranked by the sum of their two best, with a bias that affects
-        the choice only; DeepSeek-V3), or "biased_softmax" (a softmax, with such a bias; ERNIE 4.5).
+    method: "greedy": the largest values of a softmax. "group_limited_greedy": the same within the groups that have the largest
+        maxima (DeepSeek-V2). "noaux_tc": the largest sigmoids within the groups with the largest sums of their two best; a bias
+        is added for the choice only (DeepSeek-V3). "biased_softmax": the largest values of a softmax with such a bias (ERNIE 4.5).
     experts: X, the number of routed experts.
     chosen: K, the number of experts for each token.
-    groups: the number of groups into which X is divided; 1 for "greedy" and "biased_softmax".
+    groups: the number of groups into which the experts are divided; 1 for "greedy" and "biased_softmax".
     chosen_groups: the number of groups from which experts may be chosen.
     normalise: divide the K weights by their sum.
     scale: factor on the weights.
@@ -90,7 +90,7 @@ class Routing:
 
 
 class _Router(nn.Module):
-    """The weight of the logits, [X, E] in the model's dtype, and for methods with one the bias, [X] float32."""
+    """Computes logits with a weight [X, E] in the model's dtype and chooses experts; for methods with a bias, that is [X] float32."""
 
     def __init__(self, routing: Routing, features: int, device: torch.device | str | None, dtype: torch.dtype | None):
         super().__init__()
@@ -109,9 +109,9 @@ class MoE(nn.Module):
     """Shared and routed gated feed-forward layers.
 
     Args:
-        features: E, in and out.
+        features: E, of input and output.
         inner: I, width of a routed expert.
-        shared: the total width of the experts that see every token; 0 for none.
+        shared: the total width of the shared experts; 0 for none.
         shared_gate: whether their output has a factor, the sigmoid of another product with the token (Qwen2's mixtures).
         routing: how the routed experts are chosen.
         activation: "silu_mul" or "gelu_mul".
@@ -141,11 +141,11 @@ class MoE(nn.Module):
 
     @property
     def reader(self) -> Linear | None:
-        """None: several layers read the input."""
+        """None, because several layers read the input."""
         return None
 
     def forward(self, x_TE: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, E] -> [T, E]; adapters as in `Batch`, for the shared experts."""
+        """[T, E] -> [T, E]. adapters: as in `Batch`; only the shared experts use them."""
         weights, experts = self.router(x_TE)
         order = ops.sort_by_expert(experts, self.experts_down.experts)
         inner = self.experts_gate_up(x_TE, order, self.activation, gather=True)

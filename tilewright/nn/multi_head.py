@@ -1,4 +1,4 @@
-"""Attention without a cache: within a sequence, as in encoders and training, and from one sequence to another.
+"""Attention without a cache: within a sequence (for encoders and training), and from one sequence to another.
 
 Weights are laid out as in `nn.Attention`: projections of the same input are merged into one matmul. Sequences are [B, S, E] of
 equal length, or packed, [T, E], with cumulative lengths. Not here: dropout, masks as tensors, caches (see `nn.Attention`).
@@ -18,7 +18,8 @@ from tilewright.nn.rope import Rope
 
 __all__ = ["CrossAttention", "Lengths", "SelfAttention"]
 
-# B sequences, S tokens of each, T of all, E model features, H query heads, G key/value heads, D head dim, V value head dim
+# B sequences, S tokens per sequence, T tokens in all, E model features, H query heads, G key/value heads, D head dim,
+# V value head dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Lengths:
     """Where packed sequences begin and end."""
 
     cu: Tensor
-    """int32 [B + 1]: sequence b has rows cu[b] .. cu[b + 1]."""
+    """int32 [B + 1]: sequence b is rows cu[b] to cu[b + 1] (exclusive)."""
     longest: int
 
 
@@ -48,7 +49,7 @@ def _attended(
 
 
 class SelfAttention(nn.Module):
-    """Project to q, k and v; rotate q and k (optional); every token attends to its sequence; project back.
+    """Project to q, k and v; rotate q and k (optional); every token attends to its own sequence; project back.
 
     Args:
         features: E.
@@ -56,19 +57,19 @@ class SelfAttention(nn.Module):
         kv_heads: G; None for H.
         head_dim: D; None for E / H.
         value_dim: V; None for D.
-        causal: a token sees itself and the tokens before it.
-        window: as in `ops.attention`: a number, (left, right), or None for all.
+        causal: a token sees only itself and the tokens before it.
+        window: a number, (left, right), or None for no window, as in `ops.attention`.
         softcap: as in `ops.attention`.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        sinks: whether each head has a learned score that is added to its softmax, with the value zero.
-        alibi_slopes: [H] numbers; None: no ALiBi.
+        sinks: whether each head has a further learned score in every softmax; the value that belongs to it is zero.
+        alibi_slopes: H numbers, one per head; None: no ALiBi.
         rope: the table of angles; None: no rotation.
         qkv_bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
 
     Raises:
-        ValueError: heads is not a multiple of kv_heads, or features not of heads although head_dim is not given, alibi_slopes
-            is not one number per head, or the window is below 1.
+        ValueError: heads is not a multiple of kv_heads; head_dim is None and features is not a multiple of heads; alibi_slopes
+            is not one number per head; or the window is below 1.
     """
 
     def __init__(
@@ -116,9 +117,10 @@ class SelfAttention(nn.Module):
 
         Args:
             x: the tokens.
-            lengths: lengths of the packed sequences.
-            positions: int64, position of every token, for the rotation; None: 0, 1, 2 .. in each sequence of equal length.
-            prefix: with causal: the number of first keys that every token of a sequence sees.
+            lengths: where packed sequences begin and end.
+            positions: int64, the position of every token, for the rotation. None: 0, 1, 2, ... in each sequence; packed
+                sequences with a rotation need positions.
+            prefix: only with causal: the number of keys at the start of a sequence that all its tokens see.
 
         Raises:
             ValueError: lengths do not fit x, or a packed x needs positions for the rotation.
@@ -145,19 +147,19 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Project x to q and another sequence (the memory) to k and v; every token of x attends to its memory; project back.
+    """Project x to q, and another sequence (the memory) to k and v; every token of x attends to the memory; project back.
 
     Args:
         features: E.
         heads: H, a multiple of kv_heads.
-        memory_features: features of a memory's tokens; None for E.
+        memory_features: M, the features of the memory's tokens; None for E.
         kv_heads: G; None for H.
         head_dim: D; None for E / H.
         bias: whether the projections to q, k and v have biases.
         out_bias: whether the output projection has one.
 
     Raises:
-        ValueError: heads is not a multiple of kv_heads, or features not of heads although head_dim is not given.
+        ValueError: heads is not a multiple of kv_heads; or head_dim is None and features is not a multiple of heads.
     """
 
     def __init__(
@@ -183,14 +185,14 @@ class CrossAttention(nn.Module):
         self.out = Linear(heads * head_dim, features, bias=out_bias, device=device, dtype=dtype)
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [..., G, D] of a memory [..., M]. They do not depend on x, so a decoder can keep them."""
+        """k and v [..., G, D] of a memory [..., M]. They do not depend on x, so a decoder can reuse them in every step."""
         k, v = self.kv(memory).unflatten(-1, (2, self.heads[1], self.head_dim)).unbind(-3)
         return k, v
 
     def forward(
         self, x: Tensor, kv: tuple[Tensor, Tensor], lengths: Lengths | None = None, memory_lengths: Lengths | None = None
     ) -> Tensor:
-        """[B, S, E] and `kv`, the result of `keys_and_values` for [B, SM, M] -> [B, S, E]; or both packed, with lengths.
+        """x [B, S, E] and kv (`keys_and_values` of a memory [B, SM, M]) -> [B, S, E]; or both packed, with lengths.
 
         Raises:
             ValueError: lengths do not fit x and kv.

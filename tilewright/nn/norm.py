@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
     Args:
         normalized_shape: the last dimensions of x.
         eps: added to the mean square. None: the machine epsilon of x's dtype. Language models use 1e-5 or 1e-6.
-        elementwise_affine: whether there is a weight, which begins as ones (filling.py).
+        elementwise_affine: whether there is a weight; it is initialised with ones (filling.py).
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
             self.register_parameter("weight", None)
 
     def reset_parameters(self) -> None:
-        """A weight of ones."""
+        """Set the weight to ones."""
         if self.elementwise_affine:
             nn.init.ones_(self.weight)
 
@@ -57,9 +57,9 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(rows, weight, self.eps_of(x)).view(x.shape)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual) in one pass; `residual` None: there is no sum yet, so it is x.
+        """(norm(x + residual), x + residual) in one pass; residual None: (norm(x), x).
 
-        This and `add_for` need a weight with one dimension."""
+        This method and `add_for` need a weight with one dimension."""
         if residual is None:
             return ops.rms_norm(x, self.weight, self.eps_of(x)), x
         return ops.add_rms_norm(x, residual, self.weight, self.eps_of(x))
@@ -67,9 +67,10 @@ class RMSNorm(nn.Module):
     def add_for(
         self, reader: Linear, x: Tensor, residual: Tensor | None, adapters: Tensor | None = None
     ) -> tuple[Tensor | QuantizedActivation, Tensor]:
-        """`add` for the one layer that reads the norm. If that would quantise its input, the norm does so.
+        """`add` whose first result is read only by the layer `reader`. If `reader` would quantise it, the norm does so instead.
 
-        adapters: those of the reader's call; if it has an adapter, which needs x itself, nothing is quantised.
+        adapters: the adapters of the batch. If an adapter of the reader applies to it, nothing is quantised, because adapters
+        need the float values.
         """
         format = None if reader.adapted(adapters) else activation_format(reader.weight, x)
         if format is None:

@@ -30,7 +30,7 @@ Sizes = int | Sequence[int]
 
 
 class _Pool(nn.Module):
-    """`options` are keywords of the op."""
+    """Base of the pooling layers. options: keyword arguments of the op."""
 
     spatial: int
     options: dict[str, Any]
@@ -40,7 +40,7 @@ class _Pool(nn.Module):
 
 
 class _MaxPool(_Pool):
-    """The maximum of each window, and with `return_indices` its index in the flattened image."""
+    """The maximum of each window; with `return_indices` also its index in the flattened image."""
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, dilation: Sizes = 1,
@@ -53,7 +53,7 @@ class _MaxPool(_Pool):
         }  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """[N, C, *S] or [C, *S] -> the same with fewer places."""
+        """[N, C, *S] or [C, *S] -> [N, C, *out] or [C, *out]."""
         return ops.max_pool(x, **self.options, spatial=self.spatial)
 
 
@@ -89,12 +89,12 @@ class _AvgPool(_Pool):
         }  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, *S] or [C, *S] -> the same with fewer places."""
+        """[N, C, *S] or [C, *S] -> [N, C, *out] or [C, *out]."""
         return ops.avg_pool(x, **self.options, spatial=self.spatial)
 
 
 class AvgPool1d(_AvgPool):
-    """torch.nn.AvgPool1d: x [N, C, L]; also takes divisor_override, which torch's class does not."""
+    """torch.nn.AvgPool1d: x [N, C, L]; unlike torch's class it also accepts divisor_override."""
 
     spatial = 1
 
@@ -172,7 +172,7 @@ class AdaptiveAvgPool3d(_AdaptiveAvgPool):
 
 
 class Upsample(_Pool):
-    """torch.nn.Upsample of [N, C, L], [N, C, H, W] and [N, C, D, H, W]. `recompute_scale_factor` is refused."""
+    """torch.nn.Upsample of [N, C, L], [N, C, H, W] and [N, C, D, H, W]. `recompute_scale_factor` raises an error."""
 
     def __init__(
         self, size: int | Sequence[int] | None = None, scale_factor: float | Sequence[float] | None = None,
@@ -186,5 +186,5 @@ class Upsample(_Pool):
         self.options = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, C, L], [N, C, H, W] or [N, C, D, H, W] -> the same of another size."""
+        """[N, C, L], [N, C, H, W] or [N, C, D, H, W] -> the same dimensions with other spatial sizes."""
         return ops.upsample(x, **self.options)

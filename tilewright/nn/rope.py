@@ -16,10 +16,11 @@ class Rope(nn.Module):
 
     Args:
         rotated_dim: number of leading dimensions of a head that are rotated; even.
-        max_positions: positions in the table. On a GPU the ops do not check positions; the code that accepts a sequence must.
+        max_positions: number of positions in the table. On a GPU the ops do not check positions, so the code that accepts a
+            sequence must check its length.
         base: theta, the base of the wavelengths.
-        scaling: how frequencies are changed for longer contexts: "rope_type" and its numbers, as in `rope_table`; None: not
-            changed.
+        scaling: how frequencies are changed for longer contexts: "rope_type" and its parameters, as in `rope_table`; None:
+            they are not changed.
         interleaved: rotate pairs (2i, 2i + 1) instead of (i, i + rotated_dim / 2).
     """
 
@@ -44,7 +45,7 @@ class Rope(nn.Module):
             self.materialise(device)
 
     def materialise(self, device: torch.device | str | None) -> None:
-        """Compute the table of a layer that was made on "meta", where it has none."""
+        """Compute the table on `device`, for a layer that was created on "meta" and so has no values."""
         self.cos_sin = rope_table(*self._made_of, device)
 
     def extra_repr(self) -> str:

@@ -1,11 +1,11 @@
 """How the layers of a model are divided among ranks, as data for the trainer, the loader and the planner.
 
-    Column     by rows of the weight, in each of the merged projections (`Linear.parts`): a slice computes some of the outputs
-    Row        by columns of the weight: a slice computes a summand of each output; the outputs are the sum over slices
-    Replicate  every slice has all of it, and the gradient is the sum over slices
+    Column     the rows of each merged projection (`Linear.parts`) are divided: a slice computes some of the outputs
+    Row        the columns of the weight are divided: a slice computes one summand of each output, the slices are added
+    Replicate  every slice has the whole parameter, and the gradient is the sum over slices
 
-A slice of a layer is a narrower layer of the same kind, with some of the heads or a part of the feed-forward width. The layer's
-result is the sum of its slices' results.
+A slice of a layer is a narrower layer of the same kind, with some of the heads or a part of the feed-forward width. The result
+of the layer is the sum of the results of its slices.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """The columns are divided; a bias is added once, after the sum."""
+    """The columns of the weight are divided; a bias is added once, after the sum over slices."""
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Nothing is divided."""
+    """Every slice has the whole parameter."""
 
 
 Shard = Column | Row | Replicate
@@ -40,4 +40,4 @@ SHARDS: dict[type[nn.Module], dict[str, Shard]] = {
     GatedMLP: {"gate_up": Column(), "down": Row()},
     MLP: {"up": Column(), "down": Row()},
 }
-"""Layer -> its linear layers and parameters -> how they are divided."""
+"""Class of the layer -> name of its linear layer or parameter -> how that is divided."""

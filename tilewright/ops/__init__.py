@@ -1,4 +1,4 @@
-"""The operators as plain functions, and `ALL`, the tuple of every Op behind them."""
+"""The operators as plain functions, and `ALL`, the tuple of the `Op`s that they use."""
 # ruff: noqa: F401 (an imported Op is used: it becomes part of ALL)
 
 from tilewright.kernels.attention.attention import attention_op
@@ -227,6 +227,6 @@ __all__ = [
 ]
 
 ALL: tuple[Op, ...] = tuple(sorted({value for value in globals().values() if isinstance(value, Op)}, key=lambda op: op.name))
-"""Every Op that is imported above. Its import alone adds an operator to tests, certificates, tuning and benchmarks."""
+"""Every `Op` that is imported above. Importing it here includes it in tests, certificates, tuning and benchmarks."""
 
 globals().update({name: in_words(globals()[name]) for name in __all__ if name != "ALL"})

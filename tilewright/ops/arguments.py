@@ -12,9 +12,9 @@ __all__ = ["in_words"]
 
 
 def in_words(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function: if a list or number is passed where a tensor is wanted, the error names the argument.
+    """Wrap a function so that its error names the argument if a list or number is passed instead of a tensor.
 
-    Arguments are examined only after the call has failed, so a successful call pays a tenth of a microsecond.
+    Arguments are examined only after the call has failed, so the overhead of a successful call is a tenth of a microsecond.
     """
 
     @wraps(function)
@@ -31,11 +31,11 @@ def in_words(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """A sentence about the first argument that its annotation does not allow; None if there is no such argument."""
+    """An error message about the first argument that does not match its annotation; None if there is no such argument."""
     signature = inspect.signature(function)
     try:
         given = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # too many or too few: Python's own message is good
+    except TypeError:  # too many or too few arguments: Python's own message is clear
         return None
     for name, value in given.items():
         annotation = signature.parameters[name].annotation

@@ -1,8 +1,9 @@
-"""`attention` with gradients: the forward op, and the backward op if a gradient is wanted.
+"""`attention` with gradients: the forward op, and the backward op if an input requires a gradient.
 
-The forward pass keeps q, k, v, its result and one logarithm per row; the backward pass computes the softmax weights again
-(kernels/attention/backward/backward.py). There are gradients of q, k, v and sinks, for all masks, softcaps and slopes. There
-are none of ALiBi's slopes, through lse, or of any operand if `bias` is used; asking for these is an error.
+The forward pass saves q, k, v, the result and the log-sum-exp of each row (lse). The backward pass recomputes the softmax
+weights from them (kernels/attention/backward/backward.py). q, k, v and sinks have gradients, with every mask, softcap and
+ALiBi slope. An error is raised if ALiBi slopes require a gradient, or if any operand requires one together with `bias` or
+`precision`. The returned lse is marked as not differentiable.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ class _Attention(torch.autograd.Function):
         cu_k: Tensor | None, max_q: int | None, max_k: int | None, prefix: int | Tensor | None, scale: float, causal: bool,
         deterministic: bool, window: int | tuple[int | None, int | None] | None, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         out, lse = forward(
             q, k, v, causal=causal, scale=scale, cu_q=cu_q, cu_k=cu_k, max_q=max_q, max_k=max_k, return_lse=True, window=window,
             prefix=prefix, softcap=softcap, sinks=sinks, alibi_slopes=slopes,
@@ -46,7 +47,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """(gradients of q, k, v, sinks), and None for the rest."""
         q, k, v, out, lse, cu_q, cu_k, prefixes, sinks, slopes = ctx.saved_tensors
-        if lse.dim() == 3:  # [B, H, S], and the op has [H, B S]
+        if lse.dim() == 3:  # [B, H, S]; the op expects [H, B S]
             lse = lse.transpose(0, 1).flatten(1)
         # A gradient may be an expanded scalar, or a transposed view.
         do = grads[0] if grads[0].stride() == out.stride() else grads[0].contiguous()
@@ -66,7 +67,7 @@ def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | Non
 
 
 def _check_order(q: Tensor, k: Tensor) -> None:
-    """Detect operands in the order of torch's own attention, [B, H, S, D], by head counts that do not fit."""
+    """Raise a ValueError if the head counts show that operands are in the order of torch's own attention, [B, H, S, D]."""
     if q.dim() == 4 == k.dim() and k.shape[2] and q.shape[2] % k.shape[2] and k.shape[1] and not q.shape[1] % k.shape[1]:
         raise ValueError(
             f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads. The order wanted is "
@@ -81,7 +82,7 @@ def attention(
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None, deterministic: bool = False, precision: str | None = None,
     bias: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """softmax(scale * q k^T) v for each head, for sequences of equal length or packed ones. For [B, H, S, D] use `ops.sdpa`.
+    """softmax(scale * q k^T) v for each head; sequences have equal length or are packed. For [B, H, S, D] use `ops.sdpa`.
 
     Args:
         q: [B, S, H, D] bf16, fp16 or fp32, D at most 256; or packed, [T, H, D]. The last dimension is dense.
@@ -89,31 +90,31 @@ def attention(
         v: [B, SK, G, V], V at most 256; or packed, [TK, G, V].
         causal: each query sees the keys up to its own position; the last query is at the position of the last key.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        cu_q: for packed operands: int32 [B + 1]; sequence b has rows cu_q[b] .. cu_q[b + 1] of q. Not checked on a GPU.
+        cu_q: only for packed operands: int32 [B + 1]; sequence b is q[cu_q[b] : cu_q[b + 1]]. Not checked on a GPU.
         cu_k: the same for k and v.
-        max_q, max_k: for packed operands: upper bounds of the number of queries and of keys in a sequence.
-        return_lse: also return the logarithm of the softmax's sum for each query.
+        max_q, max_k: only for packed operands: upper bounds of the number of queries and of keys in a sequence.
+        return_lse: also return lse, the log-sum-exp of the scores of each query.
         window: (left, right): a query sees `left` keys before its position and `right` after it; None: all on that side.
             A number w: its own position, w - 1 before it, and unless causal w - 1 after it.
-        prefix: with causal: every query also sees the first `prefix` keys of its sequence; int32 [B] for one number each.
+        prefix: only with causal: every query also sees the first `prefix` keys of its sequence; int32 [B]: one for each.
         softcap: scores z become softcap * tanh(z / softcap); above 0.
-        sinks: [H], floating point: an additional score in each softmax of the head, whose value is zero.
+        sinks: [H], floating point: for each head a further score in every softmax; the value that belongs to it is zero.
         alibi_slopes: float32 [H]: slope * |distance to the query's position| is subtracted from scores.
         deterministic: the same call always gives bitwise the same gradients, at a cost in time
             (docs/experiments/attention-backward.md). So does `torch.use_deterministic_algorithms(True)`.
-        precision: "fp8" or "int8": quantise first and multiply 8-bit values (ops/scaled_attention.py). Faster for long prompts
-            and less exact; forward only, and with a causal mask or none. None: products in the operands' dtype.
-        bias: expandable to [B, H, S, SK]: bool (True: seen) or floating point, added to the scores. Forward only, not for
-            packed operands, and not together with another mask; `scale` may then be any number.
+        precision: "fp8" or "int8": quantise, then multiply 8-bit values (ops/scaled_attention.py). This is faster for long
+            prompts and less exact. Forward only; the mask is causal or absent. None: products in the operands' dtype.
+        bias: expandable to [B, H, S, SK]. Bool: True marks a key that is seen. Floating point: added to the scores. Forward
+            only, not for packed operands, and not together with another mask; `scale` may then be any number.
 
     Returns:
         The weighted averages, in q's dtype, [B, S, H, V] or packed [T, H, V], contiguous. With `return_lse` also lse, float32,
-        [B, H, S] or packed [H, T] (natural logarithm), which has no gradient. For a query that sees no key, the result is zero
-        and lse is -inf, or its head's sink.
+        [B, H, S] or packed [H, T] (natural logarithm), which has no gradient. For a query that sees no key, the result is zero,
+        and lse is its head's sink, or -inf without sinks.
 
     Raises:
-        ValueError: shapes, dtypes, devices, strides, lengths or options do not fit, or an input requires a gradient that this
-            function does not have.
+        ValueError: shapes, dtypes, devices, strides, lengths or options do not fit, or an input for which there is no gradient
+            requires one.
     """
     _check_order(q, k)
     lengths: Any = {"cu_q": cu_q, "cu_k": cu_k, "max_q": max_q, "max_k": max_k}

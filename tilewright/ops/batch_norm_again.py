@@ -1,12 +1,12 @@
-"""A repeated batch norm in training: straight from torch's tensors to the launches, forward and backward.
+"""The fast path of a repeated batch norm in training: the kernels are launched directly, without the checks of the ops.
 
-There are three launches each way (kernels/norm/channel/batch_statistics.py, norm/channel/batch_norm_apply.py,
-norm/channel/batch_norm_backward.py), the memory they need, and one `torch.autograd.Function`. For a network's small layers,
-everything else would be host time. Repeated calls may differ in the memory of their tensors (none is kept alive) and in the
-momentum. If the layout of a gradient differs from x, or a scope or a dispatch mode was entered since, the backward pass goes
-through its op.
+The forward pass and the backward pass have three launches each (kernels/norm/channel/batch_statistics.py,
+norm/channel/batch_norm_apply.py, norm/channel/batch_norm_backward.py). Only these launches, their memory allocations and one
+`torch.autograd.Function` remain, because in small layers the host time of everything else would dominate. Repeated calls may
+differ in the memory of their tensors (no tensor is kept alive) and in the momentum. The backward pass uses its op instead of
+the direct launches if the layout of a gradient differs from x, or if another scope or a dispatch mode is active.
 
-Only for activations whose slope follows from their result: none and relu. Second derivatives are refused.
+Supported activations: none and relu, whose derivatives can be computed from their results. Second derivatives raise an error.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ __all__ = ["BatchNormAgain", "wanted"]
 
 
 class BatchNormAgain:
-    """A call that can be repeated.
+    """A batch norm in training that can be repeated.
 
     Args:
-        statistics: its first two launches.
-        normalised: the third.
-        places: views x (or a tensor with its layout), [N, C, ...], as the op wants it, [N, S, C], without a copy.
+        statistics: the first two launches.
+        normalised: the third launch.
+        places: returns x [N, C, ...], or a tensor with the same layout, as a view [N, S, C], which the op needs.
         eps: added to the variance.
         relu: whether a relu follows the norm.
     """
@@ -54,7 +54,7 @@ class BatchNormAgain:
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running_mean: Tensor | None,
         running_var: Tensor | None, momentum: float,
     ) -> Tensor:  # fmt: skip
-        """The norm and what follows it, with gradients if they are wanted; updates the running statistics."""
+        """activation(norm(x) + residual), with gradients if an input requires them; updates the running statistics."""
         given = (x, weight, bias, residual, running_mean, running_var, momentum)
         if wants_gradient(x, weight, bias, residual):
             return _Again.apply(*given, self)  # pyright: ignore[reportReturnType]
@@ -90,7 +90,7 @@ class BatchNormAgain:
 
 
 class _Again(torch.autograd.Function):
-    """Differentiable once in x, weight, bias and residual, the first four."""
+    """The call as an autograd function; differentiable once in its first four arguments: x, weight, bias and residual."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -113,6 +113,6 @@ class _Again(torch.autograd.Function):
 def wanted(
     ctx: Any, dweight: Tensor, dbias: Tensor, of_bias: torch.dtype | None, dresidual: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Those gradients of weight, bias (in the given dtype) and residual, arguments 1 to 3, that are wanted; None for others."""
+    """The gradients of weight, bias (in the given dtype) and residual, arguments 1 to 3; None for those that are not needed."""
     of_weight, bias, of_residual = ctx.needs_input_grad[1:4]
     return dweight if of_weight else None, dbias.to(of_bias) if bias else None, dresidual if of_residual else None

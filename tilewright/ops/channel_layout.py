@@ -1,4 +1,4 @@
-"""Common parts of group, instance and batch norm besides arithmetic: layouts, checks, and operations after the norm."""
+"""Helpers that group, instance and batch norm share: layouts, checks, and the operations after the norm."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def channels_last(x: Tensor) -> bool:
 
 
 def places_of(x: Tensor, last: bool) -> Tensor:
-    """[N, C, ...] as [N, S, C], dense along C if `last`, else along S; a copy if x has another layout."""
+    """x [N, C, ...] as [N, S, C], dense along C if `last`, else along S. A view if x has this layout, otherwise a copy."""
     n, c = x.shape[:2]
     if last:
         moved = x.movedim(1, -1)
@@ -35,7 +35,7 @@ def followed(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
 
 
 def check_channels(op: str, x: Tensor, least: int, **vectors: Tensor | None) -> None:
-    """Raise a ValueError unless x holds floats [N, C, ...] of at least `least` dims, and each vector has C numbers."""
+    """Raise a ValueError unless x is floating point [N, C, ...] with at least `least` dims, and each vector is [C]."""
     if x.dim() < least or not x.is_floating_point():
         wanted = "[N, C, ...]" if least == 2 else "[N, C, ...] with places"
         raise ValueError(f"{op}: x must hold floats {wanted}, got {list(x.shape)} {x.dtype}")

@@ -1,20 +1,21 @@
-"""group_norm, instance_norm and batch_norm with gradients, from per-channel sums and maps (norm/channel/sums_and_affine.py).
+"""group_norm, instance_norm and batch_norm with gradients, from per-channel sums and affine maps
+(norm/channel/sums_and_affine.py).
 
-    # N images, C channels, S places of an image
+    # N images, C channels, S spatial positions of an image
     y[n, c, s] = (x[n, c, s] - mean) / sqrt(variance + eps) * weight[c] + bias[c]
 
 The three differ in the values over which mean and variance are computed: the channels of a group in one image (Wu and He,
 "Group Normalization", 2018), one channel of one image (Ulyanov et al., "Instance Normalization", 2016), or one channel of all
-images (Ioffe and Szegedy, "Batch Normalization", 2015). So each norm is three steps: sums over places, an average of these sums
-over groups or images ([N, C] numbers in float32), and an affine map for each channel. The averages are computed in plain torch.
-Batch norm, which networks use in many layers, has an op for them, or one launch for everything if the statistics are given.
-With h = (x - mean) scale, the gradient
+images (Ioffe and Szegedy, "Batch Normalization", 2015). Each norm therefore has three steps: sums over positions, averages of
+these sums over groups or images ([N, C] numbers in float32), and an affine map for each channel. The averages are computed in
+plain torch. Only batch norm, which networks use in many layers, has an op for them; if the statistics are given, it is a single
+launch. With h = (x - mean) scale, the gradient
 
     dx = scale (weight dy - mean(weight dy) - h mean(weight dy h))
 
-is a map of the same form, of x and dy. All sums have a fixed order: results are bitwise the same every time on a card.
+is again an affine map, of x and dy. All sums have a fixed order, so results are bitwise reproducible on one card.
 
-Memory formats: channels-last images stay so; anything else is treated as channels first, and copied if it is not dense.
+Memory formats: channels-last images stay channels-last. All others are treated as channels-first, and copied if not dense.
 Not supported: second derivatives, statistics over several processes.
 """
 
@@ -50,7 +51,7 @@ def _average(of_channels: Tensor, groups: int) -> Tensor:
 
 
 def _statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """(mean, biased variance) of x [N, S, C], [N, C] in float32 or wider."""
+    """(mean, biased variance) of x [N, S, C]; each is [N, C] in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     shift = x[:, 0].to(wide).contiguous()
     first, second = channel_sums_op(x, shift, None)
@@ -61,7 +62,7 @@ def _statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _factors(mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(a, b) in y = a x + b."""
+    """(a, b) for which the norm is y = a x + b."""
     a = scale if weight is None else scale * weight.to(scale.dtype)
     b = -mean * a
     return a, b if bias is None else b + bias.to(b.dtype)
@@ -74,7 +75,7 @@ class _Normalised(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         mean, variance = _statistics(x, groups)
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale)
@@ -101,9 +102,9 @@ class _Normalised(torch.autograd.Function):
 
 
 class _Batch(torch.autograd.Function):
-    """Batch norm of x [N, S, C] by its own statistics, which are given, plus a residual, then perhaps a relu.
+    """relu(batch norm + residual) of x [N, S, C]; residual and relu are optional. mean and variance are those of x itself.
 
-    Differentiable once in x, weight, bias and residual.
+    Differentiable once in x, weight, bias and residual, also through the statistics.
     """
 
     @staticmethod
@@ -111,7 +112,7 @@ class _Batch(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, mean: Tensor,
         variance: Tensor, eps: float, activation: str,
     ) -> Tensor:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         y = normalize_channels_op(x, mean, variance, weight, bias, residual, eps, activation)
         ctx.save_for_backward(x, weight, mean, variance, None if activation == "none" else y)
         ctx.options = (eps, None if bias is None else bias.dtype)
@@ -132,7 +133,7 @@ def _by_batch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     momentum: float, eps: float, residual: Tensor | None, activation: str,
 ) -> Tensor:  # fmt: skip
-    """Batch norm of x [N, S, C] by its own statistics, with residual and activation; updates the running statistics, if any."""
+    """Batch norm of x [N, S, C] with its own statistics, then residual and activation. Updates running statistics if given."""
     with torch.no_grad():
         mean, variance = batch_statistics_op(x, running_mean, running_var, momentum)
     if not wants_gradient(x, weight, bias, residual):
@@ -144,7 +145,7 @@ def _by_batch(
 
 
 _FUSED = ("none", "relu")
-"""Activations whose slope the backward pass can compute from the result."""
+"""Activations whose derivative the backward pass can compute from the result."""
 
 
 class _Fixed(torch.autograd.Function):
@@ -152,7 +153,7 @@ class _Fixed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.of_bias = None if bias is None else bias.dtype
         return channel_affine_op(x, *_factors(mean, scale, weight, bias), None, None)
@@ -201,15 +202,17 @@ def _move(running: Tensor | None, now: Tensor, momentum: float) -> None:
 
 
 _ONE_PROGRAM = 1 << 17
-"""Elements of a group that one program of a GPU normalises; larger groups are divided among programs (channel sums and a
-map)."""
+"""The largest number of elements of a group that one GPU program normalises. For larger groups, separate launches compute the
+channel sums and the affine map, with several programs per group."""
 
 
 def group_norm(
     x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
     added: Tensor | None = None, activation: str = "none",
 ) -> Tensor:  # fmt: skip
-    """Group norm, optionally with a sum before it and an activation after it; without gradients this is one launch.
+    """Group norm, optionally with an addition before it and an activation after it.
+
+    Without gradients and with groups of at most 131072 elements this is one launch.
 
     Args:
         x: [N, C, ...], bf16, fp16 or fp32, any memory format.
@@ -264,7 +267,8 @@ def instance_norm(
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a vector is not [C]; an image has only one place, so no variance; or there are no statistics to use.
+        ValueError: a vector is not [C]; `use_input_stats` is set, but an image has one position and so no variance; or it is
+            not set, and running_mean or running_var is missing.
     """
     check_channels("instance_norm", x, 3, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not use_input_stats and (running_mean is None or running_var is None):
@@ -309,9 +313,9 @@ def batch_norm(
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *, activation: str = "none",
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """activation(batch norm + residual), with the arguments of torch.nn.functional.batch_norm and two more.
+    """activation(batch norm + residual). The arguments are those of torch.nn.functional.batch_norm, activation and residual.
 
-    With running statistics and without gradients this is one launch.
+    In evaluation (`training` False) and without gradients this is one launch.
 
     Args:
         x: [N, C, ...], bf16, fp16 or fp32, any memory format.
@@ -329,8 +333,9 @@ def batch_norm(
         x's shape, dtype and memory format.
 
     Raises:
-        ValueError: a vector is not [C]; the residual is not like x; the activation is unknown; in training there is only one
-            value per channel, which has no variance; running statistics are missing, or only one of the two is given.
+        ValueError: a vector is not [C]; the residual differs from x in shape or dtype; the activation is unknown; in training
+            a channel has only one value and so no variance; running statistics are missing in evaluation, or only one of the
+            two is given.
     """
     key = None
     if training or not wants_gradient(x, weight, bias, residual):
@@ -367,9 +372,9 @@ def _trained(
     flat: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     momentum: float, eps: float, residual: Tensor | None, activation: str, last: bool,
 ) -> BatchNormAgain | None:  # fmt: skip
-    """A repeatable call of `_by_batch` with these operands; None if there is none."""
+    """An object that repeats `_by_batch` for operands like these; None if the chosen kernels cannot be repeated."""
     statistics = batch_statistics.launched(flat, running_mean, running_var, momentum)
-    # The launcher distinguishes maps by the kinds of their operands, not by their values.
+    # The launch depends on shapes and dtypes only, so the values of these statistics do not matter.
     mean = torch.empty(flat.shape[2], dtype=torch.float32, device=flat.device)
     normalised = launched(flat, mean, mean, weight, bias, residual, eps, activation)
     if statistics is None or normalised is None:
@@ -378,6 +383,6 @@ def _trained(
 
 
 def _batch_places(x: Tensor, last: bool) -> Tensor:
-    """`places_of`; with channels last, all places of the batch are treated as places of one image."""
+    """`places_of`; if channels are last, all positions of the batch are treated as positions of one image."""
     flat = places_of(x, last)
     return flat.view(1, -1, x.shape[1]) if last else flat

@@ -1,12 +1,12 @@
 """Convolutions with torch's names and shapes, with gradients, and with bias, activation and residual in the same launch.
 
-Tensors have torch's shapes, [N, C, *S], in any memory format. The kernels read channels-last: such tensors are used as they
-are, others are converted first; results are channels-last. The same holds for weights; depthwise weights may also have dense
-channels.
+Tensors have torch's shapes, [N, C, *S], in any memory format. The kernels need channels-last inputs: such tensors are read
+without a copy, and others are converted first. Results are channels-last. The same holds for weights; the output channels of a
+depthwise weight may also be its dense dimension.
 
-Gradients are separate ops: that of x is a transposed convolution, that of the weight a sum over pixels in a fixed order. If a
-gradient is wanted, the activation is a launch of its own, and x and the weight are kept for the backward pass. A gradient of a
-gradient is refused.
+Gradients are separate ops: the gradient of x is a transposed convolution, the gradient of the weight a sum over pixels in a
+fixed order. If an input requires a gradient, the activation is a separate launch, and x and the weight are saved for the
+backward pass. Second derivatives raise an error.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ __all__ = [
 
 _TO_LAST = {3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
 _TO_FIRST = {3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
-"""Orders of dimensions, by number of dimensions: `permute` takes half the host time of `movedim`."""
+"""Permutations by number of dimensions, for `permute`, which takes half the host time of `movedim`."""
 
 
 def _last(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _last(x: Tensor) -> Tensor:
 
 
 def _weight_last(weight: Tensor, depthwise: bool) -> Tensor:
-    """[O, C, *K] -> [O, *K, C], contiguous; a depthwise weight may also have dense O."""
+    """[O, C, *K] -> [O, *K, C], contiguous; a depthwise weight may instead be dense along O."""
     moved = weight.permute(_TO_LAST[weight.dim()])
     return moved if depthwise and moved.stride(0) == 1 else moved.contiguous()
 
@@ -119,7 +119,7 @@ class _Transposed(torch.autograd.Function):
 
 
 def _padded(x: Tensor, window: Window, mode: str) -> tuple[Tensor, Window]:
-    """x with its border filled, and the remaining window, for padding modes other than zeros."""
+    """(x, padded in a mode other than zeros; the window without this padding)."""
     if not any(window.low + window.high):
         return x, window
     sides = [side for pair in zip(reversed(window.low), reversed(window.high), strict=True) for side in pair]
@@ -139,7 +139,7 @@ def _plan(
     groups: int, padding_mode: str, activation: str, residual: Tensor | None, x_scales: Tensor | None, w_scales: Tensor | None,
     dtype: torch.dtype | None,
 ) -> tuple[Window, torch.dtype]:  # fmt: skip
-    """The window on x as it is, and the result's dtype. Raises ValueError if something does not fit."""
+    """(the window on the unpadded x, the result's dtype). Raises ValueError if the arguments do not fit together."""
     check_operands(op, dims, x, weight, bias, groups, activation)
     out = check_scales(op, x, weight, x_scales, w_scales, dtype)
     window = window_of(op, x, weight, stride, padding, dilation)
@@ -155,7 +155,7 @@ def _plan(
 
 
 def _planned(op: str, dims: int, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Window, torch.dtype]:
-    """`_plan`, cached by everything it depends on: the checks take longer than a small convolution."""
+    """`_plan` with a cache, because the checks take longer than a small convolution."""
     if type(x) not in (Tensor, Parameter) or torch.compiler.is_compiling():
         return _plan(op, dims, x, weight, *rest)
     bias, stride, padding, dilation, groups, mode, activation, residual, x_scales, w_scales, dtype = rest
@@ -239,7 +239,7 @@ def conv1d(
     groups: int = 1, *, padding_mode: str = "zeros", activation: str = "none", residual: Tensor | None = None,
     x_scales: Tensor | None = None, w_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv2d` in one spatial dim: x [N, C, L], weight [O, C / groups, K] -> [N, O, P]. Fastest if memory is [N, L, C]."""
+    """`conv2d` in one spatial dim: x [N, C, L], weight [O, C / groups, K] -> [N, O, P]. Fastest if x is stored as [N, L, C]."""
     return _conv(
         "conv1d", 1, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
         x_scales, w_scales, dtype,
@@ -254,25 +254,25 @@ def conv2d(
     """activation(conv(x, weight) + bias + residual), differentiable in x, weight, bias and residual.
 
     Args:
-        x: [N, C, H, W] or [C, H, W]; bf16, fp16, fp32, or int8 with scales. channels_last is read without a copy.
+        x: [N, C, H, W] or [C, H, W]; bf16, fp16, fp32, or int8 (with scales). channels_last is read without a copy.
         weight: [O, C / groups, KH, KW] of x's dtype; channels_last is read without a copy.
         bias: [O] of x's dtype (for int8: of the result's dtype, or float32).
         stride: one number or one for each spatial dim.
         padding: one number, one for each spatial dim, (low, high) for each, "valid", or "same" (only with stride 1).
         dilation: one number or one for each spatial dim.
         groups: a divisor of C and O.
-        padding_mode: zeros; or reflect, replicate, circular, for which a padded copy of x is written first.
+        padding_mode: zeros; or reflect, replicate or circular, which first write a padded copy of x.
         activation: none, relu, gelu, gelu_tanh or silu.
-        residual: the shape and dtype of the result; added before the activation.
-        x_scales: for int8: float32, one for each image or one for all.
-        w_scales: for int8: float32 [O].
-        dtype: for int8: dtype of the result, bfloat16 (the default) or float16.
+        residual: in the shape and dtype of the result; added before the activation.
+        x_scales: only for int8: float32, one number for each image or one for all.
+        w_scales: only for int8: float32 [O].
+        dtype: only for int8: the dtype of the result, bfloat16 (the default) or float16.
 
     Returns:
         [N, O, P, Q] in torch.channels_last.
 
     Raises:
-        ValueError: shapes, dtypes, devices, scales or options do not fit, or there is no output pixel.
+        ValueError: shapes, dtypes, devices, scales or options do not fit, or the output would have no pixels.
     """
     return _conv(
         "conv2d", 2, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
@@ -285,7 +285,7 @@ def conv3d(
     groups: int = 1, *, padding_mode: str = "zeros", activation: str = "none", residual: Tensor | None = None,
     x_scales: Tensor | None = None, w_scales: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """`conv2d` in three spatial dims: x [N, C, D, H, W], weight [O, C / groups, KD, KH, KW]; in torch.channels_last_3d."""
+    """`conv2d` in three spatial dims: x [N, C, D, H, W], weight [O, C / groups, KD, KH, KW]; returns torch.channels_last_3d."""
     return _conv(
         "conv3d", 3, x, weight, bias, stride, padding, dilation, groups, padding_mode, activation, residual,
         x_scales, w_scales, dtype,
@@ -335,9 +335,10 @@ def conv_transpose2d(
         x: [N, C, H, W] or [C, H, W], bf16, fp16 or fp32. channels_last is read without a copy.
         weight: [C, O / groups, KH, KW] of x's dtype; channels_last is read without a copy.
         bias: [O] of x's dtype.
-        stride: one number or one for each spatial dim: the distance of x's pixels in the result.
-        padding: one number or one for each spatial dim: pixels removed from each side of the result.
-        output_padding: one number or one for each spatial dim: pixels added at the high side; less than stride or dilation.
+        stride: one number or one for each spatial dim: the distance in the result between neighbouring pixels of x.
+        padding: one number or one for each spatial dim: the number of pixels removed from each side of the result.
+        output_padding: one number or one for each spatial dim: the number of pixels added at the end of each dim; less than
+            stride or dilation.
         groups: a divisor of C and O.
         dilation: one number or one for each spatial dim.
         activation: none, relu, gelu, gelu_tanh or silu.
@@ -346,7 +347,7 @@ def conv_transpose2d(
         [N, O, (H - 1) stride - 2 padding + dilation (KH - 1) + output_padding + 1, W likewise] in torch.channels_last.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options do not fit, or there is no output pixel.
+        ValueError: shapes, dtypes, devices or options do not fit, or the output would have no pixels.
     """
     return _transposed(
         "conv_transpose2d", 2, x, weight, bias, stride, padding, output_padding, groups, dilation, activation
@@ -370,7 +371,7 @@ def fold_batch_norm(
     weight: Tensor, bias: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor | None = None,
     shift: Tensor | None = None, eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(weight, bias) of a convolution that replaces a convolution and the batch norm after it in evaluation.
+    """(weight, bias) of one convolution that replaces, in evaluation, a convolution and the batch norm after it.
 
     Args:
         weight: [O, C / groups, *K].

@@ -1,11 +1,12 @@
-"""A repeated convolution in training: straight from torch's tensors to the launches, forward and backward.
+"""The fast path of a repeated convolution in training: the kernels are launched directly, without the checks of the ops.
 
-It is kernels/conv/replay.py (calls without gradients) inside one `torch.autograd.Function`. The gradients of x and of the
-weight are those of ops/conv.py: the implementations that its ops have chosen are launched again. If both gradients are cuDNN's,
-they are one call, which also computes the bias's; a gradient by a Hopper kernel is a separate launch. All other cases go
-through the ops every time, as does a gradient that is computed in another scope or under a dispatch mode.
+The forward pass is kernels/conv/replay.py (which repeats calls without gradients) inside one `torch.autograd.Function`. The
+backward pass launches the implementations that the ops of ops/conv.py have chosen. If cuDNN computes both the gradient of x and
+that of the weight, one cuDNN call computes them and the gradient of the bias. A gradient that a Hopper kernel computes is a
+separate launch. In all other cases the backward pass calls the ops every time, also if another scope or a dispatch mode is
+active.
 
-No tensor is kept alive between calls. Second derivatives are refused.
+No tensor is kept alive between calls. Second derivatives raise an error.
 """
 
 from typing import Any
@@ -28,10 +29,10 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 class ConvTraining:
-    """A call that can be repeated; tensors have torch's shapes, [N, C, *S], with dense channels.
+    """A convolution in training that can be repeated; tensors have torch's shapes, [N, C, *S], and dense channels.
 
     Args:
-        forward: the call without gradients and activation.
+        forward: the same convolution without gradients and activation.
         window: strides, padding, dilation and the result's size.
         groups: the number of groups of channels.
     """
@@ -42,19 +43,18 @@ class ConvTraining:
         self._size = tuple(window.size)
         self._scope = scope()
         self._short: dict[tuple[Any, ...], bool] = {}
-        """Whether the gradients can be launched directly, by which gradients are wanted and by the state of their ops'
-        choices."""
+        """(gradients needed, generations of the two ops' choices) -> whether the gradients can be launched directly."""
         self._of_x: Any = None
-        """Launches the gradient of x; None: cuDNN computes it in the same call."""
+        """Launches the kernel for the gradient of x; None: the cuDNN call computes it."""
         self._of_weight: Any = None
-        """The same for the weight."""
+        """The same for the gradient of the weight."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """conv(x, weight) + bias + residual, differentiable once in all four."""
         return _Trained.apply(x, weight, bias, residual, self)  # pyright: ignore[reportReturnType]
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
-        """Those gradients of x, weight and bias that are needed; None for others."""
+        """The gradients of x, weight and bias; None for those that are not needed."""
         if wrapped(dy):
             return self._by_ops(dy.movedim(1, -1).contiguous().movedim(-1, 1), x, weight, needs)
         dy = dy.contiguous(memory_format=FORMATS[x.dim()])
@@ -99,7 +99,7 @@ class ConvTraining:
         )  # fmt: skip
 
     def _learn(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]) -> bool:
-        """Remember what the ops have chosen. Returns whether these gradients can be launched directly, by us or by cuDNN."""
+        """Store the choices of the ops. Returns whether these gradients can be launched directly."""
         of_x, of_weight = self._arguments(dy, x, weight)
         stride, padding, dilation, _ = (tuple(o) if isinstance(o, list) else o for o in self._options)
         shapes = (x.shape[2:], weight.shape[2:], stride, padding, dilation, self._size)

@@ -1,15 +1,15 @@
-"""`cross_entropy` with gradients: the losses of kernels/softmax/cross_entropy.py, reduced, and the choice of when to compute
-the gradient.
+"""`cross_entropy` with gradients: reduces the losses of kernels/softmax/cross_entropy.py.
 
-The caller chooses with `gradient`, because this decides how much memory a step needs and how often it reads the logits:
+The argument `gradient` determines when the gradient is computed, and thereby the memory of a step and the number of reads:
 
     "forward"     together with the losses: logits are read once; a tensor of their size is kept until the backward pass
     "in place"    the same, but the gradient overwrites the logits: no further tensor is kept
     "backward"    in the backward pass: the logits are kept and read a second time
 
-The first two compute the gradient before its factor is known, which the backward pass supplies. The factor is 1 if `backward`
-is called on the loss itself; any other factor costs another pass over the gradient. They return the tensor that they keep, so
-they allow only one backward pass. Losses that are not reduced have a factor each, and always use "backward".
+The first two compute the gradient before they know the incoming gradient of the loss, by which it must be multiplied. This
+factor is 1 if `backward` is called on the loss itself; any other factor costs another pass over the gradient. Both return the
+stored tensor itself as the gradient, so they allow only one backward pass. With reduction "none" every row has its own factor,
+so the gradient is always computed as with "backward".
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class LossOptions(NamedTuple):
 
     @property
     def kernel(self) -> tuple[int, float, float]:
-        """The last arguments of the ops."""
+        """(ignore_index, smoothing, z_loss), the last arguments of the ops."""
         return self.ignore_index, self.smoothing, self.z_loss
 
 
@@ -59,10 +59,9 @@ def loss_options(op: str, ignore_index: int, smoothing: float, z_loss: float, re
 
 
 def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, ignore_index: int, checked: bool) -> None:
-    """Raise ValueError unless there is one int64 target per row; if values are checked, each must be in [0, classes) or
-    ignored.
+    """Raise ValueError unless there is one int64 target per row, and each is `ignore_index` or in [0, classes).
 
-    Values are always checked on a CPU. On a GPU they are checked only if `checked`, and the host waits for it.
+    On a GPU, values are checked only if `checked` is set; the host then waits for the GPU. On a CPU they are always checked.
     """
     if targets.shape != rows or targets.dtype != torch.int64:
         raise ValueError(
@@ -81,11 +80,11 @@ def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, igno
 
 
 def rows_weights(op: str, class_weights: Tensor | None, targets: Tensor, classes: int, options: LossOptions) -> Tensor | None:
-    """The weight of each row's loss: that of its class, or 0 for an ignored row. None: all have weight 1.
+    """The weight of each row's loss: the weight of its class, or 0 for an ignored row. None: all rows have weight 1.
 
     Raises:
-        ValueError: class_weights is not one weight per class on the targets' device; or there is label smoothing, which would
-            need the weights of all classes.
+        ValueError: class_weights is not one weight per class on the targets' device; or it is combined with label smoothing,
+            for which a row's loss would need the weights of all classes.
     """
     if class_weights is None:
         return None
@@ -96,13 +95,13 @@ def rows_weights(op: str, class_weights: Tensor | None, targets: Tensor, classes
         )
     if options.smoothing:
         raise ValueError(f"{op}: class_weights go without label_smoothing; got {options.smoothing}")
-    # The loss of a target out of range is NaN with any weight; the clamp keeps it from reading outside of the weights.
+    # A target out of range has the loss NaN, whatever its weight. The clamp only prevents a read outside of the weights.
     weights = class_weights.detach().to(torch.promote_types(class_weights.dtype, torch.float32))[targets.clamp(0, classes - 1)]
     return weights.masked_fill(targets == options.ignore_index, 0.0)
 
 
 def rows_factor(targets: Tensor, options: LossOptions, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
-    """The factor on the sum of the rows' losses, before any later factor: a scalar on the targets' device."""
+    """The factor by which the reduction multiplies the sum of the rows' losses: a scalar on the targets' device."""
     wide = torch.promote_types(dtype, torch.float32)
     if options.reduction == "mean":
         counted = (targets != options.ignore_index).sum() if weights is None else weights.sum()
@@ -122,7 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, gradient: str
     ) -> Tensor:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         factor = None if options.reduction == "none" else rows_factor(targets, options, logits.dtype, weights)
         ctx.options, ctx.grad = options, None
         if factor is None or gradient == "backward":
@@ -161,18 +160,19 @@ def cross_entropy(
     logits: Tensor, targets: Tensor, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
     z_loss: float = 0.0, gradient: str = "forward", checked: bool = False, class_weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of logits against one class per row, without a float32 copy of the logits.
+    """Cross-entropy of logits and one target class per row, without a float32 copy of the logits.
 
     Args:
-        logits: [..., V], bf16, fp16 or fp32; the classes are the last dimension (`nn.CrossEntropyLoss` takes torch's layout).
+        logits: [..., V], bf16, fp16 or fp32. Classes are the last dimension; for torch's layout use `nn.CrossEntropyLoss`.
         targets: [...] int64, each in [0, V) or `ignore_index`. On a GPU any other target gives NaN in loss and gradients.
         ignore_index: rows with this target have no loss and no gradient, and do not count in the mean.
         reduction: "mean" over the rows that are not ignored, "sum", or "none".
         label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
-        z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
+        z_loss: z_loss * logsumexp(logits)^2 is added to each row's loss.
         gradient: when the gradient is computed: "forward", "in place" or "backward" (see the module's docstring).
-        checked: check targets on a GPU too; the host waits for the GPU then.
-        class_weights: [V], without a gradient: weights of the rows' losses by class, also in the mean, like torch's `weight`.
+        checked: also check the values of targets on a GPU; the host then waits for the GPU.
+        class_weights: [V]: the factor on the loss of rows with this class. A mean divides by the sum of the weights, as with
+            torch's `weight`. It has no gradient.
 
     Returns:
         The loss in float32 (float64 for float64 logits on a CPU): a scalar, or [...] with reduction "none". The mean of no rows
@@ -180,7 +180,8 @@ def cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or options do not fit; class_weights and label_smoothing are both given; a target is out of
-            range (on a CPU, or if `checked`); or the logits cannot be overwritten, because they are a leaf or not dense.
+            range (on a CPU, or if `checked`); or gradient is "in place" and logits are a leaf or not contiguous, or the
+            reduction is "none".
     """
     options = loss_options("cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if gradient not in _GRADIENTS:

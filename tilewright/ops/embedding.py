@@ -1,8 +1,8 @@
-"""Embeddings with gradients: rows of a table, alone or reduced in bags. The gradient is bitwise the same every time.
+"""Embeddings with gradients: single rows of a table, or rows reduced in bags. The gradient is bitwise reproducible.
 
-A lookup of rows is torch's gather, which moves each byte once; bags are kernels/embedding/embedding_bag.py. The gradient of the
-table is dense (kernels/embedding/embedding_backward.py). Not supported: sparse gradients, gradients of per-sample weights,
-`max_norm` (which would write to the table in a forward pass).
+A lookup of single rows is torch's own, which already moves each byte once. Bags use kernels/embedding/embedding_bag.py. The
+gradient of the table is dense (kernels/embedding/embedding_backward.py). Not supported: sparse gradients, gradients of
+per-sample weights, and `max_norm` (which would write to the table in a forward pass).
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, scale
     Args:
         ids: any shape, int64 or int32, each in [0, V).
         weight: [V, D], bf16, fp16 or fp32.
-        padding_idx: a row whose gradient is zero; negative numbers count from the end.
+        padding_idx: the index of a row whose gradient is zero; negative numbers count from the end.
         scale_grad_by_freq: divide each row's gradient by the number of times that its id occurs.
 
     Returns:
@@ -105,11 +105,11 @@ def embedding_bag(
     """The sum, mean or maximum of the table's rows for each bag of ids; differentiable in the table.
 
     Args:
-        ids: [T] with offsets, or [B, N]: bags of N ids; int64 or int32, each in [0, V).
+        ids: [T] with offsets, or [B, N]: B bags of N ids each; int64 or int32, each in [0, V).
         weight: [V, D], bf16, fp16 or fp32.
         offsets: [B], ascending from 0: where each bag starts in ids. Not checked on a GPU.
         mode: "sum", "mean" or "max".
-        per_sample_weights: in the shape of ids: a factor for each row of a "sum". It has no gradient.
+        per_sample_weights: in the shape of ids: a factor for each row; only with mode "sum". It has no gradient.
         include_last_offset: offsets is [B + 1]; its last number is T and starts no bag.
         padding_idx: an id that is ignored, in sums and in counts; negative numbers count from the end.
 

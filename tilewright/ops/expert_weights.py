@@ -1,11 +1,12 @@
 """Experts whose weights have 8 or 4 bits: the type of the weight decides which grouped product runs, as in linear.py.
 
-If experts have few rows each (`FEW_ROWS`), an 8-bit weight is multiplied by 16-bit activations, because reading the weight sets
-the time. With more rows the activation is quantised as well, once for each token, before its rows are gathered. In the
-invariant scope the activation is always quantised, so that the number of rows has no influence.
+If experts have at most `FEW_ROWS` rows each on average, an 8-bit weight is multiplied by 16-bit activations, because most of
+the time is then spent on reading the weight. With more rows the activation is quantised as well, once for each token, before
+rows are gathered. In the invariant scope the activation is always quantised, so that the result does not depend on the number
+of rows.
 
-Not here: gradients (ops/experts.py uses the dequantised weights for them) and static scales: activations get new ones each
-time.
+Not here: gradients (ops/experts.py computes them with the dequantised weights), and static activation scales (scales are
+computed in every call).
 """
 
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class ExpertWeights(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The arguments of a grouped product besides its operands."""
+    """The arguments of a grouped product other than x and the weight."""
 
     bounds: Tensor
     bias: Tensor | None
@@ -60,7 +61,7 @@ class _Rows(NamedTuple):
     clear: bool
 
     def each(self, x: Tensor, experts: int) -> int:
-        """The number of rows of an expert on average, at least 1."""
+        """The average number of rows of an expert, rounded up."""
         rows = x.shape[0] * x.shape[1] if x.dim() == 3 else x.shape[0] if self.order is None else self.order.shape[0]
         return -(-rows // experts)
 
@@ -68,7 +69,7 @@ class _Rows(NamedTuple):
 def _mixed(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
     codes = weight.weight
     zeros = None if codes.zeros is None else weight.by_expert(codes.zeros)
-    few_rows(x, 1)  # refuses float32 on a GPU
+    few_rows(x, 1)  # raises a ValueError for float32 on a GPU
     return grouped_mixed_linear_op(
         x, weight.by_expert(codes.operand), weight.by_expert(codes.scales), zeros, *rows[:5], *codes.block, rows.clear
     )
@@ -88,7 +89,7 @@ def _scaled(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
 def _block_scaled(x: Tensor, weight: ExpertWeights, rows: _Rows) -> Tensor:
     codes = weight.weight
     if codes.block != (128, 128) or few_rows(x, rows.each(x, weight.experts)):
-        return _mixed(x, weight, rows)  # an expert begins within a block, so single rows have scales
+        return _mixed(x, weight, rows)  # scales of single rows, as where an expert begins within a 128 x 128 block
     if rows.order is not None:
         x = permute_tokens_op(x.contiguous(), rows.order, rows.chosen, None)
     flat = x.flatten(0, -2)
@@ -106,7 +107,7 @@ GROUPED_OPS: dict[type[QuantizedWeight], GroupedOp] = {
     BlockScaledWeight: _block_scaled,
     MixedWeight: _mixed,
 }
-"""Weight type -> its product. A subclass that is not listed uses the product of its nearest base class."""
+"""Weight type -> the function that multiplies by it. A subclass that is not listed uses that of its nearest base class."""
 
 
 def grouped_codes(

@@ -5,8 +5,8 @@
     inner = grouped_linear(x, gate_up, order, activation="silu_mul", gather=True)
     y = combine_tokens(grouped_linear(inner, down, order), order, weights)
 
-If gradients are wanted, the same calls sort the rows of x before the product, and the activation is a separate operator. Of
-routing, the weights have gradients, and the choice of experts has none.
+If an input requires a gradient, the same calls sort the rows of x before the product, and the activation is a separate
+operator. The weights of the routing are differentiable; the choice of experts is not.
 """
 
 from typing import Any, NamedTuple
@@ -38,14 +38,14 @@ __all__ = [
 
 
 class ByExpert(NamedTuple):
-    """Rows in the order of their experts, made by `sort_by_expert`. Row t * K + k belongs to the k-th expert of token t."""
+    """The order of rows by expert, as `sort_by_expert` returns it. Row t * K + k belongs to the k-th expert of token t."""
 
     offsets: Tensor
     """[X + 1] int32: where each expert's rows begin."""
     order: Tensor
-    """[T * K] int32: the row at each place."""
+    """[T * K] int32: the row at each position of the sorted order."""
     places: Tensor
-    """[T, K] int32: the place of each row."""
+    """[T, K] int32: the position of each row in the sorted order."""
 
     @property
     def chosen(self) -> int:
@@ -64,16 +64,16 @@ def route_experts(
     normalise: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token, and their weights; differentiable in the logits, through the weights.
+    """Choose the experts of each token and compute their weights, which are differentiable in the logits.
 
     Args:
         logits: [T, X], float32.
         chosen: K, the number of experts for each token.
-        bias: [X], float32: added to the sigmoids when experts are chosen, but not in the weights (only with `softmax` False).
-        softmax: whether scores are a softmax over all experts, or sigmoids.
-        groups: the number of equal groups of neighbouring experts.
-        chosen_groups: the number of best groups from which experts are chosen.
-        normalise: divide the weights by their sum; the result equals a softmax over the chosen experts alone.
+        bias: [X], float32, only with `softmax` False: added to the sigmoids for the choice of experts, but not to the weights.
+        softmax: True: scores are a softmax over all experts. False: they are sigmoids.
+        groups: the number of groups of equal size into which neighbouring experts are divided.
+        chosen_groups: the number of groups, those with the best scores, from which experts are chosen.
+        normalise: divide the weights by their sum. With `softmax` this equals a softmax over the chosen experts alone.
         scale: factor on the weights.
 
     Returns:
@@ -110,7 +110,7 @@ def sort_by_expert(experts: Tensor, count: int) -> ByExpert:
         count: X, the number of experts.
 
     Raises:
-        ValueError: another shape or dtype, or a count below 1.
+        ValueError: experts has another shape or dtype, or count is below 1.
     """
     if experts.dim() != 2 or experts.dtype != torch.int32 or count < 1:
         raise ValueError(
@@ -170,8 +170,8 @@ def combine_tokens(rows: Tensor, order: ByExpert, weights: Tensor) -> Tensor:
     """The weighted sum over the K rows of each token; differentiable in the rows and the weights.
 
     Args:
-        rows: [T * K, N], in the order of their experts.
-        order: the order of the rows.
+        rows: [T * K, N], sorted by expert.
+        order: their order, from `sort_by_expert`.
         weights: [T, K] float32.
 
     Returns:
@@ -226,15 +226,15 @@ def grouped_linear(
     """activation(x @ weight[e]^T + bias[e]), where e is the expert of the row; differentiable in x, weight and bias.
 
     Args:
-        x: [T * K, in], rows by expert; or with `gather` [T, in].
-        weight: [X, N, in], dense along `in` or along N; or quantised (it is dequantised first if gradients are wanted).
-        order: the order of the rows.
+        x: [T * K, in], rows sorted by expert; or with `gather` [T, in].
+        weight: [X, N, in], dense along `in` or along N; or quantised (then dequantised first if a gradient is needed).
+        order: the order of the rows, from `sort_by_expert`.
         bias: [X, N].
-        activation: as in `linear`, or clamped_silu_mul (gpt-oss); gated ones take a weight [X, 2F, in], gate half first.
-        gather: x has one row for each token; the product reads these rows in the order of their experts.
+        activation: as in `linear`, or clamped_silu_mul (gpt-oss). Gated ones need a weight [X, 2F, in], gate half first.
+        gather: x has one row per token, and the product itself reads these rows in the order of the experts.
 
     Returns:
-        [T * K, N] ([T * K, F] with a gate) of x's dtype, rows by expert.
+        [T * K, N] ([T * K, F] with a gated activation) of x's dtype, rows sorted by expert.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.
@@ -262,7 +262,7 @@ def grouped_linear(
         y = grouped_activated(y.float(), activation).to(y.dtype)
     if not invariant_scope():
         return y
-    with torch.no_grad():  # rounds as a call without gradients does
+    with torch.no_grad():  # the values of a call without gradients, bit for bit
         served = grouped_linear_op(x, weight, order.offsets, bias, activation, rows, chosen)
     return valued(y, served)
 
@@ -276,7 +276,7 @@ def masked_grouped_linear(
     *,
     clear: bool = True,
 ) -> Tensor:
-    """`grouped_linear` with room for M rows of each expert, of which the first counts[e] are used; without gradients.
+    """`grouped_linear` for x with M rows per expert, of which the first counts[e] are used; without gradients.
 
     Args:
         x: [X, M, in].
@@ -287,7 +287,7 @@ def masked_grouped_linear(
         clear: whether unused rows of the result are set to zero; otherwise their content is undefined.
 
     Returns:
-        [X, M, N] ([X, M, F] with a gate).
+        [X, M, N] ([X, M, F] with a gated activation).
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the activation is unknown.

@@ -1,17 +1,20 @@
 """`linear` for weights of every format: the type of the weight decides which product runs.
 
-To add a format, add an entry to `LINEAR_OPS`: a function (x [M, K], weight, bias, activation, residual), like `linear_op`, and
-a weight type that has the `shape` [N, K], the `dtype` and the `device` of the float weight that it replaces.
+To add a format, add an entry to `LINEAR_OPS`. Its value is a function (x [M, K], weight, bias, activation, residual), like
+`linear_op`. Its key is a weight type with the `shape` [N, K], `dtype` and `device` of the float weight that it replaces.
 
-There are two products for an 8-bit weight. Up to `FEW_ROWS` rows, reading the weight sets the time, and the activation stays in
-16 bits (`mixed_linear`): this is one launch and more exact. Above, the activation is quantised as well, to use the rate of
-8-bit tensor cores. In the invariant scope the second is always used, so that the number of rows has no influence.
+There are two products for an 8-bit weight. Up to `FEW_ROWS` rows, most of the time is spent on reading the weight, so the
+activation stays in 16 bits (`mixed_linear`); this is one launch and more exact. With more rows, the activation is quantised as
+well, to use the 8-bit rate of the tensor cores. In the invariant scope the second product is always used, so that the result
+does not depend on the number of rows.
 
-With float weights all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the same bits as
-a call without gradients. For this reason, in that scope an activation is always a separate op (its gradient needs its input),
-and a residual is always added before the one rounding. A quantised weight is frozen: `linear` is then differentiable in x, bias
-and residual. The forward pass is the usual one. The backward pass, in plain torch, computes the gradients as if y came from the
-dequantised weight and the activation had not been rounded (the straight-through estimator of Bengio et al., 2013).
+With a float weight all operands have gradients (ops/linear_gradient.py). In the invariant scope the result has the same bits
+with and without gradients. Therefore an activation is always a separate op in that scope, because its gradient needs its input;
+and without an activation, the residual is added before the product is rounded, so that there is one rounding.
+
+A quantised weight is frozen: `linear` is then differentiable in x, bias and residual. The backward pass, in plain torch,
+computes the gradients as if y came from the dequantised weight and the input had not been rounded (the straight-through
+estimator of Bengio et al., 2013).
 """
 
 from collections.abc import Callable
@@ -44,14 +47,14 @@ __all__ = ["FEW_ROWS", "LINEAR_OPS", "QuantizedActivation", "activation_format",
 FEW_ROWS = 16
 """Up to this number of rows an 8-bit weight is multiplied by a 16-bit activation.
 
-H100, int8, speed relative to bf16: 1.59 at 16 rows; 1.38 at 64, where a quantised activation has 1.57
-(docs/results.md#quantised-layers). Nothing was measured between them. Other kernels for few rows:
-docs/experiments/few-rows-weight-only.md.
+Speed relative to bf16 on an H100, int8 weight, 16-bit activation: 1.59 at 16 rows; 1.38 at 64 rows, where a quantised
+activation reaches 1.57 (docs/results.md#quantised-layers). Nothing was measured between 16 and 64 rows. For other kernels for
+few rows see docs/experiments/few-rows-weight-only.md.
 """
 
 
 class QuantizedActivation(NamedTuple):
-    """An activation that is quantised already, by a norm or by the layer before; `linear` accepts it as x."""
+    """An activation that a norm or the previous layer has already quantised; `linear` accepts it as x."""
 
     codes: Tensor
     """[M, K], int8 or float8, as `quantize_rows` lays them out."""
@@ -89,7 +92,7 @@ def _static(x: Tensor, weight: StaticWeight, bias: Tensor | None, activation: st
 def activation_format(weight: Tensor | QuantizedWeight, x: Tensor) -> str | None:
     """The format to which `linear` would quantise the rows of x [M, K] for this weight; None: it would not quantise them.
 
-    A norm before the layer can then write the quantised values itself, which saves a launch and a 16-bit tensor.
+    With this format, a norm before the layer can write the quantised values itself. This saves a launch and a 16-bit tensor.
     """
     if type(weight) is not ScaledWeight or x.dim() != 2 or _few(x) or (x.requires_grad and torch.is_grad_enabled()):
         return None
@@ -126,7 +129,9 @@ def _mx(x: Tensor, weight: MXWeight, bias: Tensor | None, activation: str, resid
 
 
 def few_rows(x: Tensor, rows: int) -> bool:
-    """Whether an 8-bit weight is multiplied by x in 16 bits: if there are at most `FEW_ROWS` rows (for each expert).
+    """Whether an 8-bit weight is multiplied by a 16-bit x. rows: the number of rows, or of rows per expert.
+
+    True for at most `FEW_ROWS` rows, except in the invariant scope.
 
     Raises:
         ValueError: x is float32 on a GPU, which no quantised product accepts.
@@ -151,7 +156,7 @@ LINEAR_OPS: dict[type, LinearOp] = {
     MXWeight: _mx,
     MixedWeight: _mixed,
 }
-"""Weight type -> its product. A subclass that is not listed uses the product of its nearest base class."""
+"""Weight type -> the function that multiplies by it. A subclass that is not listed uses that of its nearest base class."""
 
 
 _FLOAT = (Tensor, Parameter)
@@ -167,11 +172,11 @@ def linear(
     """activation(x @ weight^T + bias) + residual.
 
     Args:
-        x: [..., K], bf16, fp16 or fp32; or a `QuantizedActivation` of [M, K] in the format that `activation_format` returns.
+        x: [..., K], bf16, fp16 or fp32; or a `QuantizedActivation` [M, K] in the format that `activation_format` returns.
         weight: [N, K], of a type in `LINEAR_OPS`.
         bias: [N].
-        activation: none, relu, gelu, gelu_tanh, silu; or silu_mul, gelu_mul, for which the weight is [2F, K], gate half first,
-            and the output is act(gate) * up.
+        activation: none, relu, gelu, gelu_tanh, silu; or the gated silu_mul and gelu_mul: the weight is then [2F, K], the gate
+            half first, and the output is act(gate) * up.
         residual: in the shape of the output; added last.
 
     Returns:
@@ -216,10 +221,10 @@ def linear(
 def linear_quantize(
     x: Tensor | QuantizedActivation, weight: Weight, reader: StaticWeight, bias: Tensor | None = None, activation: str = "none"
 ) -> QuantizedActivation:
-    """`linear` whose result is quantised for the static layer that reads it: one launch, without a 16-bit tensor in between.
+    """`linear` whose result is quantised for the next layer, which has static scales: one launch, no 16-bit tensor in between.
 
-    Call this yourself if two layers follow each other directly. `nn` layers never do, because what usually comes between two
-    layers (a residual, a norm) needs 16 bits.
+    Call this function yourself if two layers follow each other directly. No layer of `nn` calls it, because the operations that
+    usually come between two layers (a residual, a norm) need 16 bits.
 
     Args:
         x: [M, K], bf16 or fp16; or a `QuantizedActivation`.
@@ -232,8 +237,9 @@ def linear_quantize(
         The quantised result, which `linear` accepts as x with the weight `reader`.
 
     Raises:
-        TypeError: a weight of another type.
-        ValueError: shapes or dtypes do not fit, or the reader's activation has a zero point.
+        TypeError: the weight has another type.
+        ValueError: shapes or dtypes do not fit, x is quantised but the weight is not, or the reader's activation has a zero
+            point.
     """
     if reader.x_zero is not None:
         raise ValueError("linear_quantize: the reader's codes have a zero point, which no product adds; calibrate without one")
@@ -255,7 +261,7 @@ def linear_quantize(
 
 
 def _quantized_input(x: Tensor, weight: ScaledWeight) -> tuple[Tensor, Tensor]:
-    """x quantised in the format of the weight, and its scales."""
+    """(x quantised to the format of the weight, its scales)."""
     if isinstance(weight, StaticWeight):
         return quantize_static_op(rows_ready(x), weight.x_scale, weight.value_format, weight.x_zero)
     return quantize_rows_op(rows_ready(x), weight.value_format)
@@ -283,14 +289,14 @@ class _Frozen(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activation: str, residual: Tensor | None
     ) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.weight, ctx.activation = weight, activation
         ctx.save_for_backward(x, bias)
         return linear(x, weight, bias, activation, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """(gradient of x, None, of bias, None, of residual), in plain torch, which Dynamo traces too."""
+        """Gradients of x, bias and residual (None for weight and activation), in plain torch, so that Dynamo can trace it."""
         (x, bias), dy, kind = ctx.saved_tensors, grads[0], ctx.activation
         weight = ctx.weight.dequantize(x.dtype)
         dz = dy if kind == "none" else _before_activation(dy, F.linear(x, weight, bias), kind)
@@ -305,7 +311,7 @@ class _Frozen(torch.autograd.Function):
 
 
 def _before_activation(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """From the gradient dy of an activation's output, the gradient of its input z [..., N]."""
+    """The gradient of an activation's input z [..., N]; dy is the gradient of its output."""
     kind = activation.removesuffix("_mul")
     if kind != activation:
         return gated_backward_op.reference(dy, *z.chunk(2, -1), kind, True)

@@ -3,16 +3,17 @@
     # T rows, D features, V classes
     losses(logits_t, target_t),  logits = x @ weight^T + bias
 
-The logits of 16k tokens and 131072 classes take 4 GB, and their gradient takes as much. Here the logits of one chunk of rows
-are computed, are overwritten by their own gradient (`cross_entropy_gradient_in_place`), and at once contribute to the gradients
-of x, weight and bias. The next chunk uses the same memory (Hsu et al., "Liger Kernel", 2024). So the gradients are computed in
-the forward pass, before the factor from the backward pass is known, and allow only one backward pass. The gradient of the
-weight is summed over chunks in float32.
+The logits of 16k tokens and 131072 classes take 4 GB, and so does their gradient. Here rows are processed in chunks (Hsu et
+al., "Liger Kernel", 2024). The logits of one chunk are computed and then overwritten by their own gradient
+(`cross_entropy_gradient_in_place`), from which the chunk's contributions to the gradients of x, weight and bias are computed
+immediately. The next chunk uses the same memory. The gradients are thus computed in the forward pass, before the incoming
+gradient of the loss is known, and allow only one backward pass. The gradient of the weight is summed over chunks in float32.
 
-The tensor cores set the time: there are three products if gradients are wanted, as without chunks. A chunk has enough rows for
-products that fill a card. Losses that are not reduced have a factor each, which is known in the backward pass only: their
-logits are computed again there, so there are four products.
-Not supported: what cross_entropy does not support; quantised weights.
+The tensor cores determine the time. With gradients there are three products, as without chunks, and a chunk has enough rows for
+products that fill a card. With reduction "none" each row's loss has its own incoming gradient, which only the backward pass
+knows. The logits are recomputed there, so there are four products.
+
+Not supported: everything that cross_entropy does not support; quantised weights.
 """
 
 from typing import Any
@@ -29,11 +30,11 @@ from tilewright.ops.cross_entropy import LossOptions, check_targets, loss_option
 
 __all__ = ["linear_cross_entropy"]
 
-_FEWEST_ROWS = 2048  # H100, 131072 x 4096: adding to float32 costs 1.2 times the products alone, with 1024 rows 1.7 times
+_FEWEST_ROWS = 2048  # H100, weight 131072 x 4096: float32 sums cost 1.2 times the products alone, 1.7 times with 1024 rows
 
 
 def _rows_a_chunk(rows: int, features: int) -> int:
-    """Rows of equal chunks: enough for products at full speed, but otherwise logits no larger than the weight."""
+    """Rows per chunk: equal parts of about max(2048, D) rows at most. With D rows, logits are as large as the weight."""
     chunks = -(-rows // max(_FEWEST_ROWS, features))
     return -(-rows // max(1, chunks) // 128) * 128 if chunks > 1 else max(1, rows)
 
@@ -46,7 +47,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counts: Tensor | None, options: LossOptions,
         chunk: int,
     ) -> Tensor:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function; computes the gradients that will be wanted."""
+        """Computes the loss and already the needed gradients. torch disables autograd here."""
         factor = rows_factor(targets, options, x.dtype, counts)
         scale = factor.expand(targets.shape) if counts is None else factor * counts
         wide = factor.dtype
@@ -94,13 +95,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _RowLosses(torch.autograd.Function):
-    """The loss of each row, differentiable once in x, weight and bias; for the gradients each chunk's logits are recomputed."""
+    """The loss of each row, differentiable once in x, weight and bias. The backward pass recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions, chunk: int
     ) -> Tensor:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.save_for_backward(x, weight, bias, targets)
         ctx.options, ctx.chunk = options, chunk
         return _row_losses(x, weight, bias, targets, options, chunk)
@@ -154,13 +155,14 @@ def linear_cross_entropy(
         weight: [V, D] of x's dtype.
         targets: [...] int64, each in [0, V) or `ignore_index`; as in `cross_entropy`.
         bias: [V].
-        ignore_index: rows with this target have no loss, no gradient, and do not count in the mean.
+        ignore_index: rows with this target have no loss and no gradient, and do not count in the mean.
         reduction: "mean", "sum" or "none".
         label_smoothing: the share of the target that is spread evenly over all classes, 0 to 1.
-        z_loss: adds z_loss * (log of the softmax's sum)^2 to each row's loss.
-        chunk: rows whose logits are in memory at once. None: logits about as large as the weight, but at least 2048 rows.
-        checked: check targets on a GPU too; the host waits for the GPU then.
-        class_weights: [V], without a gradient: weights of the rows' losses by class, also in the mean.
+        z_loss: z_loss * logsumexp(logits)^2 is added to each row's loss.
+        chunk: the number of rows whose logits are in memory at once. None: equal parts of about max(2048, D) rows at most. With
+            D rows, the logits are as large as the weight.
+        checked: also check the values of targets on a GPU; the host then waits for the GPU.
+        class_weights: [V]: the factor on the loss of rows with this class, as in `cross_entropy`. It has no gradient.
 
     Returns:
         The loss in float32: a scalar, or [...] with reduction "none".

@@ -1,18 +1,18 @@
 """`linear` for training with float8 products; weights and gradients keep their float type.
 
     y  = q(x) q(w)^T + b            q: float8 e4m3 with a scale for each row, or one for all of x and one for all of w
-    dx = q(dy) q(w^T)^T             dy always by rows, because gradients differ most between tokens; w^T by its own rows
+    dx = q(dy) q(w^T)^T             dy always has a scale per row, because gradients differ most between tokens
     dw = dy^T x                     in 16 bits: a rounding error here would accumulate in the weights
     db = the sum of dy over its rows, in float32
 
-Scales are computed in each call: nothing is kept between steps, and the quantised values of a row depend on that row alone.
-This is the recipe of torchao's "rowwise with high-precision weight gradient". Gradients are e4m3 as well: with a scale for each
-row the wider range of e5m2 is not needed. Two of three products run at the 8-bit rate; the price is reading x and dy once more
-and w twice more. `fp8_seconds` predicts both. Not supported: a gradient of the gradient.
+With scales per row, w^T has a scale for each of its own rows, that is for each column of w. Scales are computed in every call:
+nothing is kept between steps, and with scales per row the quantised values of a row depend on that row alone. This is torchao's
+recipe "rowwise with high-precision weight gradient". Gradients are e4m3 as well: with a scale per row the wider range of e5m2
+is not needed. Two of the three products run at the 8-bit rate. In exchange, x and dy are read once more and w twice more.
+`fp8_seconds` predicts both effects. Second derivatives are not supported.
 
-The forward pass quantises w and w^T together (`quantize_both_ways`) and keeps the quantised w^T for the backward pass in place
-of
-w: one byte per weight. Quantising w^T in the backward pass would save this memory but read w two more times.
+The forward pass quantises w and w^T together (`quantize_both_ways`) and saves the quantised w^T for the backward pass instead
+of w: one byte per weight. Quantising w^T in the backward pass would save this memory, but read w two more times.
 """
 
 from typing import Any
@@ -97,11 +97,12 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
 def fp8_seconds(
     tokens: int, rows: int, cols: int, found: Ceilings, launch_s: float, scale: str = "row"
 ) -> tuple[float, float]:  # fmt: skip
-    """Predicted seconds for the products of y and dx, for a weight [rows, cols]: (in bf16, in float8 with quantisation).
+    """Predicted seconds for the products of y and dx with a weight [rows, cols]: (in bf16, in float8 including quantisation).
 
-    dw is the same in both. The prediction uses rooflines and `launch_s` for each launch. A float8 product also waits until its
-    results are written, which is a notable share of so short a time. H100, 28 blocks of hidden size 3072 and 8,192 tokens:
-    predicted 70.2 ms, measured 69.7; 16 blocks of 2048: 25.1 and 24.8; 28 blocks of 1024 and 16,384 tokens: 25.4 and 25.9.
+    dw is left out, because it is the same in both. The prediction is the roofline of each launch plus `launch_s`. For a float8
+    product the time to write the result is added, a notable share of so short a time. Predicted and measured on an H100: 28
+    blocks of hidden size 3072 and 8,192 tokens: 70.2 ms and 69.7 ms; 16 blocks of 2048: 25.1 and 24.8; 28 blocks of 1024 and
+    16,384 tokens: 25.4 and 25.9.
 
     Raises:
         ValueError: the card has no float8.
@@ -124,5 +125,5 @@ def fp8_seconds(
         quantize_rows_op.cost(dy, _FORMAT),
         quantize_both_ways_op.cost(weight, scale, _FORMAT),
     )
-    launches = {"row": 5, "tensor": 6}[scale]  # for x 1 or 2, for dy 1, for the weight 3
+    launches = {"row": 5, "tensor": 6}[scale]  # 1 or 2 for x, 1 for dy, 3 for the weight
     return plain, fp8 + launches * launch_s + sum(roof(cost, found, "bf16").seconds for cost in quantised)

@@ -2,10 +2,10 @@
 
     y = x w^T + b (+ residual),   dx = dy w,   dw = dy^T x,   db = the sum of dy over its rows, in float32
 
-If gradients are wanted, the activation is a separate op, because its gradient needs its input; otherwise it is the product's
-epilogue. The bits of a gradient depend on the shapes alone. The choice for a call is cached under a key of everything in which
-calls may differ except their memory, so the next such call neither checks nor summarises its operands. Not supported: a
-gradient of the gradient.
+With gradients, the activation is a separate op, because its own gradient needs its input; otherwise it is the product's
+epilogue. The implementation that was chosen for a call is cached, so the next call with the same key skips the checks and the
+choice. The key holds everything in which calls can differ, except the memory of their tensors. For the same values, the bits of
+a gradient depend only on the shapes. Second derivatives are not supported.
 """
 
 from typing import Any
@@ -45,16 +45,16 @@ class _Product(torch.autograd.Function):
 
 
 def _gradients(dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Those gradients of x [M, K], weight and bias that are needed; dy [M, N] is contiguous."""
+    """The gradients of x [M, K], weight and bias; None for those that are not needed. dy [M, N] is contiguous."""
     return (
         matmul(dy, weight) if needs[0] else None,
         matmul(dy.mT, x) if needs[1] else None,
-        dy.sum(0) if needs[2] else None,  # torch adds 16 bits in float32 and rounds once
+        dy.sum(0) if needs[2] else None,  # torch sums 16-bit numbers in float32 and rounds once
     )
 
 
 class _Again:
-    """The choices for calls with the same key: of the product, and after a first backward pass of the gradients.
+    """The implementations chosen for calls with the same key: of the product and, after a first backward pass, the gradients.
 
     On a GPU the backward pass runs in a thread of autograd, in which only the default scope is active.
     """
@@ -65,7 +65,7 @@ class _Again:
         self.of_weight: Choice | None = None
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-        """Those gradients of x [..., K], weight and bias that are needed."""
+        """The gradients of x [..., K], weight and bias; None for those that are not needed."""
         rows, flat = dy.reshape(-1, dy.shape[-1]).contiguous(), x.view(-1, x.shape[-1])
         if scope() != self.scope:
             self.scope, self.of_x, self.of_weight = scope(), None, None
@@ -110,7 +110,7 @@ _AGAIN = Held()
 
 
 def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor | None:
-    """Repeat `linear_with_gradient` (without a residual) on such operands; None if there was no such call before."""
+    """`linear_with_gradient` (without a residual) for operands like those of an earlier call; None if there was none."""
     key = call_key((linear_op.generation, activation), x, weight, bias)
     again: _Again | None = None if key is None else _AGAIN.get(key)
     if again is None:
@@ -120,8 +120,7 @@ def linear_again(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 
 def linear_with_gradient(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """activation(x @ weight^T + bias) + residual, differentiable in all of them; x [..., K]. The caller checks the
-    arguments."""
+    """activation(x @ weight^T + bias) + residual, differentiable in all operands; x [..., K]. The arguments are not checked."""
     rows = x.reshape(-1, x.shape[-1])
     if residual is not None and activation == "none" and invariant_scope():
         y: Any = _Product.apply(rows, weight, bias, residual.reshape(-1, weight.shape[0]))

@@ -1,10 +1,11 @@
-"""`linear` with a quantised weight, whose gradient goes to the float weight behind it (straight-through estimator).
+"""`linear` with a quantised weight whose gradient goes to the float weight that was quantised (straight-through estimator).
 
     y = activation(x @ q(w)^T + b)          bitwise the result of `linear(x, q(w), b, activation)`
     dx, dw, db                              the gradients of activation(x @ w^T + b)
 
-So a model trains on the very numbers that the quantised model will give when it is served. In the gradient, both roundings (of
-the weight and of the activation) are treated as the identity (Bengio et al., 2013). With gradients there are two products.
+A model is thus trained on exactly the values that the quantised model computes when it is served. In the gradient, both
+roundings (of the weight and of the activation) are treated as the identity (Bengio et al., 2013). If a gradient is needed, the
+forward pass computes both products.
 """
 
 from torch import Tensor
@@ -26,8 +27,8 @@ def linear_straight_through(
     Args:
         x: [..., K], as in `linear` with a quantised weight.
         weight: [N, K], a float weight of x's dtype.
-        quantized_weight: the quantised `weight`, on the same device. After a change of `weight` the caller must quantise it
-            again.
+        quantized_weight: the quantised `weight`, on the same device. The caller must quantise again after each change of
+            `weight`.
         bias: [N].
         activation: as in `linear`.
 

@@ -1,8 +1,8 @@
-"""Norms over the last dimension with gradients: kernels *_norm.py forward, and norm/backward.py backward.
+"""Norms over the last dimension with gradients. Kernels: kernels/norm/*_norm.py forward, kernels/norm/backward.py backward.
 
-For the backward pass these are kept: x, or the sum that add_layer_norm or add_rms_norm returned; the weight; and for each row
-of layer_norm the mean and 1 / deviation, 8 bytes per row (norm/layer_norm.py). There are first gradients of x, residual, weight
-and bias, which are bitwise the same every time on a card.
+The forward pass saves for the backward pass: x, or the sum that add_layer_norm or add_rms_norm returned; the weight; and for
+layer_norm the mean and 1 / standard deviation of each row, 8 bytes per row (norm/layer_norm.py). x, residual, weight and bias
+have first derivatives, which are bitwise reproducible on one card. Second derivatives raise an error.
 """
 
 from typing import Any
@@ -27,9 +27,9 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         y, stats = of_layer.layer_norm_stats(x, weight, bias, eps)
-        if invariant_scope():  # the same bits as a call without gradients
+        if invariant_scope():  # so that the result has the same bits as without gradients
             y = of_layer.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, stats)
         ctx.eps = eps
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         check_last_dim("rms_norm", x, weight=weight)
@@ -69,11 +69,11 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         y, total = of_rms.add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # the last block's sum is not used: do not read zeros for it
+        ctx.set_materialize_grads(False)  # the last block's sum is not used: no zeros are read for it
         return y, total
 
     @staticmethod
@@ -96,11 +96,11 @@ class _AddLayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         y, total = of_sum.add_layer_norm(x, residual, weight, bias, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # the last block's sum is not used: do not read zeros for it
+        ctx.set_materialize_grads(False)  # the last block's sum is not used: no zeros are read for it
         return y, total
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""`permute` and `transpose` as copies with gradients (kernels/layout/permute.py); the gradient is the copy back."""
+"""`permute` and `transpose` as copies with gradients (kernels/layout/permute.py). The gradient is the inverse permutation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ __all__ = ["permute", "transpose"]
 
 
 class _Permute(torch.autograd.Function):
-    """The copy; differentiable any number of times, because its gradient is the copy back."""
+    """The copy; differentiable any number of times, because its gradient is the inverse permutation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int]) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.dims = dims
         return _copied(x, dims)
 
@@ -50,8 +50,8 @@ def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
         A new contiguous tensor of x's dtype; its dimension k is x's dimension dims[k].
 
     Raises:
-        ValueError: dims are not x's dimensions. On a GPU also: an element has 16 bytes, or there are more than six dimensions
-            even after merging neighbours that stay neighbours.
+        ValueError: dims are not x's dimensions. On a GPU also: an element has 16 bytes, or more than six dimensions are left
+            after those are merged that stay neighbours in the result.
     """
     wanted = [d + x.dim() if d < 0 else d for d in dims]
     if sorted(wanted) != list(range(x.dim())):
@@ -72,7 +72,7 @@ def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
         dim1: the other dimension.
 
     Raises:
-        ValueError: x does not have one of these dimensions; and the errors of `permute`.
+        ValueError: x does not have one of these dimensions; further as in `permute`.
     """
     if not all(-x.dim() <= d < x.dim() for d in (dim0, dim1)):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Elementwise operators with gradients: activations, gated activations, dropout, rotary embedding.
 
-Each is an op without gradients (activation.py, glu.py, dropout.py and rope.py in kernels/elementwise/) and, if a gradient is
-wanted, a `torch.autograd.Function` around it. Only the inputs of the forward pass are kept for the backward pass; slopes, masks
-and rotations are computed again. A gradient of a gradient is refused, because the ops are forward only.
+Each is an op without gradients (activation.py, glu.py, dropout.py and rope.py in kernels/elementwise/). If an input requires a
+gradient, a `torch.autograd.Function` calls it. Only the inputs of the forward pass are saved for the backward pass;
+derivatives, masks and rotations are recomputed. Second derivatives raise an error, because the ops themselves are forward only.
 """
 
 from typing import Any
@@ -61,10 +61,10 @@ def activation(x: Tensor, kind: str, alpha: float = 1.0) -> Tensor:
         alpha: the alpha of "elu" or the negative slope of "leaky_relu"; ignored for the others.
 
     Returns:
-        In x's shape and dtype; with x's strides if x is dense.
+        A tensor of x's shape and dtype, with x's strides if x is dense.
 
     Raises:
-        ValueError: an unknown kind or an unsupported dtype.
+        ValueError: the kind is unknown or the dtype is not supported.
     """
     if not wants_gradient(x):
         return pointwise.activation(x, kind, alpha)
@@ -106,8 +106,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _Halves(torch.autograd.Function):
-    """f(gate) * up for the two halves of x along the last dimension, the gate first or last. The gradient of x is written as
-    one tensor."""
+    """f(gate) * up, where gate and up are the halves of x along the last dimension. The gradient of x is one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, gate_first: bool) -> Tensor:
@@ -129,7 +128,10 @@ def _halves(x: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
 
 
 def gated_halves(x: Tensor, kind: str, gate_first: bool = True) -> Tensor:
-    """f(gate) * up for x = [gate | up] along the last dimension, or [up | gate]; differentiable. kind: as in `gated_mul`."""
+    """f(gate) * up for x = [gate | up] along the last dimension, or [up | gate] if not gate_first; differentiable.
+
+    kind: f, as in `gated_mul`.
+    """
     if wants_gradient(x):
         return _Halves.apply(x, kind, gate_first)  # pyright: ignore[reportReturnType]
     return _gate(*_halves(x, gate_first), kind)
@@ -145,7 +147,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise, differentiable in both.
 
     Args:
-        gate: [..., F], bf16, fp16 or fp32; a half of a merged [..., 2F] tensor is read without a copy.
+        gate: [..., F], bf16, fp16 or fp32. It may be a half of a merged [..., 2F] tensor, which is read without a copy.
         up: in the shape and dtype of gate.
 
     Returns:
@@ -158,21 +160,21 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor, approximate: bool = False) -> Tensor:
-    """gelu(gate) * up, elementwise, differentiable in both. `approximate`: use the tanh form. Otherwise as `silu_mul`."""
+    """gelu(gate) * up, elementwise, differentiable in both; as `silu_mul`. approximate: use the tanh form of gelu."""
     return _gated(gate, up, "gelu_tanh" if approximate else "gelu")
 
 
 def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """f(gate) * up, elementwise, differentiable in both. Otherwise as `silu_mul`.
+    """f(gate) * up, elementwise, differentiable in both; as `silu_mul`.
 
-    kind: "relu", "sigmoid", "silu", "gelu" or "gelu_tanh".
+    kind: f: "relu", "sigmoid", "silu", "gelu" or "gelu_tanh".
     """
     _check_gate("gated_mul", kind)
     return _gated(gate, up, kind)
 
 
 def glu(x: Tensor, dim: int = -1, kind: str = "sigmoid") -> Tensor:
-    """up * f(gate), where up and gate are the first and the second half of x along `dim`: torch's `glu`, for any gate.
+    """up * f(gate), where up and gate are the first and the second half of x along `dim`: torch's `glu` with a choice of f.
 
     Args:
         x: bf16, fp16 or fp32, with an even size along `dim`. If `dim` is not the last dimension, x is copied first.
@@ -180,10 +182,10 @@ def glu(x: Tensor, dim: int = -1, kind: str = "sigmoid") -> Tensor:
         kind: the gate's function, as in `gated_mul`.
 
     Returns:
-        In x's dtype, with half of x's size along `dim`.
+        A tensor of x's dtype, with half of x's size along `dim`.
 
     Raises:
-        ValueError: an odd size, or an unknown kind.
+        ValueError: the size along `dim` is odd, or the kind is unknown.
     """
     _check_gate("glu", kind)
     if x.dim() == 0 or x.shape[dim] % 2:
@@ -199,7 +201,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, state: Tensor, p: float) -> Tensor:
         x = dense(x)
         ctx.save_for_backward(state)
-        # The mask depends on the order of memory, so the gradient must have the layout of x.
+        # The mask depends on the order of elements in memory, so the gradient must have the layout of x.
         ctx.options = (x.shape, x.stride(), p)
         return _drop(x, state, p)
 
@@ -214,20 +216,20 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float = 0.5, state: Tensor | None = None) -> Tensor:
-    """x with a share p of its elements set to zero and the rest scaled by 1 / (1 - p); differentiable in x.
+    """Set each element of x to zero with probability p and scale the others by 1 / (1 - p); differentiable in x.
 
     Args:
         x: any shape, bf16, fp16 or fp32.
         p: in [0, 1].
-        state: int64 [2] on x's device, (seed, offset); with the order of x's memory it determines the mask. None: draw two
-            numbers from torch's generator of that device, in one small launch. `torch.manual_seed` makes them repeatable, and a
-            captured graph draws new ones at each replay.
+        state: int64 [2] on x's device, (seed, offset). Together with the order of x's elements in memory it determines the
+            mask. None: torch's generator of that device draws the two numbers, in one small launch. `torch.manual_seed` makes
+            them reproducible, and a captured graph draws new ones at each replay.
 
     Returns:
-        x's shape and dtype.
+        A tensor of x's shape and dtype.
 
     Raises:
-        ValueError: p is not in [0, 1], or the state does not fit.
+        ValueError: p is not in [0, 1], or state has another shape, dtype or device.
     """
     if p == 1:
         return x * 0.0
@@ -264,12 +266,12 @@ def rope(
     """Rotate queries and keys by their positions, differentiable in both.
 
     Args:
-        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read without a copy.
+        q: [T, H, D], bf16, fp16 or fp32. It may be a view of a merged projection, which is read without a copy.
         k: [T, G, D] of q's dtype.
         positions: [T] int64, each in [0, max_pos).
         cos_sin: [max_pos, 2, R/2] float32 from `rope_table`; R <= D. It has no gradient.
-        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
-        inverse: rotate the other way.
+        interleaved: the pairs that are rotated are (2i, 2i + 1) instead of (i, i + R/2).
+        inverse: rotate by the negative angle.
 
     Returns:
         (q, k) rotated, contiguous.

@@ -1,8 +1,8 @@
 """sum, mean, max and argmax over any dimensions, with gradients and torch's semantics (kernels/reduce/reduction.py).
 
-The input is viewed as [N, R, C], where R is reduced. This needs no copy if the reduced dimensions are neighbours in a dense
-tensor (the last ones, the first ones, or some in between); otherwise x is copied. An empty reduction behaves as in torch: a sum
-is 0, a mean is NaN, and a maximum is an error.
+The input is viewed as [N, R, C], of which R is reduced. This needs no copy if the reduced dimensions are neighbours in a
+contiguous tensor (the last ones, the first ones, or some in between); otherwise x is copied. A reduction over no elements
+behaves as in torch: a sum is 0, a mean is NaN, and a maximum is an error.
 """
 
 import math
@@ -20,7 +20,7 @@ __all__ = ["argmax", "max", "mean", "sum"]
 
 
 def _dims(op: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """The dimensions, counted from the first, in order."""
+    """The dimensions as sorted non-negative numbers. Raises ValueError if x does not have them."""
     if not x.is_floating_point():
         raise ValueError(f"{op}: x must hold floats, got {list(x.shape)} {x.dtype}")
     given = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim) or range(x.dim())
@@ -33,7 +33,7 @@ def _dims(op: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
 
 
 def _columns(x: Tensor, dims: list[int]) -> Tensor:
-    """x as [N, R, C] with all of `dims` in R, as dense as the op needs it."""
+    """x as [N, R, C], where R is all of `dims`: a view if the op can read it, otherwise a copy."""
     kept = [d for d in range(x.dim()) if d not in dims]
     neighbours = dims[-1] - dims[0] == len(dims) - 1
     if x.is_contiguous() and neighbours:
@@ -48,11 +48,11 @@ def _shape(x: Tensor, dims: list[int], keepdim: bool) -> list[int]:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum or mean over dims, which stay with size 1; differentiable any number of times."""
+    """The sum or mean over dims, which are kept with size 1; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: list[int], mean: bool) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.shape, ctx.count = x.shape, math.prod([x.shape[d] for d in dims]) if mean else 1
         return _summed(x, dims, mean)
 
@@ -63,7 +63,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(x: Tensor, dims: list[int], mean: bool) -> Tensor:
-    """With the reduced dimensions kept with size 1."""
+    """The sum or mean; the reduced dimensions are kept with size 1."""
     shape = _shape(x, dims, True)
     if not math.prod([x.shape[d] for d in dims]):
         return torch.full(shape, math.nan if mean else 0.0, dtype=x.dtype, device=x.device)
@@ -89,25 +89,25 @@ def sum(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False
         keepdim: keep the reduced dimensions, with size 1.
 
     Returns:
-        In x's dtype.
+        The sums, in x's dtype.
 
     Raises:
-        ValueError: x does not hold floats, does not have such a dimension, or a dimension is named twice.
+        ValueError: x is not floating point, x does not have such a dimension, or a dimension is named twice.
     """
     return _reduced("sum", x, dim, keepdim)
 
 
 def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The mean over dimensions, accumulated in float32. Arguments and errors as in `sum`; the mean of nothing is NaN."""
+    """The mean over dimensions, accumulated in float32. Arguments and errors as in `sum`; the mean of no elements is NaN."""
     return _reduced("mean", x, dim, keepdim)
 
 
 class _Max(torch.autograd.Function):
-    """(values, indices) of the maximum over one dimension, which stays with size 1; differentiable any number of times."""
+    """(values, indices) of the maximum over one dimension, which is kept with size 1; differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         values, places = _largest("max", x, [dim])
         ctx.save_for_backward(places)
         ctx.shape, ctx.dim = x.shape, dim
@@ -122,7 +122,7 @@ class _Max(torch.autograd.Function):
 
 
 def _largest(op: str, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """(values, indices), with the reduced dimensions kept with size 1."""
+    """(values, indices) of the maximum; the reduced dimensions are kept with size 1."""
     shape = _shape(x, dims, True)
     if not math.prod([x.shape[d] for d in dims]):
         raise IndexError(f"{op}: there is no largest of nothing: dimensions {dims} of x {list(x.shape)} are empty")
@@ -133,7 +133,7 @@ def _largest(op: str, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest element along a dimension, and where it is.
+    """The largest element along a dimension, and its index.
 
     Args:
         x: bf16, fp16 or fp32, any shape. NaN is larger than any number.
@@ -141,11 +141,11 @@ def max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
         keepdim: keep the reduced dimension, with size 1.
 
     Returns:
-        (values of x's dtype, indices int64). Of equal values the first is taken.
+        (values of x's dtype, indices int64). Among equal values the first one is taken.
 
     Raises:
         IndexError: the dimension is empty.
-        ValueError: x does not hold floats, or does not have such a dimension.
+        ValueError: x is not floating point, or does not have such a dimension.
     """
     dims = _dims("max", x, dim)
     if not dims:
@@ -165,11 +165,11 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         keepdim: keep the reduced dimensions, with size 1.
 
     Returns:
-        int64. Of equal values the first is taken.
+        Indices, int64. Among equal values the first one is taken.
 
     Raises:
         IndexError: there are no elements.
-        ValueError: x does not hold floats, or does not have such a dimension.
+        ValueError: x is not floating point, or does not have such a dimension.
     """
     dims = _dims("argmax", x, dim)
     if not dims:

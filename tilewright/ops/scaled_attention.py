@@ -1,8 +1,8 @@
-"""`attention` in 8 bits, for long prompts: quantise keys and values, then attend to the quantised values. Two launches.
+"""`attention` in 8 bits, for long prompts. Two launches: quantise keys and values, then attention with the quantised operands.
 
-Forward only. It runs only if the caller asks for it with `ops.attention(precision=...)`. kernels/attention/fp8/quantize_kv.py
-and kernels/attention/fp8/attention.py say what is rounded and how exact the result is; docs/experiments/attention-8bit.md has
-figures.
+Forward only. It runs only if the caller requests it with `ops.attention(precision=...)`. kernels/attention/fp8/quantize_kv.py
+and kernels/attention/fp8/attention.py describe what is rounded and how exact the result is; measurements are in
+docs/experiments/attention-8bit.md.
 """
 
 import math
@@ -28,11 +28,11 @@ def scaled_attention(
     Args:
         q: [B, S, H, D] bf16 or fp16, D a multiple of 16, at most 256. The last dimension is dense.
         k: [B, SK, G, D], H a multiple of G.
-        v: as k.
-        precision: "fp8": both products in float8 e4m3; or "int8": scores in int8, values in the dtype of v.
+        v: in the shape of k.
+        precision: "fp8": both products in float8 e4m3. "int8": q k^T in int8, the product with v in the dtype of v.
         causal: each query sees the keys up to its own position; the last query is at the position of the last key.
         scale: factor on q . k, above 0; None for 1 / sqrt(D).
-        given: other options of `ops.attention` by name. All must be None or False: 8-bit attention has none of them.
+        given: the other options of `ops.attention` by name. All must be None or False, because 8-bit attention supports none.
 
     Returns:
         The averages, in q's dtype, [B, S, H, D], contiguous. A query that sees no key gives zeros.

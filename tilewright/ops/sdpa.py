@@ -1,4 +1,4 @@
-"""`sdpa`: torch's scaled_dot_product_attention with the kernels of this package, so that one import switches a model."""
+"""`sdpa`: torch's scaled_dot_product_attention with the kernels of this package. A model switches by changing one import."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ __all__ = ["sdpa"]
 
 
 def _ours(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool) -> bool:
-    """Whether the kernels of this package take the call. All others, also invalid calls, go to torch."""
+    """Whether the kernels of this package support the call. All other calls, also invalid ones, go to torch."""
     tensors = (query, key, value)
     if any(t.is_nested for t in tensors) or (not torch.compiler.is_compiling() and transforms()):
         return False
@@ -44,9 +44,10 @@ def sdpa(
 
     A call goes to `ops.attention` if all of this holds: tensors are [B, H, S, D] in bf16, fp16 or fp32 with head dims of at
     most 256; there is neither attn_mask nor dropout; the scale is above 0; and the tensors are transposed views of [B, S, H,
-    D], as projections give them. With is_causal, queries and keys must also be equally many, because torch aligns the first
-    query with the first key and `ops.attention` the last ones. Under torch.autocast, operands are cast as torch casts them.
-    Every other call goes to torch's own function: nested tensors, torch.func's transforms, and invalid calls too.
+    D], as projections produce them. With is_causal there must also be as many queries as keys, because torch aligns the first
+    query with the first key, and `ops.attention` the last query with the last key. Under torch.autocast, operands are cast as
+    torch casts them. Every other call goes to torch's own function, including nested tensors, the transforms of torch.func,
+    and invalid calls.
 
     Args:
         query: [B, H, S, D].

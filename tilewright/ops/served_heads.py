@@ -1,7 +1,8 @@
-"""Queries and keys computed as the inference server does, with gradients, so that training can have the server's bits.
+"""Queries and keys computed exactly as the inference server does, but with gradients: training gets the same bits as serving.
 
-The server normalises and rotates heads in one launch, which rounds once, and writes keys into pages (`rope_kv_write`). Here a
-page holds one token: so keys are laid out as [T, G, D], and attention over packed rows reads them without a copy.
+The server normalises and rotates heads in one launch, which rounds once, and writes keys into pages (`rope_kv_write`). The same
+op is used here with pages of one token. The written keys then have the layout [T, G, D], which attention over packed rows reads
+without a copy.
 """
 
 from functools import lru_cache
@@ -26,14 +27,14 @@ __all__ = ["paged_is_packed", "served_heads"]
 
 
 class _ServedHeads(torch.autograd.Function):
-    """(q, k) normed and rotated, differentiable once in q, k and the norms."""
+    """(q, k) normalised and rotated; differentiable once in q, k and the weights of the norms."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, positions: Tensor,
         slots: Tensor, cos_sin: Tensor, eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         ctx.save_for_backward(q, k, q_norm, k_norm, positions, cos_sin)
         ctx.options = eps, interleaved
         keys, values = torch.empty(2, k.shape[0], k.shape[1], 1, k.shape[2], dtype=k.dtype, device=k.device).unbind()
@@ -43,7 +44,7 @@ class _ServedHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(gradients of q, k, None, of the norms), and None for the rest."""
+        """(gradient of q, gradient of k, None, gradients of the two norm weights), and None for the rest."""
         q, k, q_norm, k_norm, positions, cos_sin = ctx.saved_tensors
         eps, interleaved = ctx.options
         dq, dk = rope(grads[0].contiguous(), grads[1].contiguous(), positions, cos_sin, interleaved, True)
@@ -61,7 +62,7 @@ def served_heads(
     """The queries that `ops.rope_kv_write` returns and the keys that it writes, as tensors with gradients.
 
     Args:
-        q: [T, H, D], bf16, fp16 or fp32; a view into a merged projection is read without a copy.
+        q: [T, H, D], bf16, fp16 or fp32. It may be a view of a merged projection, which is read without a copy.
         k, v: [T, G, D] of q's dtype.
         positions: [T] int64.
         slots: [T] int64, 0, 1, ... T - 1; all layers can share this tensor.
@@ -77,10 +78,10 @@ def served_heads(
 
 
 def paged_is_packed(q: Tensor, kv_heads: int, page_size: int, window: int | None, sinks: Tensor | None) -> bool:
-    """Whether paged attention, in the active scope, runs exactly the loop of `ops.attention` with a causal mask.
+    """Whether paged attention, in the active scope, computes exactly the same as `ops.attention` with a causal mask.
 
-    This is so for the invariant Hopper kernels: both have the same config, which depends on the head dim, and go through blocks
-    of keys that begin at the same places. q: [T, H, D], of either.
+    This holds for the invariant Hopper kernels. Both have the same config, which depends on the head dim, and loop over blocks
+    of keys that begin at the same positions. q: [T, H, D], the queries of either function.
     """
     return _one_loop(q.get_device(), q.dtype, q.shape[1], kv_heads, q.shape[2], page_size, window, sinks is not None, scope())
 

@@ -1,6 +1,7 @@
 """softmax and log_softmax with gradients, over any dimension (kernels/softmax/softmax.py, and softmax/backward.py).
 
-The result is kept for the backward pass. A dimension that is not the last is moved there by a copy, and back by another.
+The result is saved for the backward pass. If the dimension is not the last one, one copy moves it there, and another moves it
+back.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: bool) -> Tensor:
-        """Runs without gradients, as torch does inside of a Function."""
+        """torch disables autograd during this function."""
         y = kernels.log_softmax(x) if log else kernels.softmax(x)
         ctx.save_for_backward(y)
         ctx.log = log
@@ -53,13 +54,13 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Args:
         x: any shape with at least one dimension, bf16, fp16 or fp32.
-        dim: the dimension; if it is not the last, there are two copies.
+        dim: the dimension. If it is not the last one, x and the result are each copied once.
 
     Returns:
-        In x's shape and dtype, contiguous. A row that is all -inf gives NaN, as in torch.
+        A contiguous tensor of x's shape and dtype. A row that is all -inf gives NaN, as in torch.
 
     Raises:
-        ValueError: x is a scalar, does not hold floats, or does not have such a dimension.
+        ValueError: x is a scalar, is not floating point, or does not have such a dimension.
     """
     return _over(x, dim, False)
 
@@ -68,6 +69,6 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     """The logarithm of softmax over one dimension. Arguments and errors as in `softmax`.
 
     Returns:
-        In x's shape and dtype, contiguous.
+        A contiguous tensor of x's shape and dtype.
     """
     return _over(x, dim, True)

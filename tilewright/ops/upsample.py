@@ -1,8 +1,8 @@
 """Resizing with gradients, in torch's shapes: [N, C, H, W], [N, C, L] or [N, C, D, H, W].
 
-The kernels are channels-last (kernels/spatial/upsample.py): torch's channels-last memory is read without a copy, any other
-tensor is copied first. The result is channels-last in memory. A volume is resized plane by plane, then in depth; this is two
-passes, and 16-bit numbers are rounded in between.
+The kernels are channels-last (kernels/spatial/upsample.py). A tensor in torch's channels-last memory format is read without a
+copy; any other tensor is copied first. The result is channels-last in memory. A volume is resized in two passes, first each
+plane, then along the depth; 16-bit numbers are rounded between the passes.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def upsample(
         x: [N, C, H, W], [N, C, L] or [N, C, D, H, W], bf16, fp16 or fp32; channels-last memory is read without a copy.
         size: the result's (depth,) height and width, or one number for all of them. Give either this or scale_factor.
         scale_factor: ratio of the result's size to x's, one number or one for each dimension; sizes are rounded down. It is
-            replaced by the nearest fraction with a denominator up to 1000, so that places are computed exactly.
+            replaced by the nearest fraction with a denominator up to 1000, so that positions are computed exactly.
         mode: "nearest"; "linear" for [N, C, L], "bilinear" and "bicubic" for [N, C, H, W], "trilinear" for [N, C, D, H, W].
         align_corners: for modes other than "nearest": align the corner pixels of both images instead of their borders.
 
@@ -70,7 +70,7 @@ def upsample(
         images, depth, *_, channels = y.shape
         y = _resized(y.flatten(0, 1), steps[1:], of, corners)
         sides = y.shape[1:3]
-        # Treat each pixel of a plane as a place along the second axis, which is not resized.
+        # The pixels of a plane are flattened to one axis, the second, which is not resized.
         y = _resized(y.reshape(images, depth, -1, channels), [steps[0], (sides.numel(), 1, 1)], of, corners)
         return y.unflatten(2, sides).movedim(-1, 1)
     y = _resized(y.view(y.shape[0], *[1] * (2 - spatial), *y.shape[1:]), [(1, 1, 1)] * (2 - spatial) + steps, of, corners)
@@ -78,7 +78,7 @@ def upsample(
 
 
 def _resized(x: Tensor, steps: list[tuple[int, int, int]], mode: str, corners: bool) -> Tensor:
-    """Resize images [N, H, W, C]; for each axis (size of the result, num, den)."""
+    """Resize images [N, H, W, C]. steps: for each axis (size of the result, num, den), as `_axis` returns them."""
     out, num, den = (list(numbers) for numbers in zip(*steps, strict=True))
     options = (out, mode, num, den, corners)
     if wants_gradient(x):
@@ -87,7 +87,7 @@ def _resized(x: Tensor, steps: list[tuple[int, int, int]], mode: str, corners: b
 
 
 def _spread(size: Any, factor: Any, spatial: int) -> tuple[list[Any], list[Any]]:
-    """Size and factor for each dimension, one of them None."""
+    """(sizes, factors), one for each dimension; the numbers of one of the two lists are all None."""
     both = []
     for name, value in (("size", size), ("scale_factor", factor)):
         given = list(value) if isinstance(value, Sequence) else [value] * spatial

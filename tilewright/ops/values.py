@@ -1,4 +1,4 @@
-"""For a number that is computed in two ways: a result with the value of one and the gradient of the other."""
+"""`valued`: the values of one tensor with the gradient of another. `invariant_scope`: whether that scope is active."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ __all__ = ["invariant_scope", "valued"]
 
 
 def invariant_scope() -> bool:
-    """Whether the invariant scope is active. Under torch.compile: whether it was while tracing (Dynamo reads no context
-    variable)."""
+    """Whether the invariant scope is active. Under torch.compile: whether it was active during tracing, because Dynamo cannot
+    read context variables."""
     return scope().invariant
 
 
-# Does what torch.compiler.assume_constant_result does, without importing Dynamo, which takes 1.5 s in every process.
+# Has the effect of torch.compiler.assume_constant_result, which would import Dynamo. That import takes 1.5 s in every process.
 invariant_scope._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -31,13 +31,13 @@ class _Valued(torch.autograd.Function):
 
 
 def valued(y: Tensor, value: Tensor) -> Tensor:
-    """`value`, with the gradient of y; both are the same number, rounded differently.
+    """A tensor with the values of `value` and the gradient of `y`. Both are the same quantity, rounded differently.
 
-    With this, a forward pass with gradients has the same bits in the invariant scope as one without. If the kernel that serving
-    uses keeps nothing for a backward pass, the number is computed a second time by operators that do.
+    In the invariant scope, this gives a forward pass with gradients the same bits as one without. It is used where the kernel
+    for serving saves nothing for a backward pass: other operators, which have gradients, then compute the quantity once more.
 
     Args:
         y: any shape, with a gradient.
-        value: y's shape and dtype, without one.
+        value: in y's shape and dtype, without a gradient.
     """
     return _Valued.apply(y, value)  # pyright: ignore[reportReturnType]

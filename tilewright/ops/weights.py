@@ -1,7 +1,7 @@
 """Weights of 8 and 4 bits, which replace the float parameter in `nn.Linear.weight`.
 
-A quantised weight is a module of buffers, so it moves, saves and loads with its layer. It has the `shape` [N, K], the
-`dtype` and the `device` of the float weight that it replaces; its type decides which op runs (`ops/linear.py`).
+A quantised weight is a module with buffers, so it is moved, saved and loaded with its layer. It has the `shape` [N, K], the
+`dtype` and the `device` of the float weight that it replaces. Its type decides which op runs (`ops/linear.py`).
 
 | type                | formats           | product                                                        |
 |---------------------|-------------------|----------------------------------------------------------------|
@@ -13,7 +13,7 @@ A quantised weight is a module of buffers, so it moves, saves and loads with its
 
 Not here: gradients of the weight, quantising a whole model (`tilewright.quant`), layouts of checkpoints (`tilewright.models`).
 
-    N outputs, K inputs, (r, c) rows and columns that share a scale
+    N outputs, K inputs, block (r, c): r rows and c columns share a scale
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _CHUNK_ELEMENTS = 1 << 24
-"""Elements quantised at a time: several float32 copies of a whole weight of 28672 x 8192 would take gigabytes."""
+"""Elements that are quantised at once. For a whole weight of 28672 x 8192, several float32 copies would take gigabytes."""
 _STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8-e5m2", torch.uint8: "int4-zero"}
 
 
@@ -52,11 +52,11 @@ class QuantizedWeight(nn.Module, ABC):
     """Quantised values and scales of a weight [N, K].
 
     Args:
-        codes: the quantised values: int8 or float8 [N, K]; or for int4 uint8 [N, K / 2], packed as by `formats.pack_int4`.
-        scales: float32 [N] for rows, [N / r, K / c] rounded up for blocks (r, c).
-        zeros: zero points, for int4 only: uint8 in the shape of scales; None: 8.
-        block: (1, 0) for rows, else (r, c).
-        dtype: of the float weight that this replaces, and of the layer's activations.
+        codes: the quantised values: int8 or float8 [N, K]; for int4 uint8 [N, K / 2], packed as by `formats.pack_int4`.
+        scales: float32, [N] for one scale per row, or [N / r, K / c] (rounded up) for blocks (r, c).
+        zeros: zero points, only for int4: uint8 in the shape of scales; None: all are 8.
+        block: (1, 0) for one scale per row, otherwise (r, c).
+        dtype: the dtype of the float weight that this one replaces, and of the layer's activations.
     """
 
     scales: Tensor
@@ -73,7 +73,7 @@ class QuantizedWeight(nn.Module, ABC):
         self._cols = codes.shape[1] * (2 if packed else 1)
         if packed:
             codes = prepare(codes)
-        # Rows begin at multiples of 16 bytes, as the products need it.
+        # The products need rows that begin at multiples of 16 bytes.
         elif (padded := padded_width(self._cols)) != self._cols:
             codes = F.pad(codes.view(torch.uint8), (0, padded - self._cols)).view(codes.dtype)
         self.register_buffer("stored", codes.contiguous())
@@ -82,19 +82,19 @@ class QuantizedWeight(nn.Module, ABC):
 
     @property
     def operand(self) -> Tensor:
-        """The codes as the products read them: [N, K]; int4 in the order of `kernels/gemm/weight_only/int4_layout.py`."""
+        """The codes as the products read them: [N, K]; for int4 in the layout of `kernels/gemm/weight_only/int4_layout.py`."""
         stored = self.stored
         return stored if stored.dtype == torch.uint8 or stored.shape[1] == self._cols else stored[:, : self._cols]
 
     @property
     def codes(self) -> Tensor:
-        """[N, K]; for int4 [N, K / 2], as they were given."""
+        """The codes as they were given: [N, K], or [N, K / 2] for int4."""
         return restore(self.stored, self._cols) if self.stored.dtype == torch.uint8 else self.operand
 
     @property
     @abstractmethod
     def format(self) -> str:
-        """The name in `WEIGHT_FORMATS`, or for formats that only checkpoints use a name like "fp8-e5m2"."""
+        """The name in `WEIGHT_FORMATS`. Formats that only checkpoints use have other names, such as "fp8-e5m2"."""
 
     @property
     def shape(self) -> torch.Size:
@@ -116,7 +116,7 @@ class QuantizedWeight(nn.Module, ABC):
         return 2
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """(code - zero) * scale, [N, K]; in `self.dtype` unless another is given."""
+        """(code - zero) * scale, [N, K], in the given dtype; None: `self.dtype`."""
         rows = self.block == (1, 0)
         q = Quantized(
             format=_STORED[self.stored.dtype],
@@ -130,7 +130,7 @@ class QuantizedWeight(nn.Module, ABC):
         return dequantize(q, dtype or self.dtype)
 
     def by_rows(self) -> Self:
-        """The same weight with scales that no two rows share; itself if this is the case already."""
+        """The same weight with separate scales for each row; the weight itself if this is the case already."""
         rows = self.block[0]
         if rows == 1:
             return self
@@ -142,7 +142,7 @@ class QuantizedWeight(nn.Module, ABC):
         return type(self)(codes, scales, zeros, block=block, dtype=self.dtype)
 
     def split_rows(self, parts: Sequence[int]) -> list[Self]:
-        """Split the rows into several weights. If a part begins inside of a block, all parts get scales for single rows."""
+        """Split the rows into several weights. If a part begins within a block, the scales of all parts are for single rows."""
         if any(sum(parts[:i]) % self.block[0] for i in range(len(parts))):
             return self.by_rows().split_rows(parts)
         scale_rows = [-(-part // self.block[0]) for part in parts]
@@ -153,7 +153,7 @@ class QuantizedWeight(nn.Module, ABC):
         ]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Called by module methods that move or cast: codes and scales are moved; a new float dtype is only recorded."""
+        """Called by methods such as `to` and `half`: codes and scales are moved, and a new float dtype is only recorded."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self.device))
         for name, buffer in self.named_buffers():
             moved = torch.empty_like(buffer, device=probe.device) if buffer.is_meta else buffer.to(probe.device)
@@ -183,17 +183,17 @@ class ScaledWeight(QuantizedWeight):
 
 
 class StaticWeight(ScaledWeight):
-    """A `ScaledWeight` whose activation is quantised with one scale (for int8 also a zero point) found by calibration.
+    """A `ScaledWeight` whose activation is quantised with one scale (for int8 also a zero point) that calibration has found.
 
-    Args (besides those of `QuantizedWeight`):
+    Args (in addition to those of `QuantizedWeight`):
         x_scale: one float32: the scale of the activation.
-        x_zero: the activation's zero point, one whole float32 number from -128 to 127; None: 0.
+        x_zero: the activation's zero point, one float32 with an integer value from -128 to 127; None: 0.
     """
 
     x_scale: Tensor
     x_zero: Tensor | None
     offset: Tensor | None
-    """What the zero point contributes to the product and has to be subtracted: [N] float32, like a bias."""
+    """[N] float32, added like a bias: it removes the contribution of the zero point from the product."""
 
     def __init__(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None = None, *, block: tuple[int, int], dtype: torch.dtype,
@@ -210,12 +210,12 @@ class StaticWeight(ScaledWeight):
 
     @property
     def format(self) -> str:
-        """int8-static or fp8-static; not in `WEIGHT_FORMATS`, whose weights need no calibration."""
+        """int8-static or fp8-static. They are not in `WEIGHT_FORMATS`, which lists formats that need no calibration."""
         return f"{self.value_format}-static"
 
     @property
     def input_qparams(self) -> tuple[float, float]:
-        """(scale, zero point) of the activation; zeros on "meta", where they are unknown."""
+        """(scale, zero point) of the activation; (0, 0) on "meta", where they are unknown."""
         known = [0.0 if t is None or t.is_meta else t.item() for t in (self.x_scale, self.x_zero)]
         return known[0], known[1]
 
@@ -224,7 +224,7 @@ class StaticWeight(ScaledWeight):
 
 
 class BlockScaledWeight(QuantizedWeight):
-    """float8 with scales along K, (128, 128) or (1, 128); the activation is quantised in blocks of (1, 128)."""
+    """float8 with a scale for each block of (128, 128) or (1, 128); the activation is quantised in blocks of (1, 128)."""
 
     @property
     def format(self) -> str:
@@ -233,7 +233,10 @@ class BlockScaledWeight(QuantizedWeight):
 
 
 class MXWeight(BlockScaledWeight):
-    """mxfp8 with the scales of `fold_mx_weight`, (128, 128) or (1, 128); the activation is quantised to mxfp8 and folded."""
+    """mxfp8 with scales folded to blocks of (128, 128) or (1, 128) by `fold_mx_weight`.
+
+    The activation is quantised to mxfp8 and folded as well.
+    """
 
     @property
     def format(self) -> str:
@@ -242,7 +245,7 @@ class MXWeight(BlockScaledWeight):
 
 
 class MixedWeight(QuantizedWeight):
-    """int8, float8 or int4; the activation stays as it is."""
+    """int8, float8 or int4; the activation is not quantised."""
 
     @property
     def format(self) -> str:
@@ -259,14 +262,14 @@ class WeightFormat:
     stored: str
     """The name in `tilewright.formats.FORMATS`."""
     blocks: tuple[tuple[int, int], ...]
-    """Candidates; the first one whose group divides K is used. (1, 0): a scale for each row."""
+    """Possible blocks; with `divides` the first one whose columns divide K is used. (1, 0): a scale for each row."""
     divides: bool = False
-    """Whether a group must divide K."""
+    """Whether the columns of a block must divide K."""
     min_arch: int = 80
     meaning: str
 
     def block_for(self, cols: int) -> tuple[int, int] | None:
-        """The block for a weight with `cols` columns, or None if no group divides them."""
+        """The block for a weight with `cols` columns; None if the columns of no block divide them."""
         return next((block for block in self.blocks if not self.divides or cols % block[1] == 0), None)
 
 
@@ -302,8 +305,10 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
 def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     """Quantise a float weight [N, K] to a format of `WEIGHT_FORMATS`, some rows at a time. Works on "meta", too.
 
+    NaN and infinity are not detected: all values of their block become NaN.
+
     Raises:
-        ValueError: the format's group does not divide K. NaN and infinity are not detected: they make their block NaN.
+        ValueError: no block of the format divides K.
     """
     form = WEIGHT_FORMATS[format]
     block = form.block_for(weight.shape[1])
@@ -323,9 +328,9 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
 
 
 def _folded(codes: list[Tensor], scales: list[Tensor]) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
-    """Codes, scales and block of mxfp8 with one scale for 128 columns, and for 128 rows if every piece of the weight allows it.
+    """(codes, scales, block) of mxfp8 with one scale for 128 x 128 elements, or for 1 x 128 if some piece does not allow this.
 
-    On "meta", where values are unknown, the block is that of a trained weight: 128 x 128.
+    On "meta", where values are unknown, the block is 128 x 128, as for a trained weight.
     """
     pieces = list(zip(codes, scales, strict=True))
     folded = [fold_mx(*piece, 128) if piece[0].is_meta else fold_mx_weight(*piece) for piece in pieces]
@@ -336,10 +341,14 @@ def _folded(codes: list[Tensor], scales: list[Tensor]) -> tuple[list[Tensor], li
 
 
 def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Stack weights of one type along their rows, as for a merged layer.
+    """Stack weights of one type along their rows, for a merged layer.
 
-    If a block would span two of them (128 x 128 blocks and a number of rows that 128 does not divide), each row gets its own
-    scale. The static activation scale is the largest of theirs; zero points must be equal.
+    If a block would contain rows of two weights (128 x 128 blocks, and a number of rows that is no multiple of 128), each row
+    gets its own scales. The static activation scale is the largest of all weights. With zero points, scales and zero points of
+    the activation must be equal.
+
+    Raises:
+        ValueError: types or blocks differ, or activation scales or zero points that must be equal are not.
     """
     first = weights[0]
     if len(weights) == 1:
@@ -358,7 +367,7 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _with_one_input(first: StaticWeight, weights: Sequence[StaticWeight]) -> StaticWeight:
-    """`first` with the largest activation scale of the weights, so that none of them saturates earlier than before."""
+    """`first` with the largest activation scale of the weights, so that no activation saturates that did not before."""
     if any(w.x_zero is not None for w in weights) and len(inputs := {w.input_qparams for w in weights}) > 1:
         raise ValueError(
             f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"

@@ -1,4 +1,4 @@
-"""What is known of the inputs of linear layers on calibration data: a sample of the rows, and the range of each column.
+"""Records the inputs of linear layers on calibration data: a sample of the rows, and the range of each column.
 
 Every batch runs through the float model once. At most `MOST_ROWS` rows per layer are kept, on the CPU.
 """
@@ -14,17 +14,17 @@ __all__ = ["MOST_ROWS", "Seen", "observe"]
 
 MOST_ROWS = 2048
 _ROWS_OF_A_BATCH = 128
-"""Rows kept of each batch if the number of batches is unknown; otherwise all batches share `MOST_ROWS`."""
+"""Rows that are kept of each batch if the number of batches is unknown. If it is known, `MOST_ROWS` is divided among them."""
 
 
 @dataclass
 class Seen:
-    """What was collected of one layer's input."""
+    """What was recorded of the input of one layer."""
 
     most: int
-    """Rows to keep of each batch."""
+    """The number of rows to keep of each batch."""
     rows: list[Tensor]
-    """Rows of the layer's input, on the CPU, in its dtype."""
+    """The kept rows of the input, on the CPU, in the dtype of the input."""
     low: Tensor | None = None
     """The minimum of each column over all rows, not only the kept ones: [K] float32, on the CPU."""
     high: Tensor | None = None
@@ -50,7 +50,7 @@ class Seen:
         self.high = high if self.high is None else torch.maximum(self.high, high)
         room = min(self.most, MOST_ROWS - sum(rows.shape[0] for rows in self.rows))
         if room > 0:
-            # Spread over the batch: the first rows alone would be the beginnings of texts.
+            # Rows are taken at equal distances, because the first rows would only be beginnings of texts.
             self.rows.append(flat[:: -(-flat.shape[0] // room)][:room].cpu())
 
 
@@ -59,8 +59,8 @@ def observe(model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iter
 
     Args:
         layers: name -> a module of the model.
-        calibration: batches; a tuple or list is the model's positional arguments, a mapping its keywords, anything else its
-            one argument.
+        calibration: batches. A tuple or list is passed as positional arguments of the model, a mapping as keyword arguments,
+            anything else as the only argument.
 
     Raises:
         ValueError: there are no batches, or a layer's input is not finite.

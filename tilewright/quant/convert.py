@@ -3,13 +3,14 @@
     report = tw.quantize(model, "int8")
     print(report)
 
-Takes tilewright's models and any `torch.nn.Module` with `torch.nn.Linear` layers, which become `tilewright.nn.Linear`. The peak
-of memory is that of the model and one layer. Everything is checked before the first layer is changed.
+Accepts tilewright's models and any `torch.nn.Module` with `torch.nn.Linear` layers, which become `tilewright.nn.Linear`. The
+peak memory is that of the model and one further layer. Everything is checked before the first layer is changed.
 
-Some layers stay as they are, with the reason in the report: those that `skip` names, a weight that two modules share (a tied
-head), and subclasses of `torch.nn.Linear` (their owner may read the weight directly, as `torch.nn.MultiheadAttention` does).
+Some layers are not quantised, and the report states why: layers that `skip` names, layers whose weight two modules share (a
+tied head), and subclasses of `torch.nn.Linear`, because their owner may read the weight directly, as
+`torch.nn.MultiheadAttention` does.
 
-Not here: quantising embeddings, convolutions or the KV cache; training through rounding.
+Not here: quantising embeddings, convolutions or the KV cache; quantisation-aware training.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,10 +34,10 @@ from tilewright.quant.report import LayerReport, Report
 __all__ = ["DEFAULT_SKIP", "check_card", "convert_layer", "find_layers", "quantize"]
 
 DEFAULT_SKIP = ("lm_head",)
-"""The head of a language model, by its usual names; the only pattern that may match nothing."""
+"""The usual name of the head of a language model. This is the only pattern that may match nothing."""
 _HEADS = {"lm_head": ("lm_head", "head")}
 _ACTIVATIONS = {"dynamic": tuple(WEIGHT_FORMATS), "static": ("int8", "fp8"), "static-zero": ("int8",)}
-"""Kind of activation scale -> the formats that can have it."""
+"""Kind of activation scale -> the formats that support it."""
 _OURS = (Linear, ExpertLinear)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -63,15 +64,16 @@ def quantize(
     Args:
         model: a model with weights in bf16, fp16 or fp32, on its device.
         format: int8, fp8, fp8-block, mxfp8, int4 or int8-weight.
-        skip: names of layers to leave as they are: "lm_head", "blocks.0.*", "*.down". The end of a name matches, too.
-        calibration: batches of input for the model; a tuple is its positional arguments, a mapping its keywords. With it, the
-            report has the error of each layer's output instead of its weight, and int4 weights are chosen so that errors on
-            this input cancel out (GPTQ, Frantar et al., 2022). Experts are rounded without it.
+        skip: names of layers that are not quantised, for example "lm_head", "blocks.0.*", "*.down". A pattern may also match
+            only the end of a name.
+        calibration: batches of input for the model; a tuple is passed as positional arguments, a mapping as keyword arguments.
+            With it, the report has the error of each layer's output instead of its weight, and int4 weights are chosen so that
+            errors on this input cancel out (GPTQ, Frantar et al., 2022). Experts are rounded without calibration.
         migrate: 0 to 1, for int8 and fp8 with calibration: move outliers of the activations into the weights, for layers after
             a norm that can absorb the factors (SmoothQuant, Xiao et al., 2022; their choice is 0.5).
-        activation: how int8 and fp8 quantise activations. "dynamic": a scale for each token, computed from it. "static": one
-            scale per layer, from the largest number in its calibration input. "static-zero", for int8: with a zero point as
-            well, for inputs that mostly have one sign. Larger values than in calibration saturate.
+        activation: how int8 and fp8 quantise activations. "dynamic": a scale for each token, computed in every call. "static":
+            one scale per layer, from the largest number in its calibration input. "static-zero", for int8: a zero point as
+            well, for inputs whose values mostly have the same sign. With both, values outside of the calibrated range saturate.
 
     Returns:
         A report with one row for each linear layer.
@@ -153,7 +155,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """id of a parameter -> names of the modules that hold it."""
+    """id of a parameter -> names of the modules that have it."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -186,7 +188,7 @@ def _check_activation(format: str, activation: str, calibration: Iterable[Any] |
 
 
 def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
-    """Check everything that could fail later, so that no model is left half quantised."""
+    """Check everything that could fail later, so that no error leaves a model partly quantised."""
     for name, module in layers.items():
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
@@ -205,7 +207,7 @@ def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
 
 
 def check_card(format: str, card: Device, dtype: torch.dtype) -> None:
-    """Raise ValueError if layers of this format and float dtype cannot run on the device; a CPU runs all."""
+    """Raise ValueError if layers of this format and float dtype cannot run on the device. A CPU supports all of them."""
     form = WEIGHT_FORMATS[format]
     if card.kind != "cuda":
         return
@@ -221,7 +223,7 @@ def check_card(format: str, card: Device, dtype: torch.dtype) -> None:
 
 
 def _check_weight(name: str, shape: Sequence[int], dtype: torch.dtype, format: str) -> None:
-    """Raise ValueError if a weight of this shape and dtype cannot have the format."""
+    """Raise ValueError if a weight of this shape and dtype cannot be quantised to the format."""
     form = WEIGHT_FORMATS[format]
     if dtype not in _FLOATS:
         raise ValueError(f"quantize: the weight of {name} is {dtype}, wanted bfloat16, float16 or float32")
@@ -240,7 +242,7 @@ def convert_layer(name: str, layer: Linear | ExpertLinear, format: str) -> None:
     """Replace the float weight of one layer by a quantised one, without a report.
 
     Raises:
-        ValueError: the weight is not finite, or cannot have the format.
+        ValueError: the weight is not finite, or cannot be quantised to the format.
     """
     _check_layers({name: layer}, format)
     weight = layer.weight
@@ -279,11 +281,11 @@ def _quantize_layer(
 
 
 def _with_static_scale(weight: QuantizedWeight, seen: Seen, *, zero: bool) -> StaticWeight:
-    """The same quantised weight, with a scale and zero point of the activation that cover the calibration input."""
+    """The same quantised weight, with a static scale (and zero point) whose range covers the calibration input."""
     assert isinstance(weight, ScaledWeight)
     assert seen.low is not None
     assert seen.high is not None
-    # 0 must be within the range: padding of the matrix counts as 0.
+    # The range must include 0, because padding of the matrix has the value 0.
     low, high = seen.low.min().clamp_max(0.0), seen.high.max().clamp_min(0.0)
     largest = FORMATS[weight.value_format].largest
     scale = ((high - low) / 255 if zero else torch.maximum(-low, high) / largest).clamp_min(SMALLEST_AMAX / largest)
@@ -313,14 +315,14 @@ def _weight_of(module: nn.Module) -> Tensor | QuantizedWeight:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a layer everywhere in the model: it may be used in two places."""
+    """Replace a layer everywhere in the model, because it may be used in several places."""
     for parent in list(model.modules()):
         for name in [name for name, child in parent._modules.items() if child is old]:
             setattr(parent, name, new)
 
 
 def _weight_error(weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Relative RMS error, some rows at a time: all of a large weight in float32 would take gigabytes."""
+    """The relative RMS error of the weight, some rows at a time, because float32 copies of all rows could take gigabytes."""
     parts = [rows.shape[0] for rows in weight.split(1024)]
     wrong = right = 0.0
     for rows, codes in zip(weight.split(parts), quantized.split_rows(parts), strict=True):
@@ -331,7 +333,7 @@ def _weight_error(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 
 def _output_error(sample: Tensor, weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Relative RMS error of the layer's output for many rows at once; the activation is quantised if the format does that."""
+    """The relative RMS error of the layer's output for the sample; the activation is quantised if the format includes that."""
     with torch.no_grad():
         exact = linear(sample, weight).double()
         wrong = linear(sample, quantized).double() - exact

@@ -5,10 +5,9 @@ the largest activation of a token, which sets its scale, becomes smaller.
 
     s_j = amax |x_j| ^ strength / amax |w_j| ^ (1 - strength)
 
-The division costs nothing if the layer's input comes straight from a norm, whose weight absorbs it. A module lists such pairs
-with
-`norm_pairs()` -> [(norm, linear layer)] (`models.decoder.Block`: attention and feed-forward inputs). Other layers are not
-changed, and the report says so.
+The division costs nothing if the layer's input comes directly from a norm, because the norm's weight can absorb it. A module
+lists such pairs with `norm_pairs()` -> [(norm, linear layer)]; in `models.decoder.Block` they are the inputs of attention and
+feed-forward layer. Other layers are not changed, and the report states this.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ __all__ = ["migrate_into_norms"]
 def migrate_into_norms(
     model: nn.Module, layers: Mapping[str, nn.Module], seen: Mapping[str, Seen], strength: float
 ) -> dict[str, str]:
-    """Change weights, norms and collected inputs of all layers that have a norm before them; name -> a note for the report."""
+    """Change the weight, norm and recorded input of every layer after a norm. Returns name -> a note for the report."""
     norms = {id(layer): norm for module in model.modules() for norm, layer in getattr(module, "norm_pairs", tuple)()}
     notes = {}
     for name, layer in layers.items():
@@ -47,7 +46,7 @@ def _move(norm: nn.Module, layer: nn.Module, found: Seen, strength: float) -> tu
     assert found.high is not None
     largest_x = found.amax.to(weight.device).clamp_min(1e-5)
     largest_w = weight.abs().amax(0).float().clamp_min(1e-5)
-    # Factors are powers of two, so neither the norm's weight nor the layer's is rounded.
+    # Factors are powers of two, so that multiplying by them rounds neither the weight of the norm nor that of the layer.
     factors = torch.exp2((largest_x.log2() * strength - largest_w.log2() * (1 - strength)).round())
     weight.mul_(factors.to(weight.dtype))
     gain.div_(factors.to(gain.dtype))

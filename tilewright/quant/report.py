@@ -14,12 +14,12 @@ class LayerReport:
 
     name: str
     format: str | None
-    """None: it was not quantised, and `note` says why."""
+    """None: the layer was not quantised, and `note` states why."""
     shape: tuple[int, int]
     """[outputs, inputs]."""
     error: float | None
-    """RMS of the difference from the float layer, relative to the float layer's RMS. With calibration it is that of the outputs
-    (without the bias) on that input, otherwise that of the weight. None if nothing was measured."""
+    """RMS of the difference from the float layer / RMS of the float layer: with calibration, of the outputs (without the bias)
+    on that input; otherwise of the weight. None if nothing was measured."""
     bytes_before: int
     bytes_after: int
     note: str = ""
@@ -32,11 +32,11 @@ class Report:
     format: str
     layers: tuple[LayerReport, ...]
     calibrated: bool
-    """Whether errors are those of outputs on calibration input; otherwise they are those of the weights."""
+    """True: errors are those of the outputs on calibration input. False: errors are those of the weights."""
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the weights of all linear layers before."""
+        """Bytes of the weights of all linear layers before quantising."""
         return sum(layer.bytes_before for layer in self.layers)
 
     @property
@@ -51,9 +51,10 @@ class Report:
 
     @property
     def speed(self) -> dict[str, Any] | None:
-        """Measured speed of the format's layers relative to bf16: "card", "measured" (the day), "ratios" by rows of the input.
+        """The measured speed of layers in this format relative to bf16; None if the format was not measured.
 
-        A ratio below 1 is slower than bf16. None if the format was not measured. The model itself is not timed.
+        Keys: "card", "measured" (the day), "ratios" (by rows of the input; below 1 is slower than bf16). The model itself is
+        not timed.
         """
         found = speed_of(self.format)
         return None if found is None else found._asdict()

@@ -1,6 +1,6 @@
-"""Measured speed of layers of each format relative to bf16, by rows of the activation, for the report of `quantize`.
+"""Measured speed of layers in each format relative to bf16, by rows of the activation, for the report of `quantize`.
 
-The figures are those of docs/results.md: `scripts/results_table.py` writes speed.json from the same file.
+The figures are those of docs/results.md; `scripts/results_table.py` writes both docs/results.md and speed.json from one file.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["Speed", "speed_of", "speed_text"]
 
 _SIXTEEN_BIT = ("int4", "int8-weight")
-"""Formats whose activation, and so their product, has 16 bits."""
+"""Formats whose activations, and therefore products, have 16 bits."""
 _FASTER_AT_MANY = "int8"
 
 
@@ -22,7 +22,7 @@ class Speed(NamedTuple):
     measured: str
     """The day of the measurement, ISO 8601."""
     ratios: dict[int, float]
-    """Rows of the activation -> time of the bf16 layer / time of this one, geometric means; above 1 is faster than bf16."""
+    """Rows of the activation -> geometric mean of time of the bf16 layer / time of this one; above 1 is faster than bf16."""
 
 
 @cache

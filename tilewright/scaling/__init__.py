@@ -1,4 +1,4 @@
-"""Scaling laws: plan training runs, make them, fit a law to their losses, and predict larger runs."""
+"""Scaling laws: plan training runs, execute them, fit a law to their losses, and predict larger runs."""
 
 from tilewright.scaling.fit import Fit, fit
 from tilewright.scaling.law import Law, Optimum

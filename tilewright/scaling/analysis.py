@@ -1,6 +1,6 @@
-"""Everything that one table of runs says: the law with intervals, the other methods, and what is doubtful about it.
+"""The analysis of one table of runs: the law with intervals, the results of the other methods, and warnings.
 
-An analysis is saved as JSON by `to_json`, and `predict` needs no more than that.
+`to_json` saves an analysis as JSON, which is all that `predict` needs.
 """
 
 import json
@@ -26,16 +26,17 @@ __all__ = ["Analysis", "Prediction", "analyse", "interval", "predict", "predict_
 _FORMAT = "tilewright-scaling-law"
 _LARGEST_FILE = 64 << 20
 _PULL = 0.5
-"""A run that moves alpha or beta by this many standard errors is named. The furthest of the 240 Chinchilla runs moves 0.4."""
+"""A warning names a run whose removal moves alpha or beta by more than this many standard errors. Among the 240 Chinchilla runs
+the largest shift is 0.4."""
 _NOTHING = 1e-6
-"""Of the smallest loss: a term that is never as large has no part in the law."""
+"""Relative to the smallest loss: a term of the law that is smaller than this for all runs has no influence on the law."""
 _FAR = 8.0
-"""A run whose residual is this many robust standard deviations is named."""
+"""A warning names a run whose residual is larger than this many robust standard deviations."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Analysis:
-    """A fit, the minima and trends by method, and warnings: a sentence each."""
+    """A fit, the minima and trends by method, and warnings, one sentence each."""
 
     runs: Runs
     fit: Fit
@@ -49,7 +50,7 @@ class Analysis:
     backtests: list[Backtest] = field(default_factory=list[Backtest])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values. "samples" are the bootstrap's parameters, a row each in the order of "names"."""
+        """Plain values. "samples" has one row for each bootstrap fit, with its parameters in the order of "names"."""
         law = self.fit.law
         return {
             "format": _FORMAT,
@@ -78,17 +79,21 @@ class Analysis:
 
 
 def interval(at: float, logs: Array) -> tuple[float, float] | None:
-    """95 % for a positive number `at`: 1.96 standard deviations of the resampled logarithms to both sides; None without any."""
+    """The 95 % interval of a positive number `at`: log(at) plus and minus 1.96 standard deviations of the resampled logarithms.
+
+    None if there are no resampled logarithms.
+    """
     if not len(logs):
         return None
-    reach, most = _reach(logs), 700.0  # a float64 ends at e^709; a term that is 0 in a fit has a logarithm far below
+    reach, most = _reach(logs), 700.0  # float64 overflows above e^709; a term that is 0 in a fit has a very negative logarithm
     return math.exp(max(math.log(at) - reach, -most)), math.exp(min(math.log(at) + reach, most))
 
 
 def _reach(values: Array) -> float:
-    """1.96 standard deviations, by the middle 68 % of the values: a few resampled fits end at E = 0, far from the others.
+    """1.96 standard deviations, estimated from the middle 68 % of the values.
 
-    The 2.5th and 97.5th percentiles would be too wide: on 600 tables of 40 runs they held the truth 97 to 98 % of the time.
+    The middle is used because a few resampled fits end at E = 0, far from the others. The interval between the 2.5th and 97.5th
+    percentiles would be too wide: on 600 tables of 40 runs it contained the true value 97 to 98 % of the time.
     """
     low, high = np.percentile(values, [15.87, 84.13])
     return 1.96 * float(high - low) / 2
@@ -106,11 +111,11 @@ def _intervals(found: Fit) -> dict[str, tuple[float, float] | None]:
 
 
 def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 0) -> Analysis:
-    """Fit a law to runs, find the minima by every method, and look for what is doubtful.
+    """Fit a law to runs, find the minima by every method, and write warnings.
 
     Raises:
-        ValueError: too few runs or budgets.
-        MissingExtra: scipy is missing; the extra [scaling] brings it.
+        ValueError: there are too few runs or budgets.
+        MissingExtra: scipy is not installed; it is in the extra [scaling].
     """
     found = fit(runs, delta=delta, bootstrap=bootstrap, seed=seed)
     points = {method: minima(runs, method) for method in METHODS} | {"envelope": envelope(runs)}
@@ -201,7 +206,7 @@ def _disagreements(found: Fit, trends: dict[str, Trend | None]) -> Iterator[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The best use of a budget by a law, each number with its 95 % interval, and how far beyond the runs it lies."""
+    """The best use of a budget according to a law, with 95 % intervals, and the distance of the budget from the runs."""
 
     flops: float
     params: float
@@ -211,25 +216,27 @@ class Prediction:
     loss: float
     loss_interval: tuple[float, float] | None
     frontier_loss: float | None
-    """What the line through the lowest losses of the budgets says; None without one."""
+    """The loss predicted by the line through the lowest losses of the budgets; None if the analysis has no such line."""
     frontier_left_out: float | None
-    """Its relative error for the largest budget, where that was left out."""
+    """The relative error of that line for the largest budget, when fitted without it."""
     budget_law_params: float | None
-    """The best size by the budget law; None where the analysis has none."""
+    """The best size according to the budget law; None if the analysis has none."""
     budget_law_loss: float | None
     budget_law_interval: tuple[float, float] | None
-    """95 %, for a single run."""
+    """The 95 % interval of the loss of a single run."""
     joint_law_params: float | None
-    """The best size by the joint law; None where the analysis has none."""
+    """The best size according to the joint law; None if the analysis has none."""
     joint_law_loss: float | None
     joint_law_interval: tuple[float, float] | None
-    """95 %, for a single run."""
+    """The 95 % interval of the loss of a single run."""
     decades: float
-    """log10 of the budget over the largest run's; 0 or below: no extrapolation."""
+    """log10(budget / FLOPs of the largest run); 0 or below: no extrapolation."""
 
 
 def predict(saved: dict[str, Any], flops: float) -> Prediction:
-    """What an analysis, as `to_json` gives it, says about a budget. The loss interval is that of the law at this law's optimum.
+    """The prediction for a budget from a saved analysis (the result of `to_json`).
+
+    The interval of the loss comes from the losses of the resampled laws at the optimum of the fitted law.
 
     Raises:
         ValueError: the budget is not positive, or the law has no minimum.
@@ -264,7 +271,7 @@ def predict(saved: dict[str, Any], flops: float) -> Prediction:
 
 
 def predict_loss(saved: dict[str, Any], params: float, tokens: float) -> tuple[float, tuple[float, float] | None]:
-    """(what an analysis says of the loss at this size after so many tokens, its 95 % interval if the law was resampled)."""
+    """(predicted loss of a model of this size after `tokens` tokens; its 95 % interval, None if the law was not resampled)."""
     loss = Law(**saved["law"]).loss(params, tokens)
     others = [Law.from_logs(*map(float, row)) for row in saved["samples"]]
     return loss, interval(loss, np.log([other.loss(params, tokens) for other in others]))
@@ -274,7 +281,7 @@ def read_analysis(path: Path) -> dict[str, Any]:
     """The JSON of an analysis, checked.
 
     Raises:
-        ValueError: the file is not one; the message says what is wrong.
+        ValueError: the file is not an analysis; the message states what is wrong.
     """
     if path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted what `tilewright scaling fit --out` wrote")

@@ -1,11 +1,11 @@
-"""A law with a floor that few budgets cannot show: one fit for each of 20 floors, and their mean weighted by likelihood.
+"""Laws whose floor is averaged over: one fit for each of 20 floors, and their mean weighted by likelihood.
 
-Runs within one or two decades of compute do not show the loss below which no model goes. A single fit picks one floor and is
-then too sure of it. Here a form is fitted once for each floor between 0 and the lowest loss. A prediction is the mean of these
-fits, weighted by their likelihood (Bayesian model averaging: Hoeting et al. 1999). Its interval covers the uncertainty of the
-floor and of the other numbers, and the noise of a single run.
+The floor is the loss that no model can go below. Runs within one or two decades of compute do not determine it: a single fit
+would choose one floor, and its intervals would be too narrow. Here a form (the formula of a law) is fitted once for each floor
+between 0 and the lowest loss. A prediction is the mean of these fits, weighted by their likelihood (Bayesian model averaging:
+Hoeting et al. 1999). Its interval covers the uncertainty of the floor and of the other parameters, and the noise of one run.
 
-Shapes: M runs, F floors, P numbers of a form. All float64.
+Shapes: M runs, F floors, P parameters of a form. All float64.
 """
 
 import math
@@ -22,21 +22,22 @@ __all__ = ["AveragedLaw", "Form", "fit_floors"]
 
 _FLOORS = 20
 _NOISE, _NOISE_RUNS = 0.002, 5
-"""Expected scatter of log L between seeds, and the number of runs it counts as, because few runs may fit a curve by chance."""
+"""(expected standard deviation of log L between seeds, number of runs with which it enters the estimate of the noise). It is
+included because few runs may fit a curve too well by chance."""
 _HUBER = 0.005
-"""Residuals of log L above this count linearly."""
+"""The loss of the fit is linear for residuals of log L above this, and quadratic below."""
 _ARRAYS = ("floors", "weights", "numbers", "covariances")
 
 Form = Callable[[Array, float, Array], tuple[Array, Array]]
-"""(numbers [P], floor, x [M, 2]) -> (log L [M], its slopes by the numbers [M, P])."""
+"""(parameters [P], floor, x [M, 2]) -> (log L [M], its derivatives with respect to the parameters [M, P])."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class AveragedLaw:
     """F fits of one form, one for each floor.
 
-    floors [F]. weights [F]: sum 1. numbers [F, P] and covariances [F, P, P]: as the form defines them. noise: scatter of a
-    run's log L around the law.
+    floors: [F]. weights: [F], with sum 1. numbers: [F, P], the parameters that the form defines. covariances: [F, P, P], those
+    of the parameters. noise: the standard deviation of a run's log L around the law.
     """
 
     floors: Array
@@ -47,9 +48,9 @@ class AveragedLaw:
 
     NAME: ClassVar[str]
     COUNT: ClassVar[int]
-    """P."""
+    """P, the number of parameters."""
     CENTERS: ClassVar[tuple[str, ...]] = ()
-    """Fields of a subclass that are plain numbers, saved with the rest."""
+    """Names of further fields of a subclass that are plain numbers; they are saved with the others."""
 
     @staticmethod
     def form(p: Array, floor: float, x: Array) -> tuple[Array, Array]:
@@ -57,7 +58,7 @@ class AveragedLaw:
         raise NotImplementedError
 
     def averaged(self, x: Sequence[float]) -> tuple[float, tuple[float, float]]:
-        """(loss of a run at x [2], its 95 % interval: 1.96 standard deviations of log L to both sides)."""
+        """(predicted loss of a run at x [2], its 95 % interval: log L plus and minus 1.96 standard deviations)."""
         means, variances = [], []
         for floor, p, covariance in zip(self.floors, self.numbers, self.covariances):
             logs, slopes = self.form(p, float(floor), np.array([x], np.float64))
@@ -70,17 +71,17 @@ class AveragedLaw:
 
     @property
     def floor(self) -> float:
-        """The mean of the floors."""
+        """The weighted mean of the floors."""
         return float(self.weights @ self.floors)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as `from_json` reads them."""
+        """Plain values, for `from_json`."""
         plain = {name: getattr(self, name) for name in (*self.CENTERS, "noise")}
         return plain | {name: getattr(self, name).tolist() for name in _ARRAYS}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Self:
-        """The law that `to_json` wrote.
+        """The law from the values that `to_json` returned.
 
         Raises:
             ValueError: a number is missing or not finite, or the shapes disagree.
@@ -105,18 +106,18 @@ def fit_floors(
     starts: Callable[[float, Array | None], list[Array]],
     limits: Sequence[tuple[float, float]],
 ) -> dict[str, Any]:
-    """The fields of an `AveragedLaw`: the form fitted for each floor, and the floors' weights.
+    """The fields of an `AveragedLaw`: the form fitted for each floor, and the weights of the floors.
 
     Args:
-        form: the law.
-        x: [M, 2], where the runs are.
+        form: the formula of the law.
+        x: [M, 2], the inputs of the form for each run.
         y: [M], log L.
-        starts: the numbers [P] from which the fit for a floor begins, of which the best end counts. It is given the floor and
-            the end of the fit for the floor below, None for the first.
-        limits: lowest and highest value of each number. They are wide, so that a fit to meaningless runs stays finite.
+        starts: returns the parameters [P] from which the fits for a floor begin; the best fit is used. Its arguments are the
+            floor and the fitted parameters of the next lower floor (None for the first floor).
+        limits: the lowest and highest value of each parameter. They are wide; they only keep a fit to meaningless runs finite.
 
     Raises:
-        MissingExtra: scipy is missing; the extra [scaling] brings it.
+        MissingExtra: scipy is not installed; it is in the extra [scaling].
     """
     floors = float(np.exp(y.min())) * np.arange(_FLOORS) / _FLOORS
     fits: list[tuple[Array, float]] = []
@@ -140,7 +141,7 @@ def fit_floors(
 def _fit(
     form: Form, floor: float, x: Array, y: Array, start: Array, limits: Sequence[tuple[float, float]]
 ) -> tuple[Array, float]:
-    """(the numbers for one floor, the sum of squares that the Huber loss amounts to)."""
+    """(the fitted parameters for one floor, twice the sum of the Huber losses, which takes the place of a sum of squares)."""
     try:
         from scipy.optimize import least_squares
     except ImportError as error:

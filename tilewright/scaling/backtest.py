@@ -1,4 +1,4 @@
-"""Which form predicts best: every form is fitted to the smaller budgets alone and asked for the loss of the largest."""
+"""A test of which law predicts best: every law is fitted to the smaller budgets only and predicts the loss of the largest."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from tilewright.scaling.runs import FEWEST_BUDGETS, FEWEST_RUNS, Array, Runs, bu
 __all__ = ["Backtest", "backtests"]
 
 _LOWEST = 3
-"""The runs of the largest budget that are predicted: those nearest to its minimum, where the next run will be."""
+"""The number of runs of the largest budget that are predicted: those with the lowest losses, near the best size."""
 _MOST = 6
 
 
@@ -21,9 +21,9 @@ _MOST = 6
 class Backtest:
     """Predictions from `runs` runs of at most `flops` FLOPs, for a budget `factor` times as large.
 
-    law, line, budget_law, joint_law: relative error of the predicted loss, the mean of the three lowest runs (for the line, of
-    the lowest one); line is None where there are too few budgets for it. reach, joint_reach: half of the 95 % interval of the
-    budget law and of the joint law, relative.
+    law, line, budget_law, joint_law: the relative error of the predicted loss, as the mean over the three runs with the lowest
+    losses (for the line: of the lowest one). line is None if there are too few budgets for it. reach, joint_reach: half the
+    width of the 95 % interval of the budget law and of the joint law, relative to the loss.
     """
 
     flops: float
@@ -38,7 +38,7 @@ class Backtest:
 
 
 def backtests(runs: Runs, *, delta: float = DELTA) -> list[Backtest]:
-    """Leave out the largest budget, then the two largest, and so on, up to six and while three budgets are left."""
+    """Leave out the largest budget, then the two largest, and so on: at most six, and at least three budgets remain."""
     groups = [group for group in budgets(runs) if len(group) >= _LOWEST]
     found: list[Backtest] = []
     if not groups:
@@ -73,6 +73,6 @@ def backtests(runs: Runs, *, delta: float = DELTA) -> list[Backtest]:
 
 
 def _compared(predicted: list[tuple[float, tuple[float, float]]], loss: Array) -> tuple[float, float]:
-    """(mean relative error, mean relative reach of the intervals) of predictions with 95 % intervals."""
+    """(mean relative error, mean half width of the intervals relative to the loss) of predictions with 95 % intervals."""
     errors = [said / float(y) - 1 for (said, _), y in zip(predicted, loss, strict=True)]
     return float(np.mean(errors)), float(np.mean([high / said - 1 for said, (_, high) in predicted]))

@@ -1,10 +1,10 @@
-"""The budget law: the lowest loss of a budget as a power of it above a floor, and a parabola over model sizes.
+"""The budget law: the lowest loss is a floor plus a power of the budget; over model sizes, the loss is a parabola.
 
     log L(N, C) = log(E + K / C^gamma) + kappa (log N - log N*(C))^2,   N*(C) = k C^a
 
-The parabola is approach 2 of Hoffmann et al. 2022, here with one curvature for all budgets; the power with a floor is the usual
-form of the lowest loss (Henighan et al., Scaling Laws for Autoregressive Generative Modeling, 2020). The floor E is averaged
-over (averaged.py).
+N: parameters. C: FLOPs. N*(C): the best size for a budget. The parabola is approach 2 of Hoffmann et al. 2022, here with one
+curvature for all budgets. A power with a floor is the usual form of the lowest loss (Henighan et al., Scaling Laws for
+Autoregressive Generative Modeling, 2020). Predictions are averaged over values of the floor E (averaged.py).
 """
 
 import math
@@ -23,7 +23,7 @@ _LIMITS = ((-20.0, 20.0), (0.0, 5.0), (-20.0, 100.0), (-3.0, 3.0), (-20.0, 3.0))
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BudgetLaw(AveragedLaw):
-    """Numbers [F, 5]: log K, gamma, log k, a, log kappa, in budgets divided by e^center."""
+    """numbers [F, 5]: log K, gamma, log k, a, log kappa, for budgets divided by e^center."""
 
     center: float
 
@@ -32,12 +32,12 @@ class BudgetLaw(AveragedLaw):
     CENTERS: ClassVar = ("center",)
 
     def best_size(self, flops: float) -> float:
-        """N* of a budget: the geometric mean over floors."""
+        """N* of a budget: the geometric mean over the floors."""
         c = math.log(flops) - self.center
         return float(np.exp(self.weights @ (self.numbers[:, 2] + self.numbers[:, 3] * c)))
 
     def loss(self, flops: float, params: float | None = None) -> tuple[float, tuple[float, float]]:
-        """(predicted loss of a run, its 95 % interval) for a budget spent on `params` parameters; None: on the best size."""
+        """(predicted loss of a run, its 95 % interval) for a budget and a model of `params` parameters; None: the best size."""
         return self.averaged((math.log(params or self.best_size(flops)), math.log(flops) - self.center))
 
     @staticmethod
@@ -54,11 +54,11 @@ class BudgetLaw(AveragedLaw):
 
 
 def fit_budget_law(runs: Runs) -> BudgetLaw:
-    """Fit the law to runs for each floor, and weigh the floors.
+    """Fit the law to runs for each floor, and compute the weights of the floors.
 
     Raises:
-        ValueError: too few runs or budgets.
-        MissingExtra: scipy is missing; the extra [scaling] brings it.
+        ValueError: there are too few runs or budgets.
+        MissingExtra: scipy is not installed; it is in the extra [scaling].
     """
     runs.check_enough()
     n, y = np.log(runs.params), np.log(runs.loss)

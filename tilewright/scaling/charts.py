@@ -17,7 +17,7 @@ __all__ = ["charts", "write_charts"]
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 _MOST_POINTS = 5000
-"""Of more runs than this, only every n-th is drawn, because an SVG has an element for each point."""
+"""If there are more runs than this, only every n-th is drawn, because an SVG has an element for each point."""
 
 
 def charts(found: Analysis) -> dict[str, dict[str, Any]]:
@@ -67,7 +67,7 @@ def _layer(data: str, mark: dict[str, Any], **encoding: Any) -> dict[str, Any]:
 
 
 def _isoflop(found: Analysis) -> dict[str, Any]:
-    """Loss by size, one colour for each budget: runs, the law's curve, and the minima."""
+    """Loss by model size, with one colour for each budget: the runs, the curve of the law, and the minima."""
     runs, law = found.runs, found.fit.law
     points, curves = [], []
     for group in budgets(runs):
@@ -101,7 +101,7 @@ def _isoflop(found: Analysis) -> dict[str, Any]:
 
 
 def _frontier(found: Analysis) -> dict[str, Any]:
-    """The best size by budget: the result of each method, and the law's line with its band."""
+    """The best size by budget: the result of each method, and the line of the law with its interval."""
     runs, k = found.runs, found.runs.flops_per_param_token
     points = [
         {"C": p.flops, "N": p.params, "method": method} for method, got in found.points.items() for p in got if not p.problem
@@ -131,7 +131,7 @@ def _frontier(found: Analysis) -> dict[str, Any]:
 
 
 def _residuals(found: Analysis) -> dict[str, Any]:
-    """How far each run is off the law, by its FLOPs."""
+    """The residual of each run from the law, by its FLOPs."""
     runs = found.runs
     logs = logs_and_shares(np.array([found.fit.law.logs]), np.log(runs.params), np.log(runs.tokens))[0][0]
     off = 100 * (runs.loss / np.exp(logs) - 1)

@@ -1,7 +1,7 @@
-"""Fits the parametric law: L-BFGS from a grid of starts, a final polish, bootstrap intervals, and a test of given parameters.
+"""Fits the parametric law: L-BFGS from a grid of starts, a refinement, bootstrap intervals, and a test of given parameters.
 
 Sources: the objective and the grid are those of Hoffmann et al. 2022 (appendix D.2). Besiroglu et al., Chinchilla Scaling: A
-replication attempt, 2024, explain that the optimizer must get the sum, not the mean, and what happens otherwise.
+replication attempt, 2024, explain why the optimizer must minimise the sum over runs, and what happens with the mean.
 """
 
 import itertools
@@ -18,28 +18,28 @@ from tilewright.scaling.runs import Array, Runs, budgets
 __all__ = ["DELTA", "NAMES", "Fit", "Rejection", "fit", "influence", "leave_largest_out", "rejection", "resample"]
 
 DELTA = 1e-3
-"""From this residual of log L on, the Huber loss is linear: a thousandth of the loss."""
+"""The Huber loss is linear for residuals of log L above this, which is a thousandth of the loss."""
 NAMES = ("a", "b", "e", "alpha", "beta")
 _GRID = (range(0, 26, 5), range(0, 26, 5), (-1.0, -0.5, 0.0, 0.5, 1.0), (0.0, 0.5, 1.0, 1.5, 2.0), (0.0, 0.5, 1.0, 1.5, 2.0))
 _STARTS = 12
-"""How many of the grid's starts, the lowest ones, L-BFGS uses: on 245 runs all 4,500 find the same minima as these."""
+"""The number of starts for L-BFGS: those of the grid with the lowest objective. On 245 runs, all 4,500 find the same minima."""
 _SAME = 1e-6
-"""Two objectives that are relatively this close count as one minimum."""
+"""Two fits whose objectives differ relatively by less than this count as the same minimum."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Fit:
-    """A fitted law. `samples` [R, 5]: the same fit to reweighted runs (a, b, e, alpha, beta); empty without a bootstrap."""
+    """A fitted law. samples [R, 5]: (a, b, e, alpha, beta) of the fits to reweighted runs; empty without a bootstrap."""
 
     law: Law
     objective: float
     """The sum over runs of the Huber loss."""
     delta: float
     agreeing: int
-    """How many of the `starts` ended in this minimum."""
+    """The number of `starts` that ended in this minimum."""
     starts: int
     stopped: str | None
-    """Why the result is not a minimum; None if the gradient is that of a minimum."""
+    """Why the result is not a minimum; None if no other method finds a lower point."""
     samples: Array
 
     def laws(self) -> list[Law]:
@@ -51,7 +51,7 @@ def fit(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 
     """Fit the law to runs: the lowest minimum over many starts, and `bootstrap` fits to randomly reweighted runs.
 
     Raises:
-        ValueError: too few runs or budgets, or `delta`, `bootstrap` or `max_steps` out of range.
+        ValueError: there are too few runs or budgets, or `delta`, `bootstrap` or `max_steps` is out of range.
         MissingExtra: scipy is not installed; it is in the extra [scaling].
     """
     runs.check_enough()
@@ -81,20 +81,20 @@ def _logs(runs: Runs) -> tuple[Array, Array, Array]:
 
 def _starts(n: Array, d: Array, y: Array, delta: float) -> Array:
     grid = np.array(list(itertools.product(*_GRID)), dtype=np.float64)
-    # In parts, because all starts times many runs would take gigabytes.
+    # In parts, because arrays of all starts times many runs would take gigabytes.
     part = max(1, 1_000_000 // len(n))
     values = [huber(logs_and_shares(grid[i : i + part], n, d)[0] - y, delta).sum(axis=1) for i in range(0, len(grid), part)]
     return grid[np.argsort(np.concatenate(values), kind="stable")[:_STARTS]]
 
 
 def _descend(starts: Array, n: Array, d: Array, y: Array, delta: float, max_steps: int) -> list[tuple[Array, float]]:
-    """The end point of each start and its objective: by L-BFGS, then least squares with the Huber loss; the lower one
-    counts."""
+    """The end point of each start and its objective: the lower of the results of L-BFGS and of least squares with the Huber
+    loss, which continues from there."""
     optimize = _scipy_optimize()
     ends = []
     for start in starts:
-        # The sum over runs, and tolerances near the limit of float64: with the mean, or the defaults, it stops far from the
-        # minimum.
+        # The objective is the sum over runs, and tolerances are near the precision of float64. With the mean, or the default
+        # tolerances, L-BFGS stops far from the minimum.
         options = {"maxiter": max_steps, "maxfun": 2 * max_steps, "ftol": 1e-15, "gtol": 1e-12}
         found = optimize.minimize(objective_and_gradient, start, (n, d, y, delta), method="L-BFGS-B", jac=True, options=options)
         p, value = minimise(found.x[None], n, d, y[None], np.ones((1, len(y))), delta, steps=max_steps, tolerance=1e-13)
@@ -103,7 +103,7 @@ def _descend(starts: Array, n: Array, d: Array, y: Array, delta: float, max_step
 
 
 def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float) -> str | None:
-    """Why this point is not a minimum: another method finds a lower one from here or close by. None if it is one."""
+    """Why this point is not a minimum: another method, started here or nearby, finds a lower one. None if it finds none."""
     optimize = _scipy_optimize()
     simplex = np.vstack([p, p + 1e-2 * np.diag(np.abs(p) + 1e-2)])
     options = {"initial_simplex": simplex, "maxiter": 4000, "maxfev": 6000, "xatol": 1e-9, "fatol": 1e-16}
@@ -117,15 +117,15 @@ def resample(runs: Runs, law: Law, *, delta: float = DELTA, count: int = 1000, s
     """Parameters [count, 5] of fits to randomly reweighted runs, each starting from `law`, the fit to all runs.
 
     Bayesian bootstrap (Rubin, 1981): runs have exponentially distributed weights instead of being drawn 0, 1, 2 ... times. On
-    400 synthetic tables of 40 runs its 95 % intervals contained the truth 96.5 to 98 % of the time, those of an ordinary
-    bootstrap 97 to
-    98.5 %: the minimum of a loss that is nearly an absolute value jumps when runs are left out altogether.
+    400 synthetic tables of 40 runs, its 95 % intervals contained the true value 96.5 to 98 % of the time, those of an ordinary
+    bootstrap 97 to 98.5 %. The reason: the Huber loss here is nearly an absolute value, and the minimum of such a loss jumps
+    if runs are left out completely.
     """
     n, d, y = _logs(runs)
     p = np.array(law.logs)
     rng = np.random.default_rng(seed)
     samples = [np.empty((0, 5))]
-    # In parts, so that many runs and samples do not need gigabytes.
+    # In parts, because arrays for all runs and samples could take gigabytes.
     part = max(1, 200_000 // len(n))
     for first in range(0, count, part):
         size = min(part, count - first)
@@ -135,7 +135,7 @@ def resample(runs: Runs, law: Law, *, delta: float = DELTA, count: int = 1000, s
 
 
 def influence(runs: Runs, found: Fit) -> Array:
-    """How far alpha and beta move when one run is left out, [M, 2], in standard errors of the bootstrap."""
+    """The change of alpha and of beta if one run is left out, [M, 2], in standard errors of the bootstrap."""
     n, d, y = _logs(runs)
     start = np.array(found.law.logs)
     moved = []
@@ -150,7 +150,7 @@ def influence(runs: Runs, found: Fit) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """A likelihood-ratio test of given parameters: `statistic` is 2 log of the ratio; `p_value` is found by resampling."""
+    """A likelihood-ratio test of given parameters: `statistic` is 2 log(ratio), and `p_value` is computed by resampling."""
 
     statistic: float
     p_value: float
@@ -162,9 +162,10 @@ class Rejection:
 def rejection(runs: Runs, found: Fit, law: Law, *, resamples: int = 400, seed: int = 0) -> Rejection:
     """Test whether the runs could have come from `law`.
 
-    The likelihood is the one whose logarithm is the Huber loss, with a scale that is fitted on both sides, so the statistic is
-    2 M log(objective of law / smallest objective). Its distribution under `law` is estimated from runs made of `law` and the
-    fit's residuals with random signs, without a table. The smallest possible p-value is 1 / (resamples + 1).
+    The negative logarithm of the likelihood is the Huber loss with a scale. The scale is fitted for both laws, so the statistic
+    is 2 M log(objective of `law` / smallest objective). Its distribution under `law` is not taken from a table, but estimated:
+    runs are generated as the losses of `law` plus the residuals of the fit with random signs. The smallest possible p-value is
+    1 / (resamples + 1).
     """
     n, d, y = _logs(runs)
     point, best = np.array(law.logs), np.array(found.law.logs)
@@ -182,11 +183,11 @@ def rejection(runs: Runs, found: Fit, law: Law, *, resamples: int = 400, seed: i
 
 
 def leave_largest_out(runs: Runs, *, delta: float = DELTA) -> dict[str, Any]:
-    """Fit without the runs of the largest budget, and predict them.
+    """Fit without the runs that have the most FLOPs, and predict their losses.
 
-    The largest budget here is the 10 % of runs with the most FLOPs, or the last budget if it has more runs. Returns the number
-    of runs `held_out`, the `decades` from the largest FLOPs of the fit to the prediction, and the `mean` (signed), `rms` and
-    `worst` relative error of the predicted loss.
+    Left out are the 10 % of runs with the most FLOPs and all runs of the largest budget. Returns the number of runs `held_out`,
+    the `decades` between the largest FLOPs of the fit and those of the predictions, and the `mean` (signed), `rms` and `worst`
+    relative error of the predicted loss.
 
     Raises:
         ValueError: the remaining runs are too few for a fit.

@@ -1,7 +1,7 @@
-"""The best size for each budget, from the runs alone: iso-FLOP minima by two methods, and the lower envelope.
+"""The best size for each budget without a parametric law: iso-FLOP minima by two methods, and the lower envelope of the runs.
 
-Approaches 2 and 1 of Hoffmann et al. 2022. They assume less than the parametric law, which is compared with them. A power law
-N* = k C^a is fitted to the results of each.
+These are approaches 2 and 1 of Hoffmann et al. 2022. They assume less than the parametric law, so they are used to check it. A
+power law N* = k C^a is fitted to the results of each method.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ __all__ = ["METHODS", "LossTrend", "Minimum", "Trend", "envelope", "loss_trend",
 
 METHODS = ("parabola", "interpolation")
 _SAME_SIZE = 0.05
-"""Sizes whose logarithms differ by less count as one size."""
+"""Sizes whose logarithms differ by less than this count as one size."""
 FEWEST_SIZES = 5
-"""With fewer sizes a budget gives no minimum, because the parabola uses up three."""
+"""The fewest sizes of a budget for which a minimum is computed; the parabola alone has three coefficients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Minimum:
-    """One budget's best size by one method. `problem`: why it is not used; None if it is."""
+    """The best size of one budget by one method. problem: why this minimum is not used; None if it is used."""
 
     flops: float
     params: float
@@ -35,13 +35,14 @@ class Minimum:
 def minima(runs: Runs, method: str) -> list[Minimum]:
     """The minimum of every budget with at least five runs of different sizes, smallest budget first.
 
-    "parabola": least squares of the loss against log N. "interpolation": the lowest point of Akima's curve through the runs,
-    which runs far from the minimum do not affect; runs of nearly the same size are averaged. If the FLOPs within a budget vary,
-    its losses are first moved to its mean budget along a line that is fitted together with the parabola.
+    "parabola": a least-squares fit of the loss over log N. "interpolation": the lowest point of an Akima interpolation through
+    the runs, on which runs far from the minimum have no influence; runs of nearly the same size are averaged. If the FLOPs
+    within a budget vary, the losses are first adjusted to the mean budget, with a slope that is fitted together with the
+    parabola.
 
     Raises:
-        ValueError: an unknown method.
-        MissingExtra: "interpolation" without scipy.
+        ValueError: the method is unknown.
+        MissingExtra: the method is "interpolation", and scipy is not installed.
     """
     if method not in METHODS:
         raise ValueError(f"method {method!r}; wanted one of {', '.join(METHODS)}")
@@ -60,7 +61,7 @@ def minima(runs: Runs, method: str) -> list[Minimum]:
 
 
 def _parabola(x: Array, c: Array, loss: Array) -> tuple[Array, Array]:
-    """Coefficients of 1, x, x^2, and the losses at the mean budget."""
+    """(coefficients of 1, x and x^2; the losses adjusted to the mean budget)."""
     columns = [np.ones_like(x), x, x * x]
     if np.ptp(c) > 1e-3 and len(x) > FEWEST_SIZES:
         columns.append(c)
@@ -82,7 +83,7 @@ def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, 
         from scipy.interpolate import Akima1DInterpolator
     except ImportError as error:
         raise MissingExtra(f"interpolated minima need scipy: pip install 'tilewright[scaling]' ({error})") from None
-    # One point per size: the curve needs increasing sizes, and between two nearly equal sizes it would oscillate.
+    # One point per size, because the interpolation needs increasing sizes and would oscillate between two nearly equal ones.
     order = np.argsort(x, kind="stable")
     where = np.concatenate([[0], np.cumsum(np.diff(x[order]) > _SAME_SIZE)])
     count = np.bincount(where)
@@ -105,8 +106,8 @@ def _edge(at: float, x: Array) -> str | None:
 
 
 def envelope(runs: Runs) -> list[Minimum]:
-    """The runs that no run with the same or fewer FLOPs beats, smallest first. The first is left out: there is nothing below
-    it."""
+    """The runs with a lower loss than every run with the same or fewer FLOPs, smallest first. The first one is left out,
+    because there is no smaller run to compare it with."""
     order = np.lexsort((runs.loss, runs.flops))
     best = np.minimum.accumulate(runs.loss[order])
     kept = [i for place, i in enumerate(order) if place and runs.loss[i] <= best[place] and best[place] < best[place - 1]]
@@ -124,12 +125,12 @@ class Trend:
     points: int
 
     def params(self, flops: float) -> float:
-        """The size that the trend gives for a budget."""
+        """The best size for a budget according to the trend."""
         return self.factor * flops**self.exponent
 
 
 def trend(points: list[Minimum]) -> Trend | None:
-    """Least squares of log N* against log C over the points without a problem; None if there are fewer than three."""
+    """A least-squares fit of log N* over log C to the points without a problem; None if there are fewer than three."""
     used = [p for p in points if p.problem is None]
     if len(used) < 3:
         return None
@@ -145,9 +146,9 @@ def trend(points: list[Minimum]) -> Trend | None:
 class LossTrend:
     """The lowest loss for a budget: factor C^-exponent, without a floor.
 
-    It assumes nothing about sizes and tokens, and holds as long as the floor is far away: for one decade beyond the runs, not
-    for three.
-    `left_out`: the relative error for the largest budget if the line is fitted to the others.
+    It assumes nothing about sizes and tokens. It is valid as long as losses are far above the floor: for one decade beyond the
+    runs, not for three.
+    left_out: the relative error for the largest budget if the line is fitted to the other budgets.
     """
 
     exponent: float
@@ -156,18 +157,18 @@ class LossTrend:
     left_out: float
 
     def loss(self, flops: float) -> float:
-        """The loss for a budget."""
+        """The lowest loss for a budget."""
         return self.factor * flops**-self.exponent
 
 
 FEWEST_BUDGETS = 4
-"""With fewer points, no line could be tested on one of them."""
+"""The fewest points for a line; with fewer, it could not be tested on one of them."""
 
 
 def loss_trend(runs: Runs) -> LossTrend | None:
-    """Least squares of log lowest loss against log budget; None for fewer than four budgets with three sizes each.
+    """A least-squares fit of log(lowest loss) over log(budget); None for fewer than four budgets with three sizes each.
 
-    The lowest loss of a budget is that of its parabola if this has a minimum, otherwise the lowest measured one.
+    The lowest loss of a budget is the minimum of its parabola if there is one, otherwise the lowest measured loss.
     """
     parabolas = [p for p in minima(runs, "parabola") if p.problem is None]
     x, y = [], []

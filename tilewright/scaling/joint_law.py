@@ -1,11 +1,11 @@
-"""The joint law: size and tokens under one power, above a floor.
+"""The joint law: a floor plus one power of a sum of two terms, for model size and for tokens.
 
     L(N, D) = E + (A / N^alpha + B / D^beta)^gamma
 
-With gamma = 1 it is the law of Hoffmann et al. 2022; with E = 0 and beta = 1 that of Kaplan et al. (Scaling Laws for Neural
-Language Models, 2020, equation 1.5), in which a model that lacks size gains less from more tokens. Runs with few tokens for
-their size bend that way: there the sum of two powers (gamma = 1) takes the bend for a floor. The floor E is averaged over
-(averaged.py).
+With gamma = 1 it is the law of Hoffmann et al. 2022. With E = 0 and beta = 1 it is that of Kaplan et al. (Scaling Laws for
+Neural Language Models, 2020, equation 1.5), in which a model that is too small gains less from more tokens. Runs with few
+tokens for their size have such a curvature. The sum of two powers (gamma = 1) cannot describe it, and explains it by a floor.
+Predictions are averaged over values of the floor E (averaged.py).
 """
 
 import math
@@ -21,14 +21,15 @@ __all__ = ["JointLaw", "fit_joint_law"]
 
 _LIMITS = ((-40.0, 20.0), (-6.0, 2.0), (-40.0, 20.0), (-6.0, 2.0), (-4.0, 1.5))
 _GAMMAS = (0.5, 0.2, 1.0)
-"""From which the fit without a floor begins. The fit for each further floor begins at the first, and at the last fit's end."""
+"""Start values of gamma. The fit for floor 0 begins at each of them; the fits for the other floors begin at the first of them,
+and at the result of the previous floor."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class JointLaw(AveragedLaw):
-    """Numbers [F, 5]: log A, log alpha, log B, log beta, log gamma, in sizes divided by e^size and tokens divided by e^tokens.
+    """numbers [F, 5]: log A, log alpha, log B, log beta, log gamma, for sizes divided by e^size and tokens divided by e^tokens.
 
-    flops_per_param_token: FLOPs of a run over N D, with which a budget is turned into tokens.
+    flops_per_param_token: FLOPs of a run / (N D), to convert a budget to tokens.
     """
 
     size: float
@@ -40,9 +41,9 @@ class JointLaw(AveragedLaw):
     CENTERS: ClassVar = ("size", "tokens", "flops_per_param_token")
 
     def best_size(self, flops: float) -> float:
-        """N* of a budget: the geometric mean over floors; at least 1, and at most such that 1 token is left.
+        """N* of a budget: the geometric mean over the floors; at least 1, and at most the size for which 1 token remains.
 
-        Of one fit it is where alpha A / N^alpha = beta B / D^beta with N D = flops / flops_per_param_token.
+        In one fit, N* is the solution of alpha A / N^alpha = beta B / D^beta with N D = flops / flops_per_param_token.
         """
         whole = math.log(flops / self.flops_per_param_token)
         product = whole - self.size - self.tokens
@@ -56,7 +57,7 @@ class JointLaw(AveragedLaw):
         return self.averaged((math.log(params) - self.size, math.log(tokens) - self.tokens))
 
     def best_loss(self, flops: float) -> tuple[float, tuple[float, float]]:
-        """(predicted loss of a run of the best size for a budget, its 95 % interval)."""
+        """(predicted loss of a run that spends a budget on a model of the best size, its 95 % interval)."""
         params = self.best_size(flops)
         return self.loss(params, flops / self.flops_per_param_token / params)
 
@@ -74,11 +75,11 @@ class JointLaw(AveragedLaw):
 
 
 def fit_joint_law(runs: Runs) -> JointLaw:
-    """Fit the law to runs for each floor, and weigh the floors.
+    """Fit the law to runs for each floor, and compute the weights of the floors.
 
     Raises:
-        ValueError: too few runs or budgets.
-        MissingExtra: scipy is missing; the extra [scaling] brings it.
+        ValueError: there are too few runs or budgets.
+        MissingExtra: scipy is not installed; it is in the extra [scaling].
     """
     runs.check_enough()
     size, tokens = float(np.log(runs.params).mean()), float(np.log(runs.tokens).mean())

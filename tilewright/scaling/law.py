@@ -1,7 +1,7 @@
-"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta, and the optimum that it gives for a budget.
+"""The parametric scaling law L(N, D) = E + A / N^alpha + B / D^beta, and its optimum for a budget.
 
 N: parameters. D: training tokens. L: loss in nats per token. Source: Hoffmann et al., Training Compute-Optimal Large Language
-Models, 2022, section 3.3 and equation 4. Plain numbers; no dependency.
+Models, 2022, section 3.3 and equation 4. This module has no dependencies.
 """
 
 import math
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 __all__ = ["HOFFMANN", "Law", "Optimum"]
 
 _LARGEST_LOG = 600.0
-"""Bounds of A, B and E on both sides, so that their products are valid float64 numbers."""
+"""The logarithms of A, B and E are limited to plus and minus this, so that their products are valid float64 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """The best use of a budget: `flops` operations, `params` parameters, `tokens` tokens, and the loss there."""
+    """The best use of a budget of `flops` operations: `params` parameters and `tokens` tokens, and the loss of that run."""
 
     flops: float
     params: float
@@ -25,7 +25,7 @@ class Optimum:
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """The five parameters of the law. `E` is the loss below which no model goes."""
+    """The five parameters of the law. `E` is the floor: the loss that no model can go below."""
 
     E: float
     A: float
@@ -35,7 +35,7 @@ class Law:
 
     @classmethod
     def from_logs(cls, a: float, b: float, e: float, alpha: float, beta: float) -> "Law":
-        """From log A, log B, log E, alpha, beta, the variables of a fit. A term that a fit drives to 0 stays above it."""
+        """The law with the variables of a fit: log A, log B, log E, alpha, beta. A, B and E are kept above 0."""
         A, B, E = (math.exp(min(max(x, -_LARGEST_LOG), _LARGEST_LOG)) for x in (a, b, e))
         return cls(E=E, A=A, B=B, alpha=alpha, beta=beta)
 
@@ -46,7 +46,7 @@ class Law:
 
     @property
     def params_exponent(self) -> float:
-        """a in N* ~ C^a; the tokens' exponent is 1 - a."""
+        """a in N* ~ C^a; the exponent of the tokens is 1 - a."""
         return self.beta / (self.alpha + self.beta)
 
     def loss(self, params: float, tokens: float) -> float:

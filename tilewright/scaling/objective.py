@@ -1,9 +1,9 @@
-"""The objective of the fit and its minimisation, for many data sets or weightings at once.
+"""The objective of the fit and its minimisation, for many data sets or weights at once.
 
     sum over runs of w Huber_delta( LSE(a - alpha log N, b - beta log D, e) - log L ),   A = exp a, B = exp b, E = exp e
 
-(Hoffmann et al. 2022, appendix D.2: the log-sum-exp form keeps A, B and E positive, and with the Huber loss of the logarithm a
-run that diverged has little influence.) Shapes: R fits, M runs; P_R5 are a, b, e, alpha, beta; all float64.
+Source: Hoffmann et al. 2022, appendix D.2. LSE is log-sum-exp, which keeps A, B and E positive. With the Huber loss of the
+logarithm, a run that diverged has little influence. Shapes: R fits, M runs; p_R5 are a, b, e, alpha, beta; all float64.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _LARGEST_DAMPING = 1e10
 
 
 def logs_and_shares(p_R5: Array, n_M: Array, d_M: Array) -> tuple[Array, Array]:
-    """log L of the law, [R, M], and the shares of A/N^alpha, B/D^beta and E in L, [3, R, M]."""
+    """(log L of the law, [R, M]; the shares of A / N^alpha, B / D^beta and E in L, [3, R, M])."""
     a, b, e, alpha, beta = (p_R5[:, i : i + 1] for i in range(5))
     terms = np.stack([a - alpha * n_M, b - beta * d_M, np.broadcast_to(e, (len(p_R5), len(n_M)))])
     top = terms.max(axis=0)
@@ -46,11 +46,11 @@ def _jacobian(shares: Array, n_M: Array, d_M: Array) -> Array:
 def minimise(
     p_R5: Array, n_M: Array, d_M: Array, y_RM: Array, w_RM: Array, delta: float, *, steps: int = 60, tolerance: float = 1e-7
 ) -> tuple[Array, Array]:
-    """Minimise from each start: parameters [R, 5] and objectives [R], never above the start's.
+    """Minimise from each start. Returns parameters [R, 5] and objectives [R], which are never above those of the starts.
 
-    Levenberg and Marquardt's method on reweighted squares (a parabola that touches the Huber loss at the current point lies
-    above it), all fits at once. `y_RM` and `w_RM` may be [1, M]. A fit is done when a step gains less than `tolerance` of its
-    objective.
+    The method of Levenberg and Marquardt on reweighted squares, for all fits at once: in each step the Huber loss is replaced
+    by a parabola that touches it at the current point and lies above it elsewhere. `y_RM` and `w_RM` may be [1, M]. A fit is
+    finished when a step reduces its objective relatively by less than `tolerance`.
     """
     p = p_R5.copy()
     logs, shares = logs_and_shares(p, n_M, d_M)

@@ -1,8 +1,8 @@
-"""Which runs to make: for each budget a row of sizes on both sides of where the minimum is expected.
+"""Plans of training runs: for each budget several model sizes, on both sides of the expected minimum.
 
-The expectation is a law of others (`PRIOR`) or an earlier fit; it may be wrong by the span of the sizes. Tokens follow from the
-counted FLOPs of the shape (`shapes.py`), so all runs of a budget cost the same. A run may have options of its own, such as a
-learning rate for its width or a seed.
+The expected minimum comes from a law of earlier work (`PRIOR`) or an earlier fit; it may be wrong by a factor of up to the span
+of the sizes. The number of tokens follows from the budget and the counted FLOPs of the shape (`shapes.py`), so all runs of a
+budget cost the same. A run may have its own options, such as a learning rate for its width, or a seed.
 """
 
 import json
@@ -28,14 +28,14 @@ _FORMAT = "tilewright-scaling-plan"
 _LARGEST_FILE = 16 << 20
 _MOST_RUNS = 1000
 _DISTINCT = 1.08
-"""Two sizes of one budget differ by this factor at least; closer ones would measure the same."""
+"""Two sizes of one budget differ at least by this factor; closer ones would give the same measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """One run: a model of `shape`, trained on `tokens` tokens. `flops` counts linear layers, head and causal attention.
 
-    options: fields of the training config for this run alone, such as lr and seed: numbers or strings.
+    options: fields of the training config for this run only, such as lr and seed; values are numbers or strings.
     """
 
     name: str
@@ -49,13 +49,13 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Runs in sequences of `sequence` tokens, cheapest budget first."""
+    """Runs that train on sequences of `sequence` tokens, cheapest budget first."""
 
     sequence: int
     runs: tuple[PlannedRun, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as `read_plan` reads them."""
+        """Plain values, which `read_plan` can read from a JSON file."""
         return {"format": _FORMAT, "version": 1, "sequence": self.sequence, "runs": [asdict(run) for run in self.runs]}
 
 
@@ -73,21 +73,22 @@ def plan(
     layers: int | None = None,
     prior: Law = PRIOR,
 ) -> Plan:
-    """A grid of runs: `budgets` budgets, `ratio` apart, up to `budget` FLOPs; `sizes` sizes each, from N*/span to N* span.
+    """A grid of runs: `budgets` budgets up to `budget` FLOPs, each with `sizes` sizes from N* / span to N* span.
 
-    layers: of every model; None: a model is as deep as its width asks for.
+    Successive budgets differ by the factor `ratio`. N* is the best size for a budget according to `prior`. layers: the number
+    of layers of every model; None: it is chosen in proportion to the width.
 
     Raises:
-        ValueError: an argument is out of range, or a budget is so small that the family of shapes has no `sizes` distinct ones
-            around its optimum.
+        ValueError: an argument is out of range, or a budget is so small that there are not `sizes` distinct shapes around its
+            optimum.
     """
     _check(budget, budgets, ratio, sizes, span, vocab, sequence, head_dim, 1 if layers is None else layers)
     of_size = partial(nearest_shape, vocab=vocab, tied=tied, head_dim=head_dim, layers=layers)
     runs = []
     for power in range(budgets - 1, -1, -1):
         flops = budget / ratio**power
-        # The law is in C = 6 N D; what a parameter and token really cost depends on the shape, so the optimum is looked up once
-        # more with the cost of the shape that was found.
+        # The law assumes C = 6 N D, but the FLOPs per parameter and token depend on the shape. So the optimum is computed again
+        # with the FLOPs of the shape that was found, twice.
         best = prior.optimum(flops).params
         for _ in range(2):
             shape = of_size(best)
@@ -120,13 +121,13 @@ def plan_widths(
     layers: int,
     prior: Law | BudgetLaw | None = None,
 ) -> Plan:
-    """Runs of models of given hidden sizes, `budgets` budgets, `ratio` apart, up to `budget` FLOPs.
+    """Runs of models with given hidden sizes, for `budgets` budgets up to `budget` FLOPs that differ by the factor `ratio`.
 
-    prior: leave out sizes further than a factor `span` from the best size by this law; None: keep all. max_tokens: leave out
-    runs that read more tokens, for example more than an epoch.
+    prior: sizes that differ by more than the factor `span` from the best size by this law are left out; None: all are kept.
+    max_tokens: runs with more tokens, for example more than an epoch, are left out.
 
     Raises:
-        ValueError: an argument is out of range, or nothing is left of a budget.
+        ValueError: an argument is out of range, or a budget has no runs left.
     """
     _check(budget, budgets, ratio, 3, span, vocab, sequence, head_dim, layers)
     if not widths or any(width < head_dim or width % head_dim or width > LARGEST_HIDDEN for width in widths):
@@ -152,12 +153,12 @@ def _best(prior: Law | BudgetLaw, flops: float, run: PlannedRun) -> float:
 
 
 def repeated(made: Plan, by_width: Callable[[int], Sequence[float]] | None, seeds: int) -> Plan:
-    """The plan with each run once for every learning rate that `by_width` gives its hidden size, and every seed from 0 on.
+    """The plan with every run repeated: once for each learning rate that `by_width` returns for its hidden size, and each seed.
 
-    Names say the rate, and the seed where there are several.
+    Seeds are 0 to seeds - 1. Names of runs contain the rate, and the seed if there are several.
 
     Raises:
-        ValueError: fewer than one seed.
+        ValueError: seeds is not 1 to 1000.
     """
     if not 1 <= seeds <= 1000:
         raise ValueError(f"seeds is {seeds}; wanted 1 to 1000")
@@ -172,13 +173,13 @@ def repeated(made: Plan, by_width: Callable[[int], Sequence[float]] | None, seed
 
 
 def rates(text: str) -> Callable[[int], list[float]]:
-    """Learning rates by hidden size, from text.
+    """A function from hidden size to learning rates, from text.
 
-    "2e-3,4e-3": these for every size. "128:4e-3,512:1e-3": one rate, for these sizes as given, between them interpolated in
-    logarithms, and beyond them the nearest.
+    "2e-3,4e-3": these rates for every size. "128:4e-3,512:1e-3": one rate per size. Sizes between those that are given get a
+    rate by interpolation in logarithms, sizes outside of them the rate of the nearest one.
 
     Raises:
-        ValueError: the text is neither.
+        ValueError: the text has neither form.
     """
     try:
         pairs = [[float(part) for part in one.split(":")] for one in text.split(",")]
@@ -234,10 +235,10 @@ def _run(budget: float, shape: Shape, sequence: int) -> PlannedRun:
 
 
 def hours(flops: float, card: str, utilisation: float) -> float:
-    """How long `flops` operations take on a card, in bf16, at this share of what its tensor cores were measured to do.
+    """Hours for `flops` operations in bf16 on a card. utilisation: the share of the measured rate of its tensor cores.
 
     Raises:
-        ValueError: no such card is known, or a utilisation outside of 0 to 1.
+        ValueError: the card is unknown, or utilisation is not above 0 and at most 1.
     """
     if not 0 < utilisation <= 1:
         raise ValueError(f"utilisation is {utilisation:g}; wanted above 0 and at most 1")
@@ -248,7 +249,7 @@ def read_plan(path: Path) -> Plan:
     """A plan from its file, checked.
 
     Raises:
-        ValueError: the file is no plan; the message says what is wrong.
+        ValueError: the file is not a plan; the message states what is wrong.
     """
     if path.stat().st_size > _LARGEST_FILE:
         raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted what `tilewright scaling plan --out` wrote")

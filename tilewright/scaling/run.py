@@ -1,7 +1,7 @@
-"""Making the runs of a plan, one or several at a time: a command each, a row of `runs.csv` when it has ended well.
+"""Executes the runs of a plan, one or several at a time. Each run is a command; when it succeeds, `runs.csv` gets a row.
 
-A run that is in the table is not made again, so a stopped series goes on where it was. A run has a folder of its own under the
-series' (its log is `log.txt` there), and whoever trains may resume inside it.
+A run that is in the table is not repeated, so a series that was stopped can be continued. Every run has its own folder within
+the folder of the series, with its log in `log.txt`; the training command may resume from files there.
 """
 
 import csv
@@ -33,15 +33,16 @@ def run_plan(
     say: Callable[[str], None],
     jobs: int = 1,
 ) -> Path:
-    """Make every run of `plan` that `folder` has no row for; returns the table's path.
+    """Execute every run of `plan` that has no row in the table of `folder`; returns the path of the table.
 
-    command: what trains a run, given the folder for its files. loss: the final loss, in nats a token, from that folder.
-    jobs: runs that are made at the same time; the largest begin first, so that none of them is left for the end.
+    command: (run, its folder) -> the command that trains it. loss: reads the final loss from a run's folder.
+    jobs: how many runs are executed at the same time. With several, the largest begin first, so that no large run is left for
+    the end.
 
     Raises:
-        ValueError: jobs is below 1, or a run failed or left no loss; the message has the end of its log. What ended before
-            it is kept, and the others are stopped.
-        BlockingIOError: another process makes runs in this folder.
+        ValueError: jobs is below 1, or a run failed or has no loss. For a failed run the message contains the end of its log.
+            Results of finished runs are kept, and the other runs are stopped.
+        BlockingIOError: another process executes runs in this folder.
         OSError: the folder cannot be written.
     """
     if jobs < 1:
@@ -70,7 +71,7 @@ def run_plan(
 
 
 class _Series:
-    """The runs of a folder. `make` is called by several threads."""
+    """The runs of a folder. Several threads call `make`."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class _Series:
         self.processes: set[subprocess.Popen[bytes]] = set()
 
     def make(self, run: PlannedRun, label: str) -> None:
-        """One run, from its command to its row."""
+        """Execute one run and add its row to the table."""
         here = self.folder / run.name
         with self.lock:
             if self.ended:
@@ -105,13 +106,13 @@ class _Series:
             self.say(f"{label}: loss {final:.4f} after {seconds:,.0f} s")
 
     def _train(self, command: list[str], log: Path, name: str) -> bool:
-        """Whether it ended by itself. Raises ValueError where it failed."""
+        """Run the training command; False if the series was stopped. Raises ValueError if the command failed."""
         with log.open("ab") as out:
             with self.lock:
                 if self.ended:
                     return False
-                # In the terminal's process group: Ctrl-C reaches the trainer as well, which may then save its state.
-                # The trainer holds the folder's lock too: if this process is killed alone, nobody makes its run a second time.
+                # The trainer is in the terminal's process group, so Ctrl-C reaches it as well, and it can save its state.
+                # It also holds the lock of the folder: if only this process is killed, no other process repeats the run.
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, pass_fds=(self.held,)
                 )
@@ -130,7 +131,7 @@ class _Series:
 
     @contextmanager
     def stopped_at_the_end(self) -> Iterator[None]:
-        """Whatever ends the block, no run goes on behind it, and none begins."""
+        """When the block ends for any reason, running commands are stopped, and no new one starts."""
         try:
             yield
         finally:
@@ -141,10 +142,10 @@ class _Series:
 
 
 def done(table: Path) -> dict[str, float]:
-    """Name -> loss of the runs that a table has. A last line that a crash cut off is no run.
+    """Name -> loss of the runs in a table. An incomplete last line, left by a crash, is ignored.
 
     Raises:
-        ValueError: the table is another program's.
+        ValueError: the table was not written by this module.
     """
     if not table.exists():
         return {}
@@ -156,7 +157,7 @@ def done(table: Path) -> dict[str, float]:
 
 
 def _append(table: Path, row: list[object]) -> None:
-    """Add a row, and see it to the disk; a cut line at the end is removed first."""
+    """Add a row and flush it to disk; an incomplete line at the end is removed first."""
     text = table.read_text(encoding="utf-8") if table.exists() else ""
     kept = text[: text.rfind("\n") + 1] or ",".join(COLUMNS) + "\n"
     new = table.with_suffix(".new")
@@ -169,9 +170,9 @@ def _append(table: Path, row: list[object]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[int]:
-    """One process at a time makes runs in a folder, with its trainers; the system gives the lock back when all have ended.
+    """A lock, so that only one process (and its trainers) executes runs in a folder. Yields the lock's file descriptor.
 
-    Gives the lock's file descriptor.
+    The operating system releases the lock when all these processes have ended.
     """
     with (folder / ".lock").open("w") as lock:
         try:

@@ -1,4 +1,4 @@
-"""Runs that were made: parameters, tokens, FLOPs and the loss of each, read from a CSV file and checked."""
+"""Finished runs: parameters, tokens, FLOPs and loss of each, read from a CSV file and checked."""
 
 import csv
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ Array = NDArray[np.float64]
 _LARGEST_FILE = 64 << 20
 _MOST_RUNS = 100_000
 FEWEST_RUNS = 8
-"""A law has five parameters; fewer runs than this say nothing about them."""
+"""A law has five parameters, which fewer runs than this do not determine."""
 FEWEST_BUDGETS = 3
 _WINDOW = 0.25
-"""Natural logarithm of how far the largest and the smallest FLOPs of one budget may lie apart."""
+"""Natural logarithm of the largest allowed ratio between the FLOPs of two runs of one budget."""
 
-# Names that files in the wild use, compared without case, blanks and signs.
+# Usual names of columns; case, blanks and punctuation are ignored.
 _KNOWN = {
     "params": ("params", "parameters", "nparams", "modelsize", "n"),
     "tokens": ("tokens", "trainingtokens", "ntokens", "d"),
@@ -30,7 +30,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The names of a file's columns. None: the first column whose name is a usual one for it."""
+    """The names of the columns of a file. None: the first column with a usual name for this quantity."""
 
     params: str | None = None
     tokens: str | None = None
@@ -40,7 +40,7 @@ class Columns:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Runs:
-    """Arrays of one length: a run is an index."""
+    """Arrays of equal length; each index is a run."""
 
     params: Array
     tokens: Array
@@ -51,11 +51,11 @@ class Runs:
         return len(self.loss)
 
     def where(self, kept: NDArray[np.bool_]) -> "Runs":
-        """The runs where `kept` is true, in their order."""
+        """The runs for which `kept` is true, in the same order."""
         return Runs(params=self.params[kept], tokens=self.tokens[kept], flops=self.flops[kept], loss=self.loss[kept])
 
     def without_highest(self, count: int) -> "Runs":
-        """All but the `count` runs of the highest losses.
+        """All runs except the `count` runs with the highest losses.
 
         Raises:
             ValueError: `count` is negative or not less than the number of runs.
@@ -68,13 +68,13 @@ class Runs:
 
     @property
     def flops_per_param_token(self) -> float:
-        """k in C = k N D: 6 by the usual rule, otherwise the geometric mean of what the runs counted."""
+        """k in C = k N D, as the geometric mean over the runs; 6 if their FLOPs follow the usual rule."""
         return float(np.exp(np.mean(np.log(self.flops / self.params / self.tokens))))
 
     def repeats(self) -> tuple[int, float] | None:
-        """(runs that have others of the same parameters and tokens, the standard deviation of log L among those); None if none.
+        """(number of runs that share parameters and tokens with another run, the standard deviation of log L among them).
 
-        Runs with other seeds are such repeats: their scatter is what no law can predict.
+        Runs with different seeds are such repeats; no law can predict their scatter. None if there are no repeats.
         """
         _, group = np.unique(np.stack([self.params, self.tokens], axis=1), axis=0, return_inverse=True)
         count = np.bincount(group.ravel())
@@ -86,10 +86,11 @@ class Runs:
         return int(count[count > 1].sum()), float(np.sqrt(((logs - means[group.ravel()]) ** 2).sum() / freedom))
 
     def check_enough(self) -> None:
-        """Refuse what no law can be fitted to.
+        """Check that a law can be fitted.
 
         Raises:
-            ValueError: fewer than 8 runs, fewer than 3 budgets, or all of one size.
+            ValueError: there are fewer than 8 runs or fewer than 3 budgets, or all runs have nearly the same parameters or the
+                same tokens.
         """
         if len(self) < FEWEST_RUNS:
             raise ValueError(f"{len(self)} runs are too few for the five parameters of a law; wanted {FEWEST_RUNS} or more")
@@ -105,8 +106,8 @@ class Runs:
 def budgets(runs: Runs) -> list[NDArray[np.intp]]:
     """Indices of the runs of each budget, smallest budget first; every run is in exactly one.
 
-    Runs belong together where their FLOPs differ by 28 % at most. The fullest such window is taken first, so that a budget
-    whose FLOPs scatter is one group and stragglers are groups of their own.
+    The FLOPs of runs of one budget differ by at most 28 %. The interval of this width with the most runs becomes the first
+    group, and so on with the remaining runs. A budget with scattered FLOPs is thus one group, and outliers are separate groups.
     """
     logs = np.log(runs.flops)
     left = np.argsort(logs, kind="stable")
@@ -123,8 +124,8 @@ def read_runs(path: Path, columns: Columns | None = None) -> Runs:
     """Read a CSV file with a header. Two of parameters, tokens and FLOPs are enough: the third follows from C = 6 N D.
 
     Raises:
-        ValueError: a column is missing, a cell is no positive finite number, or the file is too large; the message says what
-            was found.
+        ValueError: a column is missing, a cell is not a positive finite number, or the file is too large; the message states
+            what was found.
         OSError: the file cannot be read.
     """
     if (size := path.stat().st_size) > _LARGEST_FILE:
@@ -151,7 +152,7 @@ def read_runs(path: Path, columns: Columns | None = None) -> Runs:
 
 
 def _resolve(path: Path, header: list[str], columns: Columns) -> dict[str, str]:
-    """What a run has -> the column that says it."""
+    """Quantity -> the name of the column that contains it."""
     plain = {"".join(c for c in name.casefold() if c.isalnum()): name for name in reversed(header)}
     names: dict[str, str] = {}
     for key, usual in _KNOWN.items():

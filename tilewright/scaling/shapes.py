@@ -1,8 +1,8 @@
-"""Sizes of a dense decoder: its parameters, and the operations of training it on a token.
+"""Shapes of dense decoders: their numbers of parameters, and the operations for training on one token.
 
-Counted are the products: of every linear layer, of the head, and of attention (scores and weighted values). Norms, activations
-and the softmax are left out: they are below 1 % from 64 hidden dims a head on. A multiplication with its addition is two
-operations, the backward pass twice the forward pass.
+The operations are those of the matrix products: every linear layer, the head, and attention (scores and weighted values).
+Norms, activations and the softmax are left out; they are below 1 % for 64 or more hidden dims per head. A multiplication and
+its addition count as two operations, and the backward pass as twice the forward pass.
 """
 
 import math
@@ -11,13 +11,16 @@ from dataclasses import dataclass
 __all__ = ["LARGEST_HIDDEN", "Shape", "nearest_shape", "shape_of"]
 
 _ASPECT = 64
-"""Hidden size over layers, about what Llama's and Qwen's models of 0.1 to 10 billion parameters have (48 to 128)."""
+"""Hidden size / number of layers. In Llama's and Qwen's models of 0.1 to 10 billion parameters this ratio is 48 to 128."""
 LARGEST_HIDDEN = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder with grouped-query attention and gated feed-forward layers, like Llama. `tied`: one matrix embeds and heads."""
+    """A decoder with grouped-query attention and gated feed-forward layers, like Llama.
+
+    tied: the embedding and the head share one matrix.
+    """
 
     layers: int
     hidden: int
@@ -30,21 +33,21 @@ class Shape:
 
     @property
     def linear_params(self) -> int:
-        """Weights of all products but the head's."""
+        """The number of weights in all linear layers except the head."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.ffn)
 
     @property
     def params(self) -> int:
-        """All of them: linear layers, embedding, head, and the RMS norms (two a layer, one at the end)."""
+        """The number of all parameters: linear layers, embedding, head, and RMS norms (two per layer and one at the end)."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.linear_params + tables + self.hidden * (2 * self.layers + 1)
 
     def forward_flops(self, sequence: int, *, causal: bool = True) -> dict[str, float]:
-        """Operations of the forward pass, a token on average, by part, in sequences of `sequence` tokens.
+        """Part -> operations of the forward pass per token, on average over sequences of `sequence` tokens.
 
-        causal: count the keys that a token sees, (sequence + 1) / 2 on average; False: all, as some conventions do. "embedding"
-        is 0: it is a table that is read, whatever it has of parameters.
+        causal: True counts only the keys that a token sees, (sequence + 1) / 2 on average; False counts all keys, which some
+        conventions do. "embedding" is 0, because it is a table lookup.
         """
         keys = (sequence + 1) / 2 if causal else sequence
         return {
@@ -55,17 +58,17 @@ class Shape:
         }
 
     def train_flops(self, sequence: int, *, causal: bool = True) -> float:
-        """Operations of training on one token: forward and backward, without recomputation."""
+        """Operations for training on one token: forward and backward pass, without recomputation."""
         return 3 * sum(self.forward_flops(sequence, causal=causal).values())
 
 
 def nearest_shape(
     params: float, vocab: int, *, tied: bool = False, head_dim: int = 64, layers: int | None = None
 ) -> Shape:  # fmt: skip
-    """The shape whose parameters come closest to `params`, of a family of one proportion: 64 hidden dims a layer.
+    """The shape whose number of parameters is closest to `params`, in a family with about 64 hidden dims per layer.
 
-    A few depths are tried around the proportion; with `layers` there is that one alone. Heads have `head_dim` dims and are as
-    wide together as the model; the feed-forward layer is 8/3 of that, up to the next multiple of 64.
+    A few depths around this proportion are tried; if `layers` is given, only that depth. Heads have `head_dim` dims, and all
+    heads together are as wide as the model. The feed-forward layer is 8/3 as wide, rounded up to a multiple of 64.
     """
     options: list[Shape] = []
     for hidden in range(head_dim, LARGEST_HIDDEN + 1, head_dim):
@@ -78,6 +81,6 @@ def nearest_shape(
 
 
 def shape_of(layers: int, hidden: int, vocab: int, tied: bool, head_dim: int) -> Shape:
-    """The shape of the family with this depth and hidden size, a multiple of `head_dim`."""
+    """The shape of the family with this depth and hidden size; `hidden` is a multiple of `head_dim`."""
     heads, ffn = hidden // head_dim, -(-8 * hidden // 3 // 64) * 64
     return Shape(layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=head_dim, ffn=ffn, vocab=vocab, tied=tied)

@@ -1,4 +1,4 @@
-"""How a planned run is trained: by `tilewright train`, on the shape's config.json; its loss is the one on held-out text."""
+"""Training of a planned run with `tilewright train`, on a config.json of its shape. Its loss is measured on held-out text."""
 
 import json
 import math
@@ -13,12 +13,12 @@ from tilewright.train.config import TrainConfig, merged, read_toml
 __all__ = ["command_of", "held_out_loss", "model_config", "shared_data"]
 
 _MANY = 1 << 60
-"""Updates into which any warm-up fits, where their number does not matter."""
+"""A number of updates that is longer than any warm-up, for checks in which the number does not matter."""
 _PLANNED = frozenset(("model", "init", "out", "row_tokens", "steps", "data"))
 
 
 def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
-    """The config.json of a Llama of the run's shape."""
+    """The config.json of a Llama model with the shape of the run."""
     shape = run.shape
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -37,12 +37,12 @@ def model_config(run: PlannedRun, sequence: int) -> dict[str, object]:
 
 
 def shared_data(base: Path, plan: Plan, home: Path, say: Callable[[str], None]) -> list[Path]:
-    """The data of the config file `base`, with texts turned into token shards under `home`, once for all runs of the plan.
+    """The data of the config file `base`, with texts converted to token shards under `home`, once for all runs of the plan.
 
-    Shards that are there already are used again. Conversations and folders of shards are left as they are.
+    Existing shards are reused. Conversations and folders of shards are used as they are.
 
     Raises:
-        ValueError: a file has no texts, or there is no tokenizer for them.
+        ValueError: a file has no texts, or the tokenizer is not found.
         OSError: a file is missing, or `home` cannot be written.
     """
     from tilewright.train.data import text_shards
@@ -66,13 +66,13 @@ def shared_data(base: Path, plan: Plan, home: Path, say: Callable[[str], None]) 
 
 
 def command_of(base: Path, plan: Plan, data: Sequence[Path] = ()) -> Callable[[PlannedRun, Path], list[str]]:
-    """What trains a run by the config file `base`, which says the data, the tokenizer, the batch and the learning rate.
+    """(run, its folder) -> the command that trains it. The config file `base` has data, tokenizer, batch and learning rate.
 
-    A run's own options come before those of the file. data: takes the place of the file's data, if any is given.
+    The options of a run override those of the file. data: if not empty, used instead of the data of the file.
 
     Raises:
-        ValueError: the trainer refuses the config of a run, the config has no tokenizer or no eval_data, or the options of a
-            run set a field that the plan decides.
+        ValueError: the trainer does not accept the config of a run, the config has no tokenizer or no eval_data, or the options
+            of a run set a field that the plan determines.
     """
     values = read_toml(base)
     configs = {run.name: _config(values, run, plan.sequence) for run in plan.runs}
@@ -93,7 +93,7 @@ def command_of(base: Path, plan: Plan, data: Sequence[Path] = ()) -> Callable[[P
 
 
 def _config(values: Mapping[str, Any], run: PlannedRun, sequence: int) -> TrainConfig:
-    """The config of a run, with its number of updates."""
+    """The training config of a run, with its number of updates."""
     try:
         if taken := sorted(_PLANNED & run.options.keys()):
             raise ValueError(f"its options have {', '.join(taken)}, which the plan decides")
@@ -105,10 +105,10 @@ def _config(values: Mapping[str, Any], run: PlannedRun, sequence: int) -> TrainC
 
 
 def held_out_loss(folder: Path) -> float:
-    """Nats a byte of eval_data at the run's end, as its log has it; bits a byte times log 2.
+    """The final loss on eval_data in nats per byte, from the log of the run (bits per byte times log 2).
 
     Raises:
-        ValueError: the log has no such measurement.
+        ValueError: the log does not contain this measurement.
     """
     path = folder / "train" / "log.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
