@@ -77,7 +77,7 @@ class LLM:
 
     @cached_property
     def pooler(self) -> "Pooler | None":
-        """Computes embeddings and scores; None if the model has none. ModelError: its folder asks for an unknown pooling."""
+        """Computes embeddings and scores; None if the model has none. Raises ModelError if its folder names unknown pooling."""
         return self._make_pooler()
 
     def generate(
