@@ -138,7 +138,7 @@ class DecodeGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def run(self, adapted: bool = False) -> None:
-        """Run the body, which first derives its inputs if `derives`; otherwise call `take` before. adapted: rows have adapters."""
+        """Run the body. It derives its inputs if `derives`; otherwise call `take` first. adapted: rows have adapters."""
         (self._adapted if adapted else self._body).replay()
 
     def take(self, packed: Tensor, block_table: Tensor) -> None:
@@ -153,15 +153,15 @@ class DecodeGraph:
         self.run()
 
     def sample(self, more: bool) -> Sampled:
-        """Run head and sampling after the body. `more`: a row needs more than a sample. The result is valid until the next call."""
+        """Run head and sampling after the body. `more`: a row needs more than a sample. The next call overwrites the result."""
         graph, sampled = self._tails[more]
         graph.replay()
         return sampled
 
 
 EARLY_TOKENS = 1
-"""Launches start early (programmatic dependent launch) in steps of at most this many tokens. Larger steps were not measured. From
-17 tokens on, early launches would select the products of `sm90` instead of cuBLAS, which cannot start early."""
+"""In steps of at most this many tokens, launches start before the preceding launch has ended. Larger steps were not measured.
+From 17 tokens on, this would select the products of `sm90` instead of those of cuBLAS, which cannot start early."""
 
 
 def _early(tokens: int) -> AbstractContextManager[Any]:

@@ -1,10 +1,10 @@
 """Steps that contain prompts and decoding rows, captured as CUDA graphs.
 
-For a step with few tokens, the launches on the host take longer than the kernels on the device, with and without prompts. So the
-model's pass is captured for some numbers of tokens and rows. A step runs in the smallest graph with enough of both. The rest is
-padding: tokens that are not written, in rows that attend to nothing. A step of more than `MOST_TOKENS` tokens runs eagerly,
-because there the device takes longer than the host. Steps with both drafts and prompts, and steps of models on several ranks,
-also run eagerly.
+For a step with few tokens, the launches on the host take longer than the kernels on the device, with and without prompts. So
+the model's pass is captured for some numbers of tokens and rows. A step runs in the smallest graph with enough of both. The
+rest is padding: tokens that are not written, in rows that attend to nothing. A step of more than `MOST_TOKENS` tokens runs
+eagerly, because there the device takes longer than the host. Steps with both drafts and prompts, and steps of models on several
+ranks, also run eagerly.
 
 Head and sampling are launched eagerly after the graph, on the sampled rows, while the device still runs the graph.
 """

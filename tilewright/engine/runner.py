@@ -90,9 +90,9 @@ class ModelRunner:
     ):  # fmt: skip
         """`max_samples`: per step, if more than `max_seqs`; rows with drafts have several, up to `row_tokens`. `host_pages`:
         pages of host memory for evicted pages. `explains_draws`: return `TokenLogprobs.drawn` with log-probabilities, except in
-        steps where a row with drafts edits its logits. `team`: other ranks, which run each step on their shares. `window_pages`:
-        those of layers with a window; 0: they have no pages of their own. `prompt_graphs`: see mixed_graphs.py. `columns`:
-        return log-probabilities of samples as `StepResult.columns`; then all requests must request them."""
+        steps where a row with drafts edits its logits. `team`: other ranks, which run each step on their shares.
+        `window_pages`: pages of windowed layers; 0: they have none of their own. `prompt_graphs`: see mixed_graphs.py.
+        `columns`: return log-probabilities of samples as `StepResult.columns`; then all requests must request them."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
