@@ -201,7 +201,7 @@ class LLM:
         self.engine.hold_adapter(name, adapters.read(folder), str(folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter; unfinished requests that use it are ended. Raises UnknownAdapter."""
+        """Remove an adapter. Unfinished requests that use it continue with it to their end. Raises UnknownAdapter."""
         if self.engine.adapters is None:
             raise UnknownAdapter(f"there is no adapter {name!r} here")
         self.engine.adapters.remove(name)

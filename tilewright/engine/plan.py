@@ -32,7 +32,7 @@ class NoMemory(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose. `limit_bytes`: the most that the engine may use in total; None on a CPU, where only the cache has one."""
+    """Bytes by purpose. `limit_bytes`: the most that the engine may use in total; None on a CPU (only the cache is limited)."""
 
     device: str
     limit_bytes: int | None

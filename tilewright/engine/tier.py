@@ -1,8 +1,9 @@
 """Moves pages of the KV cache between the device and host memory.
 
-On the host a page is one row that contains all layers, so that it is transferred with one copy. On the device, pages are gathered
-from the layers, or scattered to them, through a buffer of `CHUNK_BYTES`. Each direction has two buffers and a stream: while one
-buffer is copied, the other is gathered or scattered. On the device, the step waits for incoming pages; the host never waits.
+On the host, a page is one row that contains all layers, so that it is transferred with one copy. On the device, pages are
+gathered from the layers, or scattered to them, through a buffer of `CHUNK_BYTES`. Each direction has two buffers and a stream:
+while one buffer is copied, the other is gathered or scattered. On the device, the step waits for incoming pages; the host never
+waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ def buffer_bytes(page_bytes: int) -> int:
 
 
 def _parts(cache: KVCache | LatentCache) -> list[Tensor]:
-    """[layers, P, ...] tensors, one per kind (keys, values, ...), as views of the cache, so that one launch moves all layers."""
+    """[layers, P, ...] tensors, one per kind (keys, values, ...), as views of the cache: one launch then moves all layers."""
     return [stack for kind in zip(*cache.layers, strict=True) for stack in _stacked([_wide(part) for part in kind])]
 
 
@@ -46,7 +47,7 @@ def _wide(part: Tensor) -> Tensor:
 
 
 def _stacked(layers: list[Tensor]) -> list[Tensor]:
-    """Layers at equal distances in one allocation as one tensor [layers, P, ...]; otherwise one tensor [1, P, ...] per layer."""
+    """Layers at equal distances in one allocation: one tensor [layers, P, ...]; otherwise one tensor [1, P, ...] per layer."""
     first, offsets = layers[0], [layer.storage_offset() for layer in layers]
     step = offsets[1] - offsets[0] if len(layers) > 1 else 0
     same = {layer.untyped_storage().data_ptr() for layer in layers} == {first.untyped_storage().data_ptr()}

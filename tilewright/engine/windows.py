@@ -6,8 +6,8 @@ has its own pool of pages. A request has a block table for each pool, both of th
 released page stays in the prefix cache like any other. A prefix can be shared if the full pool knows all of its pages, and the
 windowed pool knows those that are in the window of its last token.
 
-Pure Python: no tensors. In lists or sets with pages of both kinds (`Step.copies`, `Step.fills`), a windowed page w is written as
-~w, which is negative.
+Pure Python: no tensors. In lists or sets with pages of both kinds (`Step.copies`, `Step.fills`), a windowed page w is written
+as ~w, which is negative.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +55,7 @@ class Windows:
         return -(-(window - 1) // page_size) + 1
 
     def first(self, position: int) -> int:
-        """Index of the first entry of a block table in the window of a token at this position; it may be after the last entry."""
+        """Index of the first block table entry in the window of a token at this position; it may be after the last entry."""
         return max(0, position - self.window + 1) // self._size
 
     def stats(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ class Windows:
         return 0
 
     def take(self, request: Request, count: int) -> tuple[int, int] | None:
-        """Append `count` pages that are `covered` to the block table for windowed layers; call it before the full table grows.
+        """Append `count` pages, which must be `covered`, to the block table for windowed layers.
 
         If this covers all tokens of the request, the last page is replaced by a new page, into which it must be copied: returns
         (shared page, new page). Otherwise returns None.
