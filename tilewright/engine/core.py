@@ -207,7 +207,7 @@ class Engine:
         return deltas
 
     def advance(self) -> StepDeltas:
-        """Schedule and launch a step, then collect earlier ones. With an asynchronous runner the new step stays in flight."""
+        """Schedule and launch a step, then collect all steps in flight; with an asynchronous runner, all except the new one."""
         for request, retry_s in self.scheduler.expire():
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"

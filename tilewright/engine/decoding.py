@@ -80,7 +80,7 @@ class Decoders:
         self._phase = 0
         self._settle(np.zeros(0, np.int64))
 
-    # Who is here -----------------------------------------------------------------------------------------------------
+    # Members ---------------------------------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
         """Add a request. All its tokens are computed or scheduled, except the last, which is known or pending."""

@@ -66,7 +66,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
         progress: called with a text before each slow step, first with the memory plan.
 
     Raises:
-        BundleRefused: `options.bundle` is damaged or was made for another model, card or set of options.
+        BundleRefused: `options.bundle` is damaged, or was made for another model, card, toolchain or other options.
         ModelError: the model cannot be found, read, or run.
         NoMemory: the memory plan does not fit.
         ValueError: `max_model_len` exceeds the model's positions; there is no such device or dtype; or the model or the card

@@ -213,7 +213,7 @@ contexts run out of full pages first, shorter contexts run out of window pages f
 
 
 def _divides(options: EngineConfig) -> bool:
-    """Whether layers with a window may have pages of their own. With host memory or several ranks, a page holds all layers."""
+    """Whether layers with a window may have pages of their own. With host memory, tp, pp or slices, a page holds all layers."""
     return not options.host_cache_bytes and options.plan == Plan()
 
 

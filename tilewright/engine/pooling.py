@@ -14,7 +14,7 @@ __all__ = ["Pass", "Pooled", "Text", "cosines"]
 
 
 class Text(NamedTuple):
-    """One input: token ids and, for a model that reads pairs, the type of each token (0: first text, 1: second text)."""
+    """One input: token ids and, for a model that reads pairs, the token types: to which of the two texts each token belongs."""
 
     ids: Sequence[int]
     types: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts, for requests that request them."""
+"""Log-probabilities of the tokens of prompts, for requests with `prompt_logprobs`."""
 
 from collections.abc import Callable, Sequence
 

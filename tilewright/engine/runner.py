@@ -75,12 +75,12 @@ class _Waiting:
 
 
 def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
-    """The context in which steps run."""
+    """A function that makes the context in which steps run."""
     return invariant if batch_invariant else nullcontext
 
 
 class ModelRunner:
-    """Runs steps of one model on one device, or on several by a `team`."""
+    """Runs the steps of one model on one device, or on several devices with a `team`."""
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
@@ -101,7 +101,7 @@ class ModelRunner:
         self._scope, self._team, self._columns = scope_of(batch_invariant), team, columns
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
-        """True while a step is launched: a kernel that is compiled now is compiled too late."""
+        """True while a step is launched; a kernel that is compiled now should have been compiled in the warm-up."""
         self.kinds = 2 if window_pages else 1
         pools = {"window_pages": window_pages} if window_pages else {}
         self.cache = model.empty_cache(num_pages, page_size, cache_dtype, **pools)

@@ -167,7 +167,7 @@ def _integers(values: Sequence[int]) -> np.ndarray:
 
 
 def agreed(drafts: Sequence[int], samples: Sequence[int]) -> int:
-    """How many of a row's samples [1 + drafts] count: up to the first that differs from the draft at its position."""
+    """How many of a row's samples [1 + drafts] count: up to and including the first that differs from the draft there."""
     return next((i + 1 for i, draft in enumerate(drafts) if draft != samples[i]), len(drafts) + 1)
 
 

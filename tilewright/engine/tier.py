@@ -104,7 +104,7 @@ class HostTier:
             self._bring_in(chunk)
 
     def _wait_for_each_other(self, out: Moves, back: Moves) -> None:
-        """A page may be copied out to a row that an earlier step reads, or copied in from a row that an earlier step writes."""
+        """Order the two streams: `out` may write rows that an earlier step reads, `back` may read rows that one has written."""
         assert self._out.stream is not None
         assert self._in.stream is not None
         before = self._in.stream.record_event(), self._out.stream.record_event()
