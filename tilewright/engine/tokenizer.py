@@ -24,7 +24,7 @@ __all__ = ["Cut", "Detokenizer", "Tokenizer", "TokenizerError"]
 UNFINISHED = "\ufffd"
 """A decoder writes this for bytes that are not, or not yet, a character."""
 SHORT_CHARS = 2048
-"""Texts up to this length are encoded directly, in well under a millisecond. The way that lets other threads run costs 50 us."""
+"""Texts up to this length are encoded directly, in well under a millisecond. The call that frees other threads costs 50 us."""
 _BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 PROMPT_WINDOW = 8
 """Generated text is decoded together with this many last tokens of the prompt. A character has at most 4 bytes, so 4 tokens."""
