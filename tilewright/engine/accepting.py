@@ -1,4 +1,4 @@
-"""Which of a step's samples count: those that requests still want."""
+"""Which samples of a step count: those whose requests have not ended."""
 
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -15,34 +15,34 @@ __all__ = ["Accepted", "accepted", "without"]
 
 
 class Accepted(NamedTuple):
-    """The samples of a step that count, with an entry a request that has any."""
+    """The samples of a step that count, with one entry per request that has any."""
 
     requests: Sequence[Request]
     slots: np.ndarray
-    """[N] int64: where the requests were when the step was made."""
+    """[N] int64: the requests' slots when the step was made."""
     counts: np.ndarray
-    """[N] int64"""
+    """[N] int64: number of tokens of each request."""
     ids: np.ndarray
-    """int64: the tokens of all requests, one behind the other."""
+    """int64: the tokens of all requests, concatenated."""
     logprobs: list[TokenLogprobs | None]
-    """[], or an entry a token."""
+    """[], or one entry per token."""
     columns: LogprobColumns | None
-    """None, or the same as columns, and then `logprobs` is empty."""
+    """None, or the log-probabilities as columns; `logprobs` is then empty."""
     here: np.ndarray | None
-    """[N] bool: the request is still in its slot; None: all are."""
+    """[N] bool: whether the request is still in its slot; None: all are."""
     looks: list[int]
-    """Indices of the requests to which something has happened beside one more token: the first of a stay in a slot, the last,
-    several at once."""
+    """Indices of the requests that need attention, because more happened than one further token: the first token in a slot, the
+    last token, or several tokens at once."""
 
     def explained(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        """Of the requests, by their indices, that have log-probabilities."""
+        """Index of a request -> its log-probabilities, for the requests that have any."""
         if not self.logprobs:
             return {}
         entries = ((i, tuple(one for one in logprobs if one is not None)) for i, (_, _, logprobs) in enumerate(self.each()))
         return {i: found for i, found in entries if found}
 
     def without_nan(self) -> tuple["Accepted", list[Request]]:
-        """(those whose log-probabilities are numbers, the requests of the others)"""
+        """(the samples of requests without NaN in their log-probabilities, the other requests)"""
         wrong = np.zeros(len(self.requests), bool)
         if self.columns is not None and np.count_nonzero(nan := np.isnan(self.columns.logprob)):
             wrong[np.repeat(np.arange(wrong.size), self.counts)[nan]] = True
@@ -54,14 +54,14 @@ class Accepted(NamedTuple):
         return self.only(~wrong)._replace(looks=looks), list(compress(self.requests, wrong.tolist()))
 
     def append(self) -> None:
-        """Add the tokens to the requests that have left their slots; the others have theirs by slot."""
+        """Add the tokens to the requests that have left their slots; for the others `Decoders` stores them by slot."""
         if self.here is not None and not self.here.all():
             for here, (request, tokens, _) in zip(self.here.tolist(), self.each()):
                 if not here:
                     request.output_ids.extend(tokens)
 
     def each(self) -> Iterator[tuple[Request, list[int], list[TokenLogprobs | None]]]:
-        """(request, its tokens, their log-probabilities or [])"""
+        """(request, its tokens, their log-probabilities or []) for each request"""
         begin, ids = 0, self.ids.tolist()
         for request, count in zip(self.requests, self.counts.tolist()):
             end = begin + count
@@ -69,7 +69,7 @@ class Accepted(NamedTuple):
             begin = end
 
     def only(self, stays: np.ndarray) -> "Accepted":
-        """Without the requests where `stays` [N] is False."""
+        """The samples of the requests for which `stays` [N] bool is True."""
         lines = stays if self.ids.size == stays.size and (self.counts == 1).all() else np.repeat(stays, self.counts)
         return Accepted(
             without(self.requests, stays),
@@ -84,7 +84,7 @@ class Accepted(NamedTuple):
 
 
 def without(requests: Sequence[Request], stays: np.ndarray) -> list[Request]:
-    """A new list of the requests for which `stays` is True: of nearly all, mostly."""
+    """A new list of the requests for which `stays` is True; fast if these are nearly all."""
     gone = (~stays).nonzero()[0]
     if 4 * gone.size > stays.size:
         return list(compress(requests, stays.tolist()))
@@ -95,9 +95,10 @@ def without(requests: Sequence[Request], stays: np.ndarray) -> list[Request]:
 
 
 def accepted(step: Step, result: StepResult, here: np.ndarray | None) -> Accepted:
-    """What counts of a result. `here` [rows]: the row's request is still in its slot; None: each, and each has a sample.
+    """The samples of a result that count.
 
-    Of the others those that have ended need no more, and those that were preempted keep their samples.
+    `here` [rows] bool: the row's request is still in its slot. None: this is true for each row, and each row has a sample. Of
+    the requests that have left their slots, those that were preempted keep their samples; those that have ended do not.
     """
     if here is None:
         ids = result.tokens

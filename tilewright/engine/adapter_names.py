@@ -1,4 +1,4 @@
-"""Adapters by name, without tensors: what requests ask for, and what a command line says."""
+"""Names of adapters in requests and on the command line. No tensors."""
 
 import re
 from collections.abc import Iterable
@@ -18,23 +18,23 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*")
 
 
 class UnknownAdapter(ValueError):
-    """A request asks for an adapter that the engine does not hold."""
+    """A request names an adapter that is not loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """An adapter in its place."""
+    """A loaded adapter."""
 
     name: str
     folder: str
     number: int
-    """From 1 on: what the layers are told."""
+    """The adapter's number for the layers, from 1 on."""
     salt: bytes
-    """Of the digests of pages: no two adapters, nor two loads of one, share keys and values."""
+    """Start value of the digests of pages, so that two adapters, or two loads of one, never share keys and values."""
 
 
 def named_folders(given: Iterable[str]) -> dict[str, Path]:
-    """Name -> folder of "NAME=FOLDER" texts. Raises ValueError for one that is none, or a name that is there twice."""
+    """Parses "NAME=FOLDER" texts: name -> folder. Raises ValueError for any other text, or a name that occurs twice."""
     found: dict[str, Path] = {}
     for one in given:
         name, sign, folder = one.partition("=")
@@ -48,13 +48,13 @@ def named_folders(given: Iterable[str]) -> dict[str, Path]:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name that no adapter may have."""
+    """Raise ValueError if this is not a valid name for an adapter."""
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise ValueError(f"the adapter's name is {name[:200]!r}, wanted at most {MAX_NAME} letters, digits and . _ / : -")
 
 
 def place_of(adapters: "Adapters | None", name: str | None) -> tuple[int, bytes]:
-    """(number, salt) of the adapter of a request; 0 and nothing where it names none. Raises UnknownAdapter."""
+    """(number, salt) of the adapter that a request names; (0, b"") for None. Raises UnknownAdapter."""
     if name is None:
         return 0, b""
     if adapters is None or not isinstance(name, str):

@@ -1,9 +1,9 @@
-"""The adapters that an engine holds beside its model: by name for requests, by number for the layers.
+"""The LoRA adapters of an engine's model: by name for requests, by number for the layers.
 
-There is room for a fixed number of them, of a fixed rank at most, so that loading one neither allocates on the device nor
-compiles a kernel. A name that is taken away is known to no new request at once; its place is given away when the last request
-that has it has ended. Reading a folder (`read`) may be done in any thread, the rest in the engine's, between two steps: what a
-step in flight reads is never written, and copies stand behind it in the device's order.
+There is room for a fixed number of adapters with a fixed maximum rank, so that loading an adapter neither allocates memory on
+the device nor compiles a kernel. New requests can no longer use a name once it is removed. Its place becomes free when the last
+request that uses it has ended. Reading a folder (`read`) is possible in any thread; everything else must run in the engine's
+thread, between two steps. Memory that a step in flight reads is never written, and the device runs copies after that step.
 """
 
 import itertools
@@ -21,10 +21,10 @@ __all__ = ["Adapters", "adapter_bytes", "beside", "held_adapters", "read_adapter
 
 
 def beside(model: Model, options: EngineConfig) -> None:
-    """Give the layers of a model, which may be on "meta", the room for adapters that the options ask for.
+    """Add room for adapters, as the options specify, to the layers of a model, which may be on "meta".
 
     Raises:
-        ModelError: the model can have none.
+        ModelError: the model does not support adapters.
     """
     if not options.adapter_places:
         return
@@ -38,16 +38,16 @@ def beside(model: Model, options: EngineConfig) -> None:
 
 
 def adapter_bytes(model: Model) -> int:
-    """Of the room for adapters."""
+    """Bytes of the room for adapters in a model."""
     stacks = [module for module in model.modules() if isinstance(module, LoraStack)]
     return sum(buffer.nbytes for stack in stacks for buffer in stack.buffers())
 
 
 class Adapters:
-    """Places for adapters beside a model that `beside` has given room.
+    """The adapters of a model that was prepared by `beside`.
 
     Args:
-        adapters, rank: as `beside` was told.
+        adapters, rank: the same number of adapters and maximum rank as for `beside`.
     """
 
     def __init__(self, model: Model, adapters: int, rank: int):
@@ -59,11 +59,11 @@ class Adapters:
 
     @property
     def names(self) -> Collection[str]:
-        """Those that requests may ask for, in the order in which they were loaded."""
+        """Names that requests may use, in the order of loading."""
         return tuple(self._held)
 
     def get(self, name: str) -> Held:
-        """Raises UnknownAdapter."""
+        """The adapter with this name. Raises UnknownAdapter."""
         found = self._held.get(name)
         if found is None:
             known = f"there are {', '.join(list(self._held)[:8])}" if self._held else "none is loaded"
@@ -75,10 +75,10 @@ class Adapters:
         return read_adapter(folder, self.targets, max_rank=self.rank)
 
     def put(self, name: str, adapter: Adapter, folder: str, in_use: Callable[[], Collection[int]]) -> Held:
-        """Hold an adapter under a name. in_use: the numbers that unfinished requests have.
+        """Load an adapter under a name. in_use: returns the adapter numbers of unfinished requests.
 
         Raises:
-            ValueError: the name is taken or is none, or no place is free.
+            ValueError: the name is taken or not valid, or no place is free.
         """
         check_name(name)
         if name in self._held:
@@ -93,7 +93,7 @@ class Adapters:
         return held
 
     def remove(self, name: str) -> None:
-        """Forget a name. Requests that have it end as they began. Raises UnknownAdapter."""
+        """Remove a name. Unfinished requests that use the adapter continue with it to their end. Raises UnknownAdapter."""
         self.get(name)
         del self._held[name]
 
@@ -107,15 +107,15 @@ class Adapters:
 
 
 Read = list[tuple[str, Path, Adapter]]
-"""Name, folder and content of adapters."""
+"""(name, folder, content) of adapters."""
 
 
 def read_adapters(model: Model, options: EngineConfig) -> Read:
-    """Those that the options name, for a model that may be on "meta".
+    """Read the adapters that the options name, for a model that may be on "meta".
 
     Raises:
-        ModelError: one cannot be taken; the message names it.
-        ValueError: an entry of `adapters` is no NAME=FOLDER.
+        ModelError: an adapter cannot be used; the message names it.
+        ValueError: an entry of `adapters` is not NAME=FOLDER.
     """
     found = []
     for name, folder in named_folders(options.adapters or ()).items():
@@ -127,7 +127,7 @@ def read_adapters(model: Model, options: EngineConfig) -> Read:
 
 
 def held_adapters(model: Model, options: EngineConfig, read: Read) -> Adapters | None:
-    """The adapters beside a loaded model, those that were read among them; None where the options ask for no room."""
+    """The adapters of a loaded model, including those in `read`; None if the options specify no room for adapters."""
     beside(model, options)
     if not options.adapter_places:
         return None

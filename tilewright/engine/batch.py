@@ -1,11 +1,11 @@
-"""From a step to what the model reads: one packed buffer on the host (layout.py), one copy, views of it on the device.
+"""From a step to the model's inputs: one packed buffer on the host (layout.py), one copy, and views of it on the device.
 
-A step in which everybody brings one token is not packed: `Packer.changes` says what the device does not know of it yet.
+A step in which each row has one token is not packed: `Packer.changes` returns only what the device does not know yet.
 
     # T tokens, B sequences, R sampled rows, W pages in the longest block table
 
-Rows of the batch are the step's rows in their order. Whatever the host does not know yet, a sample of the step before, is
-named by the slot that will hold it (`feed`), and is filled in on the device.
+The rows of the batch are the step's rows in the same order. If the host does not know a token yet, because it is a sample of
+the step before, `feed` contains the slot that will hold it, and the device fills it in.
 """
 
 from collections.abc import Callable
@@ -21,31 +21,31 @@ __all__ = ["LINE_WORDS", "Changes", "Packer"]
 
 
 LINE_WORDS = 5
-"""int64 words of a slot's line, as `ops.decode_inputs` says."""
+"""int64 words of a slot's line; see `ops.decode_inputs`."""
 
 
 class Changes(NamedTuple):
-    """What the device does not know yet of the slots of a step; every part may be empty."""
+    """What the device does not know yet about the slots of a step; every part may be empty."""
 
     line_slots: np.ndarray
     lines: np.ndarray
-    """[N] and [N, 5] int64: lines of `ops.decode_inputs`."""
+    """[N] and [N, 5] int64: changed lines of `ops.decode_inputs`."""
     fed_slots: np.ndarray
     fed: np.ndarray
-    """[M] int64: newest tokens that were not sampled in the step before."""
+    """[M] int64: slots, and their newest tokens, which the device has not sampled in the step before."""
     cells: np.ndarray
-    """[1 + kinds, L] int32: places in the table of all slots, as one row, and the pages that come there in each kind's."""
+    """[1 + kinds, L] int32: indices into the flattened block table of all slots, then the new pages there for each kind."""
 
 
 _NONE = np.zeros(0, np.int64)
 
 
 class Packer:
-    """Fills the host's arrays for a step. Keeps, by slot, what does not change from step to step.
+    """Fills the host's arrays for a step. Stores, by slot, the values that do not change from step to step.
 
-    `always_adapted`: every step names adapters, even if no row has one. `kinds`: see `Layout`.
-    `place` is called with each request that has come to its slot since the step before. What a request's own numbers raise on
-    the way is a `RowFault` that names it: nothing has been sent to the device then.
+    `always_adapted`: every step uses adapters, even if no row has one. `kinds`: see `Layout`. `place` is called with each
+    request that is new in its slot since the step before. If the numbers of a request cause an error, `RowFault` names the
+    request, and nothing has been sent to the device.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Packer:
         self.tables = np.zeros((kinds, max_seqs, max_pages), np.int32)
         self._leases, self._held = np.full(max_seqs, -2, np.int64), np.zeros(max_seqs, np.int64)
         self._seen = self._seen_pages = np.zeros(0, np.int64)  # `leases` and `pages` of the step before
-        # One line a slot, plus one for padding: greedy, everything off. As `ops.decode_inputs` reads them.
+        # One line per slot, plus one for padding (greedy, everything off), in the format of `ops.decode_inputs`.
         self.lines = np.zeros((max_seqs + 1, LINE_WORDS), np.int64)
         halves = self.lines.view(np.int32)
         floats = halves.view(np.float32)
@@ -66,25 +66,25 @@ class Packer:
         self._temperature, self._top_k, self._top_p, self._min_p = floats[:, 4], halves[:, 5], floats[:, 6], floats[:, 7]
         self._alternatives = halves[:, 8]
         self._top_p[:], self._alternatives[:] = 1, -1
-        # What the device has of them: lines, and the first so many pages of each table.
+        # What the device has: whether a slot's line is still unsent, and how many pages of each table were sent.
         self._unsent, self._sent = np.zeros(max_seqs, bool), np.zeros(max_seqs, np.int64)
         self._news: list[tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
-        """Slots that have got a page each since the device was told, where in their tables, and the pages [kinds, slots]; None:
-        more has happened."""
+        """Unsent changes: slots that have got one page each, the index in their tables, and the pages [kinds, slots]. None:
+        there are other changes."""
         self._no_cells = np.zeros((1 + kinds, 0), np.int32)
         self._any_unsent = self._any_explained = False
-        self._row_starts: np.ndarray | None = None  # of the step before; and so on
-        self._row_slots, self._moves = _NONE, np.zeros(max_seqs + 1, np.int64)  # of the step before: 1 where a slot had a row
+        self._row_starts: np.ndarray | None = None  # of the step before; the same for the following
+        self._row_slots, self._moves = _NONE, np.zeros(max_seqs + 1, np.int64)  # slots; 1 for each slot with a row
         self._explains = np.zeros(max_seqs, bool)
         self._adapter = np.zeros(max_seqs + 1, np.int32)
 
     def refresh(self, step: Step) -> None:
-        """Bring tables and parameters of the step's slots up to date.
+        """Update the tables and parameters of the step's slots.
 
         Raises:
             RowFault: those of one request cannot be written.
         """
-        same = step.leases is self._seen  # nobody has come or gone
+        same = step.leases is self._seen  # the same requests in the same slots
         if same and (step.pages is self._seen_pages or self._grow_as_listed(step)):
             self._seen_pages = step.pages
             return
@@ -108,14 +108,14 @@ class Packer:
         self._seen, self._seen_pages = step.leases, step.pages
 
     def _grow_as_listed(self, step: Step) -> bool:
-        """Whether a step itself says which pages are new, and these could be written."""
+        """Write the new pages that the step lists in `grown`. Returns whether this was possible."""
         grown = step.grown
         if grown is None or grown.before is not self._seen_pages or grown.pages.shape[0] != self.kinds:
             return False
         return self._write_pages(step.slots[grown.rows], grown.pages)
 
     def _grow(self, step: Step, rows: np.ndarray) -> bool:
-        """These requests have got a page more each: all that happens to most that decode. Whether it could be written."""
+        """Write the new pages of requests that have got one page each, the usual case. Returns whether this was possible."""
         if not rows.size:
             return True
         requests = [step.requests[i] for i in rows.tolist()]
@@ -125,7 +125,7 @@ class Packer:
                 pages.append([request.window_pages[-1] for request in requests])
             numbers = np.array(pages, np.int32)
         except HOST_ERRORS:
-            return False  # one by one, to find out whose it is
+            return False  # then the requests are handled one by one, to find the wrong one
         return self._write_pages(step.slots[rows], numbers)
 
     def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> bool:
@@ -167,14 +167,15 @@ class Packer:
         self._place(request)
 
     def longest(self, step: Step) -> int:
-        """Pages of the longest block table of a step."""
+        """Number of pages of the longest block table of a step."""
         return max(1, int(step.pages.max(initial=1)))
 
     def changes(self, step: Step) -> Changes:
-        """What the device has to be told before it derives a step of one token a row. After `refresh`, once; it is then known.
+        """What the device must receive before it derives a step with one token per row. Call it once per step, after `refresh`.
+        Afterwards the changes count as sent.
 
         Raises:
-            RowFault: the newest token of a request is none.
+            RowFault: the newest token of a request is not valid.
         """
         slots = step.slots
         unfed = _NONE if np.count_nonzero(step.fed) == slots.size else (~step.fed).nonzero()[0]
@@ -197,11 +198,11 @@ class Packer:
         return Changes(at, lines, slots[unfed] if unfed.size else _NONE, fed, cells)
 
     def _cells(self) -> np.ndarray:
-        """The pages of all slots that the device does not have yet."""
+        """The unsent pages of all slots, as `Changes.cells`."""
         news, self._news = self._news, []
         if news is not None and not news:
             return self._no_cells
-        if news is not None and len(news) == 1:  # as in most steps: a page more each
+        if news is not None and len(news) == 1:  # the usual case: one more page for each of some slots
             ((slots, place, pages),) = news
             self._sent[slots] = place + 1
             cells = np.empty((1 + self.kinds, slots.size), np.int32)
@@ -229,26 +230,26 @@ class Packer:
         return tokens
 
     def adapters(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [2 rows], as `Batch.adapters`, of rows of one token in these slots."""
+        """int32 [2 rows], as `Batch.adapters`, for rows of one token in these slots."""
         out = np.zeros(2 * slots.size, np.int32)
         self._fill_adapters(out, slice(slots.size), slots)
         return out
 
     def adapted(self, step: Step) -> bool:
-        """Whether the model is to be told adapters: any of the step's rows has one. After `refresh`."""
+        """Whether the step uses adapters, because a row has one. Call it after `refresh`."""
         return self._always_adapted or bool(self._adapter[step.slots].any())
 
     def explained(self, step: Step) -> bool:
-        """Whether any of a step's rows wants log-probabilities of its samples."""
+        """Whether any row of a step requests log-probabilities of its samples."""
         return self._any_explained and bool((self._alternatives[step.slots[step.samples > 0]] >= 0).any())
 
     def prompts_explained(self, step: Step) -> bool:
-        """Whether any of a step's rows wants log-probabilities of its prompt."""
+        """Whether any row of a step requests log-probabilities of its prompt."""
         return bool(self._explains[step.slots].any())
 
     def fill(self, out: dict[str, np.ndarray], step: Step, each: int | None = None) -> None:
-        """Write a step into host arrays, which may be longer than the step: the rest becomes padding rows of one token, or of
-        `each` (see `Layout`), which then also stands behind the tokens of each row."""
+        """Write a step into host arrays. These may be longer than the step; the rest becomes padding rows with one token each.
+        With `each` (see `Layout`), each row has room for `each` tokens, and padding also follows the tokens of each row."""
         if each is not None:
             self._fill_apart(out, step, each)
             return
@@ -257,7 +258,7 @@ class Packer:
         tokens = int(ends[-1])
         out["cu_q"][0] = 0
         out["cu_q"][1 : seqs + 1] = ends
-        if seqs < out["kv_lens"].size:  # of a captured step with prompts the last row has the rest of the padding
+        if seqs < out["kv_lens"].size:  # in a captured step with prompts, the last row contains the rest of the padding
             room = out["positions"].size
             out["cu_q"][seqs + 1 :] = np.minimum(np.arange(tokens + 1, tokens + 1 + out["kv_lens"].size - seqs), room)
             out["cu_q"][-1] = room
@@ -279,14 +280,15 @@ class Packer:
         self._fill_sampled(out, step, ends)
 
     def _place_of(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(page of a block table, place in it): by bits where a page has a power of two of them, a third of the time."""
+        """(index in a block table, offset in the page). Bit operations, for page sizes that are powers of two, take a third of
+        the time."""
         size = self.page_size
         if size & (size - 1):
             return np.divmod(position, size)
         return position >> (size.bit_length() - 1), position & (size - 1)
 
     def _fill_apart(self, out: dict[str, np.ndarray], step: Step, each: int) -> None:
-        """The last tokens of a row may be padding: they are written nowhere, and no other token sees them."""
+        """`fill` with `each`. The last tokens of a row may be padding: they are not written, and no other token sees them."""
         slot, start, count = step.slots, step.starts, step.counts
         seqs, begins = slot.size, np.arange(slot.size) * each
         out["cu_q"][:] = np.arange(out["cu_q"].size) * each
@@ -305,7 +307,8 @@ class Packer:
         self._fill_sampled(out, step, begins + count)
 
     def _fill_adapters(self, out: np.ndarray, where: Any, owner: np.ndarray) -> None:
-        """Tokens in the order of their adapters, and these; padding has none. where: places of the tokens that slots own."""
+        """Write token indices sorted by adapter, and their adapters; padding has adapter 0. where: indices of the tokens whose
+        slots are `owner`."""
         if not (self._always_adapted or self._adapter.any()):
             return
         ids = np.zeros(out.size // 2, np.int32)
@@ -329,7 +332,7 @@ class Packer:
                 raise RowFault(request, error) from error
 
     def _fill_sampled(self, out: dict[str, np.ndarray], step: Step, ends: np.ndarray) -> None:
-        """Of a row with several samples they follow each other, as its tokens do."""
+        """Write the arrays of sampled rows. Several samples of one row are consecutive, in the order of its tokens."""
         slot, at, lens = step.slots, ends - 1, step.starts + step.counts
         if step.drafts:
             samples = step.samples

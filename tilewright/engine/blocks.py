@@ -1,15 +1,15 @@
-"""Pages of the KV cache: who owns them, which are free, and which hold a prefix that another request may share.
+"""Pages of the KV cache: which have owners, which are free, and which contain a prefix that another request may share.
 
-Pure Python: a page is a number, its keys and values live with the runner. A page is in one of three states:
+Pure Python: a page is a number; the runner stores its keys and values. A page is in one of three states:
     used     `owners(page)` > 0 requests have it in their block tables
-    cached   nobody owns it, but its content is known by its digest and can be shared again; least recently used goes first
-    free     nothing to keep
+    cached   no request owns it, but its content has a digest and can be shared again; the least recently used is evicted first
+    free     it has no content to keep
 
-With `host_pages` the content of a cached page that somebody else gets goes to host memory, where it can be found.
+With `host_pages`, the content of an evicted page moves to host memory and can be found there.
 
-Only full pages have a digest: sha256 over the digest of the page before and the token ids of this one, so that equal
-digests mean equal tokens from the first on. (A short hash would do for speed, but a collision hands one user's text to
-another.) What a page may be used for is the scheduler's to know; nothing here refuses a write to a shared page.
+Only full pages have a digest: sha256 over the digest of the page before and the token ids of this page. So equal digests mean
+equal tokens from the first token on. (A short hash would be faster, but a collision would show one user's text to another.) The
+scheduler must respect how a page may be used; nothing here prevents a write to a shared page.
 """
 
 from array import array
@@ -25,12 +25,12 @@ __all__ = ["BlockPool", "page_digest", "page_digests"]
 
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The chain hash of a page: `parent` is the digest of the page before it, for a request's first its salt."""
+    """The chain hash of a page. `parent`: the digest of the page before it; for the first page, the request's salt."""
     return sha256(parent + _packer(len(token_ids))(*token_ids)).digest()
 
 
 def page_digests(parent: bytes, token_ids: Sequence[int], size: int) -> list[bytes]:
-    """The chain hashes of pages of `size` tokens that follow each other; what is left over at the end is no page."""
+    """The chain hashes of consecutive pages of `size` tokens; an incomplete page at the end is ignored."""
     data, width = array("q", token_ids).tobytes(), 8 * size
     chain = [parent]
     for begin in range(0, len(data) - width + 1, width):
@@ -40,14 +40,14 @@ def page_digests(parent: bytes, token_ids: Sequence[int], size: int) -> list[byt
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    return Struct(f"={count}q").pack  # a third of the time of an array
+    return Struct(f"={count}q").pack  # takes a third of the time of `array`
 
 
 class BlockPool:
     """`num_pages` pages of `page_size` tokens with reference counts. Without `prefix_cache` no page is ever shared."""
 
     listener: Callable[[bytes, bool], None] | None = None
-    """Told of each digest that can be found from now on (True) or no longer (False); b"" stands for all. Must not raise."""
+    """Called with each digest that can be found from now on (True) or no longer (False); b"" means all. Must not raise."""
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True, host_pages: int = 0):
         if num_pages < 1 or page_size < 1:
@@ -59,17 +59,17 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Every page is free, whoever owned it."""
+        """Make every page free, whether it has owners or not."""
         self._owners = [0] * self.num_pages
         self._digest: list[bytes | None] = [None] * self.num_pages
         self._page: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack, so that hot pages are used again
+        self._free = list(range(self.num_pages - 1, -1, -1))  # a stack, so that recently used pages are reused first
         self.host.reset()
         self._tell(b"", known=False)
 
     def forget(self, pages: Iterable[int]) -> None:
-        """These pages do not hold what their digests say: owned ones stay with their owners, cached ones become free."""
+        """Remove the digests of pages with wrong content. Owned pages stay with their owners; cached pages become free."""
         for page in pages:
             self._forget(page)
             if page in self._cached:
@@ -78,16 +78,16 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give: free and cached."""
+        """Number of pages that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Pages that nobody owns and whose content may still be shared."""
+        """Number of pages without owners whose content may still be shared."""
         return len(self._cached)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """How many pages this many tokens need."""
         return -(-tokens // self.page_size)
 
     def owners(self, page: int) -> int:
@@ -95,9 +95,9 @@ class BlockPool:
         return self._owners[page]
 
     def allocate(self) -> int:
-        """A page with one owner and no content: a free one, else the least recently used cached one.
+        """A page with one owner and no content: a free page, or else the least recently used cached page.
 
-        Raises IndexError when `available` is 0.
+        Raises IndexError if `available` is 0.
         """
         if self._free:
             page = self._free.pop()
@@ -113,7 +113,7 @@ class BlockPool:
         return page
 
     def allocate_many(self, count: int) -> list[int]:
-        """So many pages, as `allocate` gives them one after the other."""
+        """`count` pages, the same as from repeated calls of `allocate`."""
         left = max(0, len(self._free) - count)
         pages = self._free[left:][::-1]
         del self._free[left:]
@@ -121,7 +121,7 @@ class BlockPool:
         for page in pages:
             owners[page] = 1
         if self.listener is None and not self.host.num_pages:
-            for _ in range(min(count - len(pages), len(self._cached))):  # as `allocate`, where nobody wants to hear of it
+            for _ in range(min(count - len(pages), len(self._cached))):  # like `allocate`, with no listener and no host memory
                 page, _ = self._cached.popitem(last=False)
                 digest, digests[page], owners[page] = digests[page], None, 1
                 if digest is not None:
@@ -132,16 +132,16 @@ class BlockPool:
         return pages
 
     def share(self, page: int) -> None:
-        """One more owner for a page that `find` gave."""
+        """Add an owner to a page that `find` returned."""
         if self._owners[page] == 0:
             del self._cached[page]
         self._owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less for each page of a block table, in its order.
+        """Remove an owner from each page of a block table, which is given in order.
 
-        The end of a table becomes evictable before its beginning: a prefix without its end is still of use, and not the
-        other way round.
+        The pages at the end of the table are evicted before those at its beginning: a prefix is still useful without its end,
+        but not without its beginning.
         """
         for page in reversed(list(pages)):
             self._owners[page] -= 1
@@ -152,15 +152,15 @@ class BlockPool:
                     self._cached[page] = None
 
     def find(self, digest: bytes) -> int | None:
-        """The page with this content, to be passed to `share` before anything is allocated."""
+        """The page with this content, or None. Pass it to `share` before anything is allocated."""
         return self._page.get(digest)
 
     def register(self, page: int, digest: bytes) -> None:
-        """An owned page is full and has this content from now on. Where another page has it already, that one stays known."""
+        """Note that an owned page is full and has this content. If another page already has this digest, keep that one."""
         self.register_many([page], [digest])
 
     def register_many(self, pages: Iterable[int], digests: Iterable[bytes]) -> None:
-        """`register` for each of them."""
+        """`register` for several pages."""
         if not self.prefix_cache:
             return
         known, named, listener = self._page, self._digest, self.listener
@@ -173,14 +173,14 @@ class BlockPool:
                     listener(digest, True)
 
     def page_map(self, tables: Iterable[tuple[int | None, Sequence[int]]], per_cell: int = 1) -> list[tuple[str | int, int]]:
-        """The pool as cells of `per_cell` pages: (state, owners) of the page with most owners in each.
+        """The pool as cells of `per_cell` pages: (state, owners) of the page with the most owners in each cell.
 
-        State is the name of the first of the (name, block table) that has the page; where no page of a cell has owners,
-        "cached" if one of them is, else "free".
+        `tables` contains pairs (name, block table). The state is the name of the first table that contains the page. If no page
+        of a cell has owners, the state is "cached" if one of them is cached, otherwise "free".
         """
         cells: list[tuple[str | int, int]] = []
         shown: dict[int, int] = {}  # page -> the cell that it stands for
-        # Slices and sets, not a loop over pages: 100000 of them, all in use, cost 5 ms in 2000 cells instead of 60.
+        # Slices and sets, not a loop over pages: 100000 pages, all in use, take 5 ms in 2000 cells instead of 60 ms.
         for first in range(0, self.num_pages, per_cell):
             owners = self._owners[first : first + per_cell]
             most = max(owners)

@@ -1,10 +1,10 @@
-"""Chat templates: a list of messages -> the text that the model was trained on.
+"""Chat templates: a list of messages -> text in the format that the model was trained on.
 
-A template comes with a model's files and is run in Jinja's immutable sandbox: it reaches neither the disk nor Python, and what
-it may see is what the Hugging Face libraries show to it (messages, tools, special tokens, `raise_exception`, `strftime_now`,
-`tojson`, `break` and `continue`; `generation` blocks mark what was generated and change nothing). Its size, its running time,
-the texts that it puts together and its result are bounded; filters are not, but it is tried once, in a process of its own,
-when a model is loaded (trial.py).
+A template comes with a model's files and runs in Jinja's immutable sandbox, without access to the disk or to Python. It can use
+the same names as in the Hugging Face libraries: messages, tools, special tokens, `raise_exception`, `strftime_now`, `tojson`,
+`break` and `continue`; `generation` blocks only mark generated text and change nothing. The size and running time of a
+template, the texts that it joins and its result are bounded. Filters are not bounded. Therefore a template is tried once in a
+separate process when a model is loaded (trial.py).
 """
 
 import json
@@ -26,12 +26,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 __all__ = ["ChatTemplate", "ChatTemplateError", "ChatTemplateExhausted"]
 
 MAX_TEMPLATE_CHARS = 1 << 20
-"""The longest templates in use have some 30 thousand characters."""
+"""The longest templates in use have about 30 thousand characters."""
 MAX_TEXT_CHARS = 1 << 26
 MAX_SECONDS = 2.0
-"""Of one conversation: thousands of messages take milliseconds."""
+"""Time limit for one conversation; thousands of messages take milliseconds."""
 MAX_PRODUCT = 1 << 20
-"""Items of a repeated text or list, and bits of a number."""
+"""Most items of a repeated text or list, and most bits of a number."""
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{5})")
 
 
@@ -40,7 +40,7 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplateExhausted(ChatTemplateError):
-    """It takes more time or memory than it may: no refusal of these messages."""
+    """The template exceeds its time or memory limit; it has not refused the messages."""
 
 
 class _TooLarge(SecurityError):
@@ -48,7 +48,7 @@ class _TooLarge(SecurityError):
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is inside, as it is."""
+    """`{% generation %} ... {% endgeneration %}`: renders the content of the block unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -59,12 +59,12 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with bounded results: Python would compute `"a" * 10**12` to its end."""
+    """The sandbox with bounded results; otherwise Python would really compute `"a" * 10**12`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """left operator right. Raises _TooLarge for what would be too large."""
+        """left operator right. Raises _TooLarge if the result would be too large."""
         sequences = [value for value in (left, right) if isinstance(value, (str, bytes, list, tuple))]
         numbers = [abs(value) for value in (left, right) if isinstance(value, int)]
         if operator == "+" and sum(map(len, sequences)) > MAX_TEXT_CHARS:
@@ -81,7 +81,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled template. `special_tokens`: the variables bos_token, eos_token ... that it may use."""
+    """A compiled template. `special_tokens`: the variables bos_token, eos_token ... of the template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         if len(source) > MAX_TEMPLATE_CHARS:
@@ -96,16 +96,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is not valid: {_words(error)}") from error
         except (RecursionError, MemoryError, OverflowError, SyntaxError, ValueError) as error:
-            # Jinja makes Python of it; what is nested too deeply or holds numbers of a million digits fails there.
+            # Jinja compiles it to Python, which fails for code that is nested too deeply or has numbers of a million digits.
             raise ChatTemplateError(f"the model's chat template cannot be compiled: {type(error).__name__}") from error
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Any = None, **variables: Any
     ) -> str:
-        """The text of a conversation, special tokens in it; encode it with `add_special=False`.
+        """The text of a conversation, including special tokens; encode it with `add_special=False`.
 
         Raises:
-            ChatTemplateError: the template refuses the messages, fails on them, or is not done in time.
+            ChatTemplateError: the template refuses the messages, fails on them, or takes too long.
         """
         values = {**self._special_tokens, **variables, "messages": messages, "tools": tools}
         try:
@@ -117,17 +117,17 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-            # A template that expects other fields in the messages fails with whatever Python raises.
+            # A template that expects other fields in the messages may raise any of these Python errors.
             words = f"{type(error).__name__}: {_words(error)}"
             kind = ChatTemplateExhausted if isinstance(error, MemoryError) else ChatTemplateError
             raise kind(f"the chat template fails on these messages: {words}") from error
 
 
 class _Deadline:
-    """Ends a template that runs for too long, from inside: at a line of its own code, in the thread that it runs in.
+    """Ends a template that runs too long, with an exception at a line of its own code, in its own thread.
 
-    Python offers no other way to end code in a thread. A debugger or a coverage tool that traces this thread comes first: then
-    there is no deadline.
+    Python offers no other way to end code in a thread. If a debugger or coverage tool already traces this thread, there is no
+    deadline.
     """
 
     def __init__(self, seconds: float):
@@ -177,5 +177,5 @@ def _now(pattern: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
+    # Jinja's own filter escapes text for HTML, but models were not trained on escaped text.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)

@@ -1,4 +1,4 @@
-"""Conversations to learn from: which tokens of a chat the assistant says."""
+"""Conversations as training data: which tokens of a chat belong to the assistant."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +10,11 @@ __all__ = ["chat_runs"]
 
 
 def chat_runs(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], bool]]:
-    """A conversation as runs of token ids, True for what the assistant says. Safe, and raises, as `Tokenizer.chat_ids`.
+    """A conversation as runs (token ids, whether the assistant says them). Control tokens and errors: see `Tokenizer.chat_ids`.
 
-    Each run is encoded alone, as a prompt is before an answer is generated. What follows the last answer is left out. A
-    conversation that reads otherwise once more messages follow cannot be learned from, and is a ChatTemplateError.
+    Each run is encoded separately, like a prompt before its answer is generated. Messages after the last answer are left out.
+    If the template changes the text of earlier messages when more messages follow, the conversation cannot be used for training
+    and ChatTemplateError is raised.
     """
     cut, safe = tokenizer.safe(messages, {})
     runs, done = [], ""

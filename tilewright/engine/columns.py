@@ -1,6 +1,6 @@
-"""Log-probabilities of sampled tokens as columns, for a reader that learns from them and wants no value a token.
+"""Log-probabilities of sampled tokens as arrays, for training, where one Python object per token would be too slow.
 
-Only within one process: what crosses a socket has them as values (`Note.logprobs`).
+They are used only within one process; deltas sent over a socket contain objects instead (`Note.logprobs`).
 """
 
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ __all__ = ["LogprobColumns"]
 
 
 class LogprobColumns(NamedTuple):
-    """With an entry a token; what they mean: see `TokenLogprobs`."""
+    """Arrays with one entry per token; see `TokenLogprobs` for their meaning."""
 
     logprob: np.ndarray
     """float32 [N]."""
     drawn: np.ndarray | None
-    """float32 [N]; None: the engine was not told to find them."""
+    """float32 [N]; None: the runner does not explain draws."""
     kept: np.ndarray | None
-    """int64 [N], likewise."""
+    """int64 [N], or None likewise."""
 
     def take(self, where: np.ndarray) -> "LogprobColumns":
-        """Of the tokens that `where` picks: bool [N], or indices."""
+        """The entries that `where` selects; bool [N], or indices."""
         return LogprobColumns(*(None if column is None else column[where] for column in self))  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def joined(cls, parts: Sequence["LogprobColumns"]) -> "LogprobColumns":
-        """One behind the other; all have the same columns."""
+        """Concatenates parts, which must have the same columns."""
         return cls(*(None if column[0] is None else np.concatenate(column) for column in zip(*parts)))  # pyright: ignore[reportArgumentType]

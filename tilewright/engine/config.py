@@ -1,4 +1,4 @@
-"""The engine's options: one frozen dataclass, from whose fields and help texts the command line is made."""
+"""The engine's options: one frozen dataclass. The command line is made from its fields and their help texts."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +11,19 @@ QUANTIZE = ("int8", "fp8", "fp8-block", "mxfp8", "int4", "int8-weight")
 """The formats of `quantize`. A test compares them with those of `tilewright.ops.weights`, which imports torch."""
 
 SPECULATE = ("grammar", "mtp", "ngram")
-"""What guesses tokens ahead without another model: "ngram" looks where the end of the text has stood before, "mtp" is the
-model's own layer for a second token. What a grammar leaves no choice about is tried in any
-case; with "grammar" nothing else is."""
+"""Ways to guess tokens ahead without a draft model. "ngram" finds an earlier occurrence of the last tokens and guesses what
+followed it. "mtp" uses the model's own layer that predicts a second token. Tokens that a grammar leaves no choice about are
+tried in each case; with "grammar" only these are tried."""
 
 KV_CACHE = ("int8", "fp8")
-"""What a cache of codes may hold."""
+"""8-bit formats of the KV cache."""
 
 
 MOST_DRAFTS = 15
-"""The attention kernel for few queries takes 16 tokens of a request."""
+"""The attention kernel for few queries processes at most 16 tokens per request: the last token and 15 drafts."""
 MOST_RANKS = 64
 LEAST_SAMPLES = 64
-"""Samples that a step may have where tokens are guessed ahead, also if fewer requests run."""
+"""With speculative decoding, a step may have at least this many samples, even if `max_seqs` is smaller."""
 
 
 def option(default: Any, help: str) -> Any:
@@ -33,9 +33,9 @@ def option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What `LLM` is built from. None is "decide from the model and the device"; what was decided is in the loaded plan.
+    """The options of `LLM`. None means: decide by the model and the device. The loaded plan contains the decisions.
 
-    Raises ValueError for a value that no device or model can make right.
+    Raises ValueError for a value that is wrong on every device and for every model.
     """
 
     model: str = option("bookworm", "bookworm (the embedded model), a model folder, or a name on the Hugging Face hub")
@@ -144,25 +144,25 @@ class EngineConfig:
 
     @property
     def plan(self) -> Plan:
-        """How the model is spread over ranks."""
+        """How the model is distributed over ranks."""
         return Plan(tp=self.tp, pp=self.pp, slices=self.slices)
 
     @property
     def ordered(self) -> bool:
-        """Whether what ranks and slices give is added up in the order of the tree."""
+        """Whether partial sums of ranks and slices are added in a fixed tree order, for identical bits."""
         return self.invariant or self.slices > 0
 
     @property
     def adapter_places(self) -> int:
-        """LoRA adapters that there is room for."""
+        """Number of LoRA adapters that can be loaded at once."""
         return max(self.max_adapters, len(self.adapters or ()))
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that a decoding request may bring in one step: its last, and drafts."""
+        """Most tokens of a decoding request in one step: its last token and its drafts."""
         return 1 if self.speculate is None and self.draft is None else 1 + self.draft_tokens
 
     @property
     def max_samples(self) -> int:
-        """Samples that one step may have."""
+        """Most samples in one step."""
         return self.max_seqs if self.speculate is None and self.draft is None else max(self.max_seqs, LEAST_SAMPLES)

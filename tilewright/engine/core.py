@@ -1,11 +1,12 @@
 """The engine: token ids in, token ids out, one step of the model at a time, over any `Runner`.
 
-`advance` gives out arrays, one value a step (deltas.py); whoever reads them makes the text (reader.py). `step` is both, for a
-program that has the engine in its own process.
+`advance` returns the results of a step as arrays (deltas.py), and a reader turns them into text (reader.py). `step` does both,
+for a program that runs the engine in its own process.
 
-Not safe for threads: one thread submits, steps and aborts. One bad request never stops it. What goes wrong ends as few requests
-as possible (finish_reason "error", with its message), and the others go on: a `RowFault` the request of that row, any other
-error of the runner those of the step. Only a lost device ends them all, and the engine (`lost`).
+The engine is not thread-safe: one thread submits, steps and aborts. A bad request never stops it. An error ends as few requests
+as possible (with finish_reason "error" and the error message), and the others continue: a `RowFault` ends the request of that
+row, and any other error of the runner ends the requests of the step. Only a lost device ends all requests and the engine
+(`lost`).
 """
 
 import itertools
@@ -40,8 +41,8 @@ __all__ = ["GRAMMAR_FAILED", "Engine"]
 logger = logging.getLogger(__name__)
 
 RUNNER_ERRORS = (*HOST_ERRORS, RuntimeError)
-"""What a runner may raise: a fault of its own, or of the device (RuntimeError: out of memory, a kernel). Not here: interrupts
-and exits."""
+"""Exceptions that a runner may raise: its own errors, or errors of the device (RuntimeError: out of memory, a failed kernel).
+Interrupts and exits are not included."""
 
 
 GRAMMAR_FAILED = "its grammar cannot be followed any further"
@@ -49,14 +50,14 @@ NOT_NUMBERS = "the model's logits are not numbers (NaN): look at its weights"
 
 
 class Engine:
-    """Steps a scheduler and a runner.
+    """Runs the steps that a scheduler makes on a runner.
 
     Args:
-        tokenizer: makes the text of `step`, and bounds the token ids that are taken; None: deltas have ids and no text.
+        tokenizer: makes the text that `step` returns, and limits the accepted token ids; None: deltas contain ids and no text.
         eos_ids: tokens that end a text, unless a request ignores them.
-        vocab_size: token ids are below this; the tokenizer's, unless the model has fewer. Needed without a tokenizer.
-        adapters: those that the model has room for; None: requests may have none.
-        proposer: guesses tokens ahead, `draft_tokens` of a request in a step at most; None: every row brings one token.
+        vocab_size: the model's; token ids must be below it and below the tokenizer's. Required without a tokenizer.
+        adapters: the LoRA adapters that requests may use; None: none.
+        proposer: guesses tokens ahead, at most `draft_tokens` per request and step; None: every row brings one token.
     """
 
     def __init__(
@@ -83,33 +84,33 @@ class Engine:
         self._names = itertools.count()
         self._numbers = itertools.count()
         self._outputs: dict[Request, OutputState] = {}
-        self._streams: dict[int, Request] = {}  # of the same requests
+        self._streams: dict[int, Request] = {}  # the same requests by stream
         self._reader = Reader(tokenizer)
         self._constraints: dict[Request, Constraint] = {}
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
-        self._in_flight: deque[tuple[Step, Any]] = deque()  # steps with their tickets
-        self._rows = StepRows()  # not handed out yet
-        self._stream_of = np.zeros(scheduler.max_seqs, np.int64)  # by slot, from the first sample in it on
+        self._in_flight: deque[tuple[Step, Any]] = deque()  # launched steps with their tickets
+        self._rows = StepRows()  # not returned yet
+        self._stream_of = np.zeros(scheduler.max_seqs, np.int64)  # by slot, set when the request's first sample arrives
         self._speculator: Speculator | None = None
         if proposer is not None:
             self._speculator = Speculator(proposer, scheduler, longest=draft_tokens, rules=Rules(self._constraints))
         self.failed_steps = 0
-        """Steps that failed since one brought a token."""
+        """Number of failures since the last step that succeeded."""
         self.lost: DeviceLost | None = None
-        """Why the engine can do nothing any more."""
+        """Why the engine has ended; None while it works."""
 
     @property
     def has_work(self) -> bool:
-        """True while a step has something to do or to hand out."""
+        """True while a call of `step` has something to run or to return."""
         return bool(self._outputs or self._in_flight or self._rows)
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of this engine's vocabulary; made at the first call, which may come from any thread.
+        """The grammars of this engine's vocabulary; made at the first access, which may be in any thread.
 
         Raises:
-            GrammarError: there can be none: no llguidance, no tokenizer, or no end-of-text token.
+            GrammarError: grammars are impossible: there is no llguidance, no tokenizer, or no end-of-text token.
         """
         if self.tokenizer is None:
             raise GrammarError("a grammar needs an engine with a tokenizer; this one takes and gives token ids alone")
@@ -130,16 +131,16 @@ class Engine:
     ) -> str:
         """Queue a prompt: one request for each of its `params.n` samples, all or none. Returns their id.
 
-        streams: the numbers of the samples, for a caller that reads `advance` itself and finds the stop strings. None:
-            `step` reads them.
-        whole: nobody wants to hear of each token: `step` tells many at once, the last ones at the end.
-        max_wait_s: how long the first sample may wait to be started; then all end with finish_reason "expired". The others
-            wait as long as it takes. None: so does the first.
+        streams: stream numbers of the samples, for a caller that reads the results of `advance` itself and finds the stop
+            strings. None: `step` reads them.
+        whole: the caller does not need each token at once: `step` may return many in one delta, the last ones at the end.
+        max_wait_s: how long the first sample may wait for its start; after that, all samples end with finish_reason "expired".
+            The other samples have no limit. None: neither has the first.
 
         Raises:
-            ValueError: a token id is not the model's, the id or a stream is in use, (UnknownAdapter) there is no such adapter,
-                (GrammarError) the grammar cannot be followed, or (RequestTooLong) prompt and max_tokens do not fit.
-            QueueFull: too many requests wait, or it would wait for longer than `max_wait_s`.
+            ValueError: a token id is out of range; the id or a stream is in use; there is no such adapter (UnknownAdapter);
+                the grammar cannot be followed (GrammarError); or prompt and max_tokens do not fit (RequestTooLong).
+            QueueFull: too many requests wait, or this one would wait for longer than `max_wait_s`.
             DeviceLost: the engine has ended.
         """
         if self.lost is not None:
@@ -159,7 +160,7 @@ class Engine:
             raise ValueError(f"stop is {params.stop!r}, but this engine has no tokenizer to find text with; use stop_token_ids")
         adapter = place_of(self.adapters, params.adapter)
         constraints = [] if params.grammar is None else [self.grammars.start(params.grammar) for _ in range(params.n)]
-        prompt_ids = list(prompt_ids)  # the caller's may change
+        prompt_ids = list(prompt_ids)  # the caller may change its list
         waits = (max_wait_s, *[None] * (params.n - 1))
         samples = [
             Request(name, prompt_ids, params, index=i, eos_ids=self.eos_ids, max_wait_s=wait, adapter=adapter)
@@ -168,7 +169,7 @@ class Engine:
         self.scheduler.add(*samples)
         self._constraints.update(zip(samples, constraints))
         if streams is None:
-            streams = [-1 - next(self._numbers) for _ in samples]  # beside those of callers, which count from 0
+            streams = [-1 - next(self._numbers) for _ in samples]  # negative: those of callers count from 0
             self._reader.open(streams, name, prompt_ids, params, whole=whole)
         for stream, request in zip(streams, samples, strict=True):
             self._outputs[request] = OutputState(stream)
@@ -176,19 +177,19 @@ class Engine:
         return name
 
     def abort(self, request_id: str) -> None:
-        """End what is unfinished of a request; the next `step` hands out its last deltas. An unknown id is nothing to do."""
+        """End the unfinished samples of a request; the next `step` returns their last deltas. An unknown id is ignored."""
         for request in self.scheduler.abort(request_id):
             self._end(request)
 
     def stop(self, stream: int) -> None:
-        """End a stream that its reader has found a stop string in; no row of it comes any more. An unknown one is nothing."""
+        """End a stream in which its reader has found a stop string; it gets no more rows. An unknown stream is ignored."""
         request = self._streams.get(stream)
         if request is not None:
             self.scheduler.finish(request, "stop")
             self._forget(request)
 
     def reset(self) -> None:
-        """Abort everything and free all pages, from whatever state an interrupt has left. Hands out nothing more."""
+        """Abort everything and free all pages, whatever state an interrupt has left. No more deltas are returned."""
         self.scheduler.reset()
         self._in_flight.clear()
         self._outputs.clear()
@@ -198,7 +199,7 @@ class Engine:
         self._rows.clear()
 
     def step(self) -> list[Delta]:
-        """One round, as `advance` does it, with the text of all streams that were submitted without numbers."""
+        """Like `advance`, but returns the text of all streams that were submitted without stream numbers."""
         deltas = self._reader.read(self.advance())
         for stream in self._reader.stopped:
             self.stop(stream)
@@ -206,14 +207,15 @@ class Engine:
         return deltas
 
     def advance(self) -> StepDeltas:
-        """One round: schedule and launch a step, collect a step. Asynchronous runners keep one in flight behind the other."""
+        """Schedule and launch a step, then collect all steps in flight; with an asynchronous runner, all except the new one."""
         for request, retry_s in self.scheduler.expire():
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
         self._speculate()
         step = self.scheduler.schedule()
-        # A step that is not launched keeps none in flight: who was preempted for it starts again with all its samples known.
+        # Without a launch, every step in flight is collected. Otherwise a request that was preempted for a step that could not
+        # be launched might start again before all its samples are known.
         launched = step is not None and self._launch(step)
         stays = 1 if launched and self.runner.asynchronous else 0
         while len(self._in_flight) > stays:
@@ -221,7 +223,7 @@ class Engine:
         return self._rows.take()
 
     def hold_adapter(self, name: str, adapter: Any, folder: str) -> None:
-        """Hold what `adapters.read` gave under a name, for requests from now on. Raises ValueError, as `Adapters.put`."""
+        """Register an adapter that `adapters.read` returned, under a name for later requests. Raises like `Adapters.put`."""
         assert self.adapters is not None
         unfinished = (*self.scheduler.running, *self.scheduler.waiting)
         self.adapters.put(name, adapter, folder, lambda: {request.adapter for request in unfinished})
@@ -231,13 +233,13 @@ class Engine:
         return self.scheduler.stats()
 
     def _check_ids(self, what: str, token_ids: Sequence[int]) -> None:
-        # One id beyond the embedding is a device fault, which would end every request.
+        # An id outside the embedding table would cause a device fault, which ends every request.
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
             raise ValueError(f"{what} has the token id {wrong}, wanted 0 to {self.vocab_size - 1}")
 
     def _launch(self, step: Step) -> bool:
-        """Whether any row of a step was launched."""
+        """Launch a step, without the rows that have a fault. Returns whether any row was launched."""
         rest: Step | None = step
         while rest is not None:
             if self._constraints:
@@ -251,7 +253,7 @@ class Engine:
                 self._lose(error)
                 return False
             except RUNNER_ERRORS as error:
-                while self._in_flight:  # what was launched before is not touched by it
+                while self._in_flight:  # earlier steps are not affected
                     self._collect()
                 self._fail([rest], error)
                 return False
@@ -262,7 +264,7 @@ class Engine:
         return False
 
     def _speculate(self) -> None:
-        """Drafts for the next step. Whoever guesses may fail: everything goes on without."""
+        """Prepare the drafts of the next step. If the proposer fails, the engine continues without speculation."""
         if self._speculator is not None:
             try:
                 self._speculator.prepare()
@@ -278,10 +280,11 @@ class Engine:
         return replace(step, masked=tuple(i for i, (request, samples) in rows if samples and request in constraints))
 
     def _sample(self) -> None:
-        """Sample the step that was launched last. Its masks need the tokens of those before it; the device is busy with it."""
+        """Sample the step that was launched last. Its masks depend on the tokens of earlier steps, so collect these first.
+        Meanwhile the device runs the model's pass of this step."""
         while len(self._in_flight) > 1:
             self._collect()
-        if not self._in_flight:  # one before it failed, and has taken it along
+        if not self._in_flight:  # an earlier step failed, and this one with it
             return
         step, ticket = self._in_flight[0]
         failed: list[tuple[Request, str]] = []
@@ -289,7 +292,7 @@ class Engine:
         def fill(bits: np.ndarray) -> None:
             requests = [step.requests[i] for i in step.masked]
             drafts = [step.drafts.get(i, ()) for i in step.masked]
-            # One that has ended meanwhile has no constraint; its sample will be dropped.
+            # A request that has ended meanwhile has no constraint; its sample will be dropped.
             constraints = [self._constraints.get(request) for request in requests]
             failed.extend(self.grammars.fill(requests, constraints, bits, drafts))
 
@@ -310,7 +313,7 @@ class Engine:
         except DeviceLost as error:
             self._lose(error)
         except RUNNER_ERRORS as error:
-            # Steps launched after it have read what it should have written.
+            # Later steps have read what this step should have written, so they fail, too.
             steps = [step, *(later for later, _ in self._in_flight)]
             self._in_flight.clear()
             self._fail(steps, error)
@@ -351,7 +354,7 @@ class Engine:
             self._end(request)
 
     def _publish(self, found: Accepted) -> None:
-        """Hand out what counts of a step. Nobody looks at a request that has got one more token and nothing else."""
+        """Add accepted samples to the rows to return. A request that only got one more token is not handled individually."""
         streams = self._stream_of.take(found.slots)
         first = self._rows.extend(streams, found.counts, found.ids, found.columns)
         explained = found.explained()
@@ -373,7 +376,7 @@ class Engine:
         for row, entries in zip(step.rows, result.prompt_logprobs):
             output = self._outputs.get(row.request)
             if entries is not None and output is not None:
-                # Entry i is of token i + 1. A request that was preempted comes by here again.
+                # Entry i belongs to token i + 1. A preempted request computes its prompt again and overwrites its entries.
                 output.prompt_logprobs[row.start :] = entries
                 if any(math.isnan(entry.logprob) for entry in entries):
                     self._fail_request(row.request, NOT_NUMBERS)

@@ -1,4 +1,4 @@
-"""Keeping apart what is written in chat messages from the control tokens that it would spell."""
+"""Splits text in chat messages that would spell control tokens, so that it is not encoded as these tokens."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,13 +8,13 @@ __all__ = ["Cut", "starts"]
 
 
 class Cut:
-    """Puts a mark, a character that is nowhere in `texts`, behind the first character of what is to be kept apart."""
+    """Inserts a mark after the first character of texts to split. The mark is a character that does not occur in `texts`."""
 
     def __init__(self, texts: str):
         self.mark = next(char for char in map(chr, range(0xE000, 0xF8FF)) if char not in texts)
 
     def apart(self, value: Any, wanted: re.Pattern[str] | None) -> Any:
-        """A value of messages with marks in all its texts, however deep."""
+        """A copy of a value with marks in all its strings, also in nested lists and mappings. `wanted`: see `starts`."""
         if isinstance(value, str):
             return value if wanted is None else wanted.sub(lambda found: found[0] + self.mark, value)
         if isinstance(value, Mapping):
@@ -23,6 +23,6 @@ class Cut:
 
 
 def starts(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each occurrence of the texts, also of those inside one another."""
+    """A pattern that finds the first character of each occurrence of the texts, including overlapping occurrences."""
     longer = sorted({text for text in texts if len(text) > 1})
     return re.compile(f"(?=(?:{'|'.join(map(re.escape, longer))})).", re.DOTALL) if longer else None

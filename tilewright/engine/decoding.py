@@ -1,9 +1,9 @@
-"""Requests that decode, a token each in every step, as arrays by slot: a step of 512 of them is a few calls of numpy.
+"""Decoding requests, which get one token in every step, as arrays by slot: a step with 512 requests needs a few numpy calls.
 
-While a request is here its `computed`, `pending` and newest tokens live in these arrays, and it reads through to them. Python
-looks at a single one only when something happens to it: it crosses into a new page, gets its first token, fills a page that the
-prefix cache wants to know, or ends. As long as nobody comes or goes the list of requests, their slots and leases are the same
-objects in every step, by which a runner sees that nothing but the positions has changed.
+While a request decodes, its `computed`, `pending` and newest tokens are stored in these arrays, and its attributes read from
+them. Python code handles a single request only when it crosses into a new page, gets its first token, fills a page that must be
+registered in the prefix cache, or ends. As long as the set of decoding requests stays the same, the list of requests and the
+arrays of slots and leases are the same objects in every step. From this a runner knows that only the positions have changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from tilewright.engine.tails import Tails
 __all__ = ["Crossing", "Decoders", "Turn"]
 
 _STOPS = 8
-"""Stop tokens of a request that are compared in numpy; one with more is looked at in each step."""
+"""Stop tokens per request that are compared in numpy; a request with more is checked in Python in each step."""
 _NEVER = 1 << 62
 _order = attrgetter("order")
 
 
 class Turn(NamedTuple):
-    """The rows of a step that decode, with an entry a row."""
+    """The decoding rows of a step, with one entry per row."""
 
     requests: list[Request]
     slots: np.ndarray
@@ -45,20 +45,20 @@ class Crossing(NamedTuple):
 
 
 class Decoders:
-    """Arrays by slot of `max_seqs` slots, and the requests that decode, by `Request.order`.
+    """The decoding requests in the order of `Request.order`, and their state in arrays with an entry for each slot.
 
-    Attributes, all [max_seqs] int64 where nothing else is said:
-        lease      `Request.lease` of who runs in the slot, whether it decodes or not; -1: nobody
+    Attributes, [max_seqs] int64 unless noted otherwise:
+        lease      `Request.lease` of the request that runs in the slot, whether it decodes or not; -1: none
         computed, pending   as in `Request`
-        known      tokens whose values are known, prompt and output
-        left       samples that may still be asked for
-        cells      tokens that the pages of the block table hold
-        due        `computed` from which on the prefix cache wants to know of a full page
-        prompt     tokens of the prompt
-        stops      [8, max_seqs]: tokens that end the text, else -1
-        many       bool: there are more of these
-        fresh      bool: no sample of its stay in the slot has come yet
-        held       bool: it speculates: it waits for the samples of its last row before it has another
+        known      number of tokens whose values are known, prompt and output
+        left       number of samples that may still be scheduled
+        cells      number of tokens that the pages of the block table can hold
+        due        the value of `computed` from which on another full page must be registered in the prefix cache
+        prompt     number of tokens of the prompt
+        stops      [8, max_seqs]: tokens that end the text; unused entries are -1
+        many       bool: the request has more stop tokens than fit into `stops`
+        fresh      bool: no sample has arrived since the request got this slot
+        held       bool: the request speculates: it waits for the samples of its last row before it has another row
     """
 
     def __init__(self, max_seqs: int, page_size: int, *, registers: bool):
@@ -72,7 +72,7 @@ class Decoders:
         self.many, self.held, self.fresh = np.zeros((3, max_seqs), bool)
         self.tails = Tails(self.known, page_size)
         self.together = False
-        """Those that are held wait in the next step, for the samples that some of them have in flight."""
+        """In the next step, all held requests wait, because some of them have samples in flight."""
         self._requests: list[Request] = []
         self._joining: list[Request] = []
         self._stale = False
@@ -80,10 +80,10 @@ class Decoders:
         self._phase = 0
         self._settle(np.zeros(0, np.int64))
 
-    # Who is here -----------------------------------------------------------------------------------------------------
+    # Members ---------------------------------------------------------------------------------------------------------
 
     def join(self, request: Request) -> None:
-        """A request whose tokens are all computed or booked, but for the last, known or pending."""
+        """Add a request. All its tokens are computed or scheduled, except the last, which is known or pending."""
         slot = request.slot
         assert slot is not None
         self.computed[slot], self.pending[slot] = request.computed, request.pending
@@ -102,7 +102,7 @@ class Decoders:
         self._joining.append(request)
 
     def leave(self, request: Request) -> None:
-        """A request gives up its slot; it may not be here."""
+        """A running request gives up its slot, whether it decodes or not."""
         assert request.slot is not None
         self.lease[request.slot] = -1
         if request.decoders is not None:
@@ -118,13 +118,13 @@ class Decoders:
         self.tails.flush(request.slot, request)
 
     def grown(self, request: Request) -> None:
-        """A request has more pages than before."""
+        """Note that a request has got more pages."""
         self._quiet = False
         self.cells[request.slot] = len(request.pages) * self._size
         self._cells = self._pages = self._grown = self._crossings = None
 
     def registered(self, request: Request) -> None:
-        """The prefix cache knows of more pages of a request than before."""
+        """Note that more pages of a request have been registered in the prefix cache."""
         self.due[request.slot] = (request.registered + 1) * self._size if self._registers else _NEVER
 
     def _tidy(self) -> None:
@@ -139,36 +139,36 @@ class Decoders:
             requests = requests + new  # never in place: a step may hold the list
             if later:
                 slots = np.concatenate((slots, np.array([request.slot for request in new], np.int64)))
-            else:  # seldom: a short prompt may overtake a long one
+            else:  # rare: a short prompt may overtake a long one
                 requests.sort(key=_order)
                 slots = np.array([request.slot for request in requests], np.int64)
         self._requests, self._stale, self._joining = requests, False, []
         self._settle(slots)
 
     def _settle(self, slots: np.ndarray) -> None:
-        """Who decodes from now on, in the order of `_requests`, and what follows from it alone."""
+        """Set the slots of the decoding requests, in the order of `_requests`, and everything that depends only on them."""
         self._slots, self._leases = slots, self.lease[slots]
         self._ones = np.ones(slots.size, np.int64)
-        self._turns = np.zeros(self.lease.size, np.int64)  # 1 in their slots: sums over all slots need no indices
+        self._turns = np.zeros(self.lease.size, np.int64)  # 1 in their slots: added to arrays of all slots without indices
         self._turns[slots] = 1
         self._ends = self.stops[: self._most_stops, slots]
         self._many = bool(self.many[slots].any())
-        self._sure = 0  # steps in which all of them have a row, as far as is known
+        self._sure = 0  # number of next steps in which all of them are known to have a row
         self._all_fed = np.ones(slots.size, bool)
         self._unknown()
 
     def _unknown(self) -> None:
-        """The arrays have changed otherwise than by steps in which all of them have a row."""
-        self._starts: np.ndarray | None = None  # by row, of the next step; and so on
+        """Forget the cached values: the arrays were changed by something other than a step in which all have a row."""
+        self._starts: np.ndarray | None = None  # by row, of the next step; the same for the following
         self._last_starts: np.ndarray | None = None  # `starts` of the step before
         self._places: np.ndarray | None = None  # of the next tokens, in `tails`
         self._cells: np.ndarray | None = None
         self._pages: np.ndarray | None = None
         self._grown: Grown | None = None
-        self._crossings: list[Crossing] | None = None  # of the next steps, from `_phase` on, over and over
-        self._quiet = False  # the last step was one of these
-        self._unseen = False  # nobody has looked for full pages since
-        self._ahead = 0  # samples that each of them has pending at least
+        self._crossings: list[Crossing] | None = None  # of the next steps, cyclic, beginning at `_phase`
+        self._quiet = False  # in the last step all of them had a row
+        self._unseen = False  # full pages have not been looked for since that step
+        self._ahead = 0  # each of them has at least this many pending samples
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Decoders:
         return self._requests, self._slots
 
     def turn(self) -> tuple[Turn, Crossing]:
-        """Who decodes in the next step, and which of them need one more page."""
+        """The decoding rows of the next step, and those of them that need one more page."""
         requests, slots = self.members()
         if self.together or self._sure <= 0:
             left = self.left.take(slots)
@@ -212,19 +212,19 @@ class Decoders:
         return Crossing(rows, slots[rows], [requests[i] for i in rows.tolist()])
 
     def crossed(self, turn: Turn, crossing: Crossing, pages: Sequence[Sequence[int]]) -> None:
-        """They have a page more, of each kind."""
+        """Note that the crossing requests have got one more page of each kind."""
         rows = crossing.rows
         self.cells[crossing.slots] += self._size
         if turn.slots is self._slots:
             if self._cells is not None:
                 self._cells[rows] += self._size
             if self._pages is not None:
-                before, self._pages = self._pages, self._pages.copy()  # a step has the old one
+                before, self._pages = self._pages, self._pages.copy()  # a step holds the old array
                 self._pages[rows] += 1
                 self._grown = Grown(before, rows, np.array(pages, np.int32))
 
     def book(self, turn: Turn) -> None:
-        """The rows of a turn are launched."""
+        """Update the counts as if the rows of a turn had run."""
         if turn.slots is self._slots:
             self.computed += self._turns
             self.pending += self._turns
@@ -245,8 +245,8 @@ class Decoders:
             self._unknown()
 
     def _foresee(self, starts: np.ndarray) -> None:
-        """As long as nobody comes or goes each row crosses into a page every `page_size` steps: when, is found out once. What
-        crosses in the next step has then filled a page, too, that the prefix cache wants to know."""
+        """Compute in which of the next `page_size` steps each row crosses into a new page. This repeats as long as the set of
+        decoding requests stays the same. A row that crosses in the next step has also filled a page for the prefix cache."""
         cells = self.cells.take(self._slots)
         room = cells - starts
         if not room.size or room.max() >= self._size or (self._registers and (self.due.take(self._slots) != cells).any()):
@@ -258,15 +258,15 @@ class Decoders:
         self._phase, self._cells = 0, None
 
     def booked(self, requests: list[Request]) -> Turn:
-        """The turn of these requests, launched."""
+        """The turn of these requests, after `book`."""
         slots = np.array([request.slot for request in requests], np.int64)
         turn = Turn(requests, slots, self.computed[slots], self.pending[slots] > 0, {})
         self.book(turn)
         return turn
 
     def add_drafts(self, turn: Turn, drafts: Mapping[Request, Sequence[int]], room: int) -> int:
-        """Put drafts into a turn that is booked, as far as `room` goes, and for each request its pages and `max_tokens`;
-        returns how many. There is none behind a stop token. Those of a request that has no row, or is fed, are dropped."""
+        """Add drafts to a booked turn, within `room` in total and within the pages and `max_tokens` of each request. Returns
+        their number. Drafts end before a stop token. Drafts of a request that has no row or a fed row are dropped."""
         rows = {request: i for i, request in enumerate(turn.requests) if request in drafts}
         before = room
         for request, i in rows.items():
@@ -280,7 +280,7 @@ class Decoders:
         return before - room
 
     def step(self, turn: Turn) -> Step:
-        """A step of a turn alone."""
+        """A step that contains only a turn."""
         slots = turn.slots
         if slots is self._slots and not turn.drafts:
             if self._pages is None:
@@ -298,12 +298,12 @@ class Decoders:
         return Step(turn.requests, slots, turn.starts, counts, counts, turn.fed, self.lease[slots], pages, turn.drafts)
 
     def goes(self, request: Request) -> bool:
-        """Whether a request has a row in the next step, as far as it is up to it."""
+        """Whether a request wants a row in the next step."""
         return bool(self.left[request.slot] > 0 and not (self.held[request.slot] and self.together))
 
     def take(self, step: Step, result: StepResult) -> np.ndarray | None:
-        """Take a step's samples; they are pending no more. Returns which rows brought some to a request that is still here;
-        None: all."""
+        """Store the samples of a step, which are then no longer pending. Returns bool [rows]: whether the row has samples and
+        its request is still in its slot. None: true for all rows."""
         counts, tokens = result.counts, result.tokens
         if self.tails.make_room(int(counts.max(initial=1)) if step.drafts else 1):
             self._places = None
@@ -331,7 +331,7 @@ class Decoders:
         return here
 
     def eventful(self, accepted: Accepted) -> tuple[list[int], Crossing | None]:
-        """Indices of the requests at which somebody has to look, and those that have filled a page and nothing else."""
+        """(indices of the requests that need individual handling, the requests that have only filled a page)"""
         slots, ids = accepted.slots, accepted.ids
         same = slots is self._slots and accepted.here is None
         found: np.ndarray | None = None
@@ -348,7 +348,7 @@ class Decoders:
         if self._sure <= 0 or not same:
             asked.append((self.left.take(slots) <= 0) & (self.pending.take(slots) == 0))
         if accepted.here is not None:
-            asked.append(~accepted.here)  # their slots are others' now
+            asked.append(~accepted.here)  # other requests may have their slots now
         for mask in asked:
             if np.count_nonzero(mask):
                 found = mask if found is None else found | mask
@@ -371,8 +371,8 @@ class Decoders:
         return Crossing(rows, accepted.slots[rows], [accepted.requests[i] for i in rows.tolist()])
 
     def filled(self, slots: np.ndarray) -> bytes | None:
-        """The tokens of the page that has become full in each of these slots, as int64 of the machine, and the prefix cache
-        knows of it from now on. None: somebody else has to find out which tokens these are."""
+        """The tokens of the page that has become full in each of these slots, as native int64; the page counts as registered
+        from now on. None: the tokens are not all here, and must be read from the requests."""
         due = self.due.take(slots)
         self.due[slots] = due + self._size
         return self.tails.pages(slots, due - self._size)

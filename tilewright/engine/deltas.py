@@ -1,7 +1,7 @@
-"""What one step brought, as arrays: token ids a row, and notes on the few rows of which there is more to say.
+"""The results of one step as arrays: the token ids of each row, and notes for the few rows with further information.
 
-A sample is known by its stream, a number that it keeps from `Engine.submit` to its end. A row is what a step added to one
-stream: several tokens, one, or none. This is what leaves the engine, for a reader in the same process or behind a socket.
+A sample is identified by its stream, a number that it keeps from `Engine.submit` to its end. A row contains what a step added
+to one stream: several tokens, one, or none. The engine returns this to a reader in the same process or behind a socket.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Note", "OutputState", "StepDeltas", "StepRows"]
 
 
 class Note(NamedTuple):
-    """What there is to say of a row beside its tokens; of most rows there is nothing."""
+    """Information about a row besides its tokens; most rows have no note."""
 
     row: int
     finish_reason: str | None = None
@@ -26,32 +26,32 @@ class Note(NamedTuple):
     error: str | None = None
     retry_after_s: float | None = None
     cached_tokens: int | None = None
-    """Tokens of the prompt that the prefix cache had; in the first row of a stream."""
+    """Number of prompt tokens that were in the prefix cache; in the first row of a stream."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One a token of the row, where asked for."""
+    """One per token of the row, if requested."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    """In the first row of a stream, where asked for."""
+    """In the first row of a stream, if requested."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDeltas:
-    """One value a step. Rows of a stream are in their order; the notes are in the order of their rows."""
+    """The results of one step. The rows of a stream are in order; the notes are in the order of their rows."""
 
     streams: np.ndarray
     """int64 [rows]."""
     counts: np.ndarray
-    """int32 [rows]: tokens of each row."""
+    """int32 [rows]: number of tokens of each row."""
     tokens: np.ndarray
     """int32 [sum of counts]."""
     notes: tuple[Note, ...] = ()
     columns: LogprobColumns | None = None
-    """Log-probabilities, an entry a token, where the runner gives them so (`ModelRunner`); notes have none then."""
+    """Log-probabilities with one entry per token, if the runner returns columns (`ModelRunner`). Notes then have none."""
 
     def __len__(self) -> int:
         return len(self.streams)
 
     def of(self, rows: np.ndarray) -> "StepDeltas":
-        """The rows with these indices, which rise; notes are renumbered."""
+        """The rows with these ascending indices; the notes are renumbered."""
         streams, counts = self.streams[rows], self.counts[rows]
         if not self.notes and self.columns is None and len(self.tokens) == len(self) and (self.counts == 1).all():
             return StepDeltas(streams, counts, self.tokens[rows])
@@ -65,7 +65,7 @@ class StepDeltas:
 
 
 class StepRows:
-    """Rows as they come up during a step."""
+    """Collects the rows of a step."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -77,11 +77,11 @@ class StepRows:
         return self._rows
 
     def add(self, stream: int, *tokens: int) -> int:
-        """A row; returns its index, for a note."""
+        """Add a row; returns its index, for a note."""
         return self.extend(np.array([stream], np.int64), np.array([len(tokens)], np.int64), np.array(tokens, np.int64))
 
     def extend(self, streams: np.ndarray, counts: np.ndarray, tokens: np.ndarray, columns: LogprobColumns | None = None) -> int:
-        """Rows, as in `StepDeltas`; the arrays stay the caller's until `take`. Returns the index of the first."""
+        """Add rows, as in `StepDeltas`; the caller may change the arrays until `take`. Returns the index of the first row."""
         first, self._rows = self._rows, self._rows + streams.size
         if columns is not None:
             self._columns.append(columns)
@@ -89,16 +89,16 @@ class StepRows:
         return first
 
     def note(self, note: Note) -> None:
-        """Of a row behind those of all notes so far."""
+        """Add a note. Its row must come after the rows of all earlier notes."""
         self._notes.append(note)
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._rows = 0
         self._blocks, self._notes, self._columns = [], [], []
 
     def take(self) -> StepDeltas:
-        """All rows so far, which are then forgotten."""
+        """Return all rows and remove them here."""
         if not self._blocks:
             return _NOTHING
         blocks = self._blocks
@@ -113,7 +113,7 @@ _NOTHING = StepDeltas(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, 
 
 
 class OutputState:
-    """What the engine knows of a request beside its tokens."""
+    """The engine's state of a request besides its tokens."""
 
     __slots__ = ("prompt_logprobs", "published", "stream")
 
@@ -125,7 +125,7 @@ class OutputState:
     def note(
         self, row: int, request: Request, logprobs: tuple[TokenLogprobs, ...] = (), retry_after_s: float | None = None
     ) -> Note:
-        """What there is to say of a request in a row of it."""
+        """The note for a row of a request."""
         first, self.published = not self.published, True
         asked = first and request.params.prompt_logprobs is not None
         return Note(

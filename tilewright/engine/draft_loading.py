@@ -1,4 +1,4 @@
-"""What guesses ahead beside a model, from an option to a runner: a small model, a draft head, or the model's own MTP layer."""
+"""Loads what guesses tokens ahead for a model: a small draft model, a draft head, or the model's own MTP layer."""
 
 import json
 from collections.abc import Callable
@@ -21,29 +21,29 @@ __all__ = ["Draft", "found_draft"]
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What guesses, found and checked, before it is loaded."""
+    """A draft model or draft head, found and checked, but not loaded yet."""
 
     name: str
     folder: Path
     config: ModelConfig
     head: HeadFiles | None
-    """None: it is a whole model."""
+    """None for a whole model."""
 
     @property
     def kind(self) -> str:
-        """In words."""
+        """The kind for messages: "model" or "head"."""
         return "model" if self.head is None else "head"
 
     def empty(self, dtype: torch.dtype) -> Model:
-        """It on "meta", for the memory plan."""
+        """The draft on "meta", for the memory plan."""
         if self.head is not None:
             return cast(Model, self.head.build(dtype))
         return empty_model(self.config, device="meta", dtype=dtype)
 
     def beside(self, runner: ModelRunner, plan: MemoryPlan, make: Callable[[Model], ModelRunner]) -> ModelRunner:
-        """Load it for the model of `runner`, before that is warmed up. `make` makes its own runner.
+        """Load the draft for the model of `runner`, before that runner's warm-up. `make` makes the draft's runner.
 
-        Raises ValueError where the positions of a model end before the contexts of the plan do.
+        Raises ValueError if a draft model has fewer positions than the longest context of the plan.
         """
         place: dict[str, Any] = {"device": runner.device, "dtype": runner.model.embed.weight.dtype}
         if self.head is None:
@@ -62,10 +62,10 @@ class Draft:
 
 
 def found_draft(options: EngineConfig, folder: Path | None, config: ModelConfig, tokenizer: Tokenizer | None) -> Draft | None:
-    """What `options` name as a draft of a model, None for none. `folder`: the model's own.
+    """The draft that `options` name for a model, or None. `folder`: the model's folder.
 
     Raises:
-        ValueError: its tokens are not the model's, or it does not fit otherwise (ModelError).
+        ValueError: the draft has another vocabulary than the model, or does not fit for another reason (ModelError).
     """
     if options.speculate == "mtp":
         if folder is None:

@@ -1,12 +1,15 @@
-"""A small model that guesses for a large one: it reads the same tokens, keeps its keys and values in pages of the same numbers,
-and draws with each request's own settings and noise, so that where the two models agree their samples do.
+"""A small draft model that guesses tokens for a large model. It reads the same tokens and stores its keys and values in pages
+with the same numbers. It draws with each request's own settings and noise, so that the samples are equal where the two models
+agree.
 
-Its cache has as many pages as the large model's, and a request's block table serves both: whoever owns a page owns it here too.
-What stands in a page is never trusted beyond what this request has written itself, and a wrong guess costs time alone. It runs
-only for requests that wait for drafts, so a request that has none for a while, or starts again, is read up to its end first.
+Its cache has as many pages as that of the large model, and a request's block table is used for both: the owner of a page owns
+it in both caches. In a page, it only relies on content that it has written for the same request. A wrong guess only costs time.
+The draft model runs only for requests that wait for drafts. If a request had no drafts for a while, or starts again after a
+preemption, the draft model first reads all tokens that it has missed.
 
-A draft head (models/draft_heads.py) goes the same way. It reads the states that the large model has kept, each with the token
-behind it, so its request is one token shorter; where it guessed, it had its own streams for states, and reads them anew.
+A draft head (models/draft_heads.py) works in the same way. It reads the hidden states that the large model has kept, each with
+the token after it, so its view of a request is one token shorter. While it guesses, it uses its own states in their place; once
+the tokens are known, it reads these positions again, with the states of the large model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +29,12 @@ class _Behind(Request):
         return super().__len__() - 1
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """The known tokens behind positions [start, stop)."""
+        """The known tokens at positions [start + 1, stop + 1) of the whole request."""
         return super().tokens(start + 1, stop + 1)
 
 
 class _Guest:
-    """A request as the small model sees it: no penalties, no log-probabilities."""
+    """The draft model's view of a request: no penalties, no log-probabilities."""
 
     __slots__ = ("computed", "guessed", "known", "seen")
     kind = Request
@@ -44,7 +47,7 @@ class _Guest:
         self.guessed: Sequence[int] = ()
 
     def meet(self, request: Request) -> Request:
-        """Bring it up to date: which of the guesses came true, and where the request is now."""
+        """Update the view with the request's new tokens, and with its slot and pages."""
         self.seen.output_ids = request.output_ids
         self.computed = min(self._stands(request), len(self.seen) - 1)
         self.seen.slot, self.seen.lease, self.seen.pages = request.slot, request.lease, request.pages
@@ -52,14 +55,14 @@ class _Guest:
         return self.seen
 
     def _stands(self, request: Request) -> int:
-        """Up to where what was computed is right still. The last guess was never read."""
+        """Up to which token the computed keys and values are still right. The last guess was never read by the model."""
         came = self.seen.tokens(self.known, self.known + len(self.guessed))
         right = next((i for i, (a, b) in enumerate(zip(self.guessed, came)) if a != b), min(len(self.guessed), len(came)))
         return self.known + min(right, max(0, len(self.guessed) - 1))
 
 
 class _HeadsGuest(_Guest):
-    """The same for a draft head."""
+    """The draft head's view of a request."""
 
     __slots__ = ()
     kind = _Behind
@@ -69,7 +72,7 @@ class _HeadsGuest(_Guest):
 
 
 class DraftModel:
-    """Proposes what a runner of its own samples. `most_tokens`: of one pass. `head`: it runs a draft head."""
+    """Proposes the samples of its own runner. `most_tokens`: limit of one pass. `head`: the runner runs a draft head."""
 
     free = False
 
@@ -80,7 +83,7 @@ class DraftModel:
         self._guests: list[tuple[int, _Guest] | None] = [None] * max_seqs
 
     def propose(self, asked: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """See `Proposer`: one pass over what is new of each request, then one for each further token."""
+        """See `Proposer`. One pass reads the new tokens of each request; each further guessed token needs another pass."""
         guests = {request: self._guest(request) for request in asked}
         rows = {request: guest.meet(request) for request, guest in guests.items()}
         tokens = self._read(list(asked), guests, rows)
@@ -105,7 +108,7 @@ class DraftModel:
     def _read(
         self, requests: Sequence[Request], guests: Mapping[Request, _Guest], rows: Mapping[Request, Request]
     ) -> list[int]:
-        """The token behind each request, once all of its tokens have been read; long ones in pieces."""
+        """Read all tokens of each request, long ones in pieces; returns the sampled next token of each."""
         tokens: dict[Request, int] = {}
         while len(tokens) < len(requests):
             room, step = self._most, list[Row]()

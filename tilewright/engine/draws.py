@@ -1,8 +1,8 @@
-"""The distribution that a token is drawn from: temperature and filters applied to a row of logits, and what that leaves.
+"""The distribution that a token is drawn from: temperature and filters applied to a row of logits.
 
-`ops.sample` draws from it without making it. Whoever learns from samples needs it: the log-probability in it of what was drawn,
-and how many tokens the filters kept. That number lets another pass over the same text keep the same tokens: the so many
-likeliest. No function here waits for the device, so a captured graph can hold them.
+`ops.sample` draws from it without computing it explicitly. Training on samples needs two values: the log-probability of the
+drawn token in this distribution, and how many tokens the filters kept. With that number, another pass over the same text can
+keep the same tokens, which are the likeliest ones. No function here waits for the device, so a graph can capture them.
 """
 
 # R rows, V tokens
@@ -18,14 +18,14 @@ _GREEDY_BELOW = 1e-5
 
 
 def processed(logits: Tensor, temperature: Tensor, kept: Tensor) -> Tensor:
-    """[R, V] float32: logits over temperature [R], and -inf where `kept` [R, V] bool says no. Differentiable in the logits."""
+    """[R, V] float32: logits / temperature [R], and -inf where `kept` [R, V] bool is False. Differentiable in the logits."""
     scale = (1 / torch.where(temperature < _GREEDY_BELOW, 1.0, temperature)).float()
     return (logits.float() * scale[:, None]).masked_fill(~kept, -torch.inf)
 
 
 def kept_counts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens the filters keep, [R] int64, and the least of the kept logits, [R, 1]; the rules are those of
-    `ops.sample`. Logits [R, V] float32 without NaN."""
+    """(number of tokens that the filters keep [R] int64, smallest kept logit [R, 1]), by the rules of `ops.sample`. Logits
+    [R, V] float32 without NaN."""
     vocab = logits.shape[1]
     ordered = logits.sort(-1, descending=True).values
     likeliness = processed(ordered - ordered[:, :1], temperature, torch.ones_like(ordered, dtype=torch.bool))
@@ -42,9 +42,9 @@ def kept_counts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 def drawn_logprobs(
     logits: Tensor, tokens: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability [R] float32 of tokens [R] in the distributions that they were drawn from, tokens kept [R] int64).
+    """(log-probability [R] float32 of tokens [R] in the distributions that they were drawn from, kept tokens [R] int64).
 
-    A greedy row is taken at temperature 1. A token that was drawn counts as kept, whatever rounding says at a threshold.
+    For a greedy row, temperature 1 is used. A drawn token always counts as kept, even if rounding puts it below a threshold.
     """
     logits = logits.float()
     _, least = kept_counts(logits, temperature, top_k, top_p, min_p)

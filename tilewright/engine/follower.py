@@ -1,7 +1,7 @@
-"""The program of a rank of a served model other than the first: `python -m tilewright.engine.follower`, started by team.py.
+"""The program of every rank of a served model except the first: `python -m tilewright.engine.follower`, started by team.py.
 
-It has no engine, no requests and no head: it loads its share of the model, reads steps from standard input, and runs them. It
-ends when the first rank does.
+It has no engine, no requests and no head. It loads its share of the model, reads steps from standard input, and runs them. It
+ends when the first rank ends.
 """
 
 import json
@@ -34,7 +34,7 @@ _TURNS = 3
 
 
 class Follower:
-    """Runs steps on a share of a model (`ServedPart`), as the first rank's `ModelRunner` does on its own."""
+    """Runs steps on a share of a model (`ServedPart`), as `ModelRunner` does on the first rank."""
 
     def __init__(self, model: Any, options: EngineConfig, *, pages: int, page_size: int, max_model_len: int):
         self.model, self.options, self.device = model, options, model.device
@@ -48,7 +48,7 @@ class Follower:
         self._turn = 0
 
     def warmup(self) -> None:
-        """What `ModelRunner.warmup` launches, in the same order: exchanges between ranks are among it."""
+        """Launch the same as `ModelRunner.warmup`, in the same order, because this includes exchanges between ranks."""
         if self.device.type == "cpu":
             return
         options = self.options
@@ -62,7 +62,7 @@ class Follower:
             torch.cuda.synchronize(self.device)
 
     def follow(self, steps: IO[bytes]) -> None:
-        """Run steps until there are no more."""
+        """Run steps until the stream ends."""
         with on_device(self.device), torch.inference_mode(), self._scope():
             while len(header := steps.read(HEADER.size)) == HEADER.size:
                 self._step(Notice(*HEADER.unpack(header)), steps)
@@ -83,7 +83,7 @@ class Follower:
             self._body(layout.device(packed, block_table, notice.longest))
 
     def _received(self, size: int, steps: IO[bytes]) -> Tensor:
-        """The next bytes of `steps`, on the device."""
+        """The next `size` bytes of `steps`, on the device."""
         turn = self._turn = (self._turn + 1) % _TURNS
         if (read := self._read[turn]) is not None:
             read.synchronize()
@@ -120,17 +120,17 @@ def _run(place: Launched, store: Any, steps: IO[bytes]) -> None:
 
 
 def _ends_with(parent: int) -> None:
-    """End with the first rank, whatever this one waits for."""
+    """End this process when the first rank ends, even if this rank waits for something."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the rank; returns the exit code."""
     place = launched()
     assert place is not None, "team.py starts this program"
-    for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal sends to all of them: the first rank says when
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends these to all ranks; only the first rank decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_ends_with, args=(os.getppid(),), daemon=True).start()
     store = TCPStore(place.address, place.port, is_master=False)
@@ -147,4 +147,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # the others may be gone: nothing is to wait for them
+    os._exit(main())  # without cleanup, which might wait for ranks that have ended

@@ -1,6 +1,6 @@
-"""A grammar that an answer has to follow, as a plain value. What is compiled of it is in grammar_masks.py.
+"""A grammar that an answer has to follow, as a plain value. grammar_masks.py compiles it.
 
-Pure Python: no tensors, and no library that would be needed to read or send a request.
+Pure Python: no tensors and no other library, so that a request can be read or sent without them.
 """
 
 import json
@@ -12,25 +12,25 @@ __all__ = ["KINDS", "MAX_SOURCE_CHARS", "Grammar"]
 
 KINDS = ("json_schema", "regex", "lark")
 MAX_SOURCE_CHARS = 1 << 18
-"""The longest schemas in use have some 100 thousand characters."""
+"""The longest schemas in use have about 100 thousand characters."""
 MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an answer must look like, from its first token to its end. Make one with the methods below.
+    """A grammar for the whole text of an answer, from its first token to its end. Make one with the methods below.
 
     Raises:
-        ValueError: the kind is none of `KINDS`, or the source is empty or longer than `MAX_SOURCE_CHARS`. Whether the source is
-            valid shows when it is compiled.
+        ValueError: the kind is not in `KINDS`, or the source is empty or longer than `MAX_SOURCE_CHARS`. An invalid source is
+            only noticed when it is compiled.
     """
 
     kind: str
     source: str
     """A JSON schema as JSON, a regular expression (Rust's syntax), or a grammar in llguidance's Lark or in GBNF."""
     after: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids: the grammar begins behind the first of them that is generated, such as the end of a chain of
-    thought, and anything may stand before it. (): it begins at once."""
+    """Sequences of token ids, such as the end of a chain of thought. The grammar begins after the first of them that is
+    generated; the text before is free. (): it begins at once."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,7 +47,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
-        """JSON that a schema describes; `schema` is a value or JSON text. Raises ValueError."""
+        """JSON that matches a schema; `schema` is a value or JSON text. Raises ValueError."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -64,12 +64,12 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
-        """A text that a regular expression matches from its first to its last character."""
+        """A text that a regular expression matches completely."""
         return cls("regex", pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Grammar":
-        """One of several texts, to the letter. Raises ValueError."""
+        """Exactly one of several texts. Raises ValueError."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("choice wants a list of texts, none of them empty")
         if len(texts) > MAX_CHOICES:

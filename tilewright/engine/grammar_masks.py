@@ -1,11 +1,11 @@
-"""Grammars at work: compiled by llguidance, and asked before each sample which tokens may come next, a bit a token.
+"""Grammars, compiled by llguidance. Before each sample they fill a mask of the tokens that may come next, one bit per token.
 
-llguidance walks the tree of the vocabulary with a lexer and an Earley parser; its bounds on work (`LIMITS`) hold for compiling
-as for each mask, so that a hostile grammar ends as an error after some tens of milliseconds. It is an extra
-(`pip install tilewright[structured]`), imported at the first grammar.
+llguidance walks the tree of the vocabulary with a lexer and an Earley parser. Its work limits (`LIMITS`) apply to compiling and
+to each mask, so that a hostile grammar ends with an error after some tens of milliseconds. It is an optional dependency
+(`pip install tilewright[structured]`), imported for the first grammar.
 
-A request's state follows its `output_ids`: what has come since the last mask is consumed with the next. So nothing has to be
-undone when a request is preempted, or when a step is dropped.
+The state of a request follows its `output_ids`: each mask first consumes the tokens that have arrived since the last mask. So
+nothing has to be undone when a request is preempted, or when a step is dropped.
 """
 
 import threading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Constraint", "GrammarError", "Grammars"]
 
 KEPT = 128
-"""Compiled grammars that are kept: some 10 kB to 10 MB each."""
+"""Number of compiled grammars in the cache; each takes some 10 kB to 10 MB."""
 KEPT_CHARS = 1 << 21
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -37,10 +37,10 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
-"""Between two tokens of JSON, unless the schema's `x-guidance` says otherwise: a small model may never stop where there is no
-bound."""
+"""Allowed white space between two JSON tokens, unless the schema's `x-guidance` overrides it. Without a limit, a small model
+might never stop."""
 MAX_MASK_S = 0.2
-"""Of processor time for the first mask: everybody in the batch waits for it. Usual ones take some milliseconds."""
+"""Limit on the processor time of the first mask, because the whole batch waits for it. A usual mask takes some milliseconds."""
 MISSING = "a grammar needs llguidance, which is not installed: pip install 'tilewright[structured]'"
 
 
@@ -49,7 +49,7 @@ class GrammarError(ValueError):
 
 
 class Constraint:
-    """The grammar of one request, and how far its answer has come in it."""
+    """The grammar of one request, and the position of its answer in the grammar."""
 
     __slots__ = ("_begun", "_consumed", "_grammar", "_matcher")
 
@@ -60,7 +60,7 @@ class Constraint:
         self._begun = not grammar.after
 
     def advance(self, output_ids: Sequence[int]) -> "LLMatcher | None":
-        """The matcher behind these tokens; None as long as anything may come. Raises GrammarError."""
+        """The matcher after these tokens; None while any token is allowed. Raises GrammarError."""
         matcher = self._matcher
         while not self._begun and self._consumed < len(output_ids):
             self._consumed += 1
@@ -74,22 +74,22 @@ class Constraint:
         return matcher
 
     def agrees(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the first `drafts` behind these tokens are allowed. Where anything may come, none is drafted: the answer
-        may begin with any of them."""
+        """How many of the first `drafts` after these tokens are allowed. Returns 0 before the grammar begins, because it may
+        begin after any of the drafts."""
         try:
             matcher = self.advance(output_ids)
         except GrammarError:
-            return 0  # which the next mask will tell
+            return 0  # the next mask reports the error
         return 0 if matcher is None else matcher.validate_tokens(list(drafts))
 
     def forced(self, output_ids: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens behind these that spell what the grammar leaves no choice about, as the tokenizer cuts it.
+        """Up to `most` tokens after these, for text that the grammar leaves no choice about, as the tokenizer splits it.
 
-        Other tokens may spell the same text, so they are guesses, though nearly always right."""
+        Other tokens can produce the same text, so these tokens are guesses, though nearly always right."""
         try:
             matcher = self.advance(output_ids)
         except GrammarError:
-            return []  # which the next mask will tell
+            return []  # the next mask reports the error
         return [] if matcher is None else matcher.compute_ff_tokens()[:most]
 
 
@@ -103,8 +103,8 @@ class Grammars:
     Args:
         tokenizer_json: the text of a `tokenizer.json`.
         eos_ids: tokens that end a text, at least one.
-        kept: compiled grammars that are kept; together they have at most `KEPT_CHARS` characters.
-        threads: that fill masks; None: 80 % of the processors, 32 at most.
+        kept: most compiled grammars in the cache; together their sources have at most `KEPT_CHARS` characters.
+        threads: number of threads that fill masks; None: 80 % of the processors, at most 32.
 
     Raises:
         GrammarError: llguidance is missing, does not understand the tokenizer, or there is no end-of-text token.
@@ -131,7 +131,7 @@ class Grammars:
         self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def compiled(self, grammar: Grammar) -> "LLMatcher":
-        """A matcher at the grammar's beginning, compiled or kept from before. It is shared: copy it. Raises GrammarError."""
+        """A matcher at the beginning of the grammar, cached or compiled now. It is shared: copy it. Raises GrammarError."""
         key = (grammar.kind, grammar.source)
         with self._lock:
             found = self._kept.get(key)
@@ -146,16 +146,16 @@ class Grammars:
         return matcher
 
     def known(self, grammar: Grammar) -> bool:
-        """Whether `compiled` would return at once."""
+        """Whether the compiled grammar is in the cache."""
         with self._lock:
             return (grammar.kind, grammar.source) in self._kept
 
     def start(self, grammar: Grammar) -> Constraint:
-        """A request's own state, at the grammar's beginning. Raises GrammarError."""
+        """A new state for one request, at the beginning of the grammar. Raises GrammarError."""
         return Constraint(grammar, self.compiled(grammar).deep_copy())
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a grammar and make its first mask, in a process that does nothing else. Raises GrammarError."""
+        """Compile a grammar and make its first mask; call it in a process that does nothing else. Raises GrammarError."""
         matcher = self.compiled(grammar).deep_copy()
         start_s = time.process_time()
         matcher.compute_bitmask()
@@ -172,10 +172,13 @@ class Grammars:
         bits: np.ndarray,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> list[tuple[Request, str]]:
-        """Write the masks of requests into bits [masks, words] int32, C-contiguous; returns whose grammar has failed.
+        """Write the masks of requests into bits [masks, words] int32, C-contiguous.
 
-        A request has a mask for its next token, and behind it one for the token behind each of its `drafts`, which its grammar
-        allows. Everything is allowed where there is no constraint, where it has failed, and where anything may be said still.
+        Each request has a mask for its next token, followed by one mask for the token after each of its `drafts`, which its
+        grammar must allow. A mask allows all tokens if there is no constraint, if it has failed, or before its grammar begins.
+
+        Returns:
+            (request, reason) for each request whose grammar has failed.
         """
         bits.fill(-1)
         failed: list[tuple[Request, str]] = []
@@ -223,7 +226,7 @@ class Grammars:
 
 
 def _as_lark(source: str) -> str:
-    """A grammar in Lark or GBNF, in Lark. Raises ValueError."""
+    """Converts a grammar in Lark or GBNF to Lark. Raises ValueError."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     try:

@@ -1,7 +1,7 @@
-"""A stranger's grammar is compiled first in a process of its own, where time and memory are bounded.
+"""Compiles an untrusted grammar first in a separate process, where time and memory are bounded.
 
-llguidance counts its own work and gives up in time, nearly always; but a server must lose neither its engine to a fault in a
-library nor its memory to a grammar. What the child has survived is compiled once more where it is used.
+llguidance counts its own work and nearly always gives up in time. But a bug in the library must not end a server's engine, and
+a grammar must not use up the server's memory. A grammar that passes in the child process is compiled again where it is used.
 """
 
 import json
@@ -19,15 +19,15 @@ from tilewright.engine.grammar_masks import GrammarError, Grammars
 __all__ = ["GrammarTrial", "child"]
 
 TRIAL_CPU_S = 5.0
-"""Of processor time for one grammar: the largest of those in use take half a second."""
+"""Limit on the processor time for one grammar; the largest grammars in use take half a second."""
 TRIAL_S = 30.0
-"""On a machine that is busy with other things."""
+"""Limit on the elapsed time; larger than `TRIAL_CPU_S`, because the machine may be busy with other work."""
 START_S = 60.0
 TRIAL_BYTES = 2 << 30
 MAX_TRIALS = 1000
-"""Grammars that one child compiles, so that nothing can pile up in it."""
+"""Number of grammars that one child compiles before it is replaced, so that nothing accumulates in it."""
 UNREADABLE = 1
-"""What the child ends with where the library has raised what it does not tell of, or has panicked."""
+"""The child's exit code if the library has raised an undocumented exception or has panicked."""
 logger = logging.getLogger(__name__)
 
 _CHILD = """
@@ -40,7 +40,7 @@ child(job)
 
 
 class GrammarTrial:
-    """Tries grammars in a child, which lives from the first to `close`. For one thread."""
+    """Tries grammars in a child process, which runs from the first grammar to `close`. Use it in one thread only."""
 
     def __init__(self, tokenizer_json: str, eos_ids: Sequence[int]):
         self._job = json.dumps({"path": sys.path, "tokenizer": tokenizer_json, "eos": list(eos_ids)})
@@ -48,12 +48,12 @@ class GrammarTrial:
         self._tried = 0
 
     def check(self, grammar: Grammar) -> None:
-        """Compile a grammar and make its first mask, in the child.
+        """Compile a grammar and make its first mask, in the child process.
 
-        Where no child can be started the grammar is not tried, and the log says so.
+        If no child can be started, the grammar is not tried, and a warning is logged.
 
         Raises:
-            GrammarError: it is not valid, or needs more than `TRIAL_CPU_S` seconds or `TRIAL_BYTES` bytes.
+            GrammarError: the grammar is not valid, or needs more than `TRIAL_CPU_S` seconds or `TRIAL_BYTES` bytes.
         """
         child = self._started()
         if child is None:
@@ -73,12 +73,12 @@ class GrammarTrial:
             raise GrammarError(answer)
 
     def close(self) -> int | None:
-        """End the child; what it has ended with, None if there was none."""
+        """End the child; returns its exit code, or None if there was no child."""
         child, self._child, self._tried = self._child, None, 0
         if child is None:
             return None
         assert child.stdout is not None
-        if not select.select([child.stdout], [], [], 0)[0]:  # else it is at its end already
+        if not select.select([child.stdout], [], [], 0)[0]:  # otherwise it is ending already
             child.kill()
         child.communicate()
         return child.returncode
@@ -103,7 +103,7 @@ class GrammarTrial:
         return child
 
     def _ask(self, child: "subprocess.Popen[str]", line: str, timeout_s: float) -> str | None:
-        """The child's answer; None if it did not come in time, or the child has ended."""
+        """The child's answer; None if it did not arrive in time, or the child has ended."""
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -114,15 +114,15 @@ class GrammarTrial:
         end_s = time.monotonic() + timeout_s
         if not select.select([child.stdout], [], [], max(0.0, end_s - time.monotonic()))[0]:
             return None
-        answer = child.stdout.readline()  # the child writes a line at once
+        answer = child.stdout.readline()  # the child writes whole lines
         return json.loads(answer) if answer.endswith("\n") else None
 
 
 def child(job: dict[str, object]) -> None:
-    """The child's part: a line in for each grammar, a line out, "" where it is fine."""
+    """The child process: reads one line per grammar and writes one line with the error, or "" if there is none."""
     try:
         import resource
-    except ImportError:  # Windows: the time alone is bounded
+    except ImportError:  # Windows: only the time is bounded
         pass
     else:
         resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
@@ -146,6 +146,6 @@ def child(job: dict[str, object]) -> None:
 
 
 def _limit(seconds: float) -> None:
-    """Processor time that this process has from here on, before a signal ends it; 0: no limit."""
+    """Set the processor time after which a signal ends this process, counted from now; 0: no limit."""
     if hasattr(signal, "setitimer"):  # not on Windows, where the parent's clock is the only bound
         signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -1,11 +1,12 @@
-"""Decode steps captured as CUDA graphs: the launches of a whole step cost the host two calls.
+"""Decode steps captured as CUDA graphs: the host launches a whole step with two calls.
 
-Steps in which some rows have drafts are captured for few rows: there a row has room for as many tokens as it may ever bring.
+Steps in which some rows have drafts are captured only for small numbers of rows. In these graphs each row has room for the
+largest number of tokens that a row may have.
 
-The model's body and what follows it, head and sampling, are captured apart, and there are two tails: one for steps whose rows
-want nothing but a sample, one for steps in which any row wants more of its logits. These graphs are made
-for a number of rows; a step with fewer runs in the next larger one, with padding rows that write nowhere and attend to nothing.
-Graphs share one memory pool, for they run one after the other on one stream.
+The model's body and the tail (head and sampling) are captured separately. There are two tails: one for steps whose rows only
+need a sample, and one for steps in which a row edits its logits or requests log-probabilities. Each graph is made for a number
+of rows. A step with fewer rows runs in the next larger graph, with padding rows that write nothing and attend to nothing. The
+graphs share one memory pool, because they run one after the other on one stream.
 """
 
 from bisect import bisect_left
@@ -38,39 +39,39 @@ __all__ = [
 
 
 class Sampled(NamedTuple):
-    """What a step has drawn, on the device."""
+    """The samples of a step, on the device."""
 
     tokens: Tensor
     """[R] int64"""
     logprobs: LogprobTensors | None = None
-    """None where no row asks."""
+    """None if no row requests them."""
 
 
 Body = Callable[[Inputs], Tensor]
 """A step's inputs -> hidden [T, E], without waiting for the device."""
 Bodies = tuple[Body, Body | None]
-"""For steps whose rows have no adapters, and for others where the model has room for adapters."""
+"""The body for steps without adapters, and the one for steps with adapters (None if the model has no room for adapters)."""
 Tail = Callable[[Inputs, Tensor], Sampled]
-"""(inputs, hidden) -> what the sampled rows draw, without waiting for the device."""
+"""(inputs, hidden) -> samples of the sampled rows, without waiting for the device."""
 Tails = tuple[Tail, ...]
-"""For rows that want a sample, and for rows that want more; none on a rank without a head."""
+"""The tail for steps that only need samples, and the one for the others; () on a rank without a head."""
 
 
 class Derive(NamedTuple):
-    """How the inputs of rows of one token are written on the device, and the slot of those that are padding."""
+    """A function that writes the inputs of one-token rows on the device, and the slot of padding rows."""
 
     inputs: Callable[[Inputs], None]
     padding_slot: int
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
-    """Numbers of rows to capture, ascending, the last one `max_seqs`: close together where a step is short."""
+    """Numbers of rows to capture, ascending up to `max_seqs`; they are closer together where a step is short."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_seqs + 1, 16)]
     return sorted({size for size in sizes if size < max_seqs} | {max_seqs})
 
 
 def drafted_sizes(max_seqs: int, row_tokens: int, max_samples: int) -> list[int]:
-    """Numbers of rows to capture with room for `row_tokens` in each, ascending; none where a row has one token anyway."""
+    """Numbers of rows to capture with room for `row_tokens` in each, ascending; none if rows have only one token."""
     return [rows for rows in (1, 2, 4, 8, 16) if row_tokens > 1 and rows <= max_seqs and rows * row_tokens <= max_samples]
 
 
@@ -81,7 +82,7 @@ def layout_of(rows: int, row_tokens: int = 1, kinds: int = 1) -> Layout:
 
 
 class DecodeGraph:
-    """One captured step. `hidden` [rows * row_tokens, E] holds the result of `run` until the next."""
+    """One captured step. `hidden` [rows * row_tokens, E] contains the result of `run` until the next call."""
 
     def __init__(
         self,
@@ -102,9 +103,9 @@ class DecodeGraph:
         self._table = torch.zeros(kinds, rows, max_pages, dtype=torch.int32, device=device)
         self.inputs = _padding(self.layout, self._buffer, self._table, derive)
         self.slots: np.ndarray | None = None
-        """The slots that `inputs` has, of a step that is derived."""
+        """The slots that `inputs` contains, for a step whose inputs are derived."""
         self.derives = derive is not None and self.layout.each is None
-        """Its rows have one token each, and their inputs are derived from the state of the slots."""
+        """Whether the rows have one token each and their inputs are derived from the state of the slots."""
         if derive is not None and self.derives:
             bodies = _derived(bodies, derive)
         with _early(rows * row_tokens):
@@ -119,7 +120,7 @@ class DecodeGraph:
                 for tail in tails:
                     tail(inputs, hidden)
         self._body = torch.cuda.CUDAGraph()
-        # NCCL asks for its events from a thread of its own meanwhile, which would end a capture of all threads.
+        # Meanwhile NCCL queries its events from its own thread, which would invalidate a capture with global error mode.
         mode: Any = "thread_local"
         with torch.cuda.graph(self._body, pool=pool, stream=stream, capture_error_mode=mode):
             self.hidden = bodies[0](inputs)
@@ -127,7 +128,7 @@ class DecodeGraph:
         if bodies[1] is not None:
             self._adapted = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._adapted, pool=pool, stream=stream, capture_error_mode=mode):
-                self.hidden.copy_(bodies[1](inputs))  # where the tails read
+                self.hidden.copy_(bodies[1](inputs))  # the tails read from here
         self._tails: list[tuple[torch.cuda.CUDAGraph, Sampled]] = []
         for tail in tails:
             graph = torch.cuda.CUDAGraph()
@@ -137,39 +138,39 @@ class DecodeGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def run(self, adapted: bool = False) -> None:
-        """Run the body of a step that is derived; adapted: rows have adapters."""
+        """Run the body. It derives its inputs if `derives`; otherwise call `take` first. adapted: rows have adapters."""
         (self._adapted if adapted else self._body).replay()
 
     def take(self, packed: Tensor, block_table: Tensor) -> None:
-        """The inputs of a step that is not derived: `packed` [layout.nbytes] uint8 and `block_table` [kinds, B, W] int32, on
-        the device."""
+        """Copy inputs that are not derived: `packed` [layout.nbytes] uint8 and `block_table` [kinds, B, W] int32, on the
+        device."""
         self._buffer.copy_(packed)
         self._table[:, : block_table.shape[1], : block_table.shape[2]].copy_(block_table)
 
     def replay(self, packed: Tensor, block_table: Tensor) -> None:
-        """`take` and `run`."""
+        """`take`, then `run`."""
         self.take(packed, block_table)
         self.run()
 
     def sample(self, more: bool) -> Sampled:
-        """Run head and sampling behind the body; `more`: a row wants more than a sample. The result holds until the next."""
+        """Run head and sampling after the body. `more`: a row needs more than a sample. The next call overwrites the result."""
         graph, sampled = self._tails[more]
         graph.replay()
         return sampled
 
 
 EARLY_TOKENS = 1
-"""The most tokens of a step whose launches start early. More than one was not measured. From 17 on products are then those of
-`sm90` and not cuBLAS's, which cannot."""
+"""In steps of at most this many tokens, launches start before the preceding launch has ended. Larger steps were not measured.
+From 17 tokens on, this would select the products of `sm90` instead of those of cuBLAS, which cannot start early."""
 
 
 def _early(tokens: int) -> AbstractContextManager[Any]:
-    """A step of few tokens is captured with launches that start early: none of its launches writes parameters."""
+    """The context for the capture of a step: launches start early in small steps. No launch of a step writes parameters."""
     return early_launches(EARLY_TOKENS) if tokens <= EARLY_TOKENS else nullcontext()
 
 
 def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive | None) -> Inputs:
-    """Rows that are all padding: slot -1 writes nothing, and the sample goes to the row past the last slot."""
+    """Inputs whose rows are all padding: slot -1 writes nothing, and the sample goes to the row after the last slot."""
     if derive is not None and layout.each is None:
         inputs = row_inputs(layout.seqs, buffer, table, derive.padding_slot)
     else:
@@ -195,7 +196,7 @@ def rehearse(
     bodies: Bodies, tails: Tails, derive: Derive | None, *, max_seqs: int, max_pages: int, row_tokens: int, max_samples: int,
     kinds: int = 1,
 ) -> None:  # fmt: skip
-    """Run every decode step that would be captured, on meta tensors: launches what a capture launches, captures nothing."""
+    """Run every decode step that would be captured, on meta tensors: same launches as a capture, but without capturing."""
     layouts = [layout_of(rows, kinds=kinds) for rows in graph_sizes(max_seqs)]
     layouts += [layout_of(rows, row_tokens, kinds) for rows in drafted_sizes(max_seqs, row_tokens, max_samples)]
     for layout in layouts:
@@ -233,7 +234,7 @@ class DecodeGraphs:
         self._row_tokens = row_tokens
         self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         sizes = [(rows, 1) for rows in self._sizes] + [(rows, row_tokens) for rows in self._drafted_sizes]
-        # Largest first: the smaller ones then live in memory that the pool has already.
+        # Largest first: the smaller graphs then reuse memory of the pool.
         for i, (rows, tokens) in enumerate(sorted(sizes, key=lambda size: -size[0] * size[1])):
             progress(f"capturing decode graphs {i + 1}/{len(sizes)}")
             self._graphs[rows, tokens] = DecodeGraph(
@@ -242,14 +243,14 @@ class DecodeGraphs:
             )  # fmt: skip
 
     def of(self, rows: int, row_tokens: int) -> DecodeGraph:
-        """The graph that was captured for so many rows, with room for so many tokens in each."""
+        """The graph that was captured for exactly `rows` rows, with room for `row_tokens` tokens in each."""
         return self._graphs[rows, row_tokens]
 
     def for_rows(self, rows: int) -> DecodeGraph:
-        """The smallest graph that holds so many rows; there is one for every number up to max_seqs."""
+        """The smallest graph with room for `rows` rows; there is one for every number up to max_seqs."""
         return self._graphs[self._sizes[bisect_left(self._sizes, rows)], 1]
 
     def for_drafts(self, rows: int) -> DecodeGraph | None:
-        """The smallest graph that holds so many rows with all their drafts, if there is one."""
+        """The smallest graph with room for `rows` rows with drafts, or None."""
         at = bisect_left(self._drafted_sizes, rows)
         return None if at == len(self._drafted_sizes) else self._graphs[self._drafted_sizes[at], self._row_tokens]

@@ -5,14 +5,14 @@ CPU, attention makes one call for each length, and requests that started togethe
 becomes free after nearly every step; if each were filled at once, nearly every step would compute a prompt.
 
 So while requests are left waiting for a slot or pages, the next ones start together, up to `STEPS` steps after the last start.
-This delays nobody
+In these cases a request is not delayed:
 
-    - who arrives when there is no queue, or when the last start left nobody waiting;
-    - who comes before those that were left waiting, because of a higher priority or after a preemption;
-    - in a step that computes a prompt anyway;
-    - once one in `SHARE` of the requests that ran after the last start has ended, because empty slots cost more than prompts.
+    - it arrives when there is no queue, or when no request was left waiting after the last start;
+    - it precedes those that were left waiting, because of a higher priority or after a preemption;
+    - the step computes a prompt anyway;
+    - one in `SHARE` of the requests that ran after the last start has ended, because empty slots then cost more than prompts.
 
-The order of starts does not change. Pure Python, and a function of its calls.
+The order of starts does not change. Pure Python; the behaviour depends only on the calls.
 """
 
 from tilewright.engine.request import Request
@@ -26,7 +26,7 @@ SHARE = 4
 
 
 class StartGroups:
-    """Remembers, for one engine, who was left waiting for a slot or pages, and how many steps ago the last request started."""
+    """Stores, for one engine, which request was left waiting for a slot or pages, and how many steps ago one last started."""
 
     def __init__(self) -> None:
         self._left: tuple[int, int] | None = None

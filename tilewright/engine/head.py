@@ -1,9 +1,9 @@
-"""From a step's hidden states to its samples: the head, the edits of the logits, the masks, the draw.
+"""From a step's hidden states to its samples: the head, the edits of the logits, the masks, and sampling.
 
-There are two ways, and a captured graph of each: `plain` for steps whose rows want nothing but a sample, `full` where any row
-edits its logits or wants log-probabilities. Where a row with drafts counts its tokens, for penalties, there is a third: the
-samples of a row are drawn one after the other (`in_turns`), because the counts at a draft's position are those of the tokens
-before it, and count only while these are what was drafted.
+There are two variants, each with a captured graph: `plain` for steps whose rows only need a sample, and `full` if any row edits
+its logits or requests log-probabilities. A third variant, `in_turns`, is used if a row with drafts edits its logits. It draws
+the samples of a row one after the other, because penalties depend on token counts: the counts at a draft's position include the
+samples before it, and these are valid only while they equal the drafts.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from tilewright.models.draft_heads import DraftHead
 __all__ = ["Head", "Turns", "turns_of"]
 
 Turns = tuple[Sequence[Tensor], Tensor]
-"""(for each turn the samples, by their numbers, that are drawn in it; [R] int64, the draft that follows each sample, or -1)"""
+"""(indices of the samples that are drawn in each turn; [R] int64: the draft at each sample's position, or -1)"""
 
 
 def turns_of(step: Step, device: torch.device) -> Turns:
-    """Turn i draws sample i of each row that has so many."""
+    """The turns of a step: turn i draws sample i of each row that has more than i samples."""
     samples = step.samples
     begins = np.cumsum(samples) - samples
     following = np.full(int(samples.sum()), -1, np.int64)
@@ -39,23 +39,23 @@ def turns_of(step: Step, device: torch.device) -> Turns:
 
 
 class Head:
-    """The ways of a model's samples. `last` [max_seqs + 1] int64: they are also left there, by slot, for the next step.
+    """Draws the samples of a model. `last` [max_seqs + 1] int64: they are also stored there, by slot, for the next step.
 
-    explains_draws: log-probabilities come with those in the distribution that was drawn from.
+    explains_draws: also return log-probabilities in the distribution that was sampled (`TokenLogprobs.drawn`).
     """
 
     def __init__(self, model: Model, edits: LogitTables, last: Tensor, *, explains_draws: bool = False):
         self._model, self._edits, self._last, self._explains_draws = model, edits, last, explains_draws
 
     def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """Tokens [R] of rows that want nothing but a sample, masked or not."""
+        """Tokens [R] of rows that only need a sample, masked or not."""
         logits = self._logits(inputs, hidden)
         if mask is not None:
             ops.mask_logits(logits, mask.rows, mask.bits)
         return Sampled(self._sample(logits, inputs))
 
     def full(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """The same where rows want more: logits are edited and masked first; log-probabilities are of what the head gave."""
+        """`plain` with edits: logits are edited, then masked. Log-probabilities are those of the unedited logits."""
         logits = self._logits(inputs, hidden)
         edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
         if mask is not None:
@@ -70,9 +70,10 @@ class Head:
         return Sampled(tokens, found)
 
     def in_turns(self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns) -> Sampled:
-        """The same where a row has drafts and counts its tokens: a sample is counted if all before it were as drafted."""
+        """`full` if a row with drafts edits its logits. A sample is counted if all samples of its row before it equal the
+        drafts."""
         logits = self._logits(inputs, hidden)
-        # What a mask forbids is -inf, which no edit changes: so it may come first, and once.
+        # A mask sets forbidden logits to -inf, which no edit changes; so it can be applied first, and only once.
         masked = logits
         if mask is not None:
             masked = logits.clone()
@@ -93,16 +94,16 @@ class Head:
         return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
 
     def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
-        if inputs.feed is None:  # derived: each row is a token, and is sampled
+        if inputs.feed is None:  # derived inputs: each row has one token, which is sampled
             return self._model.logits(hidden)
         return self._model.logits(hidden[inputs.batch.logits_rows])
 
     def _sample(self, logits: Tensor, inputs: Inputs) -> Tensor:
         settings = [inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed]
-        # A draft head says what comes next but one, and shall draw with the noise of that position.
+        # A draft head predicts the token after the next one, and must draw with the noise of that position.
         at = inputs.sampled_at + 1 if isinstance(self._model, DraftHead) else inputs.sampled_at
         tokens = self._draw(logits, settings, at)
-        # Of several samples in one slot any stays: who has drafts waits for them, and is not fed from here.
+        # If a slot has several samples, any of them is stored: a request with drafts waits and is never fed from here.
         self._last.index_copy_(0, inputs.sampled_slots, tokens)
         return tokens
 

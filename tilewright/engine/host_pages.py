@@ -1,11 +1,11 @@
-"""The second tier of the prefix cache: pages of host memory that keep what the device's pages had to give up.
+"""The second tier of the prefix cache: pages of host memory with content that was evicted from the device.
 
-Pure Python: a page is a number here too; `engine/tier.py` moves the bytes. A page that the device's pool pushes out goes to the
-host if its content has a digest, the least recently used one there goes for good. A request whose tokens are found here gets
-device pages, and the next step begins by filling them. What is copied back stays here as well, so it need not be written again.
+Pure Python: here, too, a page is a number; `engine/tier.py` moves the bytes. A page that the device's pool evicts moves to the
+host if its content has a digest. If the host is full, its least recently used page is dropped. A request whose tokens are found
+here gets device pages, and the next step begins by filling them. The content also stays here, so it need not be written again.
 
-A step moves pages in one order: out, in, then all that its rows do. So a host page may not be read in the step that
-writes it, nor be written in one that reads it; between steps the device keeps the order.
+A step first copies pages out, then copies pages in, then runs its rows. So a step may not read a host page that it writes. The
+device runs steps in order.
 """
 
 from collections import OrderedDict
@@ -18,42 +18,42 @@ Moves = tuple[tuple[int, int], ...]
 
 
 class HostPages:
-    """`num_pages` pages. `gone` is told of each digest that can be found here no longer."""
+    """`num_pages` pages. `gone` is called with each digest that can no longer be found here."""
 
     def __init__(self, num_pages: int, gone: Callable[[bytes], None] = lambda digest: None):
         self.num_pages = num_pages
         self._gone = gone
         self.pages_out = self.pages_in = 0
-        """Pages that have gone to the host, and come back."""
+        """Counters: pages copied to the host, and copied back."""
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is kept, nothing is to be moved."""
+        """Drop all pages and all planned moves."""
         self._page: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
         self._free = list(range(self.num_pages - 1, -1, -1))
-        self._out: dict[int, int] = {}  # host page -> the device page that goes there
-        self._in: dict[int, int] = {}  # device page -> the host page that comes there
-        self._pinned: set[int] = set()  # host pages that the step in the making reads or writes
+        self._out: dict[int, int] = {}  # host page -> the device page to copy there
+        self._in: dict[int, int] = {}  # device page -> the host page to copy there
+        self._pinned: set[int] = set()  # host pages that the step being made reads or writes
 
     def __len__(self) -> int:
         return len(self._page)
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the content of this digest is here, or on its way."""
+        """Whether the content with this digest is here, or will be after the next step."""
         return digest in self._page
 
     def ready(self, digest: bytes) -> bool:
-        """Whether the next step can read it."""
+        """Whether the next step can read the content with this digest."""
         return digest in self._page and self._page[digest] not in self._out
 
     def pin(self, digests: Iterable[bytes]) -> None:
-        """The next step will read these: they stay."""
+        """Keep these pages, because the next step will read them."""
         for digest in digests:
             self._pinned.add(self._page[digest])
             self._page.move_to_end(digest)
 
     def keep(self, page: int, digest: bytes) -> None:
-        """The device gives up a page with this content, which goes to the host if there is room."""
+        """The device evicts a page with this content: copy it to the host if there is room."""
         if digest in self._page:
             self._page.move_to_end(digest)
             return
@@ -65,30 +65,30 @@ class HostPages:
             self.pages_out += 1
 
     def fetch(self, digest: bytes, page: int) -> None:
-        """This content, which is `ready`, is to come to a page of the device."""
+        """Copy this content, which is `ready`, to a page of the device."""
         host = self._page[digest]
         self._in[page] = host
         self._pinned.add(host)
         self.pages_in += 1
 
     def moves(self) -> tuple[Moves, Moves]:
-        """What the next step begins with, (device, host) pages out and (host, device) pages in; these are its own then."""
+        """Remove and return the moves for the next step: (device, host) pages out and (host, device) pages in."""
         if not (self._out or self._in or self._pinned):
             return (), ()
-        # By host pages: neighbours are copied at once.
+        # Sorted by host page, because neighbours are copied together.
         out = tuple((page, host) for host, page in sorted(self._out.items()))
         back = tuple(sorted((host, page) for page, host in self._in.items()))
         self._out, self._in, self._pinned = {}, {}, set()
         return out, back
 
     def give_back(self, out: Moves, back: Moves) -> None:
-        """The moves of a step that was not launched: those of the next."""
+        """Add the moves of a step that was not launched to those of the next step."""
         self._out |= {host: page for page, host in out}
         self._in = {page: host for host, page in back} | self._in
         self._pinned.update(self._out, self._in.values())
 
     def forget(self, hosts: Iterable[int]) -> None:
-        """These pages do not hold what they should."""
+        """Drop these pages, because their content is wrong."""
         wrong = set(hosts)
         for digest in [digest for digest, host in self._page.items() if host in wrong] if wrong else ():
             self._drop(digest)

@@ -1,4 +1,4 @@
-"""What a step is on the device, and where each of its arrays lies in the one buffer that is sent there.
+"""The inputs of a step on the device, and the place of each array in the one buffer that is sent to the device.
 
 # T tokens, B sequences, R sampled rows, W pages in the longest block table
 """
@@ -15,33 +15,33 @@ from tilewright.nn import Batch
 __all__ = ["PLACES", "Inputs", "Layout"]
 
 PLACES = ("slots", "window_slots")
-"""Fields with the places of tokens in the cache, one for each kind of layers."""
+"""Fields with the places of tokens in the KV cache, one for each kind of layers."""
 
 
 class Inputs(NamedTuple):
-    """A step on the device."""
+    """The inputs of a step on the device."""
 
     token_ids: Tensor
-    """[T] int64; what stands where `feed` is not negative does not count."""
+    """[T] int64; ignored where `feed` is not negative."""
     feed: Tensor | None
     """[T] int64: the slot whose latest sample is this token, or -1. None: all tokens are in `token_ids`."""
     batch: Batch
     sampled_slots: Tensor
-    """[R] int64: where the sample of each row goes; the row past the last slot for padding."""
+    """[R] int64: the slot where the sample of each row is stored; for padding, the index after the last slot."""
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
     alternatives: Tensor
-    """[R] int32: likeliest tokens to report beside the sample; -1: no log-probabilities at all."""
+    """[R] int32: how many of the likeliest tokens to report with the sample; -1: no log-probabilities at all."""
     sampled_at: Tensor
-    """[R] int64: position that the sample will have."""
+    """[R] int64: the position of the sample."""
     adapters: Tensor
-    """[2 T] int32, as `Batch.adapters`; nothing where no row has an adapter."""
+    """[2 T] int32, as `Batch.adapters`; without meaning if no row has an adapter."""
 
     def padded(self) -> None:
-        """Make all of it padding: it is written nowhere, attends to nothing, and its samples go nowhere that counts."""
+        """Turn all tokens into padding: they are not written, and attend to nothing."""
         self.batch.slots.fill_(-1)
         if self.batch.window_slots is not None:
             self.batch.window_slots.fill_(-1)
@@ -50,13 +50,13 @@ class Inputs(NamedTuple):
             self.feed.fill_(-1)
 
     def sampled(self, count: int) -> "Inputs":
-        """The same with the first so many of the rows to sample."""
+        """The same inputs with only the first `count` sampled rows."""
         rows = {name: getattr(self, name)[:count] for name in _SAMPLED}
         return self._replace(batch=replace(self.batch, logits_rows=self.batch.logits_rows[:count]), **rows)
 
     @property
     def adapted(self) -> Batch:
-        """The batch, whose rows have adapters."""
+        """The batch for a step in which rows have adapters."""
         return replace(self.batch, adapters=self.adapters.view(2, -1))
 
 
@@ -85,10 +85,10 @@ _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.d
 
 
 class Layout:
-    """Where each array of a step lies in one buffer of `nbytes`; starts are multiples of 16, as kernels like pointers.
+    """The place of each array of a step in one buffer of `nbytes`. Offsets are multiples of 16 bytes, for aligned loads.
 
-    each: tokens of each sequence, where all have room for as many, whether they bring them or not; None: they lie close.
-    kinds: of layers, each with a block table: 2 where those with a window have pages of their own.
+    each: room for tokens in each sequence, whether it is used or not; None: the sequences are packed without gaps.
+    kinds: number of kinds of layers, each with a block table: 2 if layers with a window have pages of their own, otherwise 1.
     """
 
     def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None, *, kinds: int = 1):
@@ -108,7 +108,7 @@ class Layout:
         return {name: buffer[at : at + size].view(dtype) for name, dtype, at, size in self.fields}
 
     def device(self, buffer: Tensor, block_table: Tensor, max_q_len: int) -> Inputs:
-        """Views of a uint8 tensor, with the block tables [kinds, B, W] that lie elsewhere."""
+        """Views of a uint8 tensor; the block tables [kinds, B, W] are a separate tensor."""
         views = {name: buffer[at : at + size].view(_TORCH[dtype]) for name, dtype, at, size in self.fields}
         window_slots, windowed = views.pop("window_slots"), self.kinds > 1
         batch = Batch(

@@ -1,4 +1,4 @@
-"""The serving engine on a model that somebody else owns and changes: a trainer's samples, on the weights as they are."""
+"""The serving engine on a model that another component owns and changes: samples during training, with the current weights."""
 
 from collections.abc import Callable
 
@@ -17,12 +17,13 @@ _PAGE_SIZE = 16
 
 
 def live_sampler(model: Model, tokenizer: Tokenizer, prompt: str, max_tokens: int) -> Callable[[], str]:
-    """A function that continues `prompt` with the model's weights as they are when it is called.
+    """A function that continues `prompt` with the weights that the model has when the function is called.
 
-    The same weights write the same text. The cache of one sequence is allocated here.
+    The same weights generate the same text. The KV cache for one sequence is allocated here.
 
     Raises:
-        ValueError: prompt and tokens are longer than the model's positions, or there is nothing to begin with.
+        ValueError: the prompt and `max_tokens` exceed the model's positions, or the prompt is empty and there is no token to
+            begin with.
     """
     ids = tokenizer.encode(prompt) or list(tokenizer.eos_ids[:1])
     longest = len(ids) + max_tokens
@@ -33,7 +34,7 @@ def live_sampler(model: Model, tokenizer: Tokenizer, prompt: str, max_tokens: in
             f"a sample of {len(ids)} tokens and {max_tokens} more is longer than the model's "
             f"{model.config.max_position_embeddings} positions; ask for fewer"
         )
-    # Pages are not shared between samples: keys and values of other weights mean nothing.
+    # Pages are not shared between samples: keys and values computed with other weights are wrong.
     options = EngineConfig(max_seqs=1, page_size=_PAGE_SIZE, max_tokens_per_step=max(256, len(ids)), prefix_cache=False)
     pages = -(-longest // _PAGE_SIZE) + 1
     scheduler = Scheduler(

@@ -5,7 +5,7 @@
     print(llm.embed(["Once upon a time", "It was dark"]).shape)
 
 A prompt that does not fit the model together with its max_tokens is an error; nothing is ever cut off. Do not use an `LLM`
-from several threads, nor call `generate` or `stream` inside another one: each takes all results of the engine.
+from several threads, nor call `generate` or `stream` inside another one: each of them consumes all results of the engine.
 """
 
 from collections import deque
@@ -77,7 +77,7 @@ class LLM:
 
     @cached_property
     def pooler(self) -> "Pooler | None":
-        """Computes embeddings and scores; None if the model has none. ModelError: its folder asks for an unknown pooling."""
+        """Computes embeddings and scores; None if the model has none. Raises ModelError if its folder names unknown pooling."""
         return self._make_pooler()
 
     def generate(
@@ -99,7 +99,7 @@ class LLM:
             finish_reason "error". Ctrl-C aborts all of them.
 
         Raises:
-            ValueError: a prompt is refused. Then none has been started, or those that were are aborted.
+            ValueError: a prompt is refused. Prompts that have already started are then aborted.
         """
         self._check_generates()
         texts: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
@@ -145,9 +145,9 @@ class LLM:
             raise
 
     def embed(self, texts: str | Sequence[str] | Sequence[list[int]], *, dimensions: int | None = None) -> "np.ndarray":
-        """Embeddings of texts, or of lists of token ids: float32 [texts, numbers].
+        """Embeddings of texts, or of lists of token ids: float32 [texts, dimensions].
 
-        The model's folder says how tokens are pooled and whether embeddings are normalised (docs/embeddings.md).
+        The model's folder specifies how tokens are pooled and whether embeddings are normalised (docs/embeddings.md).
         `dimensions` keeps only the first numbers of each embedding, for models that were trained for that.
 
         Raises:
@@ -162,11 +162,11 @@ class LLM:
         """How well each document fits its query; a single query is used for all documents.
 
         An encoder with a one-label classification head reads query and document together and returns 0 to 1, unless its folder
-        says otherwise. For any other model the score is the cosine of two embeddings.
+        specifies otherwise. For any other model the score is the cosine of two embeddings.
 
         Raises:
-            ValueError: there are neither one nor as many queries as documents, a text is too long, or the model's head is not
-                for scores.
+            ValueError: the number of queries is neither one nor the number of documents, a text is too long, or the model's
+                head is not for scores.
         """
         from tilewright.engine.pairs import scores
 
@@ -201,7 +201,7 @@ class LLM:
         self.engine.hold_adapter(name, adapters.read(folder), str(folder))
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter; unfinished requests that use it are ended. Raises UnknownAdapter."""
+        """Remove an adapter. Unfinished requests that use it continue with it to their end. Raises UnknownAdapter."""
         if self.engine.adapters is None:
             raise UnknownAdapter(f"there is no adapter {name!r} here")
         self.engine.adapters.remove(name)

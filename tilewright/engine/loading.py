@@ -1,5 +1,5 @@
-"""From a name and options to a model that is ready to run: plan the memory, load the weights, warm up every kernel that a step
-can launch, or take those from a bundle that was made without a GPU.
+"""Loads a model by its name and options: plans the memory, loads the weights, and warms up every kernel that a step can launch.
+The kernels may come from a bundle that was made without a GPU.
 """
 
 import json
@@ -54,30 +54,30 @@ class Loaded:
     tokenizer_path: Path | None
     """The model's folder; None for random weights, which have no tokenizer."""
     tokenizer: Tokenizer | None = None
-    """Read before the weights, so that a damaged one costs no time; None where the folder has no tokenizer.json."""
+    """Read before the weights, so that a damaged file is noticed early; None if the folder has no tokenizer.json."""
     config: ModelConfig
     plan: MemoryPlan
     adapters: Adapters | None
-    """Those that the model has room for."""
+    """The loaded adapters; None if the model has no room for adapters."""
     draft: ModelRunner | None = None
-    """Of the model or the head that guesses ahead, with pages of the same numbers and size."""
+    """The runner of the draft model or draft head; its pages have the same numbers and size as those of the model."""
     draft_head: bool = False
-    """It is a head."""
+    """Whether `draft` runs a draft head."""
 
 
 def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progress | None = None) -> Loaded:
     """Plan, load and warm up a model.
 
     Args:
-        model: "bookworm", a folder, a hub name; or a config, for random weights of that shape. Overrules `options.model`.
-        progress: told in words what is going on, the memory plan first.
+        model: "bookworm", a folder, a hub name, or a config, for random weights of that shape. It replaces `options.model`.
+        progress: called with a text before each slow step, first with the memory plan.
 
     Raises:
-        BundleRefused: `options.bundle` is damaged or was made for something else.
-        ModelError: the model cannot be had, read, or run.
-        NoMemory: the plan does not fit.
-        ValueError: `max_model_len` is beyond what the model was made for; no such device or dtype; a format of `quantize` that
-            the model or the card cannot have.
+        BundleRefused: `options.bundle` is damaged, or was made for another model, card, toolchain or other options.
+        ModelError: the model cannot be found, read, or run.
+        NoMemory: the memory plan does not fit.
+        ValueError: `max_model_len` exceeds the model's positions; there is no such device or dtype; or the model or the card
+            does not support the format of `quantize`.
     """
     report = progress or (lambda text: None)
     if options.plan != Plan():
@@ -90,7 +90,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
     draft = found_draft(options, folder, config, tokenizer)
     drafting = None if draft is None else draft.empty(dtype)
     beside(shape, options)
-    read = read_adapters(shape, options)  # before the weights, so that a damaged one costs no time
+    read = read_adapters(shape, options)  # before the weights, so that a damaged file is noticed early
     plan = plan_memory(shape, options, device=on, dtype=dtype, draft=drafting)
     report(str(plan))
     config = config.limited(plan.max_model_len)
@@ -128,7 +128,7 @@ def load(model: str | Path | ModelConfig, options: EngineConfig, progress: Progr
 
 
 def _load_spread(model: str | Path | ModelConfig, options: EngineConfig, report: Progress) -> Loaded:
-    """`load` by several ranks, of which this is the first; or in slices by one."""
+    """`load` for several ranks, of which this is the first, or for one rank with slices."""
     share, team = Share.of(model, options, 0), None
     _say_what_is_left_out(share.config, report)
     if options.plan.ranks > 1:
@@ -162,10 +162,10 @@ def _load_spread(model: str | Path | ModelConfig, options: EngineConfig, report:
 
 
 def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: Device) -> tuple[Model, Convert | None]:
-    """The model on "meta" as it will be in memory, and what quantises a layer once it is loaded.
+    """(the model on "meta" as it will be in memory, the function that quantises a loaded layer or None)
 
     Raises:
-        ValueError: the checkpoint is quantised already, or a layer or the card cannot have the format.
+        ValueError: the checkpoint is already quantised, or a layer or the card does not support the format.
     """
     model = empty_model(config, device="meta", dtype=dtype)
     if format is None:
@@ -187,7 +187,7 @@ def _shape(config: ModelConfig, dtype: torch.dtype, format: str | None, card: De
 
 
 def _watched(runner: ModelRunner, *, strict: bool) -> CompileCounter:
-    """Hears of compiles as long as the process lives. Late are those of the runner's steps: other models may load beside it."""
+    """Counts compiles until the process ends. Only compiles during the runner's steps are late: other models may be loading."""
     say, held = raise_late if strict else log_late, weakref.ref(runner)  # a counter must not keep a model alive
 
     def late(event: Compiled) -> None:
@@ -214,8 +214,8 @@ def runner_of(
 ) -> ModelRunner:
     """A runner of a model, by the engine's options.
 
-    guesses: of a draft model, whose rows have no drafts. window_pages, explains_draws, columns: see `ModelRunner`. team: the
-    other ranks that have shares of the model.
+    guesses: the model is a draft model, whose rows have no drafts. window_pages, explains_draws, columns: see `ModelRunner`.
+    team: the other ranks that have shares of the model.
     """
     return ModelRunner(
         model,
@@ -238,14 +238,14 @@ def runner_of(
 
 
 def _planned_runner(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:
-    """The runner of a model that is on one device."""
+    """The runner of a model on one device."""
     return runner_of(
         model, plan.num_pages, plan.max_model_len, options, host_pages=plan.host_pages, window_pages=plan.window_pages
     )
 
 
 def _guessing(model: Model, plan: MemoryPlan, options: EngineConfig) -> ModelRunner:
-    """The runner of what guesses."""
+    """The runner of a draft model or draft head."""
     return runner_of(model, plan.num_pages, plan.max_model_len, options, page_size=plan.page_size, guesses=True)
 
 
@@ -258,7 +258,7 @@ _SHAPE_FIELDS += ("attention_softcap", "logit_softcap")
 
 
 def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> dict[str, Any]:
-    """All that decides which kernels serving a model can launch, as a bundle records it."""
+    """All values that decide which kernels can be launched when a model is served, as a bundle records them."""
     shape = {name: getattr(config, name) for name in _SHAPE_FIELDS}
     shape["windows"] = sorted({str(window) for window in config.windows})
     shape |= {name: asdict(part) for name, part in (("latent", config.latent), ("experts", config.experts)) if part is not None}
@@ -276,11 +276,11 @@ def facts_of(config: ModelConfig, dtype: torch.dtype, options: EngineConfig) -> 
 def make_bundle(
     folder: Path, config: ModelConfig, options: EngineConfig, *, card: Device, jobs: int, progress: Progress
 ) -> bundle.Bundle:
-    """Compile everything that serving a model on `card` launches: its warm-up, run on tensors without memory. Needs no GPU.
+    """Compile every kernel that serving a model on `card` launches, without a GPU: the warm-up runs on tensors without memory.
 
     Args:
         folder: new or empty.
-        jobs: kernels compiled at a time.
+        jobs: number of kernels compiled at a time.
 
     Raises:
         CompileFailed: a kernel does not compile for the card.

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler, in the widths that a device has: plain values, decided when the request is made."""
+"""A request's settings for the sampler in the number types of the device: plain values, made together with the request."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,11 +7,11 @@ from typing import NamedTuple
 __all__ = ["MAX_LOGIT_ENTRIES", "LogitEdits", "Settings"]
 
 MAX_LOGIT_ENTRIES = 1024
-"""Tokens that one request may bias or ban by their ids: entries of `logit_bias`, and the tokens that `min_tokens` bans."""
+"""Most tokens that one request may bias or ban by id: entries of `logit_bias`, and the tokens that `min_tokens` bans."""
 
 
 class Settings(NamedTuple):
-    """What `ops.sample` takes of a request, in its widths: top_k 0 is off."""
+    """Arguments of `ops.sample` for a request; top_k 0 is off."""
 
     temperature: float
     top_k: int
@@ -20,19 +20,19 @@ class Settings(NamedTuple):
 
 
 class LogitEdits(NamedTuple):
-    """What a request does to its logits before they are sampled; `ops.edit_logits` says in which order."""
+    """The changes of a request's logits before sampling; `ops.edit_logits` defines their order."""
 
     repetition: float
     presence: float
     frequency: float
     entries: tuple[tuple[int, float, float], ...]
-    """(token id, what is added to its logit at positions below `until`, what is added from there on), each id once."""
+    """(token id, value added to its logit at positions below `until`, value added from there on); each id occurs once."""
     until: int
     allowed: tuple[int, ...] | None
 
     @property
     def counts(self) -> bool:
-        """Whether the tokens before matter."""
+        """Whether the edits depend on the counts of earlier tokens."""
         return self.repetition != 1 or self.presence != 0 or self.frequency != 0
 
     @classmethod
@@ -40,10 +40,10 @@ class LogitEdits(NamedTuple):
         cls, *, repetition: float, presence: float, frequency: float, biases: Mapping[int, float], banned: Iterable[int],
         until: int, allowed: tuple[int, ...] | None,
     ) -> "LogitEdits | None":  # fmt: skip
-        """The edits of a request; None where it has none. `banned`: tokens that no position below `until` may have.
+        """The edits of a request; None if it has none. `banned`: tokens that are not allowed at positions below `until`.
 
         Raises:
-            ValueError: more tokens are named than `MAX_LOGIT_ENTRIES`.
+            ValueError: more than `MAX_LOGIT_ENTRIES` tokens are biased or banned.
         """
         banned = frozenset(banned)
         entries = [(token, -math.inf, float(biases.get(token, 0.0))) for token in sorted(banned)]

@@ -1,8 +1,8 @@
-"""The tokens that followed the last time: an index of one text that finds where its end has stood before.
+"""An index of one text that finds earlier occurrences of the text's last tokens, and returns the tokens that followed them.
 
-A hash chain, as in LZ77: every run of three tokens is known with its latest place, and every place with the one before it. The
-continuation is read behind that place whose tokens before agree longest with the end of the text. A token costs one entry of a
-dictionary; a look walks `CANDIDATES` places at most. Of a long text the last `WINDOW` tokens count.
+A hash chain, as in LZ77: for every run of three tokens the latest place is stored, and for every place the previous place of
+the same run. The continuation is read after the place with the longest match to the end of the text. A token costs one
+dictionary entry; a lookup visits at most `CANDIDATES` places. Of a long text, only the last `WINDOW` tokens are used.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ GRAM = 3
 CANDIDATES = 8
 WINDOW = 1 << 14
 LONGEST = 32
-"""Agreement beyond so many tokens makes no place better."""
+"""Matches are compared up to this many tokens."""
 
 
 class Lookup:
-    """An index of the text that `extend` makes longer, from token `first` on: 6 MB at most."""
+    """An index of a text, from token `first` on, which `extend` makes longer. It takes at most 6 MB."""
 
     def __init__(self, first: int = 0) -> None:
         self.seen = first
-        """Tokens of the text that were added, have left the window, or come before `first`."""
+        """Length of the text: the tokens before `first` and all tokens added since, also those that have left the window."""
         self._tokens: list[int] = []
         self._latest: dict[tuple[int, ...], int] = {}
         self._before: list[int] = []
@@ -41,9 +41,9 @@ class Lookup:
             latest[gram] = end
 
     def continuation(self, most: int) -> list[int]:
-        """Up to `most` tokens that may come next; none where the last three have never stood together before.
+        """Up to `most` guesses of the next tokens; none if the last three tokens have not occurred together before.
 
-        Where the place is so near that its continuation is the end of the text itself, the text is taken to repeat.
+        If the continuation reaches the end of the text, it starts again: the text is assumed to repeat.
         """
         text = self._tokens
         if len(text) < GRAM + 1:

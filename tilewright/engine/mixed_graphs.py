@@ -1,11 +1,12 @@
-"""Steps in which prompts are computed beside decoding rows, captured as CUDA graphs.
+"""Steps that contain prompts and decoding rows, captured as CUDA graphs.
 
-A step of few tokens costs the host more to launch than the device to run, whoever brings the tokens. So the model's pass is
-captured for a few numbers of tokens and of rows; a step runs in the smallest graph that holds both, behind it stand tokens that
-are written nowhere and belong to rows that attend to nothing. A step of more than `MOST_TOKENS` tokens runs eagerly: there the
-device takes longer than the host. So do steps with drafts beside prompts, and those of models on several ranks.
+For a step with few tokens, the launches on the host take longer than the kernels on the device, with and without prompts. So
+the model's pass is captured for some numbers of tokens and rows. A step runs in the smallest graph with enough of both. The
+rest is padding: tokens that are not written, in rows that attend to nothing. A step of more than `MOST_TOKENS` tokens runs
+eagerly, because there the device takes longer than the host. Steps with both drafts and prompts, and steps of models on several
+ranks, also run eagerly.
 
-Head and sampling run eagerly behind the graph, on the rows that sample, while the device is busy with it.
+Head and sampling are launched eagerly after the graph, on the sampled rows, while the device still runs the graph.
 """
 
 from collections.abc import Callable
@@ -20,12 +21,12 @@ from tilewright.engine.layout import Layout
 __all__ = ["MOST_TOKENS", "MixedGraph", "MixedGraphs", "mixed_layout", "mixed_sizes"]
 
 MOST_TOKENS = 1024
-"""A pass of so many tokens takes a model of 0.6 billion parameters some 2 ms on an H100, and its launches as long."""
+"""For a model of 0.6 billion parameters on an H100, a pass of this many tokens takes some 2 ms, and its launches as long."""
 
 
 def mixed_sizes(max_seqs: int, max_tokens: int) -> list[tuple[int, int]]:
-    """(tokens, rows) to capture, ascending; more tokens than attention's kernels for few queries take. There is always a row
-    more than a step may have: that of the padding."""
+    """(tokens, rows) to capture, ascending. The token counts exceed the limit of the attention kernels for few queries. There
+    is always one row more than a step may have, for the padding."""
     steps = (32, 64, 128, 192, 256, 384, 512, 768, MOST_TOKENS)
     counts = [tokens for tokens in steps if tokens <= max_tokens]
     return sorted({(tokens, 1 + rows) for tokens in counts for rows in (min(max_seqs, tokens, 64), min(max_seqs, tokens))})
@@ -37,9 +38,9 @@ def mixed_layout(tokens: int, rows: int, kinds: int = 1) -> Layout:
 
 
 class MixedGraph:
-    """One captured pass of the model. `hidden` [tokens, E] holds the result of `run` until the next.
+    """One captured pass of the model. `hidden` [tokens, E] contains the result of `run` until the next call.
 
-    Attention is told that a row may have all of its tokens: it asks for no more than which of its kernels is for so many.
+    `max_q_len` is the number of all tokens. Attention uses it only to choose its kernel.
     """
 
     derives = False
@@ -70,12 +71,12 @@ class MixedGraph:
         torch.cuda.current_stream(device).wait_stream(stream)
 
     def take(self, packed: Tensor, block_table: Tensor) -> None:
-        """The inputs of a step: `packed` [layout.nbytes] uint8 and `block_table` [kinds, B, W] int32, on the device."""
+        """Copy the inputs of a step: `packed` [layout.nbytes] uint8 and `block_table` [kinds, B, W] int32, on the device."""
         self._buffer.copy_(packed)
         self._table[:, : block_table.shape[1], : block_table.shape[2]].copy_(block_table)
 
     def run(self, adapted: bool = False) -> None:
-        """The pass; adapted: rows have adapters."""
+        """Run the pass; adapted: rows have adapters."""
         self._graphs[-1 if adapted else 0].replay()
 
 
@@ -89,7 +90,7 @@ class MixedGraphs:
         sizes = mixed_sizes(max_seqs, max_tokens)
         stream = torch.cuda.Stream(device)
         self._graphs: dict[tuple[int, int], MixedGraph] = {}
-        for i, (tokens, rows) in enumerate(reversed(sizes)):  # the smaller ones then live in memory that the pool has already
+        for i, (tokens, rows) in enumerate(reversed(sizes)):  # largest first: the smaller graphs then reuse memory of the pool
             progress(f"capturing graphs of steps with prompts {i + 1}/{len(sizes)}")
             self._graphs[tokens, rows] = MixedGraph(
                 tokens, rows, max_pages, bodies, device=device, stream=stream, pool=pool, kinds=kinds
@@ -97,5 +98,5 @@ class MixedGraphs:
         self._sizes = sizes
 
     def of_step(self, tokens: int, rows: int) -> MixedGraph | None:
-        """The smallest graph that holds a step, if there is one."""
+        """The smallest graph with room for a step, or None."""
         return next((self._graphs[size] for size in self._sizes if tokens <= size[0] and rows < size[1]), None)

@@ -1,4 +1,4 @@
-"""What the user-facing engine hands out beside deltas: whole completions and the engine's own numbers."""
+"""Results of the engine besides deltas: whole completions, and statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ __all__ = ["Completion", "CompletionOutput", "EngineStats", "Transcript", "joine
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One sample of a prompt, whole."""
+    """One complete sample of a prompt."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """All generated tokens, with the one that ended the text."""
+    """All generated tokens, including the one that ended the text."""
     logprobs: list[TokenLogprobs] | None = None
-    """One a token, where asked for."""
+    """One per token, if requested."""
     finish_reason: str | None = None
     """stop, length, abort, error or expired."""
     stop_reason: str | int | None = None
@@ -32,11 +32,11 @@ class Completion:
     prompt_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on, where asked for."""
+    """Of the prompt's tokens from the second on, if requested."""
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """Deltas of one sample, in their order, as one; in time that grows with what they hold, however many they are."""
+    """Join the deltas of one sample, in order, into one. The time is linear in their total content."""
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
@@ -56,18 +56,18 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class Transcript:
-    """The deltas of one prompt's samples, until they are a `Completion`."""
+    """Collects the deltas of one prompt's samples for a `Completion`."""
 
     def __init__(self, prompt_ids: list[int], samples: int):
         self._prompt_ids = prompt_ids
         self._deltas: list[list[Delta]] = [[] for _ in range(samples)]
 
     def add(self, delta: Delta) -> None:
-        """What a step has added to one of the samples."""
+        """Add the delta of a step to its sample."""
         self._deltas[delta.index].append(delta)
 
     def completion(self) -> Completion:
-        """All of it. Every sample has come to its end."""
+        """The completion. Every sample must have ended."""
         whole = [joined(deltas) for deltas in self._deltas]
         outputs = [
             CompletionOutput(
@@ -89,45 +89,45 @@ class Transcript:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Gauges (now) and counters (since the start). Requests are samples: a prompt with n=2 is two."""
+    """Gauges (current values) and counters (since the start). Each sample counts as a request: a prompt with n=2 is two."""
 
     running: int
     waiting: int
     pages_total: int
     pages_used: int
-    """Held by running requests."""
+    """Owned by running requests."""
     pages_cached: int
-    """Held by nobody, kept for the prefix cache; as good as free."""
+    """Owned by no request and kept for the prefix cache; they can be allocated like free pages."""
     prefix_query_tokens: int
-    """Prompt tokens of all requests started."""
+    """Prompt tokens of all started requests."""
     prefix_hit_tokens: int
-    """Those of them that the prefix cache had."""
+    """How many of these were in the prefix cache."""
     preemptions: int
     prompt_tokens: int
-    """Of all requests accepted."""
+    """Prompt tokens of all accepted requests."""
     generated_tokens: int
     drafted_tokens: int
-    """Guessed ahead, and tried."""
+    """Tokens that were guessed ahead and tried."""
     accepted_tokens: int
-    """Those of them that were right."""
+    """How many of these were right."""
     forced_tokens: int
-    """Those of these that a grammar left no choice about."""
+    """How many of the right ones were forced by a grammar."""
     finished: int
     """Ended by stop or length."""
     aborted: int
     failed: int
     """Ended by an error of the runner."""
     expired: int
-    """Given up: they had waited too long to be started."""
+    """Ended because they had waited too long for their start."""
     host_pages_total: int = 0
     host_pages_used: int = 0
-    """Pages of host memory that hold what the prefix cache had to give up."""
+    """Pages of host memory with content that was evicted from the KV cache on the device."""
     pages_out: int = 0
     """Copied to host memory."""
     pages_in: int = 0
     """Copied back."""
     window_pages_total: int = 0
-    """Pages of windowed layers, where these have their own."""
+    """Pages of layers with a window, if these have pages of their own."""
     window_pages_used: int = 0
     window_pages_returned: int = 0
-    """Given back by requests while they ran: behind the window."""
+    """Released by running requests because the pages were no longer in the window."""

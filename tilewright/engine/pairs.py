@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: what goes through the model for them, and what becomes of its answer. Plain values, no torch."""
+"""Scores of pairs of texts: the inputs of the model, and the conversion of its output to scores. Plain values, no torch."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,9 +12,9 @@ __all__ = ["Asked", "scores"]
 
 
 class Asked:
-    """Pairs as texts for the model: together, or each side alone.
+    """The inputs of the model for pairs of texts: each pair as one input, or each text separately.
 
-    texts: what to run, with `labels` or not.
+    texts: the inputs to run. labels: whether to run them with the classification head.
     """
 
     def __init__(self, pooled: Pooled, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str]):
@@ -35,11 +35,11 @@ class Asked:
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
+        """Number of tokens of all texts."""
         return sum(len(text.ids) for text in self.texts)
 
     def read(self, answer: np.ndarray) -> list[float]:
-        """The score of each document, from what the model says of the texts."""
+        """The score of each document, from the model's output for the texts."""
         if self.labels:
             return answer[:, 0].tolist()
         return cosines(answer[: self._queries], answer[self._queries :]).tolist()
@@ -54,6 +54,6 @@ class _Runs(Protocol):
 
 
 def scores(pooler: _Runs, tokenizer: Tokenizer, queries: Sequence[str], documents: Sequence[str]) -> list[float]:
-    """Of each document with its query. Raises ValueError where they do not fit each other or the model."""
+    """The score of each document with its query. Raises ValueError if their numbers or lengths do not fit."""
     pairs = Asked(pooler.pooled, tokenizer, queries, documents)
     return pairs.read(pooler.run_all(pairs.texts, labels=pairs.labels)) if documents else []

@@ -1,4 +1,4 @@
-"""Where a model runs and in which dtype, by the engine's options."""
+"""The device and the dtype of a model, from the engine's options."""
 
 import torch
 
@@ -11,7 +11,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype of a name; None for none. Raises ValueError."""
+    """The dtype with this name; None for None. Raises ValueError."""
     if name is not None and name not in _DTYPES:
         raise ValueError(f"dtype is {name!r}, wanted one of {', '.join(_DTYPES)}")
     return None if name is None else _DTYPES[name]
@@ -33,7 +33,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def place_of(options: EngineConfig) -> tuple[torch.device, torch.dtype | None]:
-    """(the device, the dtype where one is asked for). Raises ValueError where there is none such, or it is not invariant."""
+    """(device, dtype or None if the options name none). Raises ValueError: no such device or dtype, or `invariant` on a CPU."""
     on = _device(options.device)
     if options.invariant and on.type == "cpu":
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How the memory of a device is divided before anything is loaded: weights, tables, working memory, pages of the KV cache.
+"""Plans the memory of a device before anything is loaded: weights, tables, working memory, and pages of the KV cache.
 
-All in bytes. Weights, tables and pages are exact; working memory is an upper bound from the largest step; the reserve holds
-what the driver, the compiler's kernels, cuBLAS and captured graphs take.
+All sizes are in bytes. Weights, tables and pages are exact. Working memory is an upper bound for the largest step. The reserve
+is for the driver, compiled kernels, cuBLAS and captured graphs.
 """
 
 from dataclasses import dataclass, replace
@@ -27,20 +27,20 @@ _CUDA_RESERVE_BYTES = 3 << 29  # 1.5 GiB: context 0.5, graphs of 36 batch sizes 
 
 
 class NoMemory(ValueError):
-    """The plan leaves no room for the cache that one full-length request needs."""
+    """The plan leaves too little memory for the KV cache of one request of full length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose. `limit_bytes` is what the engine may use in all, None where only the cache is bounded (a CPU)."""
+    """Bytes by purpose. `limit_bytes`: the most that the engine may use in total; None on a CPU (only the cache is limited)."""
 
     device: str
     limit_bytes: int | None
     weights_bytes: int
     weights_format: str
-    """Of the linear layers: a dtype, or a format of 8 or 4 bits; the embedding has the model's dtype in any case."""
+    """Format of the linear layers: a dtype, or an 8-bit or 4-bit format. The embedding always has the model's dtype."""
     tables_bytes: int
-    """The rope table, as long as the model's positions: 64 MiB for 131072 of them with heads of 128."""
+    """The rope table for all positions of the model: 64 MiB for 131072 positions with head dim 128."""
     working_bytes: int
     reserve_bytes: int
     adapters_bytes: int = 0
@@ -49,23 +49,23 @@ class MemoryPlan:
     num_pages: int
     window_page_bytes: int = 0
     window_pages: int = 0
-    """Pages of layers with a window, which are not in `page_bytes` then; 0: all layers have the same pages."""
+    """Pages of layers with a window, which are then not part of `page_bytes`; 0: all layers have the same pages."""
     window: int = 0
-    """Tokens that those layers see."""
+    """The window of those layers in tokens."""
     host_pages: int = 0
-    """Pages of host memory, which take nothing of `limit_bytes`."""
+    """Pages of host memory, which are not part of `limit_bytes`."""
     max_model_len: int
     warnings: tuple[str, ...] = ()
-    """What was asked for, or what the model could do, and is not so."""
+    """Requested values, or abilities of the model, that the plan reduces."""
 
     @property
     def cache_bytes(self) -> int:
-        """The KV cache."""
+        """Bytes of the KV cache."""
         return self.num_pages * self.page_bytes + self.window_pages * self.window_page_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         held = self.weights_bytes + self.adapters_bytes + self.tables_bytes
         return held + self.working_bytes + self.reserve_bytes + self.cache_bytes
 
@@ -91,7 +91,7 @@ class MemoryPlan:
 
 
 def weights_format(model: Model) -> str:
-    """What the weights of a model's linear layers are stored as: "bfloat16", "int8", "int4 and bfloat16"."""
+    """The formats of the weights of a model's linear layers: "bfloat16", "int8", "int4 and bfloat16"."""
     weights = [module.weight for module in model.blocks.modules() if isinstance(module, (Linear, ExpertLinear))]
     found = {w.format if isinstance(w, QuantizedWeight) else str(w.dtype).removeprefix("torch.") for w in weights}
     return " and ".join(sorted(found, key=lambda name: ("float" in name, name)))
@@ -102,12 +102,12 @@ def _tables_bytes(model: Model) -> int:
 
 
 def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, max_samples: int) -> int:
-    """Upper bound of what one step allocates beside weights and cache.
+    """Upper bound of the memory that one step allocates besides weights and cache.
 
-    Live at once at most: the residual stream twice, a projection's input and output, and the logits of every row in the
-    model's dtype with a float32 copy beside them, and counts of 2 bytes; captured graphs keep another such copy. Of quantised
-    layers the codes of one's input with a scale for each 128, or one's weight, widened for a product of many rows. Expanded
-    latents are of up to twice the step's tokens.
+    These are live at the same time: the residual stream twice; the input and output of a projection; the logits of every row in
+    the model's dtype, with a float32 copy and counts of 2 bytes. Captured graphs keep another such copy. For a quantised
+    layer, add its 8-bit input with one scale per 128 values, or its weight converted to the model's dtype for a product with
+    many rows. Expanded latents are needed for up to twice the step's tokens.
     """
     config = model.config
     widest = max(_attention_numbers(config), 3 * config.intermediate_size, _expert_numbers(config))
@@ -125,7 +125,7 @@ def _working_bytes(model: Model, dtype: torch.dtype, max_tokens_per_step: int, m
 
 
 def _attention_numbers(config: ModelConfig) -> int:
-    """Numbers a token that an attention layer has in work at once."""
+    """Most values per token that an attention layer uses at the same time."""
     heads, latent = config.num_attention_heads, config.latent
     if latent is None:
         return (heads + 2 * config.num_key_value_heads) * config.head_dim + heads * config.head_dim
@@ -134,7 +134,7 @@ def _attention_numbers(config: ModelConfig) -> int:
 
 
 def _expert_numbers(config: ModelConfig) -> int:
-    """Numbers a token that a mixture of experts has in work at once, where each chosen expert has its own."""
+    """Most values per token that a mixture of experts uses at the same time; each chosen expert has its own."""
     if config.experts is None:
         return 0
     each = 3 * config.experts.inner + 3 * config.hidden_size
@@ -142,7 +142,7 @@ def _expert_numbers(config: ModelConfig) -> int:
 
 
 def _expert_input_bytes(model: Model) -> int:
-    """Bytes per token of the quantised inputs that experts of 8 bits have at once; their weights are never widened."""
+    """Bytes per token of the quantised inputs of all chosen 8-bit experts. Their weights are never converted."""
     experts = model.config.experts
     weights = [module.weight for module in model.modules() if isinstance(module, ExpertLinear)]
     widths = [w.shape[1] for w in weights if isinstance(w, QuantizedWeight) and not isinstance(w, MixedWeight)]
@@ -150,10 +150,10 @@ def _expert_input_bytes(model: Model) -> int:
 
 
 def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:
-    """Of a cache of codes; None for the model's own dtype.
+    """The dtype of an 8-bit KV cache; None for the model's own dtype.
 
     Raises:
-        ValueError: the model's cache holds no keys and values, or its attention reads no codes.
+        ValueError: the model's cache does not store keys and values, or its attention cannot read 8-bit values.
     """
     if options.kv_cache is None:
         return None
@@ -165,11 +165,11 @@ def cache_dtype(model: Model, options: EngineConfig) -> torch.dtype | None:
 
 
 def page_size_of(config: ModelConfig, options: EngineConfig) -> int:
-    """Tokens of a page: as the options say, else what the model's attention reads fastest.
+    """Tokens per page: the option, or else the size that the model's attention reads fastest.
 
-    The Hopper kernel for latents takes tiles of 64 rows out of one page. Codes of 8 bits are read 1.8 times as fast as bf16 by
-    the portable kernel from pages of 64, 1.55 times from pages of 16; by Hopper's (head dims 64 and 128) 1.85 times from both
-    (docs/experiments/paged-decode.md). Smaller pages share more of a prefix.
+    The Hopper kernel for latents loads tiles of 64 rows from one page. The portable kernel reads an 8-bit cache 1.8 times as
+    fast as bf16 from pages of 64 tokens, and 1.55 times as fast from pages of 16. The Hopper kernel (head dims 64 and 128)
+    reads it 1.85 times as fast from both (docs/experiments/paged-decode.md). With smaller pages, more of a prefix is shared.
     """
     if options.page_size is not None:
         return options.page_size
@@ -177,7 +177,7 @@ def page_size_of(config: ModelConfig, options: EngineConfig) -> int:
 
 
 def _cuts(config: ModelConfig, options: EngineConfig, plan: MemoryPlan, *, all_useful: bool) -> tuple[str, ...]:
-    """What to say about a cache that is smaller than asked for, and contexts that are shorter than the model's."""
+    """Warnings about a cache smaller than requested, and about contexts shorter than the model supports."""
     found = []
     asked, cache_bytes, max_model_len = options.kv_cache_bytes, plan.cache_bytes, plan.max_model_len
     seen = max((window for window in config.windows if window is not None), default=max_model_len)
@@ -198,7 +198,7 @@ def _cuts(config: ModelConfig, options: EngineConfig, plan: MemoryPlan, *, all_u
 
 
 class _Pools(NamedTuple):
-    """How many pages there are, and what they take."""
+    """Numbers of pages, and bytes per page."""
 
     pages: int
     page_bytes: int
@@ -208,12 +208,12 @@ class _Pools(NamedTuple):
 
 
 _PLANNED_WINDOWS = 4
-"""Windows' worth of tokens in a context for which memory is divided between layers that see everything and the others. Longer
-contexts find too few pages of the one kind, shorter ones of the other; both run."""
+"""Memory is divided between layers with full attention and layers with a window for contexts of this many windows. Longer
+contexts run out of full pages first, shorter contexts run out of window pages first; both still run."""
 
 
 def _divides(options: EngineConfig) -> bool:
-    """Whether layers with a window may have pages of their own. Pages of host memory, and of ranks, hold all layers."""
+    """Whether layers with a window may have pages of their own. With host memory, tp, pp or slices, a page holds all layers."""
     return not options.host_cache_bytes and options.plan == Plan()
 
 
@@ -222,8 +222,8 @@ def _pools(
 ) -> _Pools:
     """Divide the memory of the KV cache.
 
-    Where some layers see a window only, these get pages of their own if that leaves more for the others: as many as requests
-    of `_PLANNED_WINDOWS` windows need, but no more than all requests that may run.
+    If some layers have a window, these layers get pages of their own, provided that this leaves more pages for the others.
+    Their number is what requests of `_PLANNED_WINDOWS` windows need, but at most what all running requests can use.
     """
     pages = -(-longest // page_size)
     useful = options.max_seqs * pages
@@ -234,7 +234,7 @@ def _pools(
     windowed = page_size * kv_bytes_per_token(config, held) // config.num_hidden_layers * len(windows)
     full, seen = page_bytes - windowed, Windows.pages_seen(max(windows), page_size) + 2
     if min(pages, alike.pages) <= seen:
-        return alike  # nothing ever lies behind the window
+        return alike  # no page ever leaves the window
     planned = min(pages, _PLANNED_WINDOWS * -(-max(windows) // page_size))
     most = options.max_seqs * seen + -(-options.max_tokens_per_step // page_size)
     window_pages = max(seen, min(most, room * seen // (planned * full + seen * windowed)))
@@ -247,13 +247,13 @@ def _pools(
 
 
 def _host_pages(options: EngineConfig, page_bytes: int, device: torch.device) -> tuple[int, int]:
-    """(pages of host memory, bytes of the device that they pass through)"""
+    """(pages of host memory, bytes of the transfer buffers on the device)"""
     pages = (options.host_cache_bytes or 0) // page_bytes
     return pages, buffer_bytes(page_bytes) if pages and device.type == "cuda" else 0
 
 
 def _draft_bytes_per_token(draft: Model, options: EngineConfig, dtype: torch.dtype) -> int:
-    """Its own keys and values, and the hidden states that a head reads."""
+    """Bytes per token of a draft model: its keys and values, and the hidden states that a draft head reads."""
     kept = draft.kept_numbers * dtype.itemsize if isinstance(draft, DraftHead) else 0
     return kv_bytes_per_token(draft.config, cache_dtype(draft, options) or dtype) + kept
 
@@ -261,15 +261,15 @@ def _draft_bytes_per_token(draft: Model, options: EngineConfig, dtype: torch.dty
 def plan_memory(
     model: Model, options: EngineConfig, *, device: torch.device, dtype: torch.dtype, draft: Model | None = None
 ) -> MemoryPlan:
-    """Divide the memory of a device between a model, which may be on "meta", and what runs it. `draft`: a second model, which
-    guesses for it, and has its keys and values in pages of its own beside each of the model's.
+    """Divide the memory of a device between a model, which may be on "meta", and everything needed to run it. `draft`: a draft
+    model or draft head. For each page of the model it has a page for its own keys and values.
 
-    Without `max_model_len` it is the model's own limit, or what the cache holds if that is less; without
-    `kv_cache_bytes` the cache gets what `memory_fraction` of a GPU leaves, on a CPU 1 GiB.
+    Without the option `max_model_len`, the limit is the model's own, or the capacity of the cache if that is smaller. Without
+    `kv_cache_bytes`, the cache gets the rest of the share `memory_fraction` of a GPU; on a CPU it gets 1 GiB.
 
     Raises:
-        NoMemory: not even one request of `max_model_len` tokens fits; the message has the plan and the ways out.
-        ValueError: `max_model_len` is beyond what the model was made for.
+        NoMemory: not even one request of `max_model_len` tokens fits; the message contains the plan and possible solutions.
+        ValueError: `max_model_len` exceeds the model's positions.
     """
     config = model.config
     held = cache_dtype(model, options) or dtype
@@ -316,7 +316,7 @@ def plan_memory(
 
 
 def _checked(plan: MemoryPlan) -> MemoryPlan:
-    """The plan, where one request of its length fits. Raises NoMemory."""
+    """Return the plan if one request of its length fits. Raises NoMemory."""
     over = plan.limit_bytes is not None and plan.total_bytes > plan.limit_bytes
     least = -(-max(plan.max_model_len, 1) // plan.page_size)
     if plan.num_pages < least or over:

@@ -1,7 +1,8 @@
-"""Passes of a model that answer with numbers of whole texts, and an engine for models that can do nothing else.
+"""Passes of a model that compute embeddings or scores of whole texts, and an engine for models without text generation.
 
-A pass is packed: texts of all lengths one after the other, without padding and without a cache. One thread runs passes and the
-engine's steps, one after the other; who wants many texts sends many passes (`Pooled.pieces`), so that steps run between them.
+A pass is packed: texts of different lengths are concatenated, without padding and without a KV cache. One thread runs passes
+and the engine's steps, one at a time. Many texts are split into several passes (`Pooled.pieces`), so that steps can run between
+them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +37,11 @@ __all__ = ["LoadedEncoder", "Pooler", "decoder_pooler", "load_pooled_encoder"]
 _PAGE_SIZE = 16
 
 Features = Callable[[Pass, Tensor, Lengths, Tensor], Tensor]
-"""(what is asked, ids [T], lengths, positions [T]) -> [T, E]."""
+"""(pass, token ids [T], lengths, positions [T]) -> features [T, E]."""
 
 
 class Pooler:
-    """Runs passes of a model; in one thread. `pooled` says what may be asked of it."""
+    """Runs passes of a model, in one thread. `pooled`: what the model supports."""
 
     def __init__(
         self, pooled: Pooled, features: Features, pooling: Pooling, *, device: torch.device, batch_invariant: bool = False,
@@ -55,7 +56,7 @@ class Pooler:
             yield
 
     def run(self, work: Pass) -> np.ndarray:
-        """float32 [texts, width or dimensions], or [texts, labels]. Waits for the device."""
+        """Embeddings, float32 [texts, width or dimensions], or labels, float32 [texts, labels]. Waits for the device."""
         counts = [len(text.ids) for text in work.texts]
         with self._entered():
             ids = torch.tensor([token for text in work.texts for token in text.ids], device=self._device)
@@ -71,17 +72,18 @@ class Pooler:
             return (logits.sigmoid() if alone else logits).cpu().numpy()
 
     def run_all(self, texts: Sequence[Text], *, labels: bool = False, dimensions: int | None = None) -> np.ndarray:
-        """All passes of the texts, one after the other."""
+        """Run the texts in as many passes as they need; the results are concatenated."""
         width = self.pooled.labels if labels else dimensions or self.pooled.width
         done = [self.run(Pass(piece, labels, dimensions)) for piece in self.pooled.pieces(texts)]
         return np.concatenate(done) if done else np.zeros((0, width), np.float32)
 
 
 def decoder_pooler(loaded: Loaded, options: EngineConfig, *, pass_tokens: int) -> Pooler | None:
-    """Passes of a decoder over the batch itself; None for latent attention, which has no such pass, and on several ranks.
+    """A pooler of a decoder, with attention over the pass itself instead of a cache. None for latent attention, which has no
+    such pass, and with tp, pp or slices.
 
     Raises:
-        ModelError: its folder's sentence-transformers files ask for what is not supported.
+        ModelError: the sentence-transformers files in the model's folder need an unsupported feature.
     """
     runner, config = loaded.runner, loaded.config
     if config.latent is not None or options.plan != Plan():
@@ -91,7 +93,7 @@ def decoder_pooler(loaded: Loaded, options: EngineConfig, *, pass_tokens: int) -
     def features(work: Pass, ids: Tensor, lengths: Lengths, positions: Tensor) -> Tensor:
         return runner.model(ids, Packed(positions=positions, cu_q=lengths.cu, max_q_len=lengths.longest), keys_values)
 
-    # The memory plan has room for the tokens of a step; on a CPU a step is short and memory is not planned.
+    # The memory plan has room for the tokens of one step. On a CPU, steps are short and memory is not planned.
     longest = loaded.plan.max_model_len
     pooled = Pooled(
         width=config.hidden_size,
@@ -105,7 +107,8 @@ def decoder_pooler(loaded: Loaded, options: EngineConfig, *, pass_tokens: int) -
 
 
 def _takes_types(folder: Path, model: Encoder) -> bool:
-    """Whether a model is told which of two texts a token is of: as its tokenizer's file says, else what it has a table for."""
+    """Whether a model gets token types (first or second text): it must have a table for them. If its tokenizer's file lists the
+    model's inputs, they must be in this list, too."""
     path = folder / "tokenizer_config.json"
     names = (read_json(path) if path.exists() else {}).get("model_input_names")
     return model.config.token_types > 1 and (not isinstance(names, list) or "token_type_ids" in names)
@@ -138,26 +141,26 @@ def _encoder_pooler(model: Encoder, folder: Path, *, pass_tokens: int, batch_inv
 
 
 class _Idle:
-    """The runner of a model that generates nothing."""
+    """The runner of a model that generates no text; it is never called."""
 
     asynchronous = False
 
     def launch(self, step: Step) -> Any:
-        """Nobody submits."""
+        """Always raises."""
         raise RuntimeError("an encoder generates nothing")
 
     def sample(self, ticket: Any, words: int, fill: FillMasks) -> None:
-        """Nothing was launched."""
+        """Always raises."""
         raise RuntimeError("an encoder generates nothing")
 
     def collect(self, ticket: Any) -> StepResult:
-        """Nothing was launched."""
+        """Always raises."""
         raise RuntimeError("an encoder generates nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedEncoder:
-    """An encoder ready to run. `engine` has no work, ever: servers ask it how it is."""
+    """An encoder ready to run. `engine` never has work; servers use it for their status."""
 
     model: Encoder
     pooler: Pooler
@@ -166,11 +169,11 @@ class LoadedEncoder:
 
 
 def load_pooled_encoder(folder: Path, options: EngineConfig, *, cpu_pass_tokens: int) -> LoadedEncoder:
-    """Load an encoder's folder, its tokenizer, and how its texts are pooled.
+    """Load an encoder, its tokenizer and its pooling from a folder.
 
     Raises:
         ModelError: the folder cannot be used.
-        ValueError: no such device or dtype; or an option that only decoders have.
+        ValueError: there is no such device or dtype, or an option is only for decoders.
     """
     device, dtype = place_of(options)
     for name in ("quantize", "kv_cache", "bundle"):

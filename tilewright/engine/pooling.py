@@ -1,7 +1,7 @@
-"""What a model can say of whole texts, as plain values: embeddings, and scores of pairs. pooler.py has the passes.
+"""Results of a model for whole texts, as plain values: embeddings, and scores of pairs. pooler.py runs the passes.
 
-embedding     features of the tokens, pooled as the model's folder says (models/sentence.py)
-score         of an encoder with a head: what the head says of a pair; of any other model: the cosine of two embeddings
+embedding     features of the tokens, pooled as the model's folder specifies (models/sentence.py)
+score         for an encoder with a head: the output of the head for a pair; for any other model: the cosine of two embeddings
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,34 +14,34 @@ __all__ = ["Pass", "Pooled", "Text", "cosines"]
 
 
 class Text(NamedTuple):
-    """One input: token ids, and where a model reads pairs, which of the two texts each is of."""
+    """One input: token ids and, for a model that reads pairs, the token types: to which of the two texts each token belongs."""
 
     ids: Sequence[int]
     types: Sequence[int] | None = None
 
 
 class Pass(NamedTuple):
-    """Texts that go through the model together, and what is asked of them."""
+    """Texts that go through the model together, and the kind of result."""
 
     texts: tuple[Text, ...]
     labels: bool = False
-    """The head's scores instead of an embedding."""
+    """Compute the head's scores instead of embeddings."""
     dimensions: int | None = None
-    """Of the embedding; None: all."""
+    """Dimensions of the embeddings; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pooled:
-    """What may be asked of a model.
+    """What a model supports.
 
-    width: numbers of an embedding.
-    vocab_size: token ids are below it.
-    max_tokens: of one text.
-    pass_tokens: of a pass of several texts.
-    labels: scores that the model's head gives; 0 without one.
-    sigmoid: whether a score of one label goes through it.
-    types: whether the model is told which of two texts a token is of.
-    dimensions: to which an embedding may be cut; None: to none, () to any.
+    width: dimensions of an embedding.
+    vocab_size: token ids are below this.
+    max_tokens: most tokens of one text.
+    pass_tokens: most tokens of a pass with several texts.
+    labels: number of scores that the model's head computes; 0 without a head.
+    sigmoid: whether the sigmoid is applied to the score of a head with one label.
+    types: whether the model gets token types (first or second text).
+    dimensions: sizes to which an embedding may be cut; None: it cannot be cut; (): any size.
     """
 
     width: int
@@ -54,7 +54,7 @@ class Pooled:
     dimensions: tuple[int, ...] | None = None
 
     def check(self, ids: Sequence[int]) -> None:
-        """Raise ValueError for a text that the model cannot read."""
+        """Raise ValueError for a text that is empty, is too long, or contains an unknown token id."""
         if not ids:
             raise ValueError("a text is empty, wanted one token at least")
         if len(ids) > self.max_tokens:
@@ -76,7 +76,7 @@ class Pooled:
             raise ValueError(f"dimensions is {dimensions}, wanted {wanted}")
 
     def pieces(self, texts: Sequence[Text]) -> Iterator[tuple[Text, ...]]:
-        """The texts in order, as many at a time as a pass takes."""
+        """The texts in order, divided into passes."""
         piece: list[Text] = []
         tokens = 0
         for text in texts:
@@ -90,7 +90,7 @@ class Pooled:
 
 
 def cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Of the rows of two arrays [N, E], the first may be [1, E]: [N] float32. 0 where one of them is 0."""
+    """Cosines [N] float32 of the rows of two arrays [N, E]; the first may be [1, E]. 0 if one of the rows is 0."""
     products = (first * second).sum(1)
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     return np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)

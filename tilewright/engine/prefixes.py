@@ -1,6 +1,6 @@
-"""Pages that requests share: which of them continue what a request has computed, and which become known to others.
+"""Shared pages: finds cached pages that continue a request's computed tokens, and registers its full pages for others.
 
-Pure Python. `StepPlan` is the step that the scheduler is making: pages that it fills may be read by its later rows.
+Pure Python. `StepPlan` is the step that the scheduler is making; later rows of the step may read pages that it fills.
 """
 
 from collections.abc import Sequence
@@ -15,35 +15,35 @@ __all__ = ["Prefixes", "StepPlan"]
 
 
 ON_HOST = -1
-"""Instead of a page: its content is in host memory."""
+"""Stands for a page whose content is in host memory."""
 
 
 class StepPlan:
-    """A step in the making."""
+    """The step that is being made."""
 
     __slots__ = ("budget", "copies", "first", "fresh", "others", "prefill", "promised", "promised_windows", "sources")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens that may still be added
-        self.first: Request | None = None  # the oldest whose prompt is computed
-        self.others: list[Request] = []  # the others, by age
+        self.first: Request | None = None  # the oldest request whose prompt is being computed
+        self.others: list[Request] = []  # the other such requests, by age
         self.prefill: list[Row] = []
         self.copies: list[tuple[int, int]] = []
-        self.sources: list[int] = []  # pages to copy from; owned while the step is made, so that none is given away in it
-        self.fresh: set[int] = set()  # pages that this step fills: to be read in it, but not to be copied before it
+        self.sources: list[int] = []  # pages to copy from; owned while the step is made, so that none is reallocated in it
+        self.fresh: set[int] = set()  # pages that this step fills: its rows may read them, but they cannot be copied before it
         self.promised = self.promised_windows = 0  # pages that prompts already started will still need
-        # Windowed pages stand as ~page in these.
+        # In `copies`, `sources` and `fresh`, ~page stands for a windowed page.
 
 
 class Prefixes:
-    """The prefix cache, as requests see it. `windows`: the pages of windowed layers, where these have their own."""
+    """The prefix cache from the view of requests. `windows`: the pages of windowed layers, if these have pages of their own."""
 
     def __init__(self, blocks: BlockPool, windows: Windows | None = None):
         self.blocks, self.windows = blocks, windows
 
     def hits(self, request: Request, plan: StepPlan) -> list[int]:
-        """Pages of the prefix cache that continue what the request has computed, `ON_HOST` for those that must be fetched.
-        Owns nothing yet."""
+        """Pages of the prefix cache that continue the request's computed tokens; `ON_HOST` for pages that must be copied from
+        host memory. The request does not own them yet."""
         size = self.blocks.page_size
         first = len(request.pages)
         hits: list[int] = []
@@ -63,7 +63,7 @@ class Prefixes:
                 spare -= 1
             hits.append(page)
         everything = hits and (first + len(hits)) * size == len(request)
-        # The last page is to be copied. If it is filled in this very step, or there is no page for the copy, it is computed.
+        # If all is cached, the last page must be copied. If this step fills it, or no page is free for the copy, compute it.
         if everything and (hits[-1] in plan.fresh or hits[-1] == ON_HOST or not spare):
             hits.pop()
         if hits and self.windows is not None:
@@ -71,11 +71,11 @@ class Prefixes:
         return hits
 
     def unowned(self, pages: list[int]) -> int:
-        """How many of these hits take a page that nobody owns."""
+        """How many of these hits need a page that no request owns."""
         return sum(page == ON_HOST or self.blocks.owners(page) == 0 for page in pages)
 
     def take(self, request: Request, hits: list[int], plan: StepPlan) -> int:
-        """Put pages that `hits` found at the end of the request's block table; returns how many tokens they hold for it."""
+        """Append the pages that `hits` found to the request's block table; returns how many tokens are thereby computed."""
         if not hits:
             return 0
         blocks, before = self.blocks, request.computed
@@ -97,7 +97,7 @@ class Prefixes:
         return request.computed - before
 
     def _fetched(self, request: Request, hits: list[int], plan: StepPlan) -> list[int]:
-        """The hits, with new pages for those on the host, which the step fills before anything else."""
+        """The hits, with newly allocated pages for those on the host; the step fills these before anything else."""
         first, blocks = len(request.pages), self.blocks
         wanted = {i: self._digest(request, first + i) for i, page in enumerate(hits) if page == ON_HOST}
         blocks.host.pin(wanted.values())
@@ -110,7 +110,7 @@ class Prefixes:
         return pages
 
     def _digest(self, request: Request, index: int) -> bytes:
-        """Of the request's page `index`, whose tokens are all known. Digests are kept, and made only when first needed."""
+        """The digest of the request's page `index`, whose tokens are all known. It is made when first needed, and kept."""
         digests, size = request.digests, self.blocks.page_size
         while len(digests) <= index:
             start = len(digests) * size
@@ -118,13 +118,12 @@ class Prefixes:
         return digests[index]
 
     def register_next(self, requests: Sequence[Request], tokens: bytes | None) -> None:
-        """Make known the first page of each decoding request that is not known yet, and is full.
+        """Register the next full page of each of these decoding requests.
 
-        tokens: those of all these pages as int64 of the machine, of which `page_digest` makes the digests; None: they are the
-            requests' to tell.
+        tokens: the tokens of all these pages as native int64, the input of `page_digest`; None: read them from the requests.
         """
         pages, known, end, size = list[int](), list[bytes](), 0, 8 * self.blocks.page_size
-        for request in requests:  # one of sixteen that decode, in every step: one loop
+        for request in requests:  # with pages of 16 tokens, one in sixteen decoding requests in every step: a single loop
             index, digests, begin = request.registered, request.digests, end
             end += size
             if tokens is None:
@@ -143,8 +142,7 @@ class Prefixes:
                 self.windows.register(request, (request.registered - 1,))
 
     def register(self, request: Request) -> list[int]:
-        """Make known to the prefix cache the pages that are full and whose tokens are known; returns them, windowed
-        ones as ~page."""
+        """Register in the prefix cache the full pages whose tokens are known; returns them, windowed pages as ~page."""
         full = request.computed // self.blocks.page_size  # no token before `computed` is pending here
         if full <= request.registered or not self.blocks.prefix_cache:
             return []

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of prompts, for requests that ask for them."""
+"""Log-probabilities of the tokens of prompts, for requests with `prompt_logprobs`."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,13 +12,14 @@ from tilewright.engine.step import Step
 __all__ = ["prompt_logprobs", "read_prompt_logprobs"]
 
 _ROWS = 256
-"""Logits of a prompt that exist at a time: 256 x 151936 in float32 are 156 MB."""
+"""Rows of logits of a prompt that are computed at a time: 256 x 151936 in float32 are 156 MB."""
 
 
 def prompt_logprobs(step: Step, hidden: Tensor, logits: Callable[[Tensor], Tensor]) -> list[tuple[int, LogprobTensors]]:
-    """(row, what is on its way to the host) for a step's rows that ask, in their order; a long row has several.
+    """(row, log-probabilities on their way to the host) for the rows of a step that request them, in order. A long row has
+    several entries.
 
-    hidden: [T, E] of the step. logits: rows of it to [R, V].
+    hidden: [T, E], those of the step. logits: the function from rows of hidden states [R, E] to logits [R, V].
     """
     found, begin = [], 0
     for i, (request, start, count, *_) in enumerate(step.rows):
@@ -36,7 +37,7 @@ def prompt_logprobs(step: Step, hidden: Tensor, logits: Callable[[Tensor], Tenso
 
 
 def read_prompt_logprobs(step: Step, sent: Sequence[tuple[int, LogprobTensors]] | None) -> list[list[TokenLogprobs] | None]:
-    """What `StepResult` has of them, once they have arrived."""
+    """The value of `StepResult.prompt_logprobs`. The tensors must have arrived on the host."""
     if not sent:
         return []
     found: list[list[TokenLogprobs] | None] = [None] * len(step.requests)

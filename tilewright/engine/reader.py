@@ -1,7 +1,7 @@
-"""From arrays of tokens to text: the reader of an engine's steps, in its process or behind a socket.
+"""From arrays of tokens to text: the reader of an engine's steps, in the engine's process or behind a socket.
 
-It turns tokens into text as they come, finds stop strings, and counts nothing behind them. The engine knows no text: whoever
-reads tells it which streams a stop string has ended.
+It turns tokens into text as they arrive, finds stop strings, and drops everything after them. The engine does not know the
+text: the caller must tell it which streams were ended by a stop string.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ NOTHING = Note(0)
 
 
 class _Sample:
-    """What is known of one stream."""
+    """The state of one stream."""
 
     __slots__ = ("cached_tokens", "direct", "held", "index", "plain", "plain_one", "request_id", "text")
 
@@ -28,17 +28,17 @@ class _Sample:
         self.cached_tokens = 0
         self.direct: Callable[[str, int], bool] | None = None
         self.plain = None if text is None else text.plain
-        """Makes text of tokens at once, where there are no stop strings."""
+        """Converts tokens to text directly, if there are no stop strings."""
         self.plain_one = None if text is None else text.plain_one
         self.held: list[int] | None = [] if whole and (text is None or text.plain) else None
-        """Tokens that no delta has told yet, where nobody wants to hear of each."""
+        """Tokens that no delta contains yet, if the caller does not need each token at once; otherwise None."""
 
 
 class Reader:
-    """Reads steps into deltas. `stopped`: streams that a stop string has ended since the caller last took them from there.
+    """Converts the results of steps to deltas. `stopped`: streams ended by a stop string; the caller clears this list.
 
     Args:
-        tokenizer: makes the text; None: deltas have ids and no text.
+        tokenizer: makes the text; None: deltas contain ids and no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None):
@@ -58,7 +58,7 @@ class Reader:
         *,
         whole: bool = False,
     ) -> None:
-        """Read these streams: the samples of one prompt, by index. whole: tokens may come late and many at once."""
+        """Start reading these streams: the samples of one prompt, by index. whole: one delta may collect many tokens."""
         for index, stream in enumerate(streams):
             text = None
             if self._tokenizer is not None:
@@ -67,23 +67,23 @@ class Reader:
             self._samples[stream] = _Sample(request_id, index, text, whole=whole)
 
     def direct(self, stream: int, take: Callable[[str, int], bool]) -> None:
-        """Offer (text, tokens) of rows without a note to `take` first; what it takes is in no delta."""
+        """For rows without a note, first call `take(text, number of tokens)`; if it returns True, no delta is made."""
         sample = self._samples.get(stream)
         if sample is not None and sample.plain is not None:
             sample.direct = take
 
     def close(self, streams: Sequence[int]) -> None:
-        """Read these no further."""
+        """Stop reading these streams."""
         for stream in streams:
             self._samples.pop(stream, None)
 
     def clear(self) -> None:
-        """Read nothing further."""
+        """Stop reading all streams."""
         self._samples.clear()
         self.stopped.clear()
 
     def read(self, step: StepDeltas) -> list[Delta]:
-        """What a step says of the streams that are open, in the order of its rows; a stream that ends is closed."""
+        """The deltas of a step for the open streams, in the order of its rows. A stream that ends is closed."""
         if len(step.tokens) == len(step) and (step.counts == 1).all():
             return self._read_ones(step)
         deltas: list[Delta] = []
@@ -109,7 +109,7 @@ class Reader:
         return deltas
 
     def _read_ones(self, step: StepDeltas) -> list[Delta]:
-        """`read` where each row has one token: most steps of most engines are such."""
+        """`read` for a step in which each row has one token, which is the usual case."""
         deltas: list[Delta] = []
         samples, streams, notes = self._samples, step.streams.tolist(), {note.row: note for note in step.notes}
         for row, (sample, token) in enumerate(zip(map(samples.get, streams), step.tokens.tolist())):
@@ -138,11 +138,11 @@ class Reader:
             tokens, sample.held = (*sample.held, *tokens), []
         text, stop = "", None
         if sample.text is not None:
-            # The token that ended a text is not in it.
+            # The token that ended a text is not part of the text.
             shown = tokens[:-1] if reason == "stop" else tokens
             text, stop, used = (sample.plain(shown), None, 0) if sample.plain else _push(sample.text, shown)
             if stop is not None:
-                # The text may have reached its last token, too: what a reader sees is that it was stopped.
+                # The text may have reached its last token as well; the stop string takes precedence.
                 tokens, logprobs = tokens[:used], logprobs[:used]
                 if reason is None:
                     self.stopped.append(stream)

@@ -99,7 +99,7 @@ class SamplingParams:
     seed: int | None = None
     priority: int = 0
     """Which requests start first, and which keep their pages if memory runs out: lower numbers first, then by arrival. A
-    request can put itself behind others, but never before requests without a priority."""
+    request can lower its own precedence, but it can never go ahead of requests without a priority."""
     adapter: str | None = None
     """The name of the LoRA adapter to use; None: the model without an adapter."""
 
@@ -182,14 +182,14 @@ class Request:
 
     Compared and hashed by identity. Its attributes:
         prompt_ids, output_ids   the tokens known so far, in two parts; `len(request)` counts both
-        adapter, salt            number of its adapter, 0 for none; the first input of the digests of its pages
-        seed                     int64, resolved: the same seed, tokens and position draw the same sample
+        adapter, salt            number of its adapter, 0 for none; the start value of the digests of its pages
+        seed                     int64, never None: the same seed, tokens and position draw the same sample
         settings, edits          settings for the sampler, and changes of the logits before sampling (None: no changes)
         order                    (priority, number of arrival): the order in which requests start
         max_wait_s               how long it may wait for its start; None: no limit
         stop_ids                 tokens that end the text: the model's end-of-text tokens unless ignored, and the caller's
         pages                    the block table: physical page of every `page_size` tokens; [] unless RUNNING
-        window_pages, behind     the block table for layers with their own window pages; its first entry that is still used
+        window_pages, behind     the block table for layers with their own window pages; index of its first used entry
         computed                 tokens whose keys and values are in the cache, or will be after launched steps have run; drafts
                                  do not count before they are accepted
         pending                  launched rows whose samples are not known yet: 0 or 1 between two steps of the engine
@@ -197,9 +197,9 @@ class Request:
         cached                   prompt tokens that were in the prefix cache when it was first started
         slot                     stable row 0..max_seqs-1 while RUNNING, else None
         lease                    number of its stay in that slot, unique over all requests and stays
-        decoders                 while one token at a time is decoded: has `computed`, `pending` and the newest; else None
+        decoders                 while it decodes: holds `computed`, `pending` and the newest tokens; otherwise None
         digests, registered      chain hashes of its first full pages; how many of its pages the prefix cache contains
-        arrival_s ...            times of the scheduler's clock
+        arrival_s ...            times by the scheduler's clock
     """
 
     __slots__ = (

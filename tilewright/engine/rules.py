@@ -1,7 +1,7 @@
-"""What the grammars of an engine's requests say to whoever guesses ahead: which guesses are allowed, and what is forced.
+"""Grammars for speculative decoding: which guessed tokens are allowed, and which tokens are forced.
 
-Between two places where an answer may go this way or that, a JSON schema leaves one text, such as the name of a field. Its
-tokens are tried like drafts: in one step, each with its mask, so that an answer is the same with and without.
+Between two places where an answer has a choice, a JSON schema allows only one text, such as the name of a field. The tokens of
+this text are tried like drafts: in one step, each with its mask. So an answer is the same with and without speculation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["FromGrammar", "Rules"]
 
 
 class Rules:
-    """The grammars of requests, as the engine keeps them. A request without one may say anything."""
+    """The grammars of the engine's requests. A request without a grammar may generate any token."""
 
     def __init__(self, constraints: Mapping[Request, Constraint]):
         self._constraints = constraints
@@ -30,7 +30,7 @@ class Rules:
 
 
 class FromGrammar:
-    """Proposes nothing: what grammars force is all that is tried."""
+    """Proposes nothing, so that only tokens forced by grammars are tried."""
 
     free = True
 

@@ -1,18 +1,17 @@
-"""The runner: takes the scheduler's steps to the model and brings the samples back.
+"""The runner: runs the scheduler's steps on the model and returns the samples.
 
-On a GPU `launch` only enqueues, so the host prepares a step while the device runs the one before: samples stay on the device
-(`_last`, one line a slot) for the step that needs them as input, and come to the host through pinned memory. Decode steps
-replay captured graphs, as do, by choice, steps with prompts that have few tokens; others run eagerly. On a CPU the same code
-runs at once.
+On a GPU, `launch` only enqueues, so the host prepares a step while the device runs the one before. Samples stay on the device
+(`_last`, one entry per slot) as input of the next step, and reach the host through pinned memory. Decode steps replay captured
+graphs; so do, as an option, steps with prompts and few tokens. Other steps run eagerly. On a CPU the same code runs at once.
 
-The head runs once a step, on the rows that sample. Where a row edits its logits, or wants log-probabilities, the whole step
-goes through the edits, which leave the other rows as they are. A step with masked rows replays the captured body, but samples
-eagerly: its masks are known late.
+The head runs once per step, on the sampled rows. If a row edits its logits or requests log-probabilities, the whole step goes
+through the edits, which do not change the other rows. A step with masked rows replays the captured body but samples eagerly,
+because its masks are known late.
 
-Any thread may load a model and any other run it: what launches is inside `on_device`, because each thread begins with device 0
-as its current one, and Triton launches on the current device, whatever device its arguments are on.
+One thread may load a model and another run it. All launches are inside `on_device`, because device 0 is the current device of
+every new thread, and Triton launches on the current device, whatever device its arguments are on.
 
-`tilewright.engine.loading` is the way in.
+Runners are made in `tilewright.engine.loading`.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,27 +46,27 @@ Progress = Callable[[str], None]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a CUDA device the thread's current one; nothing to do for others."""
+    """Makes a CUDA device the thread's current device; does nothing for other devices."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass
 class Ticket:
-    """A launched step: where its results arrive, and when they have."""
+    """A launched step: where its results arrive, and the event after which they are there."""
 
     step: Step
     tokens: Tensor | None
     done: torch.cuda.Event | None
     logprobs: LogprobTensors | None = None
-    """Of the samples; None where no row asks."""
+    """Those of the samples; None if no row requests them."""
     prompt_logprobs: list[tuple[int, LogprobTensors]] | None = None
     waiting: "_Waiting | None" = None
-    """What the samples need, until `ModelRunner.sample` has made them."""
+    """The data needed for sampling, until the step has been sampled."""
 
 
 @dataclass
 class _Waiting:
-    """A step between its model pass and its samples."""
+    """A step between the model's pass and sampling."""
 
     inputs: Inputs
     hidden: Tensor
@@ -76,12 +75,12 @@ class _Waiting:
 
 
 def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
-    """What a step is run in."""
+    """A function that makes the context in which steps run."""
     return invariant if batch_invariant else nullcontext
 
 
 class ModelRunner:
-    """Runs steps of one model on one device, or on several by a `team`."""
+    """Runs the steps of one model on one device, or on several devices with a `team`."""
 
     def __init__(
         self, model: Model, *, num_pages: int, page_size: int, max_seqs: int, max_model_len: int, max_tokens_per_step: int,
@@ -89,11 +88,11 @@ class ModelRunner:
         cache_dtype: torch.dtype | None = None, host_pages: int = 0, explains_draws: bool = False, team: Team | None = None,
         window_pages: int = 0, prompt_graphs: bool = False, columns: bool = False,
     ):  # fmt: skip
-        """`max_samples`: of one step, where that is more than `max_seqs`: rows with drafts have several, up to `row_tokens`.
-        `host_pages`: of host memory, for what the prefix cache gives up. `explains_draws`: log-probabilities come with
-        `TokenLogprobs.drawn`; rows with drafts have none. `team`: other ranks, which run each step on their shares.
-        `window_pages`: of layers with a window, which then have pages of their own. `prompt_graphs`: see mixed_graphs.py.
-        `columns`: log-probabilities of samples come as `StepResult.columns`; all requests have to ask for theirs then."""
+        """`max_samples`: per step, if more than `max_seqs`; rows with drafts have several, up to `row_tokens`. `host_pages`:
+        pages of host memory for evicted pages. `explains_draws`: return `TokenLogprobs.drawn` with log-probabilities, except in
+        steps where a row with drafts edits its logits. `team`: other ranks, which run each step on their shares.
+        `window_pages`: pages of windowed layers; 0: they have none of their own. `prompt_graphs`: see mixed_graphs.py.
+        `columns`: return log-probabilities of samples as `StepResult.columns`; then all requests must request them."""
         self.model = model
         self.device = model.embed.weight.device
         self.max_seqs = max_seqs
@@ -102,7 +101,7 @@ class ModelRunner:
         self._scope, self._team, self._columns = scope_of(batch_invariant), team, columns
         self.asynchronous = self.device.type == "cuda"
         self.launching = False
-        """A step is being launched: a kernel that is compiled meanwhile is compiled too late."""
+        """True while a step is launched; a kernel that is compiled now should have been compiled in the warm-up."""
         self.kinds = 2 if window_pages else 1
         pools = {"window_pages": window_pages} if window_pages else {}
         self.cache = model.empty_cache(num_pages, page_size, cache_dtype, **pools)
@@ -114,18 +113,18 @@ class ModelRunner:
         self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
-            # The products' epilogues are others beside adapters, and so are a row's bits.
+            # With adapters, products have other epilogues, and a row gets other bits.
             always_adapted=self._adapts and batch_invariant, kinds=self.kinds)  # fmt: skip
         self._last = torch.zeros(max_seqs + 1, dtype=torch.int64, device=self.device)
         self._state: SlotState | None = None
-        if team is None and not isinstance(model, DraftHead):  # whose next state may lie on a page beyond the row's
+        if team is None and not isinstance(model, DraftHead):  # its next state may lie on a page beyond those of the row
             sizes = {"max_pages": self._max_pages, "page_size": page_size, "kinds": self.kinds}
             self._state = SlotState(self._packer.lines, self._last, **sizes)
         self._head = Head(model, self._edits, self._last, explains_draws=explains_draws)
         self._graphs: DecodeGraphs | None = None
         self._mixed: MixedGraphs | None = None
         self._captures_prompts = prompt_graphs
-        # Two steps are in flight at most, so a buffer is read long before its turn comes again.
+        # At most two steps are in flight, so each of three buffers has been read long before it is used again.
         longest = Layout(max(max_tokens_per_step, max_seqs), max_seqs, self.max_samples, kinds=self.kinds).nbytes
         longest += self.kinds * max_seqs * self._max_pages * 4
         longest = max(longest, SlotState.nbytes(max_seqs, self._max_pages, self.kinds))
@@ -146,7 +145,7 @@ class ModelRunner:
 
         Raises:
             RowFault: one request's numbers cannot be packed; nothing was launched.
-            DeviceLost: the device answers no more.
+            DeviceLost: the device no longer responds.
         """
         self.launching = True
         try:
@@ -162,11 +161,11 @@ class ModelRunner:
 
     @contextmanager
     def _told_apart(self) -> Iterator[None]:
-        """What was raised inside is `DeviceLost` where the device is, which a device that works answers at once."""
+        """Turns an error into `DeviceLost` if the device no longer responds; a working device passes the check at once."""
         try:
             yield
             if self._team is not None:
-                self._team.check()  # what was aborted ends without an error
+                self._team.check()  # an aborted exchange ends without an error
         except RuntimeError as error:
             if self._team is not None and not isinstance(error, DeviceLost | RowFault):
                 raise self._team.lost(error) from error
@@ -178,7 +177,7 @@ class ModelRunner:
             raise
 
     def _launch(self, step: Step) -> Ticket:
-        self._packer.refresh(step)  # before anything is enqueued: it may refuse a row
+        self._packer.refresh(step)  # before anything is enqueued, because it may raise RowFault
         graph = self._graph(step)
         adapted = self._adapts and self._packer.adapted(step)
         if self._state is not None and (step.alike if graph is None else graph.derives):
@@ -203,7 +202,7 @@ class ModelRunner:
         return ticket
 
     def _derived(self, state: SlotState, step: Step, graph: DecodeGraph | MixedGraph | None) -> Inputs:
-        """The inputs of a step whose rows have one token each; those of a graph are derived in it."""
+        """The inputs of a step whose rows have one token each. A graph derives its inputs itself."""
         assert not isinstance(graph, MixedGraph)
         changes, rows, adapters = self._packer.changes(step), NOTHING, NOTHING
         if graph is None:
@@ -240,32 +239,32 @@ class ModelRunner:
         return layout.device(packed, table, longest)
 
     def _tell(self, team: Team, step: Step, layout: Layout, width: int, longest: int, graph: DecodeGraph | None) -> None:
-        """Hand the step to the other ranks."""
+        """Send the step to the other ranks."""
         size = layout.nbytes + 4 * step.slots.size * width
         rows = (0, 0) if graph is None else (graph.layout.seqs, graph.layout.each or 1)
         notice = Notice(*layout.counts, longest, width, *rows, len(step.copies), size)
         team.tell(notice, self._staging[self._turn][:size].numpy(), step.copies)
 
     def check(self) -> None:
-        """Raises DeviceLost where another rank is gone."""
+        """Raises DeviceLost if another rank has ended."""
         if self._team is not None:
             self._team.check()
 
     def _graph(self, step: Step) -> DecodeGraph | MixedGraph | None:
-        """The captured step that this one fits into."""
+        """The captured step that this one fits into; None: run eagerly."""
         if self._graphs is None:
             return None
-        if not (step.counts is step.samples or (step.counts == step.samples).all()):  # somebody's prompt is computed
+        if not (step.counts is step.samples or (step.counts == step.samples).all()):  # the step contains a prompt
             mixed = None if step.drafts else self._mixed
             return None if mixed is None else mixed.of_step(int(step.counts.sum()), step.slots.size)
         if not step.drafts:
             return self._graphs.for_rows(step.slots.size)
-        # Where rows have room for more tokens than they bring, these must have places in the block table.
+        # A graph gives each row room for `row_tokens` tokens; all of these positions must exist in the block table.
         room = self._max_pages * self._packer.page_size - int(step.starts.max())
         return self._graphs.for_drafts(step.slots.size) if room >= self._row_tokens >= step.counts.max() else None
 
     def sample(self, ticket: Ticket, words: int, fill: FillMasks) -> None:
-        """The samples of a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
+        """Sample a step with masked rows; see `Runner.sample`. Raises DeviceLost."""
         assert ticket.waiting is not None
         self.launching = True
         try:
@@ -277,7 +276,7 @@ class ModelRunner:
             self.launching = False
 
     def _finish(self, ticket: Ticket, mask: Mask | None) -> None:
-        """Head and samples of a launched step."""
+        """Run head and sampling of a launched step."""
         waiting, ticket.waiting = ticket.waiting, None
         assert waiting is not None
         if ticket.step.samples.any():
@@ -297,9 +296,9 @@ class ModelRunner:
                 self.cache.copy_pages(pairs[:, 0], pairs[:, 1], **({"windowed": True} if windowed else {}))
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a step and read its samples. Raises DeviceLost where the device answers no more."""
+        """Wait for a step and read its samples. Raises DeviceLost if the device no longer responds."""
         if ticket.done is not None:
-            with on_device(self.device), self._told_apart():  # else CUDA may open a context on device 0 in order to wait
+            with on_device(self.device), self._told_apart():  # otherwise CUDA may open a context on device 0 for waiting
                 ticket.done.synchronize()
         step = ticket.step
         rows, samples = step.samples, np.zeros(0, np.int64) if ticket.tokens is None else ticket.tokens.numpy()
@@ -325,7 +324,7 @@ class ModelRunner:
         return arrived[: layout.nbytes], arrived[layout.nbytes :].view(torch.int32).view(shape)
 
     def _body(self, inputs: Inputs) -> Tensor:
-        """hidden [T, E]; samples of the step before are taken from `_last`."""
+        """hidden [T, E]; tokens sampled in the step before are read from `_last`."""
         if inputs.feed is None:
             return self.model(inputs.token_ids, inputs.batch, self.cache)
         fed = self._last[inputs.feed.clamp_min(0)]
@@ -333,7 +332,7 @@ class ModelRunner:
         return self.model(token_ids, inputs.batch, self.cache)
 
     def _adapted_body(self, inputs: Inputs) -> Tensor:
-        """The same where rows have adapters."""
+        """The same for a step in which rows have adapters."""
         return self._body(inputs._replace(batch=inputs.adapted))
 
     @property
@@ -341,7 +340,7 @@ class ModelRunner:
         return self._body, self._adapted_body if self._adapts else None
 
     def _send_samples(self, ticket: Ticket, waiting: _Waiting, mask: Mask | None) -> None:
-        """Draw the step's samples, and send them to the host; with them their log-probabilities, where rows ask."""
+        """Draw the step's samples and send them to the host, with their log-probabilities if rows request them."""
         step, inputs = ticket.step, waiting.inputs
         count, explained = int(step.samples.sum()), self._packer.explained(step)
         edited = self._edits.edited[step.slots[step.samples > 0]].any()
@@ -349,7 +348,7 @@ class ModelRunner:
             drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device))
         elif mask is None and waiting.graph is not None:
             drawn = waiting.graph.sample(bool(explained or edited))
-        else:  # the captured ways have no mask
+        else:  # captured graphs have no mask
             drawn = (self._head.full if explained or edited else self._head.plain)(inputs, waiting.hidden, mask)
         tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[:count]
@@ -360,7 +359,7 @@ class ModelRunner:
     # ---- readiness
 
     def warmup(self, progress: Progress) -> None:
-        """Launch everything that a later step can launch, so that none of them compiles."""
+        """Launch every kernel that a later step can launch, so that no step compiles."""
         if self.device.type != "cpu":
             with self._entered():
                 self._warmup(progress)
@@ -390,7 +389,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
 
     def _warm_prefill(self, tokens: int, longest: int) -> None:
-        """One eager step of so many tokens, all padding: it reads and writes no page that counts."""
+        """One eager step of `tokens` padding tokens, which changes no page."""
         inputs = padding_inputs(tokens, longest, self.max_seqs, self.max_samples, self.device, self.kinds)
         hidden = self._body(inputs)
         if self._adapts:

@@ -1,13 +1,12 @@
-"""What a request may ask of its logits beyond `ops.sample`: penalties, biases, banned and allowed tokens, log-probabilities.
+"""Sampling features beyond `ops.sample`: penalties, biases, banned and allowed tokens, and log-probabilities.
 
-Most requests ask for none of it, and steps of such requests alone never come here. A step in which one asks goes through all of
-it, whatever the others want: rows that ask for nothing have neutral tables. So every such step makes the same launches, which a
-captured graph can hold. Order, as in OpenAI's API and its followers:
-log-probabilities are of the model's own logits; then the edits of `ops.edit_logits`, then temperature and the filters of
-`ops.sample`.
+Most requests use none of these, and steps with only such requests do not use this module. If one request uses a feature, the
+whole step goes through all of them; the other rows have neutral tables. So every such step makes the same launches, which a
+graph can capture. The order is that of OpenAI's API and compatible servers: log-probabilities are computed from the model's own
+logits; then come the edits of `ops.edit_logits`, then temperature and the filters of `ops.sample`.
 
-The tables of the edits live on the device, a row for each slot, and are written when a request takes its slot. The counts of
-generated tokens are kept up by each step itself, so nothing waits until a sample is known on the host.
+The tables of the edits are on the device, with one row per slot, and are written when a request gets its slot. Each step
+updates the counts of generated tokens on the device, so nothing waits until the host knows a sample.
 """
 
 from collections.abc import Sequence
@@ -27,13 +26,13 @@ __all__ = ["MOST_ALTERNATIVES", "LogitTables", "LogprobTensors", "Mask", "Masks"
 
 MOST_ALTERNATIVES = int(RANGES["logprobs"][1])
 _MOST_COUNTED = (1 << 14) - 1
-"""Times that a token is counted at most: an int16 holds them beside the bit for the prompt. More would change no sample."""
+"""Largest count of a token: the count and one bit for the prompt fit an int16. Larger counts would not change a sample."""
 
 
 class LogitTables:
-    """The tables of `ops.edit_logits` for `max_seqs` slots, and one more for padding rows, which is never edited.
+    """The tables of `ops.edit_logits` for `max_seqs` slots, and for one more slot of padding rows, which is never edited.
 
-    2 bytes for each slot and token of the vocabulary, and little else.
+    They take 2 bytes per slot and token of the vocabulary, and little else.
     """
 
     def __init__(self, *, max_seqs: int, vocab_size: int, device: torch.device):
@@ -47,10 +46,10 @@ class LogitTables:
         self._until = torch.zeros(slots, dtype=torch.int64, device=device)
         self._allowed = torch.full((slots, words), -1, dtype=torch.int32, device=device)
         self.edited = np.zeros(max_seqs, bool)
-        """By slot: whether the request that has it edits its logits."""
+        """By slot: whether the request in it edits its logits."""
 
     def place(self, request: Request) -> None:
-        """A request takes its slot, anew or again: write the slot's rows. All tokens that it has must be known."""
+        """Write the rows of the slot of a request that has just got this slot. All tokens of the request must be known."""
         slot, edits = request.slot, request.edits
         assert slot is not None
         if edits is None:
@@ -99,7 +98,7 @@ class LogitTables:
             table[slot].copy_(torch.from_numpy(row), non_blocking=True)
 
     def edit(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Logits [R, V] of rows in `slots` [R] after their edits, float32; `positions` [R]: those of the tokens to be drawn."""
+        """The edited logits [R, V] float32 of rows in `slots` [R]. `positions` [R]: positions of the tokens to be drawn."""
         return ops.edit_logits(
             logits,
             slots,
@@ -114,13 +113,13 @@ class LogitTables:
         )
 
     def count(self, slots: Tensor, tokens: Tensor) -> None:
-        """One more of each row's token [R], which has just been drawn. Several padding rows may share their slot."""
+        """Count the token of each row, which has just been drawn. Several padding rows may share a slot."""
         had = self._counts[slots, tokens]
         self._counts[slots, tokens] = torch.add(had, had < 2 * _MOST_COUNTED, alpha=2)
 
 
 class Mask(NamedTuple):
-    """What `ops.mask_logits` takes, on the device."""
+    """Arguments of `ops.mask_logits`, on the device."""
 
     rows: Tensor
     """[M] int64: rows of the logits."""
@@ -129,9 +128,9 @@ class Mask(NamedTuple):
 
 
 class Masks:
-    """Takes masks to the device, on a stream of their own: the model's pass runs meanwhile.
+    """Copies masks to the device on a separate stream, while the model's pass runs.
 
-    One buffer is enough: when the masks of a step are written, every step before it has been collected.
+    One buffer is enough, because every earlier step has been collected when the masks of a step are written.
     """
 
     def __init__(self, *, most: int, device: torch.device):
@@ -146,7 +145,7 @@ class Masks:
         return Mask(rows, torch.zeros(1, 1, dtype=torch.int32, device=self._device))
 
     def sent(self, rows: Sequence[int], words: int, fill: FillMasks) -> Mask:
-        """The mask that `fill` writes for these rows of the logits, there for whatever is launched next."""
+        """The masks that `fill` writes for these rows of the logits. Later launches on the current stream may use them."""
         host, there = self._both(words)
         at, bits = host.rows[: len(rows)], host.bits[: len(rows)]
         at.numpy()[:] = rows
@@ -163,7 +162,7 @@ class Masks:
         return arrived
 
     def _both(self, words: int) -> tuple[Mask, Mask]:
-        """(on the host, on the device), made at the first use: most servers have none."""
+        """(buffers on the host, buffers on the device), allocated at the first use, because most servers need none."""
         if self._buffers is None or self._buffers[0].bits.shape[1] != words:
             pinned = self._device.type == "cuda"
             host = Mask(
@@ -175,30 +174,31 @@ class Masks:
 
 
 class LogprobTensors(NamedTuple):
-    """Log-probabilities of N tokens and of the K likeliest beside them, as `ops.top_logprobs` gives them, side by side in one
-    tensor: a step brings them to the host in one copy."""
+    """Log-probabilities of N tokens and of the K likeliest tokens at each position, as `ops.top_logprobs` returns them, in one
+    tensor, so that a step copies them to the host at once."""
 
     words: Tensor
     """[N, 5 + 3 K] int32: token id, rank, top ids (two words each), log-probability, top log-probabilities (float32)."""
     drawn: Tensor | None = None
-    """[N] float32 and, next, [N] int64: what `draws.drawn_logprobs` says; None where the engine was not told to."""
+    """[N] float32, the first result of `draws.drawn_logprobs`; None if the runner does not explain draws."""
     kept: Tensor | None = None
+    """[N] int64, the second result of `draws.drawn_logprobs`, or None."""
 
     @classmethod
     def of(cls, ids: Tensor, logprob: Tensor, rank: Tensor, top_ids: Tensor, top: Tensor) -> "LogprobTensors":
-        """From what `ops.top_logprobs` gives of `ids`."""
+        """From the results of `ops.top_logprobs` for `ids`."""
         wide = torch.stack([ids, rank], 1).view(torch.int32)
         numbers = torch.cat([logprob[:, None].float(), top.float()], 1).view(torch.int32)
         return cls(torch.cat([wide, top_ids.view(torch.int32), numbers], 1))
 
     @classmethod
     def on_host(cls, rows: int, *, pinned: bool) -> "LogprobTensors":
-        """Room for those of so many tokens on the host. From memory that is not pinned the device would be waited for."""
+        """Buffers on the host for `rows` tokens. If they are not pinned, the copy waits for the device."""
         words = torch.empty(rows, 5 + 3 * MOST_ALTERNATIVES, dtype=torch.int32, pin_memory=pinned)
         return cls(words, torch.empty(rows, pin_memory=pinned), torch.empty(rows, dtype=torch.int64, pin_memory=pinned))
 
     def sent(self, rows: int, room: "LogprobTensors | None" = None) -> "LogprobTensors":
-        """The first `rows` of them on the host, in `room` or new memory, once the device has come to this point."""
+        """Enqueue a copy of the first `rows` entries to the host, into `room` or new memory."""
         pinned = self.words.device.type == "cuda"
         if room is None and not pinned:
             return self
@@ -208,13 +208,13 @@ class LogprobTensors(NamedTuple):
         return LogprobTensors(*sent)  # pyright: ignore[reportArgumentType]
 
     def columns(self, rows: int) -> LogprobColumns:
-        """The first `rows` of them, without the likeliest beside them, copied. The tensors must have arrived."""
+        """A copy of the first `rows` entries, without the likeliest tokens. The tensors must have arrived on the host."""
         numbers = np.ascontiguousarray(self.words[:rows, 4 + 2 * MOST_ALTERNATIVES].numpy()).view(np.float32)
         drawn, kept = (None if t is None else t[:rows].numpy().copy() for t in (self.drawn, self.kept))
         return LogprobColumns(numbers, drawn, kept)
 
     def read(self, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
-        """As values; `wanted[i]` alternatives for token i, None: not asked. The tensors must have arrived."""
+        """As values, with `wanted[i]` likeliest tokens for token i (None: not requested). The tensors must have arrived."""
         found: list[TokenLogprobs | None] = [None] * len(wanted)
         rows = [i for i, n in enumerate(wanted) if n is not None]
         if not rows:
@@ -233,5 +233,5 @@ class LogprobTensors(NamedTuple):
 
 
 def likelihoods(logits: Tensor, token_ids: Tensor, alternatives: Tensor) -> LogprobTensors:
-    """Of one token a row of logits [N, V], and of the likeliest `alternatives` [N] beside it; see `Inputs.alternatives`."""
+    """Log-probabilities of one token per row of logits [N, V], and of the likeliest tokens; see `Inputs.alternatives`."""
     return LogprobTensors.of(token_ids, *ops.top_logprobs(logits, token_ids, alternatives, MOST_ALTERNATIVES))

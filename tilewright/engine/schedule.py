@@ -1,27 +1,27 @@
 """Continuous batching: which tokens of which requests go through the model in the next step.
 
-A pure function of its queues: no tensors, no model. `schedule()` decides and books a step as if it had run; `complete()` adds
-the samples that it brought. One step may be in flight while the next is scheduled, so a request may have a `pending` sample:
-a token that counts everywhere but whose value is not known yet.
+Scheduling depends only on the queues: no tensors, no model. `schedule()` makes a step and updates all counts as if the step had
+run; `complete()` adds the resulting samples. One step may be in flight while the next is scheduled, so a request may have a
+`pending` sample: a token that is counted but whose value is not known yet.
 
-Who goes when:
-    - By priority, then first come, first served: `running`, then `waiting`, are in the order in which requests start.
-    - Each step: one token for every decoding request, then pieces of prompts, up to `max_tokens_per_step`. Half of what is left
-      for prompts is the oldest prompt's, so it is never starved; the rest goes to the others, the shortest first, so that a
-      short prompt does not wait for long ones. What one half does not need the other gets.
-    - Pages are allocated on demand. Without any left, the last running request in that order gives up its pages and starts
-      again later (preemption by recompute), at its place in the queue. The first always progresses.
+Rules:
+    - Requests start by priority, then first come, first served. `running` followed by `waiting` is in this order.
+    - Each step contains one token for every decoding request, then chunks of prompts, up to `max_tokens_per_step`. Half of the
+      tokens left for prompts go to the oldest prompt, so it never starves. The other half goes to the other prompts, shortest
+      first, so that a short prompt does not wait for long ones. Tokens that one half does not need go to the other.
+    - Pages are allocated on demand. If none are left, the last running request in this order gives up its pages and starts
+      again later, at its place in the queue (preemption by recompute). The first request always progresses.
     - A waiting request starts when there are pages for all its known tokens, for the rest of the prompts already started,
-      and for one more page for each running request; otherwise it would be preempted as soon as it had begun.
-    - When there are not enough slots or pages for all that wait, they start in groups, a few steps apart (`groups.py`).
-    - What a cached page holds that somebody else gets goes to host memory, where there is room, and is as good as cached there:
-      the step that needs it begins by copying it back.
+      and one more page for each running request. Otherwise it would be preempted soon after its start.
+    - If there are not enough slots or pages for all waiting requests, they start in groups, a few steps apart (`groups.py`).
+    - When a cached page is given to another request, its content moves to host memory if there is room there. It still counts
+      as cached: a step that needs it begins by copying it back.
     - Pages in the prefix cache are shared instead of computed, when a request starts and at each page boundary while its
-      prompt is computed, also those that an earlier row of the same step fills. At least one token is always computed, for its
-      logits: where the cache has everything, the last page is copied and its last token written into the copy.
+      prompt is computed. This includes pages that an earlier row of the same step fills. At least one token is always computed,
+      for its logits: if the cache contains all pages, the last page is copied and its last token is written into the copy.
 
-A text may end (end-of-text token, stop string) while its next row is in flight. The row's result is then dropped; the request's
-pages and slot are free at once, because the device runs steps in order.
+A text may end (end-of-text token, stop string) while its next row is in flight. The result of that row is then dropped. The
+request's pages and slot are free at once, because the device runs steps in order.
 """
 
 import itertools
@@ -39,10 +39,10 @@ __all__ = ["Row", "Scheduler", "Step"]
 
 
 class Scheduler(Tenants):
-    """Makes steps of the requests that `Tenants` holds, and takes what they bring."""
+    """Makes steps from the requests in `Tenants`, and accepts the results of these steps."""
 
     def schedule(self) -> Step | None:
-        """The next step, or None when nothing can run, or not before the step in flight is known."""
+        """The next step, or None if nothing can run now or everything has to wait for the result of the step in flight."""
         plan = StepPlan(self.max_tokens_per_step)
         preemptions = self.preemptions
         turn, crossing = self.decoders.turn()
@@ -63,7 +63,7 @@ class Scheduler(Tenants):
         return self._step(turn, plan) if turn.requests or plan.prefill else None
 
     def _roomy(self, pages: int) -> bool:
-        """Whether nobody has to be preempted for the decoding requests, which need so many pages, and the oldest prompt."""
+        """Whether the pages suffice without preemption: `pages` for the decoding requests, and those of the oldest prompt."""
         first, windowed = next(iter(self._prompts), None), pages
         if first is not None:
             more = self.blocks.pages_for(len(first)) - len(first.pages) + 1
@@ -71,7 +71,7 @@ class Scheduler(Tenants):
         return pages <= self.blocks.available and self._windows_have(windowed)
 
     def _windowed(self, pages: int) -> int:
-        """The windowed pages that a prompt must have in order to go on, of so many that it will need."""
+        """How many windowed pages a prompt must have in order to continue, if it will need `pages` of them in all."""
         return 0 if self.windows is None else min(pages, self.windows.most)
 
     def _windows_have(self, pages: int) -> bool:
@@ -99,11 +99,11 @@ class Scheduler(Tenants):
             self._continue_prompt(request, plan, reserved=younger)
 
     def _one_by_one(self, plan: StepPlan) -> Turn:
-        """Everybody who runs, in their order: the older ones may take the pages of the younger ones."""
+        """Schedule the running requests in order; an older one may take the pages of a younger one."""
         decoding: list[Request] = []
         for younger, request in zip(range(len(self.running) - 1, -1, -1), tuple(self.running)):
             if request.state is not State.RUNNING:
-                continue  # preempted for an older one in this very step
+                continue  # preempted for an older one in this step
             if request.decoders is None:
                 self._continue_prompt(request, plan, reserved=younger)
             elif self.decoders.goes(request) and self._make_room(request, 1):
@@ -123,9 +123,9 @@ class Scheduler(Tenants):
         return replace(step, **others) if others else step
 
     def complete(self, step: Step, result: StepResult) -> Accepted:
-        """Add the samples that a step brought; returns those that count.
+        """Add the samples of a step to their requests; returns those that count.
 
-        Samples of requests that ended meanwhile are dropped. Ends requests by their stop tokens and by length.
+        Samples of requests that have ended meanwhile are dropped. Ends requests at their stop tokens and length limits.
         """
         for i, drafts in step.drafts.items():
             request, right = step.requests[i], int(result.counts[i]) - 1
@@ -146,7 +146,7 @@ class Scheduler(Tenants):
         return found
 
     def _look(self, request: Request) -> None:
-        """Something may have happened to a request with its newest tokens."""
+        """Check whether a request ends with its newest tokens, has its first token, or has filled a page."""
         outputs = request.output_ids
         if request.first_token_s is None:
             request.first_token_s = self._clock()
@@ -176,7 +176,7 @@ class Scheduler(Tenants):
         plan.promised_windows += self._windowed(more)
 
     def _asked_by_others(self, first: Request, most: int) -> int:
-        """Prompt tokens that others than `first` would like to have in this step, but no more than `most`."""
+        """Prompt tokens that other requests than `first` could use in this step, at most `most`."""
         running = (request.total - request.computed for request in self._prompts if request is not first)
         waiting = (len(request) for request in itertools.islice(self.waiting, len(self._slots)))
         asked = 0
@@ -216,15 +216,15 @@ class Scheduler(Tenants):
             self._continue_prompt(request, plan, reserved=0)
 
     def _share_rest(self, plan: StepPlan) -> None:
-        """Pieces of the other prompts: the shortest first, behind those that start in this step and come before all that run.
-        They take free pages only: nobody in the step may lose its own."""
+        """Add chunks of the other prompts, the shortest first. Requests that come before `plan.first` in order precede them.
+        They only take free pages, so that no request in the step is preempted."""
         first = plan.first.order if plan.first is not None else (0, 0)
         for request in sorted(plan.others, key=lambda r: (r.order > first, len(r) - r.computed)):
             if request.state is not State.RUNNING:
                 continue
             self._take(request, plan)
             self._add_what_fits(request, plan)
-        # What pages shared in this step have saved goes to the first, whose row becomes longer.
+        # The tokens saved by pages that were shared in this step go to the first prompt: its row becomes longer.
         row = plan.prefill[0] if plan.prefill else None
         if row is not None and row.request is plan.first and not row.samples and self.prefill_chunk is None:
             del plan.prefill[0]
@@ -244,7 +244,7 @@ class Scheduler(Tenants):
         return min(todo, budget, self.prefill_chunk or todo)
 
     def _add_chunk(self, request: Request, count: int, plan: StepPlan, before: Row | None = None) -> None:
-        """Books `count` tokens more of a prompt; `before`: the row of the same step that they make longer, the first."""
+        """Adds `count` more tokens of a prompt to the step. `before`: the first row of the step, which they extend."""
         start = request.computed if before is None else before.start
         request.computed += count
         samples = request.computed == len(request)

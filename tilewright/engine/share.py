@@ -1,4 +1,4 @@
-"""What a rank holds of a model that several serve: planned, then loaded; on the first rank as on the others."""
+"""The share of one rank of a model that several ranks serve: memory plan and loading, the same on every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["Share"]
 class Share:
     """The share of one rank.
 
-    folder: of the model; None for random weights.
+    folder: the model's folder; None for random weights.
     """
 
     folder: Path | None
@@ -52,7 +52,7 @@ class Share:
         )
 
     def planned(self) -> MemoryPlan:
-        """How this rank's memory is divided. Raises NoMemory, ValueError."""
+        """The memory plan of this rank. Raises NoMemory, ValueError."""
         empty = empty_model(self.config, device="meta", dtype=self.dtype)
         self.cut.all(empty)
         return plan_memory(self.cut.part(empty, Mesh()), self.options, device=self.device, dtype=self.dtype)

@@ -1,8 +1,8 @@
-"""The state of the slots on the device: how far each is, its newest token, its pages, and what its samples are drawn with.
+"""The state of the slots on the device: position, newest token, pages and sampling parameters of each.
 
-A step in which everybody brings one token is derived from it there (`ops.decode_inputs`). The host sends what the device does
-not know: lines of requests that have come, or that another kind of step has moved on; new pages; which slots have a row, if
-these are others than before. Where there is nothing of the kind nothing is sent.
+A step in which each row has one token is derived from this state on the device (`ops.decode_inputs`). The host only sends what
+the device does not know: lines of requests that are new or that another kind of step has advanced, new pages, and the slots
+that have a row, if they differ from the step before. If nothing has changed, nothing is sent.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ NOTHING = np.zeros(0, np.int64)
 
 
 def put(buffer: np.ndarray, parts: Sequence[np.ndarray]) -> int:
-    """Write arrays of whole 8 bytes into a uint8 buffer, one behind the other; returns the bytes of all."""
+    """Write arrays one after the other into a uint8 buffer; returns the number of bytes. The size of each array, except the
+    last, must be a multiple of 8 bytes."""
     end = 0
     for part in parts:
         if part.size:
@@ -32,9 +33,9 @@ def put(buffer: np.ndarray, parts: Sequence[np.ndarray]) -> int:
 
 
 def row_inputs(rows: int, buffer: Tensor, table: Tensor, padding_slot: int) -> Inputs:
-    """Inputs of so many rows of one token each, all padding. `decode_inputs` writes the rest of the buffer, `Layout.nbytes`.
+    """Inputs of `rows` padding rows with one token each. `decode_inputs` writes the rest of the buffer.
 
-    table: [kinds, rows, W] int32.
+    buffer: uint8 [Layout.nbytes]. table: [kinds, rows, W] int32.
     """
     inputs = Layout(rows, rows, rows, kinds=table.shape[0]).device(buffer, table, 1)
     inputs.sampled_slots.fill_(padding_slot)
@@ -44,11 +45,11 @@ def row_inputs(rows: int, buffer: Tensor, table: Tensor, padding_slot: int) -> I
 
 
 class SlotState:
-    """Tensors with a line for each of `max_seqs` slots, and one for padding.
+    """Tensors with one line for each of `max_seqs` slots, and one for padding.
 
     Args:
-        lines: [max_seqs + 1, words] int64, as `Packer` has them at the start.
-        last: [max_seqs + 1] int64, where samples are left, by slot.
+        lines: [max_seqs + 1, words] int64, the initial `Packer.lines`.
+        last: [max_seqs + 1] int64, the latest sample of each slot.
         kinds: see `Layout`.
     """
 
@@ -59,21 +60,21 @@ class SlotState:
 
     @staticmethod
     def nbytes(max_seqs: int, max_pages: int, kinds: int = 1) -> int:
-        """The most bytes that a step sends."""
+        """The most bytes that one step sends."""
         return 4 * max_seqs * (2 * LINE_WORDS + 12 + (1 + kinds) * max_pages) + 64
 
     def padding(self, rows: int, width: int) -> Inputs:
-        """Inputs of their own of so many rows, with block tables of `width` pages; as `row_inputs`."""
+        """New inputs of `rows` padding rows, with block tables of `width` pages; see `row_inputs`."""
         device, padding_slot = self._last.device, self._last.numel() - 1
         kinds = self._tables.shape[0]
         buffer = torch.zeros(Layout(rows, rows, rows, kinds=kinds).nbytes, dtype=torch.uint8, device=device)
         return row_inputs(rows, buffer, torch.zeros(kinds, rows, width, dtype=torch.int32, device=device), padding_slot)
 
     def tell(self, changes: Changes, rows: np.ndarray, adapters: np.ndarray, inputs: Inputs, staging: Tensor) -> None:
-        """Bring the device up to date, in one copy.
+        """Update the state on the device with one copy.
 
-        rows: slots of the step's rows, [] where `inputs` has them already. adapters: int32 [2 rows] likewise, or [].
-        staging: pinned memory, which must not change before the device has come to this point.
+        rows: slots of the step's rows; [] if `inputs` contains them already. adapters: int32 [2 rows], or [] likewise.
+        staging: pinned memory. It must not change before the device has executed the copy.
         """
         parts = (rows, adapters, changes.line_slots, changes.lines, changes.fed_slots, changes.fed, changes.cells)
         size = put(staging.numpy(), parts)
@@ -99,11 +100,11 @@ class SlotState:
                 table.view(-1).index_copy_(0, places.long(), kind)
 
     def derive(self, inputs: Inputs) -> None:
-        """Write the inputs of a step whose rows have the slots `inputs.sampled_slots`; each slot is a token further then."""
+        """Write the inputs of a step whose rows have the slots `inputs.sampled_slots`, and advance each slot by one token."""
         batch, width = inputs.batch, inputs.batch.block_table.shape[1]
         tables = [table if width == table.shape[1] else table[:, :width].contiguous() for table in self._tables]
         if batch.window_slots is not None and batch.window_table is not None:
-            # The other kind's places, from a copy of the lines: only the call behind this one moves them on.
+            # The places of windowed layers, from a copy of the lines, because only the second call may advance them.
             aside = replace(batch, slots=batch.window_slots, block_table=batch.window_table)
             self._write(inputs._replace(batch=aside), self._lines.clone(), tables[1])
         self._write(inputs, self._lines, tables[0])

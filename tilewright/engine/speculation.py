@@ -1,20 +1,20 @@
-"""Speculative decoding: several tokens of a request are guessed, and one pass of the model says how many of them are right.
+"""Speculative decoding: several tokens of a request are guessed, and one pass of the model checks how many of them are right.
 
-Nothing is lost by it: at each drafted position the sampler draws what it would have drawn without (its noise depends on seed,
-position and token alone), and a draft counts as long as it is what was drawn. Who guesses is a `Proposer`; how much is guessed
-for whom is decided here.
+The samples stay the same. At each drafted position the sampler draws the token that it would have drawn without drafts (its
+noise depends only on seed, position and token), and a draft is accepted while it equals this token. A `Proposer` makes the
+guesses; this module decides for which requests it guesses, and how many tokens.
 
-A proposer sees tokens, so a request that speculates has to wait for the samples of its last row, and has a row in every other
-step where the runner keeps one in flight. All that speculate wait together, so that they share a step; everybody else goes on
-as before. That must pay:
+A proposer needs to know all tokens. So a request that speculates waits for the samples of its last row. If the runner keeps one
+step in flight, the request has a row only in every other step. All speculating requests wait together, so that they share a
+step; other requests continue as before. The waiting must pay:
 
-    - Where guessing costs nothing, as looking in the text does, it is done in silence first: only a request whose next tokens
-      would have been guessed right begins to wait.
-    - The length follows what is accepted: it doubles while all is, and is one more than what was accepted otherwise.
-    - Where too little is accepted a request stops waiting, for four times as many tokens after each such attempt.
-    - Nobody speculates while more requests decode than a quarter of the samples that a step may have.
+    - If guessing costs nothing, as with a search in the text, guesses are first only compared, not used. A request begins to
+      wait only if its next tokens would have been guessed right.
+    - The number of drafts adapts: it doubles while all are accepted; otherwise it is the number of accepted ones plus one.
+    - If too few are accepted, the request stops waiting for some tokens: four times as many after each such attempt.
+    - No request speculates while more requests decode than a quarter of the samples that a step may have.
 
-What a grammar forces is known without guessing (rules.py), and comes before whatever a proposer says.
+Tokens that a grammar forces are known without guessing (rules.py), and take precedence over those of a proposer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,37 +30,38 @@ from tilewright.engine.tenants import Tenants
 __all__ = ["SILENT", "FromText", "Proposer", "Speculator"]
 
 FIRST = 4
-"""Drafts of a request's first row that has any."""
+"""Number of drafts in the first row of a request that has drafts."""
 SILENT = 4
-"""Tokens that are guessed in silence, and compared once they are known."""
+"""Number of tokens that are guessed without use, and compared once the true tokens are known."""
 REST = 32
-"""Tokens that a request goes on without drafts after its first attempt that did not pay; then four times as many."""
+"""Tokens that a request generates without drafts after its first attempt that did not pay; after each further one four times
+as many."""
 LONGEST_REST = 1 << 20
 CAUGHT_UP = 4096
-"""Tokens that are read at a time of a text that has not been read yet: a long prompt must not hold up a step."""
+"""Most tokens of an unread text that are read at a time, so that a long prompt does not delay a step."""
 PAYS_ALONE, PAYS_BESIDE_OTHERS = 0.3, 1.0
-"""Accepted drafts a row, on the average, from which on waiting pays: where nobody else decodes a step more or less costs
-little, and else a request has a row in every other step."""
+"""Average number of accepted drafts per row from which on waiting pays. If no other request decodes, an additional step costs
+little; otherwise a waiting request loses every other step."""
 WORTH_WAITING = 4
-"""Forced tokens for which a request waits that has a sample in flight: waiting costs it two steps."""
+"""A request with a sample in flight waits only for at least this many forced tokens, because waiting costs it two steps."""
 _NEVER = 1 << 62
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of requests. All tokens that they have are known, unless it is `free`."""
+    """Guesses the next tokens of requests. All tokens of the requests are known, except if the proposer is `free`."""
 
     @property
     def free(self) -> bool:
-        """Guessing costs next to nothing, and can be done without the last tokens."""
+        """Whether guessing costs almost nothing and is possible without the last tokens."""
         ...
 
     def propose(self, asked: Mapping[Request, int]) -> Mapping[Request, Sequence[int]]:
-        """For each request up to so many tokens; it may have none."""
+        """Up to the given number of tokens for each request; a request may have none."""
         ...
 
 
 class FromText:
-    """Proposes what followed the last time that the end of the text stood in the prompt or in the output before."""
+    """Proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or in the output."""
 
     free = True
 
@@ -86,21 +87,21 @@ _EMPTY = Lookup()
 
 
 class _Pace:
-    """How one request fares with its drafts."""
+    """How well drafts work for one request."""
 
     __slots__ = ("accepted", "attempts", "drafted", "length", "mean", "silent", "silent_at", "sure")
 
     def __init__(self, request: Request):
         self.length = FIRST
         self.mean = 2 * PAYS_BESIDE_OTHERS
-        self.attempts = 0  # that did not pay
+        self.attempts = 0  # number of those that did not pay
         self.drafted, self.accepted = request.drafted, request.accepted
         self.silent: Sequence[int] = ()
         self.silent_at = 0
-        self.sure = False  # its last drafts were forced: they tell nothing about guesses
+        self.sure = False  # the last drafts were forced, so their acceptance does not tell how good the guesses are
 
     def learn(self, request: Request, longest: int) -> bool:
-        """Take in what has been accepted since the last call; whether anything was drafted."""
+        """Update from the drafts that were accepted since the last call. Returns whether there were any drafts."""
         drafted, accepted = request.drafted - self.drafted, request.accepted - self.accepted
         self.drafted, self.accepted = request.drafted, request.accepted
         if not drafted:
@@ -110,19 +111,19 @@ class _Pace:
         return True
 
     def rest(self) -> int:
-        """An attempt did not pay: how many tokens to go on without."""
+        """An attempt did not pay: returns how many tokens to generate without drafts."""
         self.attempts += 1
         self.length, self.mean = FIRST, 2 * PAYS_BESIDE_OTHERS
         return min(LONGEST_REST, REST << 2 * (self.attempts - 1))
 
 
 class Speculator:
-    """Decides before each step who waits, and who has drafts.
+    """Decides before each step which requests wait, and which have drafts.
 
     Args:
-        tenants: the requests; their `drafts` are set, and `decoders.held`.
-        longest: drafts of one request in one step at most.
-        rules: what the grammars of requests allow and force.
+        tenants: the requests; this class sets `drafts`, `forced`, `decoders.held` and `decoders.together`.
+        longest: most drafts of one request in one step.
+        rules: which tokens the grammars of requests allow and force.
     """
 
     def __init__(
@@ -137,12 +138,12 @@ class Speculator:
         self._most_requests = max(1, tenants.max_samples // 4)
         self._failed = False
         self._leases = np.full(tenants.max_seqs, -1, np.int64)
-        self._due = np.zeros(tenants.max_seqs, np.int64)  # known tokens from which on a request is looked at
+        self._due = np.zeros(tenants.max_seqs, np.int64)  # number of known tokens from which on a request is considered
         self._paces: list[_Pace | None] = [None] * tenants.max_seqs
-        self._ruled = np.zeros(tenants.max_seqs, bool)  # has a grammar
+        self._ruled = np.zeros(tenants.max_seqs, bool)  # whether the request has a grammar
 
     def prepare(self) -> None:
-        """Before `Scheduler.schedule`."""
+        """Set the drafts of the next step. Call it before `Scheduler.schedule`."""
         tenants, decoders = self._tenants, self._tenants.decoders
         tenants.drafts = {}
         requests, slots = decoders.members()
@@ -169,8 +170,8 @@ class Speculator:
             self._draft([requests[i] for i in np.flatnonzero(held)], alone=bool(held.all()))
 
     def release(self) -> None:
-        """Nobody speculates from now on. Whoever has drafts in flight still waits for them: only they tell where its next row
-        begins."""
+        """Stop speculation for all requests. A request with drafts in flight still waits for their result, because its next row
+        begins after the accepted ones."""
         decoders = self._tenants.decoders
         self._tenants.drafts = {}
         slots = decoders.members()[1]
@@ -179,7 +180,7 @@ class Speculator:
         decoders.held[waiting], decoders.together = True, bool(waiting.size)
 
     def give_up(self) -> None:
-        """The proposer has failed: nobody speculates any more."""
+        """The proposer has failed: stop speculation for good."""
         self._failed = True
         self.release()
 
@@ -190,7 +191,7 @@ class Speculator:
         return pace
 
     def _consider(self, request: Request, slot: int) -> None:
-        """Whether a request begins to wait for its samples."""
+        """Decide whether a request begins to wait for its samples."""
         pace, known, held = self._pace(request, slot), len(request), self._tenants.decoders.held
         if not self.proposer.free:
             held[slot] = True
@@ -205,7 +206,7 @@ class Speculator:
         self._due[slot] = known + SILENT
 
     def _draft(self, requests: Sequence[Request], *, alone: bool) -> None:
-        """Drafts of the requests that wait, whose tokens are all known; those with which it does not pay wait no longer."""
+        """Make drafts for the waiting requests, whose tokens are all known. Requests for which it does not pay stop waiting."""
         decoders, asked, forced = self._tenants.decoders, dict[Request, int](), dict[Request, Sequence[int]]()
         for request in requests:
             slot = request.slot
@@ -225,7 +226,7 @@ class Speculator:
             found = found[: self._rules.allowed(request, found)] if found else found
             if found:
                 kept[request] = found
-            elif self.proposer.free or not asked[request]:  # else a grammar has cut them: the next may do
+            elif self.proposer.free or not asked[request]:  # otherwise a grammar has cut the drafts; the next ones may fit
                 slot = request.slot
                 decoders.held[slot], self._due[slot] = False, len(request) + (0 if self.proposer.free else REST)
         self._tenants.drafts = kept
@@ -233,6 +234,6 @@ class Speculator:
         self._tenants.forced = (stay - asked.keys()) | forced.keys()
 
     def _room(self, request: Request, slot: int, most: int) -> int:
-        """How many drafts of a request fit its `max_tokens` and its pages, `most` at most."""
+        """How many drafts, at most `most`, fit the `max_tokens` and the pages of a request."""
         most = min(most, int(self._tenants.decoders.left[slot]) - 1)
         return max(0, min(most, self._tenants.reserve(request, most + 1) - 1))

@@ -1,7 +1,7 @@
-"""What crosses the border between the scheduler and whatever runs the model: a step of rows out, samples back.
+"""The interface between the scheduler and the runner of the model: a step of rows goes out, samples come back.
 
-No tensors: plain values, and numpy arrays with an entry a row. `Scheduler.schedule()` makes a `Step`, a `Runner` runs it,
-`Scheduler.complete()` takes the samples.
+There are no tensors here, only plain values and numpy arrays with one entry per row. `Scheduler.schedule()` makes a `Step`, a
+`Runner` runs it, and `Scheduler.complete()` accepts the samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ __all__ = [
 ]  # fmt: skip
 
 FillMasks = Callable[[Any], None]
-"""Writes the masks of a step's masked rows into a numpy array [lines, words] int32: a bit a token, the lowest first."""
+"""Writes the masks of a step's masked rows into a numpy array [lines, words] int32: one bit per token, the lowest bit first."""
 HOST_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, TypeError, ValueError)
-"""What Python raises where a program, or the numbers that it was given, are wrong. Not here: what a device says
-(RuntimeError), interrupts and exits."""
+"""What Python raises if a program or its input is wrong. Errors of the device (RuntimeError), interrupts and exits are not
+included."""
 
 
 class RowFault(RuntimeError):
-    """A runner cannot launch one row of a step, for a reason that lies in its request. Nothing of the step was launched."""
+    """A runner cannot launch one row of a step because of that row's request. No row of the step was launched."""
 
     def __init__(self, request: Request, error: BaseException):
         super().__init__(f"{type(error).__name__}: {error}")
@@ -36,7 +36,7 @@ class RowFault(RuntimeError):
 
 
 class DeviceLost(RuntimeError):
-    """The device answers no more: every launch from now on will fail, and what its memory held is gone."""
+    """The device no longer responds: every later launch will fail, and the content of its memory is lost."""
 
 
 class Row(NamedTuple):
@@ -48,67 +48,67 @@ class Row(NamedTuple):
     samples: bool
     """The logits of the last token are sampled: the result is the token at position start + count."""
     drafts: tuple[int, ...] = ()
-    """The row's last tokens, guessed and not yet the request's. The logits of the token before them and of each of them are
-    sampled, and the row brings the samples up to the first that differs from the draft at its position."""
+    """The last tokens of the row, which are guesses and not yet part of the request. The logits of the token before them and of
+    each draft are sampled. The row brings the samples up to and including the first that differs from the draft at its
+    position."""
 
 
 class Grown(NamedTuple):
-    """Rows of a step that have a page more than in another one, which had the same rows."""
+    """The rows of a step that have one page more than in an earlier step with the same rows."""
 
     before: np.ndarray
-    """`Step.pages` of that one, which is known by this very array."""
+    """`Step.pages` of the earlier step, the same array object; it identifies that step."""
     rows: np.ndarray
-    """Their indices."""
+    """Indices of the rows."""
     pages: np.ndarray
-    """int32 [kinds, rows]: the pages."""
+    """int32 [kinds, rows]: their new pages."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One pass of the model, as arrays with an entry a row. `Step.of` makes one of rows, and `rows` shows it so.
+    """One pass of the model, as arrays with one entry per row. `Step.of` makes a step from rows; `rows` converts it back.
 
     Rows of decoding requests come first, then chunks of prompts. A row may read pages that an *earlier* row of the same step
-    writes: in every layer the keys and values of all rows are written before the first row attends.
+    writes: in every layer, the keys and values of all rows are written before attention runs for any row.
     """
 
     requests: Sequence[Request]
     slots: np.ndarray
-    """int64: the requests' slots. No slot is there twice."""
+    """int64: the requests' slots. No slot occurs twice."""
     starts: np.ndarray
     counts: np.ndarray
-    """int64: tokens [start, start + count) of the request go through the model, its drafts among them."""
+    """int64: tokens [start, start + count) of the request go through the model, including drafts."""
     samples: np.ndarray
-    """int64: how many of the row's last tokens have their logits sampled: 0, 1, or 1 and its drafts."""
+    """int64: for how many of the row's last tokens the logits are sampled: 0, 1, or 1 plus the number of drafts."""
     fed: np.ndarray
-    """bool: the row's last token is a sample not known on the host yet: the latest that was made in the row's slot. A row
-    with drafts is never fed, nor does it leave a sample for a later step: its request waits for the result."""
+    """bool: the row's last token is a sample that the host does not know yet: the latest sample in the row's slot. A row with
+    drafts is never fed, and does not leave a sample for a later step: its request waits for the result."""
     leases: np.ndarray
-    """int64: `Request.lease`, which tells one stay of a request in its slot from the next."""
+    """int64: `Request.lease`, which distinguishes the stays of requests in a slot."""
     pages: np.ndarray
-    """int64: pages in the request's block table."""
+    """int64: number of pages in the request's block table."""
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Drafts of the rows that have any, by the rows' indices."""
+    """Row index -> drafts, for the rows that have any."""
     copies: tuple[tuple[int, int], ...] = ()
-    """(source, destination) pages, copied in all layers before the pass. No destination is a source, so their order is free."""
+    """(source, destination) pages, copied in all layers before the pass. No destination is a source, so any order works."""
     out: Moves = ()
-    """(page, host page): copied to host memory before anything else."""
+    """(page, host page) pairs, copied to host memory before anything else."""
     back: Moves = ()
-    """(host page, page): copied from host memory, in all layers, behind that and before the copies. The step reads no host page
-    that it writes."""
+    """(host page, page) pairs, copied from host memory in all layers, after `out` and before `copies`. The step reads no host
+    page that it writes."""
     fills: frozenset[int] = frozenset()
-    """Pages that the prefix cache counts on: full once the step has run."""
+    """Pages that are registered in the prefix cache and must be full once the step has run."""
     after: np.ndarray | None = None
-    """`starts` of another step, known by this very array: this one has the same rows, each a token further."""
+    """`starts` of an earlier step, the same array object: this step has the same rows, each one token further. Or None."""
     grown: Grown | None = None
-    """What alone is new in the block tables, where it is known."""
+    """The only changes in the block tables since an earlier step; None: unknown."""
     masked: tuple[int, ...] = ()
-    """Rows, by their indices, whose samples a mask restricts: each of a row's samples has its own, in their order. They depend
-    on the tokens of the step before, so none of the step's rows is sampled before `Runner.sample`; what stands before the
-    samples runs meanwhile."""
+    """Indices of rows whose samples are restricted by masks, one mask per sample in order. The masks depend on the tokens of
+    the step before, so no row of the step is sampled before `Runner.sample`; everything before sampling runs meanwhile."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], **others: Any) -> "Step":
-        """A step of these rows. `others`: its copies, moves, fills, masked."""
+        """A step of these rows. `others`: further fields, such as copies, moves, fills and masked."""
         requests = [row.request for row in rows]
         return cls(
             requests,
@@ -129,7 +129,7 @@ class Step:
         )
 
     def followed_by(self, other: "Step", **others: Any) -> "Step":
-        """Both steps' rows in one; `other` has no drafts. `others`: its copies, moves, fills."""
+        """One step with the rows of both; `other` has no drafts. `others`: further fields, such as copies, moves and fills."""
         both = np.concatenate
         return Step(
             [*self.requests, *other.requests], both((self.slots, other.slots)), both((self.starts, other.starts)),
@@ -139,21 +139,21 @@ class Step:
 
     @property
     def alike(self) -> bool:
-        """All rows bring one token, and sample it."""
+        """Whether every row has one token and samples it."""
         if self.drafts or not self.slots.size:
             return False
         return bool((self.counts == 1).all() and self.samples.all())
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The step's rows, as values of their own: for whoever is in no hurry."""
+        """The step's rows as `Row` values; slower than the arrays."""
         drafts = self.drafts
         columns = zip(self.requests, self.starts.tolist(), self.counts.tolist(), self.samples.tolist())
         return tuple(Row(r, start, count, n > 0, drafts.get(i, ())) for i, (r, start, count, n) in enumerate(columns))
 
 
 def agreed_rows(step: Step, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How many of each row's samples count, and which of all samples that are."""
+    """(int64 [rows]: how many samples of each row count, bool [samples]: which samples these are)."""
     counts, stays, ends = step.samples.copy(), np.ones(samples.size, bool), np.cumsum(step.samples)
     for i, drafts in step.drafts.items():
         first = int(ends[i]) - len(drafts) - 1
@@ -167,44 +167,45 @@ def _integers(values: Sequence[int]) -> np.ndarray:
 
 
 def agreed(drafts: Sequence[int], samples: Sequence[int]) -> int:
-    """How many of a row's samples [1 + drafts] count: up to the first that differs from the draft at its position."""
+    """How many of a row's samples [1 + drafts] count: up to and including the first that differs from the draft there."""
     return next((i + 1 for i, draft in enumerate(drafts) if draft != samples[i]), len(drafts) + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought: the samples that count, row after row."""
+    """The result of a step: the samples that count, row after row."""
 
     tokens: np.ndarray
     """[N] int64"""
     counts: np.ndarray
-    """[rows] int64, N together: 0 for a row that does not sample, else 1, or as many as `agreed` says of its drafts."""
+    """[rows] int64 with sum N: 0 for a row that does not sample, otherwise 1; for a row with drafts, the result of `agreed`."""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """[] where no row asks for them; else an entry a token, None of the rows that do not."""
+    """[] if no row requests them; otherwise one entry per token, which is None for rows that do not request them."""
     columns: LogprobColumns | None = None
-    """Instead of `logprobs`, an entry a token, where the runner was made to give them so."""
+    """Replaces `logprobs`, with one entry per token, if the runner was configured for it."""
     prompt_logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
-    """[] where no row asks for them; else an entry a row, None of those that do not. Of a row that asks: the prompt's tokens at
-    positions start + 1 ... start + count, as far as there are any."""
+    """[] if no row requests them; otherwise one entry per row, which is None for rows that do not request them. The entry of a
+    row covers the prompt's tokens at positions start + 1 ... start + count, as far as the prompt extends."""
 
     @classmethod
     def of(cls, tokens: Sequence[Sequence[int]], **others: Any) -> "StepResult":
-        """A result of lists, one of each row's tokens."""
+        """A result from lists: the tokens of each row."""
         return cls(_integers([t for row in tokens for t in row]), _integers([len(row) for row in tokens]), **others)
 
 
 class Runner(Protocol):
     """Runs steps in the order in which they were launched.
 
-    `launch` reads all it needs of the requests (tokens, pages, slot) before it returns: by the time the step runs they may
-    have been finished or preempted, and their pages and slots given to others in a later step. `RowFault` out of `launch` is
-    about one row, and the others are launched again without it. `DeviceLost` ends the engine. Any other exception out of either
-    method fails the requests of that step and of those launched after it, whose tickets are then dropped, never collected.
+    `launch` reads everything it needs from the requests (tokens, pages, slot) before it returns. By the time the step runs, the
+    requests may have finished or been preempted, and a later step may have given their pages and slots to others. If `launch`
+    raises `RowFault`, the engine launches the other rows again without that row. `DeviceLost` ends the engine. Any other
+    exception from a method fails the requests of that step and of all steps launched after it; the tickets of those steps are
+    dropped and never collected.
     """
 
     @property
     def asynchronous(self) -> bool:
-        """True if `launch` returns before the step has run: the engine then keeps one step in flight behind the next."""
+        """True if `launch` returns before the step has run. The engine then keeps one step in flight and launches the next."""
         ...
 
     def launch(self, step: Step) -> Any:
@@ -212,10 +213,10 @@ class Runner(Protocol):
         ...
 
     def sample(self, ticket: Any, words: int, fill: FillMasks) -> None:
-        """Enqueues the samples of a step with masked rows, once every step before it has been collected.
+        """Enqueues the sampling of a step with masked rows, once every earlier step has been collected.
 
         `fill` is called with an array [samples of the masked rows, words], in the order of `Step.masked`. Requests may have
-        lost their slots since the launch. A step that is launched and never sampled is never collected either.
+        lost their slots since the launch. A step that was launched but not sampled is never collected.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Where a text ends: stop strings, found however the tokens cut them, and what must be held back to find them.
+"""Finds the stop strings that end a text, also across token boundaries, and holds back text that may begin a stop string.
 
-A stop string counts as soon as the text completes it, so what comes out does not depend on token boundaries: the text is cut
-before the stop string that ends first (of those that end together: the longest). Tokens that end a text (`Request.stop_ids`)
-are the scheduler's.
+A stop string takes effect as soon as the text completes it, so the result does not depend on token boundaries. The text is cut
+before the stop string that ends first; if several end at the same place, before the longest of them. The scheduler handles
+tokens that end a text (`Request.stop_ids`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ __all__ = ["OutputText", "StopStrings"]
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces before the first of `stops`, holding back what may be the beginning of one."""
+    """Cuts a text, which arrives in pieces, before the first of `stops`. Holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = sorted(stops, key=len, reverse=True)
@@ -23,7 +23,7 @@ class StopStrings:
     def push(self, piece: str, *, exempt: int = 0) -> tuple[str, str | None]:
         """(text that is safe to show, the stop string that ends it or None).
 
-        No stop string counts that ends within the first `exempt` characters of the piece.
+        Stop strings that end within the first `exempt` characters of the piece are ignored.
         """
         if not self._stops:
             return piece, None
@@ -37,16 +37,16 @@ class StopStrings:
         return text[:safe], None
 
     def would_stop(self, piece: str, *, exempt: int = 0) -> bool:
-        """True if `piece`, were it pushed now, would complete a stop string."""
+        """Whether pushing `piece` now would complete a stop string."""
         return self._find(self._held + piece, len(self._held) + exempt) is not None
 
     def flush(self) -> str:
-        """What is held back, when the text ends otherwise."""
+        """The text that is held back, for a text that ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, seen: int) -> tuple[int, str] | None:
-        """(start, stop string) of the first to end in `text` after its first `seen` characters."""
+        """(start, stop string) of the stop string that ends first in `text` after the first `seen` characters."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop, max(0, seen - len(stop) + 1))
@@ -62,23 +62,23 @@ class StopStrings:
 
 
 class OutputText:
-    """The text of one sample as its tokens come; no stop string counts before `min_tokens` of them have."""
+    """The text of one sample as its tokens arrive. Stop strings that end before token number `min_tokens` are ignored."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), min_tokens: int = 0):
         self._detokenizer = detokenizer
         self._stops = StopStrings(stops) if stops else None
         self._min_tokens = min_tokens
         self._tokens = 0
-        self._exempt = 0  # characters, still held by the detokenizer, of tokens before `min_tokens`
+        self._exempt = 0  # characters of tokens before `min_tokens` that the detokenizer still holds back
 
     @property
     def plain(self) -> Callable[[Iterable[int]], str] | None:
-        """From tokens to their text, where there are no stop strings to look for; the same as `push`, token by token."""
+        """Converts tokens to text if there are no stop strings, otherwise None; the same as `push` for each token."""
         return self._detokenizer.push if self._stops is None else None
 
     @property
     def plain_one(self) -> Callable[[int], str] | None:
-        """`plain` of one token."""
+        """`plain` for one token."""
         return self._detokenizer.push_one if self._stops is None else None
 
     def push(self, token_id: int) -> tuple[str, str | None]:
@@ -93,7 +93,7 @@ class OutputText:
             return stops.push(text, exempt=len(text))
         text, stop = self._search(text, stops)
         if stop is None and self._detokenizer.open:
-            # A newline may be held back because bytes could follow it. A text that ends here has it, and ends here.
+            # A newline may be held back because bytes could follow it. If it completes a stop string, the text ends here.
             tail = self._detokenizer.peek()
             if stops.would_stop(tail, exempt=self._exempt):
                 rest, stop = self._search(tail, stops)
@@ -101,7 +101,7 @@ class OutputText:
         return text, stop
 
     def finish(self) -> str:
-        """The rest of the text, when it did not end with a stop string."""
+        """The rest of a text that ended without a stop string."""
         tail = self._detokenizer.flush()
         if self._stops is None:
             return tail

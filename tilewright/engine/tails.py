@@ -1,7 +1,7 @@
-"""The newest tokens of the requests that decode, as one array by slot: a step of 512 of them is one write of numpy.
+"""The newest tokens of the decoding requests in one array by slot: a step with 512 requests needs one numpy write.
 
-A request gets its tokens when somebody asks for them (`Request.output_ids`), when its line is full, and when it leaves its
-slot. Lines begin with a page, so that the tokens of a page that has become full lie side by side, ready to be hashed.
+A request gets its tokens when they are read (`Request.output_ids`), when its line is full, and when it leaves its slot. Each
+line begins at a page boundary, so that the tokens of a page that has become full are contiguous and can be hashed directly.
 """
 
 import numpy as np
@@ -11,13 +11,13 @@ from tilewright.engine.request import Request
 __all__ = ["Tails"]
 
 _ROOM = 512
-"""Tokens that a line takes beside a page before it is emptied; no row of a step brings as many."""
+"""Tokens that a line holds in addition to a page before it is emptied; a row of a step always brings fewer."""
 _SPREAD = 32
-"""Tokens more, so that lines that are full at the same time are not all emptied in the same step."""
+"""Additional tokens, so that lines that become full at the same time are not all emptied in the same step."""
 
 
 class Tails:
-    """A line of tokens for each slot: those at positions [`first`, `known`) of its request, `known` being `Decoders.known`."""
+    """A line of tokens for each slot: those at positions [`first`, `known`) of its request; `known` is `Decoders.known`."""
 
     def __init__(self, known: np.ndarray, page_size: int):
         self._known, self._page = known, page_size
@@ -26,12 +26,12 @@ class Tails:
         self._flat, self._pages = self._tokens.reshape(-1), self._tokens.reshape(-1, page_size)
         self._begins = np.arange(known.size) * self._width
         self.first = np.zeros(known.size, np.int64)  # multiples of the page size
-        self._flushed = np.zeros(known.size, np.int64)  # tokens, the prompt's too, that the request has itself
+        self._flushed = np.zeros(known.size, np.int64)  # number of tokens, with the prompt, that the request itself has
         self._requests: list[Request | None] = [None] * known.size
-        self._left = 0  # tokens that every line takes before any has to be emptied, at least
+        self._left = 0  # every line can take at least this many tokens before any must be emptied
 
     def begin(self, slot: int, request: Request) -> None:
-        """A request with this many tokens known comes to its slot; of its last page those that are known come along."""
+        """Begin the line of a request with `known` tokens; the known tokens of its last page are copied into the line."""
         known = int(self._known[slot])
         first = request.computed // self._page * self._page
         self._requests[slot], self._flushed[slot], self.first[slot] = request, known, first
@@ -39,7 +39,7 @@ class Tails:
         self._left = min(self._left, self._width - _SPREAD - (known - first))
 
     def end(self, slot: int) -> None:
-        """The request leaves its slot, with all its tokens."""
+        """The request leaves its slot; it gets all its tokens."""
         request = self._requests[slot]
         if request is not None:
             self.flush(slot, request)
@@ -53,15 +53,15 @@ class Tails:
             self._flushed[slot] = known
 
     def places(self, slots: np.ndarray) -> np.ndarray:
-        """Where the next token of each of these slots goes, for `put`."""
+        """The place of the next token of each of these slots, for `put`."""
         return (self._begins - self.first + self._known).take(slots)
 
     def put(self, places: np.ndarray, tokens: np.ndarray) -> None:
-        """Write tokens, of which no slot has more than there is room for."""
+        """Write tokens to their places; there must be room for them."""
         self._flat[places] = tokens
 
     def make_room(self, most: int) -> bool:
-        """Before every line gets up to so many tokens. Returns whether any of them has moved: then other `places` count."""
+        """Make room for up to `most` more tokens in every line. Returns whether a line was moved; then call `places` again."""
         self._left -= most
         if self._left >= 0:
             return False
@@ -69,7 +69,7 @@ class Tails:
         full = (used > self._width - _SPREAD - most).nonzero()[0]
         if full.size:
             room = self._width - used[full]
-            # As many as must be emptied in each step until the first is full; it and all others that are, in any case.
+            # Empty all lines without room now, and otherwise as many per step as are needed until the next line is full.
             count = max(int(np.count_nonzero(room < most)), -(-full.size * most // max(most, int(room.min()))))
             full = full[room.argsort(kind="stable")[:count]]
             self._empty(full, used[full])
@@ -78,7 +78,7 @@ class Tails:
         return bool(full.size)
 
     def _empty(self, slots: np.ndarray, used: np.ndarray) -> None:
-        """Give the requests of these lines their tokens, and keep those of the last page."""
+        """Give the requests of these lines their tokens, and keep only the tokens of the last page here."""
         begins = (used - 1) // self._page * self._page
         lines = zip(slots.tolist(), (self._flushed[slots] - self.first[slots]).tolist(), used.tolist(), begins.tolist())
         for slot, flushed, end, begin in lines:
@@ -90,7 +90,7 @@ class Tails:
         self.first[slots] += begins
 
     def pages(self, slots: np.ndarray, firsts: np.ndarray) -> bytes | None:
-        """The tokens of a whole page each, from these positions on, as int64 of the machine; None: not all of them are here."""
+        """The tokens of one whole page per slot, from these positions on, as native int64; None: not all of them are here."""
         begins = self.first[slots]
         if np.count_nonzero(firsts < begins):
             return None

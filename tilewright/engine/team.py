@@ -1,9 +1,9 @@
-"""The ranks of a served model, seen by the first: it starts the others on this machine, tells them each step, watches them.
+"""The other ranks of a served model. The first rank starts them on this machine, sends them each step, and watches them.
 
-The first rank has the engine. The others (follower.py) run the same steps on their shares of the model, in the same order; what
-goes between the shares is inside `parallel.serving.ServedPart`. They are told of a step through their standard input: a header,
-then the packed buffer that goes to the first rank's device as well. A pipe that ends is the end of the run, so no rank outlives
-the first. A rank that dies is noticed within half a second; what waits for it on a card is aborted.
+The first rank runs the engine. The others (follower.py) run the same steps on their shares of the model, in the same order;
+`parallel.serving.ServedPart` exchanges data between the shares. They receive each step through their standard input: a header,
+then the packed buffer that also goes to the first rank's device. When the pipe closes, a rank ends, so no rank outlives the
+first. The end of a rank is noticed within half a second; exchanges that wait for it on a GPU are then aborted.
 """
 
 import json
@@ -31,15 +31,15 @@ __all__ = ["HEADER", "Notice", "Team"]
 
 _LOOK_S = 0.25
 _NAMING_S = 5.0
-"""Between an exchange that fails and the end of the process that made it fail."""
+"""How long to wait, after a failed exchange, for the end of the process that caused it, so that the message can name it."""
 
 
 class Notice(NamedTuple):
-    """What ranks are told of a step beside its packed buffer: numbers alone.
+    """The header of a step that is sent to other ranks, before its packed buffer.
 
-    tokens, seqs, samples, each: of its `Layout`; each is 0 where rows lie close. longest: tokens of a row. width: of the block
-    table. rows, row_tokens: of the captured step that it is run in; 0 for none. copies: pairs of pages behind the buffer.
-    size: bytes that follow.
+    tokens, seqs, samples, each: those of its `Layout`; each is 0 for packed rows. longest: tokens of the longest row. width:
+    pages of the block table. rows, row_tokens: those of the captured step in which it runs; 0 for none. copies: number of pairs
+    of pages after the buffer. size: bytes of the buffer.
     """
 
     tokens: int
@@ -58,11 +58,11 @@ HEADER = struct.Struct(f"<{len(Notice._fields)}q")
 
 
 class Team:
-    """The other ranks of a plan, started on this machine. `mesh` is there after `join`.
+    """The other ranks of a plan, started on this machine. `mesh` is valid after `join`.
 
     Args:
-        model: name or folder, which every rank loads its share of.
-        device: of the first rank: a CPU, or the card with the number 0.
+        model: name or folder; every rank loads its share of this model.
+        device: device of the first rank: a CPU, or GPU number 0.
     """
 
     def __init__(self, plan: Plan, model: str, options: EngineConfig, device: torch.device):
@@ -81,14 +81,14 @@ class Team:
             self._write(self._ranks[-1], spec)
 
     def join(self, *, invariant: bool) -> Mesh:
-        """Meet the others. Raises ConnectionError where one has ended."""
+        """Connect the ranks. Raises ConnectionError if one has ended."""
         self.said("here")
         self.mesh = join(self.plan, rank=0, device=self.device, store=self._store, invariant=invariant)
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="tilewright-ranks", daemon=True).start()
         return self.mesh
 
     def said(self, what: str) -> list[str]:
-        """What each of the others says under a name, once all have. Raises ConnectionError where one has ended instead."""
+        """Wait for the values that the other ranks store under a name. Raises ConnectionError if one has ended."""
         found: list[str] = []
         for rank in range(1, self.plan.ranks):
             while not self._store.check([f"{what}/{rank}"]):
@@ -99,11 +99,11 @@ class Team:
         return found
 
     def say(self, what: str, value: str) -> None:
-        """Tell the others something, before steps begin."""
+        """Store a value for the other ranks, before the first step."""
         self._store.set(what, value)
 
     def tell(self, notice: Notice, packed: Any, copies: Sequence[tuple[int, int]]) -> None:
-        """Hand a step to the others. Raises DeviceLost where one has ended."""
+        """Send a step to the other ranks. Raises DeviceLost if one has ended."""
         message = HEADER.pack(*notice) + bytes(packed) + b"".join(struct.pack("<2q", *pair) for pair in copies)
         try:
             for process in self._ranks:
@@ -112,12 +112,12 @@ class Team:
             raise self.lost(error) from error
 
     def check(self) -> None:
-        """Raises DeviceLost where a rank has ended."""
+        """Raises DeviceLost if a rank has ended."""
         if self._words is not None or self._ended() is not None:
             raise self.lost(None)
 
     def lost(self, error: BaseException | None) -> DeviceLost:
-        """Why nothing goes on any more: which rank has ended, or what went wrong in an exchange."""
+        """The error that ends the engine: which rank has ended, or what failed in an exchange."""
         deadline = time.monotonic() + _NAMING_S
         while self._ended() is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -142,7 +142,7 @@ class Team:
 
 
 def _watch(held: "weakref.ref[Team]") -> None:
-    """Look at the ranks until one ends. What waits for it on a card would wait for ever."""
+    """Check the ranks until one ends; then abort the exchanges on the GPU that would wait for it for ever."""
     while (team := held()) is not None:
         if team._ended() is not None:
             if team.device.type == "cuda":

@@ -1,7 +1,8 @@
-"""Who is in the engine and what each holds: the queues, the slots, the pages.
+"""The requests in the engine and their resources: queues, slots and pages.
 
-Pure Python and numpy: no tensors, no model. What is decided here: who is let in, who ends, and who gives up its pages for whom.
-Pages and slot of a request that ends are free at once, also while its row is in flight, because the device runs steps in order.
+Pure Python and numpy: no tensors, no model. This module accepts requests, ends them, and decides which request gives up its
+pages for another. When a request ends, its pages and slot are free at once, even if its row is still in flight, because the
+device runs steps in order.
 """
 
 import itertools
@@ -24,23 +25,24 @@ COUNTERS = ("preemptions", "finished", "aborted", "failed", "expired")
 COUNTERS += ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens")
 COUNTERS += ("drafted_tokens", "accepted_tokens", "forced_tokens")
 _LEASES = itertools.count()
-"""Of all engines in the process: what a runner remembers of one is never taken for another's."""
+"""Shared by all engines in the process, so that a runner never confuses the requests of two engines."""
 
 
 class Tenants:
     """Queues, pages and slots of one engine.
 
     Args:
-        max_seqs: requests that run at once, and slots.
-        max_tokens_per_step: bound on the tokens of one step; at least `max_seqs`, so that every running request fits.
-        max_model_len: bound on prompt and generated tokens together, per request.
-        max_waiting: requests that `add` lets wait at once.
-        prefill_chunk: most prompt tokens of one request in one step; None is no such bound.
-        max_samples: samples of one step at most, where that is more than `max_seqs`; what is left is for drafts.
-        windows: the pages of windowed layers; None: all layers use the same.
-        clock: the present in seconds; for tests.
+        max_seqs: most requests that run at once; the number of slots.
+        max_tokens_per_step: most tokens of one step; at least `max_seqs`, so that every running request fits.
+        max_model_len: most prompt and generated tokens together, per request.
+        max_waiting: most requests that may wait at once.
+        prefill_chunk: most prompt tokens of one request in one step; None: no limit.
+        max_samples: most samples of one step, if this is more than `max_seqs`; the difference is for drafts.
+        windows: the pages of windowed layers; None: all layers use the same pages.
+        clock: returns the current time in seconds; for tests.
 
-    `drafts` is set before `schedule`: guesses of what requests will sample next; `forced`: whose guesses a grammar has made.
+    The speculator sets `drafts` before `schedule`: guesses of the next samples; and `forced`: the requests whose drafts a
+    grammar has made.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Tenants:
         self.running: dict[Request, None] = {}  # a set, by `Request.order`
         self.waiting = WaitingQueue(self.max_waiting, self._clock)
         self._groups = StartGroups()
-        self._prompts: dict[Request, None] = {}  # those of them whose prompts are computed, in the same order
+        self._prompts: dict[Request, None] = {}  # the running requests whose prompts are being computed, in the same order
         self.decoders = Decoders(self.max_seqs, self.blocks.page_size, registers=self.blocks.prefix_cache)
         self.drafts: Mapping[Request, Sequence[int]] = {}
         self.forced: set[Request] = set()
@@ -92,11 +94,11 @@ class Tenants:
     # In and out ------------------------------------------------------------------------------------------------------
 
     def add(self, *requests: Request) -> None:
-        """Let requests wait, all of them or none.
+        """Add requests to the waiting queue, all of them or none.
 
         Raises:
-            RequestTooLong: one can never run: its prompt and max_tokens exceed the model's length or the whole pool.
-            QueueFull: too many wait already, or the first would wait for longer than it may.
+            RequestTooLong: a request can never run: its prompt and max_tokens exceed the model's length or the whole pool.
+            QueueFull: too many requests wait already, or the first would wait for longer than its limit.
         """
         for request in requests:
             self._check_length(request)
@@ -115,24 +117,27 @@ class Tenants:
             raise ValueError("the prompt has no tokens, wanted at least one; begin with the model's BOS token")
         if prompt + asked > self.max_model_len:
             raise RequestTooLong(f"{got}; the model takes {self.max_model_len}. Shorten the prompt or lower max_tokens")
-        # Keys and values of the last sample are never needed.
+        # The keys and values of the last sample are never needed.
         if self.blocks.pages_for(prompt + asked - 1) > self.blocks.num_pages:
             holds = self.blocks.num_pages * self.blocks.page_size
             raise RequestTooLong(f"{got}; the whole page pool holds {holds}. Lower them, or give the cache more memory")
 
     def live(self, request_id: str) -> list[Request]:
-        """The unfinished requests of this id."""
+        """The unfinished requests with this id."""
         return list(self._by_id.get(request_id, ()))
 
     def abort(self, request_id: str) -> list[Request]:
-        """End the unfinished requests of this id, also those in flight; returns them. An unknown id is none."""
+        """End the unfinished requests with this id, including those in flight; returns them: none for an unknown id."""
         requests = self.live(request_id)
         for request in requests:
             self.finish(request, "abort")
         return requests
 
     def expire(self) -> list[tuple[Request, float]]:
-        """End the requests that have waited too long, with all samples of their ids; returns (request, when to ask again)."""
+        """End the requests that have waited too long, and all other samples with their ids.
+
+        Returns (request, after how many seconds to try again).
+        """
         late = [(sample, retry_s) for request, retry_s in self.waiting.overdue() for sample in self.live(request.id)]
         for request, _ in late:
             self.finish(request, "expired")
@@ -159,7 +164,7 @@ class Tenants:
         self.finished += reason in ("stop", "length")
 
     def reset(self) -> list[Request]:
-        """Abort all requests and free all pages and slots, whatever half-done state an interrupt left; returns them."""
+        """Abort all requests and free all pages and slots, whatever state an interrupt has left. Returns the requests."""
         requests = [request for siblings in self._by_id.values() for request in siblings]
         for request in requests:
             if request.decoders is not None:
@@ -175,16 +180,16 @@ class Tenants:
         return requests
 
     def distrust(self, steps: Sequence[Step]) -> None:
-        """Steps have not written what they should: forget the content of their pages. Requests beside theirs that share one
-        start again; none of these may be in flight."""
+        """Discard the content of the pages of steps that failed. Other requests that share such a page start again; none of
+        these may be in flight."""
         rows = [row for step in steps for row in step.rows]
         spoiled = {page for row in rows for page in self._written(row)}.union(*(step.fills for step in steps))
         self.blocks.host.forget(host for step in steps for _, host in step.out)
         self._spoil(spoiled, {row.request for row in rows})
 
     def withdraw(self, step: Step, request: Request) -> Step | None:
-        """A step that was not launched, without the row of `request`, which is to be ended, and without those that would have
-        read what it writes: these start again. None where no row is left."""
+        """Remove the row of `request` from a step that was not launched; the caller ends the request. Rows that would have read
+        pages written by that row are also removed, and their requests start again. Returns the rest; None if no row is left."""
         out, spoiled = {request}, {page for row in step.rows if row.request is request for page in self._written(row)}
         found = True
         while found:
@@ -202,7 +207,7 @@ class Tenants:
         return Step.of(kept, copies=step.copies, fills=step.fills - spoiled, out=step.out, back=step.back)
 
     def _written(self, row: Row) -> list[int]:
-        """The pages that a row writes to; windowed ones as ~page, as in all sets of pages here."""
+        """The pages that a row writes to; windowed pages as ~page, as in all sets of pages here."""
         windowed = () if self.windows is None else self.windows.written(row.request, row.start)
         return [*row.request.pages[row.start // self.blocks.page_size :], *windowed]
 
@@ -220,12 +225,12 @@ class Tenants:
 
     @property
     def available(self) -> int:
-        """Pages of each kind that requests can get."""
+        """Number of pages that can be allocated of each kind."""
         pages = self.blocks.available
         return pages if self.windows is None else min(pages, self.windows.pool.available)
 
     def page_map(self, per_cell: int = 1) -> list[tuple[str | int, int]]:
-        """(state, owners) of cells of `per_cell` pages: "free", "cached" or the slot of the first request that owns it."""
+        """(state, owners) for each cell of `per_cell` pages; state is "free", "cached" or the slot of the first owner."""
         return self.blocks.page_map(((request.slot, request.pages) for request in self.running), per_cell)
 
     def stats(self) -> EngineStats:
@@ -260,20 +265,20 @@ class Tenants:
         self.decoders.lease[request.slot] = request.lease
 
     def _make_room(self, request: Request, count: int) -> int:
-        """Allocates pages for up to `count` more tokens; preempts those behind while not one fits. Returns how many fit."""
+        """Allocate pages for up to `count` more tokens; while none fits, preempt later requests. Returns how many fit."""
         self._leave_behind(request)
         while (fits := self._fitting(request, self.available)) <= 0:
             youngest = next(reversed(self.running))
             if youngest is request:
-                return 0  # it keeps its pages: the older ones take them if they need to, and go on in any case
+                return 0  # it keeps its pages; older requests can take them and always progress
             self._preempt(youngest)
         count = min(count, fits)
         self._allocate(request, count)
         return count
 
     def reserve(self, request: Request, count: int) -> int:
-        """Give a decoding request pages for `count` more tokens, as far as pages are left that nobody will ask for in the next
-        step; returns how many tokens fit."""
+        """Give a decoding request pages for up to `count` more tokens, but leave one page for each running request for the next
+        step. Returns how many tokens fit."""
         self._leave_behind(request)
         count = min(count, self._fitting(request, max(0, self.available - len(self.running))))
         if count > 0:
@@ -281,11 +286,11 @@ class Tenants:
         return max(0, count)
 
     def _fitting(self, request: Request, pages: int) -> int:
-        """Tokens that a request has room for, with so many pages more."""
+        """For how many more tokens a request has room if it gets this many pages more."""
         return (len(request.pages) + pages) * self.blocks.page_size - request.computed
 
     def _leave_behind(self, request: Request) -> None:
-        """Before a request's next row has its pages."""
+        """Release the windowed pages that the request's next row does not need; call this before it gets more pages."""
         if self.windows is not None:
             self.windows.leave_behind(request, request.computed)
 

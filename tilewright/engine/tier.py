@@ -1,8 +1,9 @@
 """Moves pages of the KV cache between the device and host memory.
 
-On the host a page is one row, all layers side by side, so that it crosses the link in one copy; on the device it is gathered
-from the layers, or spread over them, through a buffer of `CHUNK_BYTES`. There are two buffers for each direction and a stream
-for each: while one is copied the other is spread. The step waits on the device for what comes in; the host waits for nothing.
+On the host, a page is one row that contains all layers, so that it is transferred with one copy. On the device, pages are
+gathered from the layers, or scattered to them, through a buffer of `CHUNK_BYTES`. Each direction has two buffers and a stream:
+while one buffer is copied, the other is gathered or scattered. On the device, the step waits for incoming pages; the host never
+waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,26 +20,26 @@ __all__ = ["CHUNK_BYTES", "HostTier", "buffer_bytes", "page_bytes_of"]
 
 CHUNK_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 30
-"""Host memory is taken in blocks of up to so many bytes: torch rounds pinned memory up to a power of two."""
+"""Host memory is allocated in blocks of up to this many bytes, because torch rounds pinned memory up to a power of two."""
 
 
 def page_bytes_of(cache: KVCache | LatentCache) -> int:
-    """Bytes of a page, all layers."""
+    """Bytes of a page, in all layers."""
     return sum(part[:, 0].numel() * part.element_size() for part in _parts(cache))
 
 
 def buffer_bytes(page_bytes: int) -> int:
-    """What a tier takes of the device's memory."""
+    """Bytes of device memory that the buffers of a tier need."""
     return 4 * max(page_bytes, CHUNK_BYTES)
 
 
 def _parts(cache: KVCache | LatentCache) -> list[Tensor]:
-    """[layers, P, ...] tensors, one a kind (keys, values, ...), over the cache's own memory: a launch moves all layers."""
+    """[layers, P, ...] tensors, one per kind (keys, values, ...), as views of the cache: one launch then moves all layers."""
     return [stack for kind in zip(*cache.layers, strict=True) for stack in _stacked([_wide(part) for part in kind])]
 
 
 def _wide(part: Tensor) -> Tensor:
-    """A part with pages of 8-byte words where they are dense; a CPU indexes no float8."""
+    """A view of a part with 8-byte words if its pages are dense; 1-byte dtypes as uint8, because a CPU cannot index float8."""
     part = part.view(torch.uint8) if part.element_size() == 1 else part
     if not part.is_contiguous() or part[0].numel() * part.element_size() % 8 or part.storage_offset() * part.element_size() % 8:
         return part
@@ -46,7 +47,7 @@ def _wide(part: Tensor) -> Tensor:
 
 
 def _stacked(layers: list[Tensor]) -> list[Tensor]:
-    """Layers that lie evenly in one allocation as one tensor [layers, P, ...]; else each as one of its own."""
+    """Layers at equal distances in one allocation: one tensor [layers, P, ...]; otherwise one tensor [1, P, ...] per layer."""
     first, offsets = layers[0], [layer.storage_offset() for layer in layers]
     step = offsets[1] - offsets[0] if len(layers) > 1 else 0
     same = {layer.untyped_storage().data_ptr() for layer in layers} == {first.untyped_storage().data_ptr()}
@@ -63,19 +64,19 @@ class _Way:
         self.used = 0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.done: list[torch.Event | None] = [None, None]
-        """When each buffer may be written again."""
+        """Events after which each buffer may be written again."""
 
     def next(self) -> int:
-        """The number of the buffer whose turn it is."""
+        """The number of the buffer to use next."""
         self.used += 1
         return self.used % 2
 
 
 class HostTier:
-    """`num_pages` rows of host memory, pinned where there is a CUDA device.
+    """`num_pages` rows of host memory, pinned if the cache is on a CUDA device.
 
     Raises:
-        ValueError: there is not so much memory.
+        ValueError: there is not enough memory.
     """
 
     def __init__(self, cache: KVCache | LatentCache, num_pages: int):
@@ -94,7 +95,7 @@ class HostTier:
         self._out, self._in = (_Way(self._chunk, self._page_bytes, device) for _ in range(2))
 
     def move(self, out: Moves, back: Moves) -> None:
-        """Enqueue the moves of a step: (device, host) pages out, (host, device) pages in. No page is there twice."""
+        """Enqueue the moves of a step: (device, host) pages out, (host, device) pages in. No page occurs twice."""
         if self._cuda:
             self._wait_for_each_other(out, back)
         for chunk in _chunks(out, self._chunk):
@@ -103,7 +104,7 @@ class HostTier:
             self._bring_in(chunk)
 
     def _wait_for_each_other(self, out: Moves, back: Moves) -> None:
-        """What goes out may go where an earlier step has read, and come back from where an earlier one has written."""
+        """Order the two streams: `out` may write rows that an earlier step reads, `back` may read rows that one has written."""
         assert self._out.stream is not None
         assert self._in.stream is not None
         before = self._in.stream.record_event(), self._out.stream.record_event()
@@ -141,13 +142,13 @@ class HostTier:
             self._in.done[number] = torch.cuda.current_stream(buffer.device).record_event()
 
     def _begin(self, way: _Way, number: int) -> None:
-        """The buffer is written on the current stream, once it has been copied."""
+        """Make the current stream wait until the buffer has been copied and may be written again."""
         done = way.done[number]
         if done is not None:
             torch.cuda.current_stream(way.buffers[0].device).wait_event(done)
 
     def _copy(self, way: _Way, pairs: Sequence[tuple[Tensor, Tensor]], *, behind: bool = True) -> None:
-        """Copies (to, from) on the stream of a way; behind: once the current stream has come to this point."""
+        """Copy (target, source) pairs on the stream of a direction. behind: wait for earlier work of the current stream."""
         if way.stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -163,7 +164,7 @@ class HostTier:
         return index.to(self._parts[0].device, non_blocking=True)
 
     def _runs(self, hosts: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """(index, rows of host memory) of each run of rising neighbours in one block."""
+        """(start index, rows of host memory) for each run of consecutive ascending rows in one block."""
         breaks = (np.diff(hosts) != 1) | (np.array(hosts[1:], np.int64) % self._block == 0)
         ends = (np.flatnonzero(breaks) + 1).tolist()
         for at, end in zip([0, *ends], [*ends, len(hosts)]):
@@ -171,7 +172,7 @@ class HostTier:
             yield at, self._rows[block][row : row + end - at]
 
     def _places(self, buffer: Tensor, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(each part of the cache [layers, P, ...], where its pages stand in a buffer: [count, layers, ...])"""
+        """(part of the cache [layers, P, ...], view of its pages in a buffer [count, layers, ...]) for each part"""
         at = 0
         for part in self._parts:
             size = part[:, 0].numel() * part.element_size()

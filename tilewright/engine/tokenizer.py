@@ -1,7 +1,7 @@
-"""Text <-> token ids, and text from tokens as they come.
+"""Text <-> token ids, and text from tokens as they arrive.
 
-tokenizer_files.py reads a model folder's. Not supported: `clean_up_tokenization_spaces`, which would make the text of a token
-depend on those after it.
+tokenizer_files.py reads the tokenizer of a model folder. Not supported: `clean_up_tokenization_spaces`, which would make the
+text of a token depend on later tokens.
 """
 
 import json
@@ -22,12 +22,12 @@ except ModuleNotFoundError:
 __all__ = ["Cut", "Detokenizer", "Tokenizer", "TokenizerError"]
 
 UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not yet one."""
+"""A decoder writes this for bytes that are not, or not yet, a character."""
 SHORT_CHARS = 2048
-"""Texts up to this are encoded at once, in well under a millisecond; the way that lets other threads run costs 50 us."""
+"""Texts up to this length are encoded directly, in well under a millisecond. The call that frees other threads costs 50 us."""
 _BARRED = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 PROMPT_WINDOW = 8
-"""Tokens of the prompt's end that generated text is decoded with: a character has 4 bytes, so 4 tokens, at most."""
+"""Generated text is decoded together with this many last tokens of the prompt. A character has at most 4 bytes, so 4 tokens."""
 
 
 class TokenizerError(ValueError):
@@ -35,10 +35,10 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with what the engine needs around it. Use `Tokenizer.load(folder)` for a model's.
+    """A `tokenizers.Tokenizer` with the functions that the engine needs. `Tokenizer.load(folder)` loads that of a model.
 
     Args:
-        backend: truncation and padding in it are switched off.
+        backend: its truncation and padding are switched off.
         eos_ids: tokens that end a text.
         special_tokens: bos_token, eos_token ... -> their texts.
         chat_template: Jinja source.
@@ -65,7 +65,7 @@ class Tokenizer:
         self._bytes = _byte_tokens(backend)
         self._anchor = _anchor(backend, self.visible(range(min(1000, self.vocab_size))))
         self.suffixes: dict[int, str] = {}
-        """What `suffix` has found so far; a text stream looks here first."""
+        """Cached results of `suffix`; `Detokenizer` looks here first."""
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special)
         added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         named = [text for text in added if text.strip() and (text in (chat_template or "") or _BARRED.fullmatch(text))]
@@ -74,8 +74,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """The tokenizer of a model folder. Raises TokenizerError with the file and what is wrong with it."""
-        # Here, because those who get their tokenizer otherwise need nothing of the models, nor torch, which they import.
+        """The tokenizer of a model folder. Raises TokenizerError, which names the file and its error."""
+        # Imported here because it imports the models package and torch, which other users of this module do not need.
         from tilewright.engine.tokenizer_files import load
 
         return load(folder)
@@ -89,9 +89,9 @@ class Tokenizer:
         return token
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text; `add_special`: with what the model's files put around it, such as BOS.
+        """Token ids of a text; `add_special`: add the special tokens that the model's files specify, such as BOS.
 
-        A special token written out in the text becomes that token. Other threads run while a long text is encoded.
+        The name of a special token in the text becomes that token. Other threads can run while a long text is encoded.
 
         Raises:
             TokenizerError: the library fails on this text.
@@ -101,13 +101,13 @@ class Tokenizer:
                 return self._backend.encode(text, add_special_tokens=add_special).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids  # without Python's lock
         except BaseException as error:
-            # A fault inside the library, such as a regular expression that gives up, is no `Exception` of Python's.
+            # An error inside the library, such as a regular expression that gives up, may be no subclass of `Exception`.
             if type(error).__name__ == "PanicException" or type(error) is Exception:
                 raise TokenizerError(f"the tokenizer fails on this text: {str(error)[:200]}") from None
             raise
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """(token ids of two texts as the model reads them together, which of the two each is of). Raises TokenizerError."""
+        """(token ids of two texts as one input, for each token the index of its text). Raises TokenizerError."""
         try:
             found = self._backend.encode(first, second)
         except BaseException as error:
@@ -117,16 +117,16 @@ class Tokenizer:
         return found.ids, found.type_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, without special and unknown ones. Bytes that are no UTF-8 become U+FFFD."""
+        """The text of the tokens, without special and unknown ones. Bytes that are not valid UTF-8 become U+FFFD."""
         return self._backend.decode(self.visible(token_ids), skip_special_tokens=False)
 
     @property
     def chat_template(self) -> str | None:
-        """The source of the chat template, None if there is none."""
+        """The source of the chat template, or None."""
         return None if self._chat is None else self._chat.source
 
     def spelled(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, the names of special ones in it."""
+        """The text of the tokens, including the names of special tokens."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def to_json(self) -> str:
@@ -134,23 +134,23 @@ class Tokenizer:
         return self._backend.to_str()
 
     def id_to_token(self, token_id: int) -> str | None:
-        """What the vocabulary calls a token, which is not its text ("\u0120the", "<0x0A>", "<s>"); None if it has none."""
+        """The name of a token in the vocabulary, which is not its text ("\u0120the", "<0x0A>", "<s>"), or None."""
         return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The token that the vocabulary calls so, None if there is none."""
+        """The token with this name in the vocabulary, or None."""
         return self._backend.token_to_id(token)
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
-        """Those of the tokens that have a text: not special and in the vocabulary."""
+        """The tokens that have a text: those in the vocabulary that are not special."""
         hidden, size = self._hidden, self.vocab_size
         return [token for token in token_ids if 0 <= token < size and token not in hidden]
 
     def suffix(self, token_id: int) -> str | None:
-        """The text that a visible token adds wherever the text before it is complete, if it is the same everywhere.
+        """The text that a visible token adds after any complete text, if it is always the same.
 
-        None for a token that holds part of a character or is a byte, and for all where the decoder is not one of those known
-        to treat tokens one by one.
+        None for a token that is a byte or contains part of a character. Also None for every token if the decoder is not known
+        to decode tokens independently.
         """
         if self._anchor is None or token_id in self._bytes:
             return None
@@ -162,13 +162,13 @@ class Tokenizer:
         return text
 
     def is_byte(self, token_id: int) -> bool:
-        """True for a byte-fallback token such as <0x0A>. A decoder joins neighbours to characters, all of a run or none."""
+        """True for a byte-fallback token such as <0x0A>. A decoder joins a run of such tokens to characters, all or none."""
         return token_id in self._bytes
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The text of a conversation, to be encoded with `add_special=False`. Raises ChatTemplateError.
 
-        `variables`: add_generation_prompt (True unless given), tools, and what else the template understands.
+        `variables`: add_generation_prompt (default True), tools, and other variables of the template.
         """
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template (it is a base model); wanted a plain prompt instead")
@@ -177,10 +177,11 @@ class Tokenizer:
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], *, allow_special: bool = False, **variables: Any) -> list[int]:
         """Token ids of a conversation, through the chat template. Raises ChatTemplateError or TokenizerError.
 
-        What is written in the messages is text: a control token that is spelled out there, by which a turn could be forged, is
-        encoded in pieces, none of which is that token. Control tokens are the special ones and, of the other added ones, those
-        that the template names or that are written <|so|>; in assistant turns only the special ones, since templates look for
-        the others there ("</think>"). With `allow_special` they are what they spell. One of a single character is never text.
+        The content of messages is treated as text. If it spells a control token, by which a turn could be forged, this spelling
+        is encoded in pieces, none of which is that token. Control tokens are the special tokens, and those other added tokens
+        that the template names or that are written like <|this|>. In assistant turns only the special tokens count, because
+        templates look for the others there ("</think>"). With `allow_special`, spelled control tokens become these tokens. A
+        control token of a single character cannot be split and always becomes that token.
         """
         if allow_special:
             return self.encode(self.apply_chat_template(messages, **variables), add_special=False)
@@ -189,24 +190,24 @@ class Tokenizer:
         return [token for piece in pieces for token in self.encode(piece, add_special=False)]
 
     def safe(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> tuple[Cut, list[Any]]:
-        """Messages with marks where their text would spell control tokens."""
+        """The messages with marks inside all texts that would spell control tokens."""
         cut = Cut(json.dumps([messages, variables], ensure_ascii=False, default=str))
         texts = {True: self._special_texts, False: self._control_texts}
         return cut, [cut.apart(one, texts[one.get("role") == "assistant"]) for one in messages]
 
 
 class Detokenizer:
-    """The text of generated tokens, as they come.
+    """The text of generated tokens, as they arrive.
 
-    The pieces, joined, are what the tokens add to the prompt when all are decoded at once: with `p = decode(prompt)` and
-    `f = decode(prompt + generated)`, what `f` has beyond the longest common prefix of the two. A piece never ends within a
-    character; bytes that may become one are held back. The decoders of byte-fallback tokenizers turn a run of byte tokens
-    into text only if all of it is UTF-8, so there the whole run waits for its end.
+    The joined pieces equal the text that the tokens add to the prompt if all are decoded at once: with `p = decode(prompt)` and
+    `f = decode(prompt + generated)`, they are `f` without the longest common prefix of `p` and `f`. A piece never ends within a
+    character; bytes that may become one are held back. The decoders of byte-fallback tokenizers turn a run of byte tokens into
+    text only if all of it is UTF-8, so a whole run is held back until it ends.
 
-    With `special` the names of special tokens stand in the text, where they were generated.
+    With `special`, the text contains the names of special tokens where they were generated.
 
-    Only a short window of tokens is decoded at a time, from one before which the text is complete; most tokens not even so
-    (`Tokenizer.suffix`).
+    Only a short window of tokens is decoded at a time; it begins where the text before is complete. Most tokens need no
+    decoding at all (`Tokenizer.suffix`).
     """
 
     __slots__ = ("_complete", "_given", "_run", "_special", "_suffixes", "_tokenizer", "_window", "open")
@@ -216,14 +217,14 @@ class Detokenizer:
         self._suffixes = tokenizer.suffixes
         self._special = special
         self._window = _prompt_end(tokenizer, prompt_ids)
-        self._given = tokenizer.decode(self._window)  # text of the window that the reader has: the prompt's, then ours
+        self._given = tokenizer.decode(self._window)  # the window's text that needs no output: the prompt's, or returned before
         self._run = 0  # byte-fallback tokens at the window's end
         while self._run < len(self._window) and tokenizer.is_byte(self._window[-1 - self._run]):
             self._run += 1
-        # There is text before, and nothing that comes can change it.
+        # There is text in the window, and no later token can change it.
         self._complete = bool(self._given) and not self._run and not self._given.endswith(UNFINISHED)
         self.open = False
-        """True while tokens have come whose text is held back."""
+        """True while the text of some tokens is held back."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens add, as far as it is complete."""
@@ -233,7 +234,7 @@ class Detokenizer:
         return text
 
     def push_one(self, token: int) -> str:
-        """The same of one token."""
+        """`push` for one token."""
         if self._complete:
             known = self._suffixes.get(token)
             if known is not None:
@@ -256,7 +257,7 @@ class Detokenizer:
         self._run = self._run + 1 if tokenizer.is_byte(token) else 0
         self.open = True
         text = tokenizer.decode(window[: len(window) - self._run] if self._run else window)
-        # An unfinished character is one UNFINISHED, at the end; those before it are final.
+        # An unfinished character is a single UNFINISHED at the end; any before it are final.
         final = text[:-1] if text.endswith(UNFINISHED) else text
         new = self._beyond(final)
         if new:
@@ -267,7 +268,7 @@ class Detokenizer:
         return new
 
     def _push_special(self, token: int) -> str:
-        """A special token by its name: it ends whatever was open before it, and the text goes on behind it."""
+        """The name of a special token, after any text that was held back before it."""
         name = self._tokenizer.id_to_token(token) or ""
         text = self.peek() + name
         self._window, self._given, self._run = [token], "", 0
@@ -279,7 +280,7 @@ class Detokenizer:
         return self._beyond(self._tokenizer.decode(self._window)) if self.open else ""
 
     def flush(self) -> str:
-        """What is held back, when no more tokens come; bytes that are no character are U+FFFD in it."""
+        """The text that is held back, if no more tokens come. Bytes that are not a character become U+FFFD."""
         text = self.peek()
         self._window, self._given, self._run, self._complete, self.open = [], "", 0, False, False
         return text
@@ -290,12 +291,12 @@ class Detokenizer:
 
 
 def _anchor(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> int | None:
-    """A token with a text of its own, after which to look at others; None if the decoder is not known to allow that."""
+    """A token with visible text, after which `suffix` decodes other tokens; None if the decoder is not known to allow this."""
     if backend.decoder is None:
         return None
     state = json.loads(backend.decoder.__getstate__())
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
-    # Each of these makes text of a token without a look at its neighbours, but for bytes that join, and the very first token.
+    # Each of these decodes a token independently of its neighbours, except for bytes, which are joined, and the first token.
     known = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
     if any(part["type"] not in known or part.get("stop") for part in parts):
         return None
@@ -304,7 +305,7 @@ def _anchor(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> int | No
 
 
 def _prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
-    """The last visible tokens of a prompt, not beginning within a run of byte tokens."""
+    """The last visible tokens of a prompt; they do not begin within a run of byte tokens."""
     window: list[int] = []
     for token in reversed(prompt_ids):
         if len(window) >= PROMPT_WINDOW and not tokenizer.is_byte(window[-1]):
@@ -322,5 +323,5 @@ def _common(first: str, second: str) -> int:
 def _byte_tokens(backend: tokenizers.Tokenizer) -> frozenset[int]:
     found = {token for byte in range(256) if (token := backend.token_to_id(f"<0x{byte:02X}>")) is not None}
     letter = backend.token_to_id("<0x41>")
-    # The tokens may be mere text; what the decoder makes of one tells.
+    # These tokens may be ordinary text, so check how the decoder treats one.
     return frozenset(found if letter is not None and backend.decode([letter], skip_special_tokens=False) == "A" else ())

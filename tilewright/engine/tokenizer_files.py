@@ -1,8 +1,8 @@
 """The tokenizer of a model folder.
 
-Reads `tokenizer.json` (the Hugging Face format of the `tokenizers` library), and beside it, as far as they are there:
+Reads `tokenizer.json` (the Hugging Face format of the `tokenizers` library), and these files if they exist:
 `tokenizer_config.json`, `chat_template.jinja`, `generation_config.json` and `config.json`. Not supported: a folder with only a
-SentencePiece `tokenizer.model` or with tokenizer code of its own: nothing from a model folder is ever executed.
+SentencePiece `tokenizer.model`, or with its own tokenizer code. Nothing from a model folder is ever executed as Python.
 """
 
 from pathlib import Path
@@ -61,8 +61,8 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(read_text(path))
     except BaseException as error:
-        # The library raises a bare Exception for a file that it does not understand, or panics, which is no Exception at all;
-        # anything else is not about the file.
+        # For a file that it does not understand, the library raises a plain Exception, or a PanicException, which is not a
+        # subclass of Exception. Any other exception is not about the file.
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(f"{path.name} is not a tokenizer: {error}; fetch it again") from error
@@ -82,7 +82,7 @@ def _content(token: Any) -> str:
 
 
 def _default_template(template: Any) -> str | None:
-    """The template of tokenizer_config.json: a string, or a list of named ones of which one is the default."""
+    """The template in tokenizer_config.json, which is a string, or a list of named templates with one named "default"."""
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")

@@ -1,8 +1,8 @@
-"""A chat template's first run, in a process of its own: it may loop for ever, or double a string until memory is full.
+"""The first run of a chat template, in a separate process: it might loop for ever, or double a string until memory is full.
 
-Jinja's sandbox keeps a template from Python and from the disk, not from the processor. So that loading a model ends, a template
-is tried once on a short message where time and memory can be bounded: in a child process. What the template answers does not
-matter here, only that it answers; a template that refuses the message is fine.
+Jinja's sandbox denies a template access to Python and to the disk, but it does not limit processor time or memory. To make sure
+that loading a model ends, a template is first tried on one short message in a child process, where time and memory are bounded.
+Its result does not matter; it only has to end. A template that refuses the message is fine.
 """
 
 import json
@@ -17,10 +17,10 @@ from tilewright.engine.chat import ChatTemplate, ChatTemplateError, ChatTemplate
 __all__ = ["child", "try_template"]
 
 EXHAUSTED = 3
-"""The child's exit code when memory was not enough; a child that took too long is ended by a signal."""
+"""The child's exit code if it needs too much memory. A child that takes too long is ended by a signal."""
 TRIAL_CPU_S = 1.0
 TRIAL_WALL_S = 20.0
-"""On a machine that is busy with other things."""
+"""Larger than `TRIAL_CPU_S`, because the machine may be busy with other work."""
 TRIAL_BYTES = 512 << 20
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ child(job)
 def try_template(source: str, special_tokens: Mapping[str, str]) -> None:
     """Run a template on one short message.
 
-    Where no child process can be started, the template is not tried, and the log says so.
+    If no child process can be started, the template is not tried, and a warning is logged.
 
     Raises:
-        ChatTemplateError: it does not come to an end in `TRIAL_CPU_S` seconds and `TRIAL_BYTES` bytes, or it fails in a way
-            that templates should not.
+        ChatTemplateError: it does not end within `TRIAL_CPU_S` seconds and `TRIAL_BYTES` bytes, or it fails with an unexpected
+            error.
     """
     job = json.dumps({"path": sys.path, "source": source, "special": dict(special_tokens)})
     command = [sys.executable, "-c", _CHILD]
@@ -62,13 +62,13 @@ def try_template(source: str, special_tokens: Mapping[str, str]) -> None:
 
 
 def child(job: Mapping[str, object]) -> None:
-    """Run the template of a job; ends with an exit code other than 0 where it takes too much."""
+    """Run the template of a job. If it needs too much time or memory, exit with `EXHAUSTED`, or a signal ends the process."""
     try:
         import resource
-    except ImportError:  # Windows: the time alone is bounded
+    except ImportError:  # Windows: only the time is bounded
         pass
     else:
-        signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)  # of processor time, from here on; its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)  # limits the processor time from here on; the signal ends the process
         resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
     special = job["special"]
     assert isinstance(special, dict)
@@ -77,4 +77,4 @@ def child(job: Mapping[str, object]) -> None:
     except (ChatTemplateExhausted, MemoryError):
         sys.exit(EXHAUSTED)
     except (ValueError, RecursionError):
-        pass  # it refuses the message, which is an answer
+        pass  # it refuses the message, which is fine

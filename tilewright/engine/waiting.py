@@ -1,14 +1,14 @@
-"""Requests that wait to be started: their order, how many may wait, and for how long.
+"""Requests that wait for their start: their order, how many may wait, and for how long.
 
-A queue that is bounded in number alone answers nobody in time under a lasting overload: everybody waits for its whole length.
-So a request may also say how long it is willing to wait. It is refused at once where the queue before it will take longer, as
-far as the last seconds tell, and given up when that time has passed without a start.
+If only the number of waiting requests is limited, no request is answered in time under lasting overload, because each one waits
+for the whole queue. So a request may also have a maximum waiting time. It is refused at once if the queue before it is expected
+to take longer, according to the last seconds. It ends if this time has passed before it has started.
 
-How fast the queue moves is the rate of starts in the last seconds, if at least as many have started as run. With fewer starts,
-not every slot has turned over, and starts come in bursts. Then the rate is the number of running requests over the time that
-requests have run until they ended (Little, A Proof for the Queuing Formula L = lambda W, 1961).
+The speed of the queue is the rate of starts in the last seconds, if at least as many requests have started as are running. With
+fewer starts, not every slot has been reused yet, and starts come in bursts. Then the rate is the number of running requests
+divided by the average time that requests run (Little, A Proof for the Queuing Formula L = lambda W, 1961).
 
-Pure Python, and a function of its calls and its clock.
+Pure Python; the behaviour depends only on the calls and the clock.
 """
 
 import math
@@ -22,16 +22,16 @@ from tilewright.engine.request import QueueFull, Request
 __all__ = ["Room", "WaitingQueue"]
 
 RATE_WINDOW_S = 5.0
-"""Starts of the last seconds tell how fast the queue moves."""
+"""The rate of starts is measured over this time."""
 RATE_LEAST_S = 1.0
-"""A queue that has stood for less tells nothing yet."""
+"""No rate is estimated until requests have been waiting for this time."""
 _SMOOTHING = 1 / 16
 """The weight of the newest request in the average time that requests run."""
 RETRY_LEAST_S, RETRY_MOST_S = 1.0, 60.0
 
 
 class Room(NamedTuple):
-    """Who may still come: so many requests of the default priority, and what the next one would be refused with."""
+    """How many more requests of the default priority would be accepted, and the refusal of the next one."""
 
     left: int
     refusal: QueueFull
@@ -42,14 +42,14 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 class WaitingQueue:
-    """Requests by (priority, arrival). `most` may wait; a preempted one comes back to its place beyond that."""
+    """Requests by (priority, arrival). At most `most` may wait; preempted requests return to their places regardless."""
 
     def __init__(self, most: int, clock: Callable[[], float]):
         self.most = most
         self._clock = clock
         self._requests: list[Request] = []
         self._starts: deque[float] = deque()
-        self._standing_since_s: float | None = None  # when requests were first left over by a step
+        self._standing_since_s: float | None = None  # since when there have always been waiting requests
         self._last_start_s = -math.inf
         self._running = 1
         self._run_s: float | None = None  # how long requests run, on average
@@ -62,11 +62,11 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request:
-        """Who starts next."""
+        """The request that starts next."""
         return self._requests[0]
 
     def check_room(self, count: int, order: tuple[int, int], max_wait_s: float | None) -> None:
-        """Raise QueueFull unless `count` requests at `order` may wait, the first of them for `max_wait_s` at most."""
+        """Raise QueueFull unless `count` requests at `order` may wait, the first of them at most `max_wait_s` seconds."""
         waiting = len(self._requests)
         if waiting + count > self.most:
             retry_s = self._retry_after_s(self._wait_s(waiting), 0.0)
@@ -78,7 +78,7 @@ class WaitingQueue:
                 raise self._too_late(waiting, expected_s, max_wait_s)
 
     def room(self, max_wait_s: float) -> Room | None:
-        """Who may still come and wait for so long at most, as `check_room` sees it now; None: as many as the number allows."""
+        """How many more requests with this `max_wait_s` `check_room` would accept now; None: only `most` limits them."""
         ahead = bisect_left(self._requests, (0, math.inf), key=_order)
         each_s = self._wait_s(1)
         if each_s is None:
@@ -96,11 +96,11 @@ class WaitingQueue:
         return QueueFull(f"{got}; try again in {retry_s:.0f} s", retry_s, by_time=True)
 
     def push(self, request: Request) -> None:
-        """Add a request at its place."""
+        """Insert a request at its place in the order."""
         insort(self._requests, request, key=_order)
 
     def pop(self) -> Request:
-        """The first request, which is being started."""
+        """Remove and return the first request, which starts now."""
         request = self._requests.pop(0)
         request.started_s = self._clock()
         if self._standing_since_s is not None:
@@ -109,15 +109,15 @@ class WaitingQueue:
         return request
 
     def ended(self, run_s: float) -> None:
-        """Called for each request that ends after it was started, with how long it ran since then."""
+        """Note that a started request has ended, `run_s` seconds after its start."""
         self._run_s = run_s if self._run_s is None else self._run_s + _SMOOTHING * (run_s - self._run_s)
 
     def remove(self, request: Request) -> None:
-        """Take a request out that will not be started."""
+        """Remove a request that will not be started."""
         del self._requests[bisect_left(self._requests, request.order, key=_order)]
 
     def left_over(self, running: int) -> None:
-        """Called after every step that was scheduled, with how many requests run: what is still here had to wait."""
+        """Call this after every scheduled step, with the number of running requests. The requests still here have to wait."""
         self._running = max(1, running)
         if not self._requests:
             self._standing_since_s = None
@@ -126,7 +126,7 @@ class WaitingQueue:
             self._standing_since_s = self._clock()
 
     def overdue(self) -> list[tuple[Request, float]]:
-        """(request, when to ask again) of those that have waited for as long as they may, and have never been started."""
+        """(request, after how many seconds to try again) for requests that have never started and have waited too long."""
         if not self._requests:
             return []
         now_s = self._clock()
@@ -141,7 +141,7 @@ class WaitingQueue:
         return [(request, retry_s) for request in late]
 
     def _wait_s(self, ahead: int) -> float | None:
-        """How long `ahead` requests will take to start, or None while too little is known."""
+        """How long it will take until `ahead` requests have started; None while too little is known."""
         if ahead == 0 or self._standing_since_s is None:
             return None
         now_s = self._clock()
@@ -152,12 +152,12 @@ class WaitingQueue:
             return None
         if len(self._starts) >= self._running:
             return ahead * known_s / len(self._starts)
-        # Those that run have run for as long as nobody has started, at least.
+        # If no request has started for some time, requests run for at least this time.
         run_s = max(self._run_s or 0.0, now_s - max(self._standing_since_s, self._last_start_s))
         return ahead * run_s / self._running
 
     def _retry_after_s(self, expected_s: float | None, allowed_s: float) -> float:
-        """When the queue will be short enough, if nobody else comes."""
+        """After how many seconds the queue will be short enough, if no other request arrives."""
         if expected_s is None:
             return RETRY_LEAST_S
         return min(RETRY_MOST_S, max(RETRY_LEAST_S, expected_s - allowed_s))

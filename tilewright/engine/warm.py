@@ -1,4 +1,4 @@
-"""What a warm-up runs: steps of every size that has kernels of its own."""
+"""The steps of a warm-up: every size of step that uses different kernels."""
 
 import torch
 
@@ -9,14 +9,14 @@ __all__ = ["padding_inputs", "warm_sizes"]
 
 
 def warm_sizes(most: int) -> list[tuple[int, int]]:
-    """(tokens of a step, tokens of its longest row) of the eager steps of a warm-up, the largest first."""
+    """(tokens of the step, tokens of its longest row) for each eager step of a warm-up, the largest first."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
-    # Of a sequence's tokens: attention has a kernel for few.
+    # Attention has a separate kernel for rows of few tokens.
     return [(tokens, longest) for tokens in reversed(powers) for longest in (2, FEW_QUERIES + 1)]
 
 
 def padding_inputs(tokens: int, longest: int, max_seqs: int, max_samples: int, device: torch.device, kinds: int = 1) -> Inputs:
-    """A step of so many tokens, all padding."""
+    """The inputs of a step of `tokens` padding tokens."""
     seqs = min(tokens, max_seqs)
     layout = Layout(tokens, seqs, min(tokens, max_samples), kinds=kinds)
     inputs = layout.device(

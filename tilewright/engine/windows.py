@@ -1,13 +1,13 @@
-"""Pages of layers that see a window: given back while a request runs, as soon as no later token of it can see them.
+"""Pages of layers with a sliding window. A running request releases them as soon as no later token can attend to them.
 
-Layers of a model are of two kinds, those that see everything and those that see the last `window` tokens. Each kind has a pool
-of pages, and a request a block table in each, of the same length: entry i holds positions [i * page_size, ...) in both. An
-entry that lies behind the window is `GONE`: its page is somebody else's, or cached. A page that is given back stays in the
-prefix cache as any other. A prefix can be shared where the one pool knows all of its pages, and the other those that its last
-token still sees.
+A model may have two kinds of layers: layers with full attention, and layers that attend to the last `window` tokens. Each kind
+has its own pool of pages. A request has a block table for each pool, both of the same length: entry i covers positions
+[i * page_size, ...) in both. An entry before the window is `GONE`: another request may own its page, or the page is cached. A
+released page stays in the prefix cache like any other. A prefix can be shared if the full pool knows all of its pages, and the
+windowed pool knows those that are in the window of its last token.
 
-Pure Python: no tensors. Where one list or set speaks of pages of both kinds (`Step.copies`, `Step.fills`), a page w of this one
-is written ~w, a number below zero.
+Pure Python: no tensors. In lists or sets with pages of both kinds (`Step.copies`, `Step.fills`), a windowed page w is written
+as ~w, which is negative.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,47 +19,47 @@ from tilewright.engine.request import Request
 __all__ = ["GONE", "Windows", "page_pools"]
 
 GONE = 0
-"""Instead of a page behind the window. A kernel may read it, and drops what it has read: so it is the number of a page."""
+"""Stands for a page before the window. It is a valid page number, because a kernel may load this page and ignore the values."""
 
 
 def page_pools(plan: Any, *, prefix_cache: bool = True) -> dict[str, Any]:
-    """Arguments of `Scheduler`: the pools of a `MemoryPlan`."""
+    """The pools of a `MemoryPlan`, as arguments of `Scheduler`."""
     size, options = plan.page_size, {"prefix_cache": prefix_cache}
     windows = Windows(BlockPool(plan.window_pages, size, **options), plan.window) if plan.window_pages else None
     return {"blocks": BlockPool(plan.num_pages, size, host_pages=plan.host_pages, **options), "windows": windows}
 
 
 class Windows:
-    """The pool of the windowed kind.
+    """The pool of the layers with a window.
 
     Args:
-        pool: pages of as many tokens as those of the other kind; its host memory is not used.
-        window: tokens that a token sees at most, itself included.
+        pool: its page size equals that of the full pool; its host memory is not used.
+        window: most tokens that a token attends to, including itself.
 
     Raises:
-        ValueError: not even one request can go on with so few pages.
+        ValueError: the pages are too few for one request.
     """
 
     def __init__(self, pool: BlockPool, window: int):
         self.pool, self.window, self._size = pool, window, pool.page_size
         self.most = self.pages_seen(window, pool.page_size) + 2
-        """Pages that a request needs in order to begin anywhere: what it sees, a copy of the last one, and a new one."""
+        """Pages that a request needs to continue from any position: its window, a copy of the last page, and a new page."""
         if pool.num_pages < self.most:
             raise ValueError(f"{pool.num_pages} pages for windows of {window} tokens, wanted {self.most} or more")
         self.returned = 0
-        """Pages that requests have given back while they ran."""
+        """Number of pages that running requests have released."""
 
     @staticmethod
     def pages_seen(window: int, page_size: int) -> int:
-        """The most pages that a token's window lies in."""
+        """The largest number of pages that the window of a token can touch."""
         return -(-(window - 1) // page_size) + 1
 
     def first(self, position: int) -> int:
-        """The first entry of a block table that a token at this position sees, or one behind it."""
+        """Index of the first block table entry in the window of a token at this position; it may be after the last entry."""
         return max(0, position - self.window + 1) // self._size
 
     def stats(self) -> dict[str, int]:
-        """Of `EngineStats`."""
+        """Fields of `EngineStats`."""
         pool = self.pool
         used = pool.num_pages - pool.available
         return {"window_pages_total": pool.num_pages, "window_pages_used": used, "window_pages_returned": self.returned}
@@ -71,7 +71,7 @@ class Windows:
         return request.window_pages[request.behind :]
 
     def leave_behind(self, request: Request, start: int) -> None:
-        """The request's next row begins at `start`: give back what it does not see."""
+        """Release the pages before the window of the request's next row, which begins at `start`."""
         first, behind = min(self.first(start), len(request.window_pages)), request.behind
         if first > behind:
             self.pool.release(request.window_pages[behind:first])
@@ -80,24 +80,25 @@ class Windows:
             request.behind = first
 
     def leave(self, request: Request) -> None:
-        """Give back everything."""
+        """Release all pages of a request."""
         self.pool.release(self.held(request))
         request.window_pages, request.behind = [], 0
 
     def written(self, request: Request, start: int) -> Iterator[int]:
-        """The pages, as ~w, that a row which begins at `start` writes to."""
+        """The pages, as ~w, that a row beginning at `start` writes to."""
         return (~page for page in request.window_pages[max(request.behind, start // self._size) :])
 
     def shares(self, request: Request, pages: set[int]) -> bool:
-        """Whether a request owns any of these, which are written as ~w."""
+        """Whether a request owns any of these pages, which are written as ~w."""
         return any(~page in pages for page in self.held(request))
 
     # The prefix cache ------------------------------------------------------------------------------------------------
 
     def covered(self, request: Request, count: int, fresh: set[int]) -> int:
-        """How many of the `count` pages that continue a request can be shared, as far as it is up to windows.
+        """How many of the next `count` pages of a request the windowed pool allows to share.
 
-        fresh: pages that are filled in the step in the making, as ~w: the last page of all is copied, so it may be none.
+        fresh: pages, as ~w, that the step being made fills. If all tokens of the request are covered, its last page is copied,
+        and may not be one of these.
         """
         first, size, digests = len(request.pages), self._size, request.digests
         pages = [self.pool.find(digests[first + i]) for i in range(count)]
@@ -117,9 +118,10 @@ class Windows:
         return 0
 
     def take(self, request: Request, count: int) -> tuple[int, int] | None:
-        """Put `count` pages that are `covered` at the end of the block table, whose other half has them already.
+        """Append `count` pages, which must be `covered`, to the block table for windowed layers.
 
-        Where that is everything, the last page is shared for a copy of it: returns (it, the copy), which it stands for.
+        If this covers all tokens of the request, the last page is replaced by a new page, into which it must be copied: returns
+        (shared page, new page). Otherwise returns None.
         """
         table, first, size = request.window_pages, len(request.window_pages), self._size
         end = first + count
@@ -140,7 +142,7 @@ class Windows:
         return source, table[-1]
 
     def register(self, request: Request, indices: Iterable[int]) -> list[int]:
-        """Make known the pages at these entries, whose digests are made; returns them, as ~w."""
+        """Register the pages at these entries, whose digests exist already; returns them, as ~w."""
         found = [(request.window_pages[i], request.digests[i]) for i in indices if i >= request.behind]
         self.pool.register_many([page for page, _ in found], [digest for _, digest in found])
         return [~page for page, _ in found]
