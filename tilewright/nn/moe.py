@@ -34,7 +34,7 @@ class Routing:
 
     method: "greedy": the largest values of a softmax. "group_limited_greedy": the same within the groups that have the largest
         maxima (DeepSeek-V2). "noaux_tc": the largest sigmoids within the groups with the largest sums of their two best; a bias
-        is added for the choice only (DeepSeek-V3). "biased_softmax": the largest values of a softmax with such a bias (ERNIE 4.5).
+        is added for the choice only (DeepSeek-V3). "biased_softmax": the largest of a softmax plus such a bias (ERNIE 4.5).
     experts: X, the number of routed experts.
     chosen: K, the number of experts for each token.
     groups: the number of groups into which the experts are divided; 1 for "greedy" and "biased_softmax".
@@ -90,7 +90,7 @@ class Routing:
 
 
 class _Router(nn.Module):
-    """Computes logits with a weight [X, E] in the model's dtype and chooses experts; for methods with a bias, that is [X] float32."""
+    """Computes logits with a weight [X, E] in the model's dtype and chooses experts; a bias, if any, is [X] float32."""
 
     def __init__(self, routing: Routing, features: int, device: torch.device | str | None, dtype: torch.dtype | None):
         super().__init__()
