@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["fronts_of", "share_cores"]
 
 SMALL_BYTES = 64 << 20
-"""Weights of a small model. A larger one gains more from the last core than HTTP, which then has few requests, can lose."""
+"""Largest size of the weights of a small model. A larger model gains more from the last core than HTTP would: it answers few
+requests per second, so HTTP needs little time."""
 
 
 def fronts_of(config: ServerConfig, engine: "EngineConfig | None", *, beside: bool) -> int:
