@@ -91,7 +91,7 @@ class Logprobs:
         return {"token": _text(raw), "logprob": finite(logprob), "bytes": list(raw)}
 
     def _written(self, token: int) -> bytes:
-        """The bytes that a token adds to the text: none for a special token, no leading space for the first of an echoed text."""
+        """The bytes that a token adds to the text: none if it is special, no leading space if it is the first of an echo."""
         if not self._served.tokenizer.visible([token]):
             return b""
         starts = self._echoes and self._characters == 0
