@@ -162,7 +162,7 @@ class Fleet:
                     replica.process.kill()
                     replica.process.wait()
 
-    # What replicas say -----------------------------------------------------------------------------------------------
+    # Messages of replicas --------------------------------------------------------------------------------------------
 
     def _read(self, replica: Replica) -> bool:
         """Handle the messages of a replica. Returns False if it has ended."""

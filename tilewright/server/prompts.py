@@ -115,7 +115,7 @@ class Served:
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request names as its model; None for the model itself or no name.
 
-        The engine may not have that adapter. If the engine has no adapters at all, raises a 404 for an unknown name."""
+        The engine may not have that adapter. If it has no room for adapters, raises a 404 for any other name."""
         if name is None or name == self.name:
             return None
         if not self.has_adapters:

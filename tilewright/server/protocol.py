@@ -123,7 +123,7 @@ def _refuse_field(error: ValidationError) -> NoReturn:
 
 
 def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
-    """The job that a /v1/completions body asks for. Raises `ApiError`."""
+    """The job of a /v1/completions body. Raises `ApiError`."""
     body = parse(raw, CompletionBody)
     ignored = ignored_names(body)
     fields = _sampling_fields(body, served, config)
@@ -151,7 +151,7 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
 
 
 def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
-    """The job that a /v1/chat/completions body asks for. Raises `ApiError`."""
+    """The job of a /v1/chat/completions body. Raises `ApiError`."""
     return chat_job_of(parse(raw, ChatBody), served, config)
 
 

@@ -199,7 +199,7 @@ class RemoteEngine(EngineLink):
         self._context.term()
         return True
 
-    # What comes ------------------------------------------------------------------------------------------------------
+    # Messages from the engine ----------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         while True:
@@ -293,7 +293,7 @@ class RemoteEngine(EngineLink):
         if answer is not None and not answer.done():
             answer.set_result(result) if error is None else answer.set_exception(error)
 
-    # What goes -------------------------------------------------------------------------------------------------------
+    # Messages to the engine ------------------------------------------------------------------------------------------
 
     def _send(self, raw: bytes) -> None:
         """Send a message. Raises nothing: without an engine the message is lost, and so are the requests that it concerns."""

@@ -129,7 +129,7 @@ class Reply:
         return not (job.logprobs or job.token_ids or job.continuous_usage or job.only_echo or job.answering is not None)
 
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text in a plain event of a sample; None before its first event."""
+        """The bytes before and after the text in a plain event of a sample; None before its first event."""
         if not self._samples[index].started:
             return None
         event = self._chunk_start + _json(self._chunk(index, Delta(self.id, 0, text=_TEXT))).encode() + self._chunk_end()
@@ -137,7 +137,7 @@ class Reply:
         return before, behind
 
     def count(self, tokens: int) -> None:
-        """Tokens have gone to the reader without this object."""
+        """Count tokens that went to the client without this object."""
         self._completion_tokens += tokens
 
     def end(self) -> bytes:

@@ -109,7 +109,7 @@ class Router:
         self.decisions: Counter[tuple[int, str]] = Counter()
         """(replica, reason) -> number of requests."""
 
-    # What the caches hold --------------------------------------------------------------------------------------------
+    # Content of the caches -------------------------------------------------------------------------------------------
 
     def known(self, replica: int, digests: Collection[Digest]) -> None:
         """Record that a replica's cache now contains these pages."""
@@ -191,7 +191,7 @@ class Router:
                 high = middle
         return low
 
-    # What becomes of requests ----------------------------------------------------------------------------------------
+    # Progress of requests --------------------------------------------------------------------------------------------
 
     def started(self, name: str, decision: Decision, digests: Sequence[Digest]) -> None:
         """Record that a request was sent to the replica of `decision`. `name` identifies it until `finished`."""

@@ -38,7 +38,7 @@ class ResponsesJob(Job):
 
 
 def responses_job(raw: bytes, served: Served, config: ServerConfig) -> ResponsesJob:
-    """The job that a /v1/responses body asks for. Raises `ApiError`."""
+    """The job of a /v1/responses body. Raises `ApiError`."""
     body = parse(raw, ResponsesBody)
     ignored = ignored_in(body)
     messages, places = messages_of(body.input, body.instructions, config.max_messages)
