@@ -27,9 +27,9 @@ def fronts_of(config: ServerConfig, engine: "EngineConfig | None", *, beside: bo
     """Return the number of front processes.
 
     Args:
-        config: its `fronts`, if given, is the answer.
-        engine: of the language model; None: there is none.
-        beside: whether ordinary models are served by the same server.
+        config: if its `fronts` is set, that number is returned.
+        engine: config of the language model's engine; None: there is no language model.
+        beside: whether the same server also serves ordinary models.
     """
     if config.fronts is not None:
         return config.fronts

@@ -225,7 +225,7 @@ class Router:
         """Remove a request from the waiting ones. Its promised pages are known by now, or will not be computed any more."""
         one = self._replicas[ticket.replica]
         one.waiting -= 1
-        one.prefill_s = one.prefill_s - ticket.prefill_s if one.waiting else 0.0  # sums of floats drift
+        one.prefill_s = one.prefill_s - ticket.prefill_s if one.waiting else 0.0  # avoids accumulated rounding errors
         for digest in ticket.digests:
             if one.promised[digest] > 1:
                 one.promised[digest] -= 1

@@ -120,7 +120,7 @@ class Outbox:
                     data = connection.made(make)
                 except BaseException:
                     connection.failed()
-                    raise  # to the event loop, which logs it
+                    raise  # the event loop logs it
                 finally:
                     self._ready.popleft()
                 if data is not None:

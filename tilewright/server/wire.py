@@ -136,7 +136,7 @@ def pack_step(number: int, step: StepDeltas) -> bytes:
 
 
 def read_step(message: Sequence[Any]) -> tuple[int, StepDeltas]:
-    """(number, the step). Raises WireError."""
+    """Decode a step: (number, the step). Raises WireError."""
     number, streams, counts, tokens, notes = check(message, int, bytes, bytes, bytes, list)
     step = StepDeltas(_array(streams, "<i8"), _array(counts, "<i4"), _array(tokens, "<i4"))
     if len(step.counts) != len(step) or (step.counts < 0).any() or step.counts.sum(dtype=np.int64) != len(step.tokens):
@@ -276,7 +276,7 @@ def read_pass(message: Sequence[Any]) -> tuple[int, Pass]:
 
 
 def write_table(table: np.ndarray) -> list[Any]:
-    """float32 [rows, columns] as plain values."""
+    """Encode a float32 [rows, columns] as plain values."""
     return [*table.shape, table.astype("<f4").tobytes()]
 
 

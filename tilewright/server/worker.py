@@ -119,7 +119,7 @@ class EngineWorker(EngineLink):
             self._executor.submit(self._take_in)
         try:
             await taken
-        except DeviceLost as lost:  # before this loop has heard of it
+        except DeviceLost as lost:  # it was raised before this event loop was told of it
             raise EngineStopped(self.stopped or _failed(lost)) from lost
 
     def _leave(self, channel: Channel) -> None:
