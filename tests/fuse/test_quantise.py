@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import tilewright
 from tilewright.fuse import choose, int8, int8_calls
 from tilewright.fuse.check import Difference
-from tilewright.fuse.optimize import _copied
+from tilewright.fuse.inductor import copied
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.quantise import planned, step_of
 from tilewright.fuse.report import Report
@@ -153,7 +153,7 @@ def _measured_as(monkeypatch: pytest.MonkeyPatch, whole: list[float]) -> Report:
     report = Report(choices=[{"graph": "16 bits"}])
     with torch.no_grad():
         want = [model(x)]
-    int8.in_int8(_copied(done.fused), done.fused, [x], want, report, Settings("int8", None, False, True, 0))
+    int8.in_int8(copied(done.fused), done.fused, [x], want, report, Settings("int8", None, False, True, 0))
     return report
 
 
@@ -187,7 +187,7 @@ def test_products_of_codes_are_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         want = [model(x)]
     settings = Settings("int8", None, False, True, None, tune=True)
-    int8.in_int8(_copied(done.fused), done.fused, [x], want, report, settings)
+    int8.in_int8(copied(done.fused), done.fused, [x], want, report, settings)
     assert heard
     assert "conv_codes" in heard[0]
     assert [row["op"] for row in report.tuned][:2] == ["conv", "conv_codes"]

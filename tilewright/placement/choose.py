@@ -10,7 +10,7 @@ __all__ = ["Choice", "choose", "crossovers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A device, and why it was chosen. `seconds` includes transfers."""
+    """The chosen device, and the reason. `seconds` includes transfers."""
 
     index: int
     name: str

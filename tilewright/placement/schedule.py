@@ -1,10 +1,12 @@
-"""A schedule for stages that depend on each other, over devices that are not alike.
+"""Schedules stages that depend on each other on devices of different kinds.
 
-HEFT (Topcuoglu, Hariri, Wu, "Performance-effective and low-complexity task scheduling for heterogeneous computing", IEEE TPDS
-13(3), 2002): stages in the order of their upward rank, each where it ends first, in a gap of a device's timetable if there is
-one. On small graphs its greed costs up to a half, so what it finds is improved: the same insertion is repeated with ranks and
-devices changed one or two at a time, as long as the last end comes earlier, from a few starting orders, and from everything on
-one device, which is best where transfers are dear.
+The basis is HEFT (Topcuoglu, Hariri, Wu, "Performance-effective and low-complexity task scheduling for heterogeneous
+computing", IEEE TPDS 13(3), 2002). It places the stages in the order of their upward rank. Each stage goes to the device where
+it ends first, in a gap of the device's timetable if one is large enough.
+
+HEFT is greedy, which costs up to a half on small graphs. So its schedule is improved by local search: the insertion is repeated
+with one or two ranks or devices changed, as long as the last stage ends earlier. The search starts from a few orders, and from
+all stages on one device, which is best if transfers are expensive.
 """
 
 import itertools
@@ -16,17 +18,20 @@ from operator import itemgetter
 __all__ = ["Graph", "Placed", "Timetable", "schedule"]
 
 ROUNDS = 40
-"""Improvements that are looked for at most, for each starting order."""
+"""Most rounds of local search for each start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Stages and what they need of each other.
+    """Stages and the dependencies between them.
 
     Args:
-        seconds: stage -> seconds on each device; infinite where it cannot run.
-        edges: (stage, later stage) -> bytes that pass from one to the other.
-        transfer_s: (bytes, from device, to device) -> seconds; 0 within a device.
+        seconds: stage -> seconds on each device; infinite for a device that cannot run it.
+        edges: (stage, later stage) -> bytes that the later stage needs from the earlier one.
+        transfer_s: (bytes, from device, to device) -> seconds. Not called for a transfer within a device, which takes no time.
+
+    Raises:
+        ValueError: an edge with an unknown stage, rows of different lengths, or a cycle.
     """
 
     seconds: Mapping[str, Sequence[float]]
@@ -44,18 +49,18 @@ class Graph:
 
     @property
     def devices(self) -> int:
-        """How many."""
+        """The number of devices."""
         return len(next(iter(self.seconds.values()))) if self.seconds else 0
 
     def before(self) -> dict[str, list[str]]:
-        """Stage -> what has to end before it."""
+        """Stage -> the stages that have to end before it starts."""
         found: dict[str, list[str]] = {name: [] for name in self.seconds}
         for source, target in self.edges:
             found[target].append(source)
         return found
 
     def order(self) -> list[str]:
-        """Stages, each behind those that it needs. Raises ValueError for a cycle."""
+        """The stages in topological order. Raises ValueError for a cycle."""
         needs = {name: set(sources) for name, sources in self.before().items()}
         found: list[str] = []
         while needs:
@@ -69,7 +74,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A stage on a device."""
+    """The device and the time at which a stage runs."""
 
     device: int
     start_s: float
@@ -78,17 +83,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Timetable:
-    """Stage -> where and when."""
+    """A schedule. `placed`: stage -> its device and time."""
 
     placed: dict[str, Placed]
 
     @property
     def seconds(self) -> float:
-        """Until the last end."""
+        """The time at which the last stage ends."""
         return max((one.end_s for one in self.placed.values()), default=0.0)
 
     def explain(self, graph: Graph, names: Sequence[str]) -> list[str]:
-        """A line for each stage, in the order of their starts: where, when, and what the other devices would take."""
+        """A line for each stage, in the order of their starts: its device and time, and its seconds on the other devices."""
         lines = []
         for stage, one in sorted(self.placed.items(), key=lambda item: (item[1].start_s, item[1].end_s)):
             others = ", ".join(
@@ -102,7 +107,10 @@ class Timetable:
 
 
 def schedule(graph: Graph, seed: int = 0) -> Timetable:
-    """A timetable with an early last end. Raises ValueError for a stage that no device can run."""
+    """A timetable in which the last stage ends early. Raises ValueError for a stage that no device can run.
+
+    `seed`: seed of the random choices in the search.
+    """
     for name, row in graph.seconds.items():
         if not row or min(row) == float("inf"):
             raise ValueError(f"the stage {name} can run on no device")
@@ -120,7 +128,7 @@ def schedule(graph: Graph, seed: int = 0) -> Timetable:
 
 
 def _starts(graph: Graph, rng: random.Random) -> list[dict[str, float]]:
-    """Upward ranks by mean, least and largest seconds of a stage; and by the mean with some noise."""
+    """Upward ranks of the stages in four versions: from a stage's mean, least and largest seconds, and from a noisy mean."""
     devices = range(graph.devices)
     pairs = [(a, b) for a in devices for b in devices if a != b]
 
@@ -143,7 +151,10 @@ def _starts(graph: Graph, rng: random.Random) -> list[dict[str, float]]:
 
 
 def _insert(graph: Graph, before: Mapping[str, list[str]], ranks: Mapping[str, float], fixed: Mapping[str, int]) -> Timetable:
-    """HEFT's second half: by falling rank, as far as dependencies allow, each where it ends first; `fixed` have no choice."""
+    """The placement phase of HEFT: by decreasing rank, as far as dependencies allow, each stage where it ends first.
+
+    `fixed`: stage -> its device; other stages may run on any device.
+    """
     placed: dict[str, Placed] = {}
     busy: list[list[tuple[float, float]]] = [[] for _ in range(graph.devices)]
     left = set(graph.seconds)
@@ -174,7 +185,7 @@ def _insert(graph: Graph, before: Mapping[str, list[str]], ranks: Mapping[str, f
 
 
 def _gap(busy: Sequence[tuple[float, float]], ready: float, seconds: float) -> float:
-    """The earliest start of so many seconds from `ready` on."""
+    """The earliest start, at `ready` or later, of a free interval of this many seconds."""
     start = ready
     for begin, end in busy:
         if begin - start >= seconds:
@@ -186,7 +197,7 @@ def _gap(busy: Sequence[tuple[float, float]], ready: float, seconds: float) -> f
 def _improved(
     graph: Graph, before: Mapping[str, list[str]], ranks: dict[str, float], fixed: dict[str, int], rng: random.Random
 ) -> Timetable:
-    """Change the devices of one stage or two, or swap two ranks, as long as that helps. `fixed` is where to begin."""
+    """Change the devices of one or two stages, or swap two ranks, as long as that helps. `fixed` is the initial placement."""
     best = _insert(graph, before, ranks, fixed)
     names = sorted(graph.seconds)
     for _ in range(ROUNDS):
@@ -208,7 +219,7 @@ def _improved(
 
 
 def _moves(graph: Graph, names: Sequence[str], rng: random.Random) -> list[dict[str, int]]:
-    """Other devices for one stage, and for two at once where an edge joins them: a random order of what may be tried."""
+    """The changes to try, in random order: another device for one stage, or one device for two stages joined by an edge."""
     able = {name: [d for d in range(graph.devices) if graph.seconds[name][d] < float("inf")] for name in names}
     found = [{name: device} for name in names for device in able[name]]
     found += [{a: device, b: device} for a, b in graph.edges for device in able[a] if device in able[b]]

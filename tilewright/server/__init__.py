@@ -1,5 +1,6 @@
-"""The OpenAI-compatible server: `create_app` in app.py makes it, `serve` in serve.py runs it.
+"""The OpenAI-compatible server: `create_app` in app.py creates the app, and `run_server` in serve.py runs it.
 
-Reading order: protocol.py (what may be asked), worker.py (the engine's thread), stream.py and reply.py (the answer), app.py;
-then what keeps clients and surroundings from hurting it: connections.py, gate.py, access.py, logs.py, watchdog.py, serve.py.
+Reading order: protocol.py (parsing requests), worker.py (the engine's thread), stream.py and reply.py (the answer), app.py.
+Then the modules that protect the server from misbehaving clients and other faults, and the log: connections.py, gate.py,
+access.py, logs.py, watchdog.py, serve.py.
 """

@@ -1,8 +1,8 @@
-"""What is noted of every request: its id, one line in the log, and the counts of /metrics. Never its text.
+"""Records every request: its id, one line in the log, and the counts of /metrics. It never records the text.
 
-A request id is the client's `x-request-id` where that is a plain word, or a new one; every answer carries it. The line names
-method, path (without the query), status, seconds, seconds to the first byte of the body, tokens of prompt and answer, request
-id and client. The status is 499 where the client went away before its answer was whole.
+The request id is the client's `x-request-id` if that is a plain word, otherwise a new one. Every answer contains it. The log
+line contains method, path (without the query), status, seconds, seconds to the first byte of the body, tokens of prompt and
+answer, request id and client. The status is 499 if the client left before its answer was complete.
 """
 
 import logging
@@ -25,7 +25,7 @@ from tilewright.server.spans import RequestSpan, put_span, span_of
 __all__ = ["CLIENT_GONE", "Access", "Tokens", "note", "request_id_from", "request_id_of", "tokens_of"]
 
 CLIENT_GONE = 499
-"""What proxies call a request whose client left; nobody receives it."""
+"""The status that proxies use for a request whose client left. It is only logged and counted, never sent."""
 MAX_PATH_CHARS = 200
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Tokens:
-    """Tokens of a request, filled in by what answers it."""
+    """Token counts of a request. The code that answers the request fills them in."""
 
     prompt: int | None = None
     completion: Callable[[], int] = int
-    """Tokens of the answer so far."""
+    """Returns the number of tokens of the answer so far."""
 
 
 def request_id_of(scope: Scope) -> str:
@@ -50,19 +50,19 @@ def request_id_of(scope: Scope) -> str:
 
 
 def tokens_of(scope: Scope) -> Tokens:
-    """Where the tokens of a request are counted."""
+    """The token counts of a request."""
     return scope["tokens"]
 
 
 class Access:
-    """ASGI middleware, the outermost of ours."""
+    """ASGI middleware that records requests. It is the outermost one of this package."""
 
     def __init__(self, app: ASGIApp, counts: HttpCounts):
         self._app = app
         self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and note how it went."""
+        """Pass the request on and record its result."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -77,9 +77,9 @@ class Access:
         try:
             await self._app(scope, watched.receive, watched.send)
         except ClientDisconnect:
-            watched.gone = True  # while its body was read: there is nobody to answer
+            watched.gone = True  # the client left while its body was read, so no answer is possible
         except Exception:
-            watched.status = watched.status or 500  # answered, and its traceback logged, further out
+            watched.status = watched.status or 500  # an outer layer answers and logs the traceback
             raise
         finally:
             self._note(scope, watched)
@@ -150,12 +150,12 @@ def _shown(path: str) -> str:
 
 
 def request_id_from(given: str) -> str:
-    """A client's id where that is a plain word, else a new one."""
+    """The client's request id if it is a plain word, otherwise a new one."""
     return given if given and _ID.fullmatch(given) else f"req-{_RANDOM.getrandbits(96):024x}"
 
 
 class _Watched:
-    """The two ways of a request, with what passed on them."""
+    """Wraps `receive` and `send` of a request, and records what passes through them."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self._scope, self._receive, self._send = scope, receive, send

@@ -1,7 +1,7 @@
-"""What fronts ask of the LoRA adapters of an engine process: which there are, to load one, to forget one.
+"""Handles the fronts' requests about the LoRA adapters of an engine process: list, load, unload.
 
-Folders are read in a thread beside the engine's steps, and an adapter is held between two of them. What was loaded or forgotten
-while the server runs is written down, so that an engine that is started again has the adapters of the one before.
+A thread reads the folders while the engine steps, and an adapter is added to the engine between two steps. The list of loaded
+adapters is saved in a file, so that an engine that is started again gets the adapters of the one before.
 """
 
 import json
@@ -18,7 +18,7 @@ from tilewright.server.wire import WireError
 __all__ = ["AdapterDesk"]
 
 MAX_WAITING = 64
-"""Folders that wait to be read."""
+"""Most folders that wait to be read."""
 VERBS = ("list", "load", "unload")
 FILE = "adapters.json"
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterDesk:
-    """Answers for one engine, in its thread. `home`: where the list is kept; None: nowhere.
+    """Handles adapter requests for one engine, in the engine's thread.
 
     Args:
-        home: the private folder of the server.
+        home: the private folder of the server, where the list of adapters is saved; None: it is not saved.
     """
 
     def __init__(self, engine: Engine, home: Path | None):
@@ -45,7 +45,7 @@ class AdapterDesk:
         return bool(self._reading)
 
     def ask(self, front: bytes, number: int, verb: str, name: str, folder: str) -> None:
-        """A front asks; the answer is among `answers` at once, or once the folder has been read. Raises WireError."""
+        """Handle a front's request. Its answer appears in `answers`, for "load" once the folder is read. Raises WireError."""
         if verb not in VERBS:
             raise WireError(f"a question about adapters is {verb[:30]!r}, wanted one of {', '.join(VERBS)}")
         adapters = self._engine.adapters
@@ -73,7 +73,7 @@ class AdapterDesk:
         return None
 
     def answers(self) -> Iterator[tuple[bytes, int, Any]]:
-        """(front, number, the answer or what it is refused with) of what is done. Between two steps."""
+        """Yield (front, number, the answer or the error) of finished requests. Call it between two steps."""
         waiting, self._reading = self._reading, []
         for front, number, name, folder, read in waiting:
             if self._reading or not read.done():  # answers keep the order of their questions
@@ -89,7 +89,7 @@ class AdapterDesk:
         yield from done
 
     def close(self) -> None:
-        """End the thread, behind what it is in."""
+        """End the thread after the folder that it is reading."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _keep(self) -> None:
@@ -101,7 +101,7 @@ class AdapterDesk:
             temporary.replace(self._file)
 
     def _restore(self) -> None:
-        """Have the adapters that were there when the engine before ended."""
+        """Load the adapters of the saved list, which an earlier engine process wrote, and unload all others."""
         adapters = self._engine.adapters
         if self._file is None or adapters is None or not self._file.exists():
             return

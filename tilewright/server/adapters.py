@@ -1,8 +1,9 @@
-"""LoRA adapters over HTTP: which there are, and loading and unloading them while the server runs.
+"""LoRA adapters over HTTP: listing, loading and unloading them while the server runs.
 
-The engine knows which adapters there are; a request names one as its model. Loading is for whom the operator lets: only with
-`--adapter-dir`, and only from folders below that one, wherever symbolic links lead. Names and paths are bounded; whatever is
-wrong with a folder is one sentence to the client that asked for it, and nobody else notices.
+The engine has the list of adapters; a request selects one by its name in the `model` field. Clients may load adapters only if
+the operator set `--adapter-dir`, and only from folders below that folder, after symbolic links are resolved. The lengths of
+names and paths are limited. If a folder has no usable adapter, the client that requested it gets an error of one sentence;
+other clients are not affected.
 """
 
 import asyncio
@@ -25,9 +26,9 @@ from tilewright.server.protocol import parse
 __all__ = ["LoadBody", "ModelEndpoints", "UnloadBody"]
 
 LOAD_TIMEOUT_S = 60.0
-"""How long a client waits for an adapter to be read and held."""
+"""How long a client waits for an adapter to be loaded."""
 MAX_PATH = 4096
-"""Characters of a path that a client may name; Linux takes no more."""
+"""Most characters in a path from a client; Linux accepts no more."""
 
 
 class UnloadBody(BaseModel):
@@ -41,14 +42,14 @@ class LoadBody(UnloadBody):
     """Fields of /v1/load_lora_adapter."""
 
     lora_path: str = Field(min_length=1, max_length=MAX_PATH)
-    """A folder, absolute or from `adapter_dir` on."""
+    """A folder: an absolute path, or one relative to `adapter_dir`."""
 
 
 def folder_below(path: str, config: ServerConfig) -> Path:
-    """The folder that a client names.
+    """The folder for a path from a client.
 
     Raises:
-        ApiError: 403, the operator allows none; 400, it is not below the operator's folder, or there is none.
+        ApiError: 403, the operator does not allow loading; 400, the path is not below the operator's folder or does not exist.
     """
     check_allowed(config)
     assert config.adapter_dir is not None
@@ -57,14 +58,14 @@ def folder_below(path: str, config: ServerConfig) -> Path:
         found = (home / path).resolve()
     except (OSError, RuntimeError, ValueError):
         raise bad_request("lora_path is no path of this system", "lora_path") from None
-    # What lies outside is not told apart from what is not there.
+    # The error is the same for a folder outside and for one that does not exist, so it reveals nothing about other folders.
     if home not in found.parents or not found.is_dir():
         raise bad_request(f"lora_path is {path[:200]!r}, wanted a folder below the server's folder for adapters", "lora_path")
     return found
 
 
 def check_allowed(config: ServerConfig) -> None:
-    """Raise ApiError (403) unless the operator lets clients load adapters."""
+    """Raise ApiError (403) unless the operator allows clients to load adapters."""
     if config.adapter_dir is None:
         raise ApiError(
             403, "this server loads no adapters on request: start it with --adapter-dir FOLDER", code="adapters_not_allowed"
@@ -72,11 +73,11 @@ def check_allowed(config: ServerConfig) -> None:
 
 
 class ModelEndpoints:
-    """/v1/models, and what changes its list.
+    """The endpoints of /v1/models, and those that load and unload adapters.
 
     Args:
-        worker: that of the server, once it runs.
-        prepared: (request, read) -> read(body), off the event loop where that is worth it.
+        worker: returns the server's link to the engine, once it runs.
+        prepared: (request, read) -> read(body), which runs outside the event loop if that is worth the overhead.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ModelEndpoints:
         self._created_s = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        """GET /v1/models: the model, and the adapters that the engine has for it."""
+        """GET /v1/models: the model and its adapters in the engine."""
         names = [self._served.name, *await self._ask(self._worker().adapter_names())]
         return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
@@ -98,7 +99,7 @@ class ModelEndpoints:
         return JSONResponse(self._model(name))
 
     async def load(self, request: Request) -> Response:
-        """POST /v1/load_lora_adapter {lora_name, lora_path}: from here on it is a model."""
+        """POST /v1/load_lora_adapter {lora_name, lora_path}: afterwards requests may use the name as their model."""
         body = await self._prepared(request, lambda raw: parse(raw, LoadBody))
         folder = folder_below(body.lora_path, self._config)
         if body.lora_name == self._served.name:
@@ -107,7 +108,7 @@ class ModelEndpoints:
         return JSONResponse(self._model(body.lora_name))
 
     async def unload(self, request: Request) -> Response:
-        """POST /v1/unload_lora_adapter {lora_name}: no new request may name it; those that have it end with it."""
+        """POST /v1/unload_lora_adapter {lora_name}: new requests may not use it; running requests finish with it."""
         check_allowed(self._config)
         body = await self._prepared(request, lambda raw: parse(raw, UnloadBody))
         await self._ask(self._worker().unload_adapter(body.lora_name))

@@ -1,4 +1,5 @@
-"""Names under which gateways and autoscalers already look for an engine's load; the numbers are those of our own names."""
+"""Metrics of the engine's load under the names that existing gateways and autoscalers read. The values are the same as those
+of tilewright's own metrics."""
 
 from collections.abc import Iterator
 

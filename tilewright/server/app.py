@@ -1,19 +1,20 @@
-"""The HTTP server: OpenAI's endpoints, their checks before the engine is touched, health, metrics and the page.
+"""The HTTP server: OpenAI's endpoints, the checks of a request before it reaches the engine, health, metrics and the web page.
 
-    POST /v1/completions  /v1/chat/completions     generation, whole or streamed (stream.py)
-    POST /v1/responses                             the same in OpenAI's newer words (responses/)
-    POST /v1/embeddings  /v1/score  /v1/rerank     numbers of whole texts (embeddings.py)
-    GET  /v1/models  /v1/models/{name}             the model that is served, and its LoRA adapters
+    POST /v1/completions  /v1/chat/completions     generation; the answer comes whole or as a stream (stream.py)
+    POST /v1/responses                             the same through OpenAI's newer Responses API (responses/)
+    POST /v1/embeddings  /v1/score  /v1/rerank     embeddings and scores of whole texts (embeddings.py)
+    GET  /v1/models  /v1/models/{name}             the served model and its LoRA adapters
     POST /v1/load_lora_adapter  /v1/unload_lora_adapter     only with --adapter-dir (adapters.py)
     POST /tokenize  /detokenize                    text or a chat <-> token ids (tokens.py)
-    GET  /health  /ready  /version  /metrics       alive; taking requests; which build; Prometheus
-    GET  /openapi.json                             the API's description
+    GET  /health  /ready  /version  /metrics       is it alive; does it accept requests; which build; Prometheus metrics
+    GET  /openapi.json                             the description of the API
     GET  /  /live                                  the playground, and the engine state that it draws
 
-With an API key, everything but the page's files, /health, /ready and /version asks for it. gate.py holds that check and those
-that keep foreign web pages out, access.py the log of requests, connections.py the deadlines of connections.
+If an API key is set, every path requires it except the page's files, /health, /ready and /version. gate.py contains this check
+and the checks that keep foreign web pages out. access.py logs the requests. connections.py enforces the deadlines of
+connections.
 
-Not here: TLS, several models, quotas. A proxy does these.
+The server does not implement TLS, several models or quotas. Use a proxy for these.
 """
 
 import asyncio
@@ -60,14 +61,14 @@ from tilewright.server.watchdog import Watchdog
 __all__ = ["Server", "app_of", "create_app"]
 
 MAX_FAILURES = 10
-"""Failed steps without a token in between, after which the device, not the requests, is to blame."""
+"""After this many failed steps in a row, with no token between them, the server blames the device and not the requests."""
 
 INLINE = ("/v1/completions", "/v1/embeddings", "/detokenize")
-"""Paths whose short bodies take no time to read: neither a chat template nor pairs of texts."""
+"""Paths whose short bodies are parsed on the event loop, because that is fast: no chat template and no pairs of texts."""
 LOOK_TIMEOUT_S = 10.0
 """How long /metrics and /live wait for the end of a step."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long the end of the server waits for the end of a step."""
+"""How long the server waits for the end of a step when it shuts down."""
 
 PAGE = Path(__file__).parent / "page"
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -85,11 +86,11 @@ PAGE_FILES = {path.name: path for path in PAGE.iterdir() if path.suffix in PAGE_
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Connect = Callable[[Metrics, Callable[[BaseException], None]], EngineLink]
-"""Makes the link to the engine, on the event loop; the second argument hears, once, why the engine can do no more."""
+"""Creates the link to the engine, on the event loop. The second argument is called once if the engine fails, with the error."""
 
 
 class Server:
-    """The endpoints and what they share. Its worker exists between startup and shutdown of the app."""
+    """The endpoints and what they share. Its `worker` exists only between the startup and the shutdown of the app."""
 
     worker: EngineLink
     intake: Intake
@@ -106,22 +107,22 @@ class Server:
         counts = HttpCounts(lambda: len(self.connections.open), self.connections.ended)
         self.metrics = Metrics(counts)
         self.api = "v1"
-        """Below which path clients find it."""
+        """The first part of the API's paths."""
         self.draining = False
-        """Set once: no new generation is taken, running ones finish."""
+        """Set once, never reset: new generations are refused, running ones finish."""
         self.failure: BaseException | None = None
-        """What stopped the engine."""
+        """The error that stopped the engine."""
         self.loading: Callable[[], Loading | None] = lambda: None
-        """What is still being loaded beside the engine's model: ordinary models (v2/app.py)."""
+        """Returns what is still being loaded in addition to the engine's model: ordinary models (v2/app.py)."""
         self.hung = False
-        """Set at the end: the engine's thread is in a step that did not end, so the process cannot end by itself."""
+        """Set at shutdown if the engine's thread is in a step that did not end. The process cannot end by itself then."""
         self._bodies = Bodies(config)
         self.models = ModelEndpoints(served, config, lambda: self.worker, self._prepared)
         self.tokens = TokenEndpoints(served, config, self._prepared)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Start what serves the engine, and end it with the app."""
+        """Start everything that the endpoints need, and stop it when the app ends."""
         self.intake = Intake()
         self.worker = self._connect(self.metrics, self._failed)
         await self.worker.begin()
@@ -165,7 +166,7 @@ class Server:
             raise unavailable("the engine is in a step that does not end; the server needs a restart", code="hanging")
 
     def refusal(self) -> QueueFull | None:
-        """Why any request for text would be refused now, if its body need not be read to know that."""
+        """Why any request for text would be refused now; None if the request's body has to be read to decide."""
         return None if self.draining or self.watchdog.hangs or not self.served.generates else self.worker.full
 
     async def _answer(
@@ -221,7 +222,7 @@ class Server:
         return Response(body, media_type="application/json")
 
     async def _prepared(self, request: Request, read: Callable[[bytes], T]) -> T:
-        """`read(body)`, off the event loop where that is worth it."""
+        """The result of `read(body)`. It runs outside the event loop if that is worth the overhead."""
         return await self._read(request, await self._body(request), read)
 
     async def _read(self, request: Request, raw: bytes, read: Callable[[bytes], T]) -> T:
@@ -238,11 +239,11 @@ class Server:
     # About the server ------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the engine's steps end and do not fail request after request; 503 asks for a restart."""
+        """GET /health: 200 while the engine works. 503 if it has stopped, hangs or keeps failing: restart the server then."""
         return self._state(healthy=self._alive)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while new requests are taken, and all models are loaded."""
+        """GET /ready: 200 while the server accepts new requests and all models are loaded."""
         return self._state(healthy=self._alive and not self.draining and self.loading() is None)
 
     @property
@@ -273,7 +274,7 @@ class Server:
         return Response(self.metrics.render(await self._look(self.worker.scrape())), media_type=CONTENT_TYPE)
 
     async def live_view(self, request: Request) -> Response:
-        """GET /live: the engine's state for the page; ask a few times a second."""
+        """GET /live: the engine's state for the page, which requests it a few times per second."""
         view = await self._look(self.worker.live())
         more = {"latencies": self.metrics.latencies.percentiles(), **({"draining": True} if self.draining else {})}
         view = view.removesuffix(b"}") + b", " + json.dumps(more).encode()[1:]
@@ -301,11 +302,12 @@ class Server:
 def create_app(
     engine: Engine, served: Served, config: ServerConfig, run_pass: Callable[[Pass], np.ndarray] | None = None
 ) -> FastAPI:
-    """The ASGI app that serves `engine`, in a thread of this process; its `Server` is at `app.state.server`.
+    """The ASGI app that serves `engine` in a thread of this process. Its `Server` is `app.state.server`.
 
-    `run_pass` answers for whole texts where `served.pooled` says that the model can; it is called in the engine's thread.
+    `run_pass` computes embeddings or scores of whole texts, if `served.pooled` states that the model has them. It is called in
+    the engine's thread.
     """
-    # Here, because a front process, which has no engine, has no use for them.
+    # Imported here because a front process has no engine and does not need them.
     from tilewright.asm.jit import CompileCounter
     from tilewright.server.worker import EngineWorker
 
@@ -320,9 +322,9 @@ def create_app(
 
 
 def app_of(server: Server) -> FastAPI:
-    """The ASGI app with the endpoints of `server`, which is then at `app.state.server`."""
+    """The ASGI app with the endpoints of `server`, which becomes `app.state.server`."""
     counts = server.metrics.http
-    # Generated docs would load scripts from elsewhere; the description is made of the bodies' own models (openapi.py).
+    # FastAPI's generated docs would load scripts from other sites. openapi.py makes the description from the body models.
     app = FastAPI(title="tilewright", lifespan=server.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     install_gates(app, server.config, counts)

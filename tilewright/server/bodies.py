@@ -1,4 +1,4 @@
-"""Request bodies: read within a time, a size, and what all requests together may hold."""
+"""Reads request bodies, with limits on the time, on the size, and on the memory of all bodies together."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ class Bodies:
 
     def __init__(self, config: ServerConfig):
         self._config = config
-        self._bytes = 0  # of all requests whose body is being read
+        self._bytes = 0  # bytes of all bodies that are being read
 
     async def read(self, request: Request) -> bytes:
         """The request's body. Raises `ApiError` 413, 408 or 503."""

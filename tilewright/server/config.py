@@ -1,4 +1,4 @@
-"""The server's configuration: where it listens and how much one client may ask for."""
+"""The server's configuration: where it listens, and how much one client may request."""
 
 import math
 import re
@@ -14,14 +14,14 @@ TOOL_FORMATS = ("deepseek_v3", "deepseek_v31", "harmony", "hermes", "llama3_json
 MAX_REPLICAS = 64
 MAX_FRONTS = 64
 MAX_BODY_BYTES = 1 << 30
-"""gRPC counts the bytes of a message in 32 bits."""
+"""gRPC stores the length of a message in 32 bits."""
 _COLLECTOR = re.compile(r"https?://[^\s?#]+")
 _ORIGIN = re.compile(r"https?://[^/\s*]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Listening address and the caps on every size a client can name. Fields with a help text are options of `serve`.
+    """The address to listen on, and limits for sizes that clients choose. Fields with a help text are options of `serve`.
 
     Raises:
         ValueError: a value out of range; the message names the field.

@@ -1,18 +1,18 @@
-"""Connections that cannot hold the server: deadlines and a cap around uvicorn's HTTP/1.1 protocol.
+"""Deadlines and a limit on connections, around uvicorn's HTTP/1.1 protocol, so that no client can block the server.
 
 | what a client does                                | what happens                                                             |
 |---------------------------------------------------|--------------------------------------------------------------------------|
-| connects and sends no whole head                  | after `head_timeout_s`: 408 if a part came, and the connection is closed |
+| connects and sends no complete head               | after `head_timeout_s`: 408 if a part came, and the connection is closed |
 | goes on sending a body that is answered already   | it is read and dropped for `REST_TIMEOUT_S`, then the connection is cut  |
-| does not read its answer                          | after `write_timeout_s` in which no byte left, the connection is cut     |
+| does not read its answer                          | the connection is cut if no byte leaves for `write_timeout_s`            |
 | connects while `Connections.limit` are open       | the longest idle one is closed; if none is idle, the new one gets a 503  |
-| sends what is no HTTP                             | 400 as an OpenAI error object, and the connection is closed              |
+| sends something that is not HTTP                  | 400 as an OpenAI error object, and the connection is closed              |
 
-A connection that is closed while its client still writes is first closed for writing only, and read for `LINGER_S` more.
-Closing it at once would make the kernel send a reset, which can destroy the answer before the client reads it.
+If a connection is closed while its client still writes, the server first closes only its writing side and reads for `LINGER_S`
+more. Closing it at once would make the kernel send a reset, which can destroy the answer before the client reads it.
 
-uvicorn parses, routes and writes; this file only decides when a connection has to end. What a `Shortcut` takes does not go
-through uvicorn: small requests of one kind that come by the thousand. All deadlines hold for them too.
+uvicorn parses, routes and writes; this file only decides when a connection has to end. Requests that a `Shortcut` answers
+(small requests of one kind that come by the thousand) do not go through uvicorn. All deadlines apply to them too.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ LINGER_S = 2.0
 REST_TIMEOUT_S = 30.0
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SPARE_CONNECTIONS = 8
-"""Descriptors that are kept free once the process has run out of them."""
+"""Number of descriptors that are kept free once the process has run out of them."""
 SAY_AGAIN_S = 10.0
 LOOK_AGAIN_S = 2.0
-"""How often the process is asked whether it has descriptors again."""
+"""Interval at which the server checks whether descriptors are free again."""
 CONNECTION = "tilewright.connection"
-"""Where the scope of a request has its connection."""
+"""The key of the connection in the scope of a request."""
 HEAD, REST = "head", "rest"
 STATUS_LINE = b"HTTP/1.1 "
 
@@ -52,36 +52,36 @@ logger = logging.getLogger(__name__)
 
 
 class Connections:
-    """What the connections of one server share: the cap, who is idle, and how many ended for which reason."""
+    """State shared by the connections of one server: the limit, the idle connections, and counts of ended ones by reason."""
 
     def __init__(self, config: ServerConfig):
         self.config = config
         self.most = config.max_connections
-        """Lowered by `run_server` to what the process may open."""
+        """The limit. `run_server` lowers it to the number of files that the process may open."""
         self._lowered: int | None = None
         self.open: set[Connection] = set()
         self.elsewhere = 0
-        """Connections that other processes serve."""
+        """Number of connections that other processes serve."""
         self.away: Callable[[Connection, bytes], bool] | None = None
-        """Gives a connection to another process, with the bytes that came; returns whether it did."""
+        """Passes a connection to another process, with the bytes that have arrived. Returns whether it did."""
         self.make: Callable[[], asyncio.Protocol] | None = None
-        """Makes a connection of this server."""
+        """Creates a connection of this server."""
         self.ended: Counter[str] = Counter()
-        """Reason -> connections that the server ended for it."""
+        """Reason -> number of connections that the server ended for it."""
         self.shortcuts: list[Shortcut] = []
         self.outbox = Outbox()
         self.room_elsewhere: Callable[[Connection], bool] | None = None
-        """Asks other processes for room for a new connection, which waits for it; returns whether they were asked."""
-        self._idle: dict[Connection, float] = {}  # in the order in which they became idle, and since when they are
+        """Asks other processes for room for a new connection, which waits for it. Returns whether they were asked."""
+        self._idle: dict[Connection, float] = {}  # since when each is idle, ordered by that time
         self._say_again_s = 0.0
 
     @property
     def limit(self) -> int:
-        """Connections that may be open now: fewer than `most` while descriptors are short."""
+        """Most connections that may be open now: fewer than `most` while descriptors are scarce."""
         return self.most if self._lowered is None else min(self.most, self._lowered)
 
     def mark(self, connection: "Connection", *, idle: bool) -> None:
-        """Note whether a connection waits for its client, with no request of it being answered."""
+        """Record whether a connection is idle: it waits for its client, and no request of it is being answered."""
         if not idle:
             self._idle.pop(connection, None)
         elif connection not in self._idle:
@@ -93,7 +93,7 @@ class Connections:
         return len(self.open) + self.elsewhere > self.limit
 
     def make_room(self, newest: "Connection") -> bool:
-        """Whether `newest` may stay, at least for now; closes the longest idle connection if there are too many."""
+        """Returns whether `newest` may stay, at least for now. If there are too many connections, closes the longest idle one."""
         if not self.full:
             return True
         if self.elsewhere and self.room_elsewhere is not None and self.room_elsewhere(newest):
@@ -112,19 +112,20 @@ class Connections:
         return oldest is not None
 
     def end(self, connection: "Connection", reason: str) -> None:
-        """Cut a connection and count why."""
+        """Cut a connection and count the reason."""
         self.ended[reason] += 1
         connection.ended_for = reason
         self._idle.pop(connection, None)
         connection.abort()
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler: a failed accept is one line now and then, and idle connections give way."""
+        """The event loop's exception handler. If accept fails for lack of descriptors, it closes idle connections and logs a
+        line, at most every `SAY_AGAIN_S`."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in OUT_OF_FILES or "accept" not in context["message"]:
             loop.default_exception_handler(context)
             return
-        # An accepted connection makes room for itself now, before accepting fails.
+        # With the lower limit, each new connection evicts an idle one before descriptors run out and accept fails again.
         if self._lowered is None:
             loop.call_later(LOOK_AGAIN_S, self._look_again, loop)
         self._lowered = max(1, len(self.open) - SPARE_CONNECTIONS)
@@ -136,11 +137,11 @@ class Connections:
             logger.error("no new connections for a second: %s; %s; raise `ulimit -n`", error.strerror, few)
 
     def _look_again(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Raise the cap by what is free again, up to where it was."""
+        """Raise the lowered limit by the number of free descriptors, up to `most`."""
         assert self._lowered is not None
         try:
             free = files_free()
-        except OSError:  # there is not one descriptor to look with
+        except OSError:  # not even one descriptor is free for this check
             free = 0
         self._lowered = max(self._lowered, int(min(len(self.open) + free - SPARE_CONNECTIONS, self.most)))
         if self._lowered < self.most:
@@ -150,7 +151,7 @@ class Connections:
 
 
 class Connection(Shortened):
-    """One connection. `pool` is that of its server."""
+    """One connection. `pool`: the `Connections` of its server."""
 
     def __init__(self, *args: Any, pool: Connections, **kwargs: Any):
         super().__init__(*args, outbox=pool.outbox, **kwargs)
@@ -158,38 +159,38 @@ class Connection(Shortened):
         self._phase: str | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
-        """When the phase has lasted too long, by the event loop's clock."""
+        """The deadline of the current phase, by the event loop's clock."""
         self._stall: asyncio.TimerHandle | None = None
         self._unsent = 0
         self._head = b""
-        """Of an answer whose body is not written yet."""
+        """The head of an answer whose body is not written yet."""
         self._real = cast(asyncio.Transport, None)  # set by connection_made, as in the base class
         self.lingering = False
         self._inner, self.app = self.app, self._with_connection
 
     async def _with_connection(self, scope: Any, receive: Any, send: Any) -> None:
-        """The app, with this connection in its scope."""
+        """Call the app with this connection in its scope."""
         scope[CONNECTION] = self
         await self._inner(scope, receive, send)
 
     @property
     def chunked(self) -> bool:
-        """Whether an answer of unknown length goes out in chunks: not to clients of HTTP/1.0."""
+        """Whether an answer of unknown length is sent in chunks. HTTP/1.0 clients do not understand chunks."""
         return self.conn.their_http_version == b"1.1"
 
     @property
     def blocked(self) -> bool:
-        """Whether what is written now would have to wait, or nobody is there to read it."""
+        """Whether data written now would have to wait, or the client can no longer read it."""
         return self.flow.write_paused or self.lingering or self._real.is_closing()
 
     def write_chunk(self, data: bytes) -> None:
-        """Write a chunk of the answer that is under way, past the layers that have begun it."""
+        """Write a chunk of the current answer directly to the transport, bypassing uvicorn, which began the answer."""
         self._write_head()
         self._real.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def write(self, data: bytes) -> None:
-        """Write what uvicorn has made: the head of an answer together with what is written behind it in the same turn of the
-        event loop, because each call of the socket costs both sides a switch."""
+        """Write data from uvicorn. The head of an answer is written together with the data that follows it in the same turn of
+        the event loop, because each call of the socket costs both sides a context switch."""
         if data.startswith(STATUS_LINE) and not self._head:
             self._head = data
             self.loop.call_soon(self._write_head)
@@ -203,7 +204,7 @@ class Connection(Shortened):
             self._real.write(head)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """Called when a client has connected."""
         self._real = transport
         super().connection_made(cast(asyncio.Transport, ConnectionTransport(transport, self)))
         self._pool.open.add(self)
@@ -229,7 +230,7 @@ class Connection(Shortened):
                 self._refuse()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone, whoever ended it."""
+        """Called when the connection has ended, on either side."""
         self._pool.open.discard(self)
         self._pool.mark(self, idle=False)
         self._hold(b"")
@@ -241,7 +242,7 @@ class Connection(Shortened):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client."""
+        """Called with bytes from the client."""
         if self.lingering:
             return
         if self._pool.away is not None and not self.stays and self._rests and self._pool.away(self, data):
@@ -256,12 +257,12 @@ class Connection(Shortened):
         self._watch()
 
     def on_response_complete(self) -> None:
-        """An answer has been written."""
+        """Called when an answer has been written."""
         super().on_response_complete()
         self._watch()
 
     def shutdown(self) -> None:
-        """The server ends: close at once, or after the answer that is being written."""
+        """Called when the server ends. Closes the connection at once, or after the answer that is being written."""
         if self.lingering:
             self.abort()
         elif self._short is not None:
@@ -270,18 +271,18 @@ class Connection(Shortened):
             super().shutdown()
 
     def abort(self) -> None:
-        """Cut the connection; what is not sent is lost."""
+        """Cut the connection. Unsent data is lost."""
         self._real.abort()
 
     def _stop(self) -> None:
-        """A request is whole: nothing is waited for."""
+        """Called when a request is complete: stop waiting for the client."""
         self._due_s = self._phase = None
         self._pool.mark(self, idle=False)
 
-    # Ends that a client asks for with its behaviour ------------------------------------------------------------------
+    # Ends that a client causes by its behaviour ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Start the deadline of the phase that the connection is in; it counts from the phase's beginning."""
+        """Start the deadline of the connection's current phase. The deadline counts from the beginning of the phase."""
         phase, theirs = None, h11.IDLE if self.untouched else self.conn.their_state
         if not self.transport.is_closing():
             if theirs is h11.IDLE:
@@ -296,7 +297,7 @@ class Connection(Shortened):
         if phase is not None:
             seconds = self._pool.config.head_timeout_s if phase == HEAD else REST_TIMEOUT_S
             self._due_s = self.loop.time() + seconds
-            # A timer that fires before looks again: one is enough for all requests of a connection.
+            # A timer that fires too early checks the deadline and starts again, so one timer serves all requests.
             if self._deadline is not None and self._deadline.when() > self._due_s:
                 self._deadline.cancel()
                 self._deadline = None
@@ -310,7 +311,7 @@ class Connection(Shortened):
         if self.loop.time() < self._due_s:
             self._deadline = self.loop.call_at(self._due_s, self._late)
             return
-        if self._held:  # the rest of what a shortcut would have taken did not come
+        if self._held:  # a shortcut waited for the rest of a request, which did not come
             held = bytes(self._held)
             self._hold(b"")
             self.untouched = False
@@ -326,10 +327,10 @@ class Connection(Shortened):
             self._pool.end(self, "head_timeout" if self._phase == HEAD else "body_after_answer")
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP."""
+        """Replaces uvicorn's answer to a request that is not valid HTTP."""
         self._pool.ended["invalid"] += 1
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # nothing that its task still writes may be sent
+            self.cycle.disconnected = True  # nothing more that the request's task writes may be sent
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._answer(ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
@@ -337,7 +338,7 @@ class Connection(Shortened):
             self.abort()
 
     def _answer(self, error: ApiError) -> None:
-        """Send an error that no request's task will send, and close."""
+        """Send an error outside the task of any request, and close the connection."""
         body = json.dumps(error.body).encode()
         headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -349,7 +350,7 @@ class Connection(Shortened):
     # Ends ------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close once all is sent; first for writing only, if the client may still be sending."""
+        """Close once everything is sent. If the client may still be sending, close only the writing side first."""
         self._write_head()
         unfinished = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if unfinished and self._real.can_write_eof() and not self._real.is_closing():
@@ -359,7 +360,7 @@ class Connection(Shortened):
             self._expect_progress()
 
     def linger(self) -> None:
-        """Close for writing, and read and drop what comes for a moment longer."""
+        """Close the writing side. For `LINGER_S` more, read and drop what the client sends."""
         self.lingering = True
         self._write_head()
         self._real.write_eof()
@@ -374,19 +375,19 @@ class Connection(Shortened):
     # Clients that do not read ----------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """More is written than the client takes."""
+        """Called when the write buffer is full because the client reads too slowly."""
         super().pause_writing()
         self._expect_progress()
 
     def resume_writing(self) -> None:
-        """The client takes it."""
+        """Called when the client has read enough of the write buffer."""
         super().resume_writing()
         if self._stall is not None and not self._real.is_closing():
             self._stall.cancel()
             self._stall = None
 
     def _expect_progress(self) -> None:
-        """Cut the connection if nothing of what is written leaves within the write timeout."""
+        """Cut the connection unless some written data leaves within the write timeout."""
         self._unsent = self._real.get_write_buffer_size()
         if self._stall is not None:
             self._stall.cancel()

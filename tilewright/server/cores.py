@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 __all__ = ["fronts_of", "share_cores"]
 
 SMALL_BYTES = 64 << 20
-"""Weights of a small model. A larger one gains more from the last core than HTTP, which then has few requests, can lose."""
+"""Largest size of the weights of a small model. A larger model gains more from the last core than HTTP would: it answers few
+requests per second, so HTTP needs little time."""
 
 
 def fronts_of(config: ServerConfig, engine: "EngineConfig | None", *, beside: bool) -> int:
     """Return the number of front processes.
 
     Args:
-        config: its `fronts`, if given, is the answer.
-        engine: of the language model; None: there is none.
-        beside: whether ordinary models are served by the same server.
+        config: if its `fronts` is set, that number is returned.
+        engine: config of the language model's engine; None: there is no language model.
+        beside: whether the same server also serves ordinary models.
     """
     if config.fronts is not None:
         return config.fronts

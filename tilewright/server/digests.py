@@ -1,16 +1,16 @@
-"""What a replica tells the router of its prefix cache, as it happens: which pages can be found, and which no longer can.
+"""Events about a replica's prefix cache for the router: which pages were added and which were removed.
 
 Events go through a socket that the replica inherits. A message is its length (4 bytes, little-endian), a kind, and a body:
 
-    s   what the replica is, as JSON; from the router, once, before it starts
-    l   the stage of its loading, in words; any number of times, before hello
-    h   hello: what is served, and how large a page is, as JSON; once, when the model is loaded
-    +   pages that can be found from now on: the first `DIGEST_BYTES` of each digest, one behind the other
-    -   pages that can no longer be found
-    0   none can
+    s   from the router, once, before the replica starts: the replica's configuration, as JSON
+    l   the stage of the replica's loading, in words; any number of times, before hello
+    h   hello, once, when the model is loaded: what is served, and the page size, as JSON
+    +   pages that were added to the cache: the first `DIGEST_BYTES` of each digest, concatenated
+    -   pages that were removed from the cache
+    0   the cache is empty
 
-The engine's thread only appends to a queue; another thread sends what has gathered every `GATHER_S`. The end of the socket is
-the end of the router, and ends the replica.
+The engine's thread only appends to a queue. Another thread sends the collected events every `GATHER_S`. When the socket closes,
+the router has ended, and the replica ends too.
 """
 
 import json
@@ -31,11 +31,11 @@ __all__ = ["Frames", "Publisher", "send_spec", "split", "take_spec"]
 GATHER_S = 0.02
 MAX_FRAME_BYTES = 64 << 20
 BATCH = 1 << 16
-"""Digests in a message at most."""
+"""Most events that are sent at once."""
 
 
 class Publisher:
-    """Sends the events of a page pool. Its call is the pool's listener; `hello` begins."""
+    """Sends the events of a page pool. The object itself is the pool's listener. Call `hello` first."""
 
     def __init__(self, control: socket.socket):
         self._control = control
@@ -44,7 +44,7 @@ class Publisher:
             threading.Thread(target=work, name=f"tilewright-digests-{name}", daemon=True).start()
 
     def __call__(self, digest: bytes, known: bool) -> None:
-        """A page can be found from now on, or no longer; b"" stands for all pages."""
+        """Record that a page was added to the cache (`known`) or removed; b"" means all pages."""
         self._events.append((digest[:DIGEST_BYTES], known))
 
     def stage(self, words: str) -> None:
@@ -53,7 +53,7 @@ class Publisher:
             self._control.sendall(_frame(b"l", words.encode()))
 
     def hello(self, values: dict[str, Any]) -> None:
-        """Say what is served."""
+        """Send the description of what is served."""
         self._control.sendall(_frame(b"h", json.dumps(values).encode()))
 
     def _send(self) -> None:
@@ -62,10 +62,10 @@ class Publisher:
             try:
                 self.flush()
             except OSError:
-                return  # the other thread hears of it too
+                return  # the other thread notices it too, and ends the process
 
     def flush(self) -> None:
-        """Send what has gathered. Raises OSError where nobody listens any more."""
+        """Send the collected events. Raises OSError if the router has gone."""
         taken = [self._events.popleft() for _ in range(min(len(self._events), BATCH))]
         for message in _messages(taken):
             self._control.sendall(message)
@@ -80,7 +80,7 @@ class Publisher:
 
 
 def _messages(events: list[tuple[bytes, bool]]) -> Iterator[bytes]:
-    """In order, equal kinds together."""
+    """Encode events in order. Neighbouring events of the same kind share a message."""
     for kind, run in groupby(events, key=lambda event: b"0" if not event[0] else b"+" if event[1] else b"-"):
         yield _frame(kind, b"".join(digest for digest, _ in run))
 
@@ -90,13 +90,13 @@ def _frame(kind: bytes, body: bytes) -> bytes:
 
 
 class Frames:
-    """Puts messages together again from bytes as they come."""
+    """Reassembles messages from the bytes of a socket."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """(kind, body) of each message that is whole. Raises ValueError for what cannot be one."""
+        """Yield (kind, body) of each complete message. Raises ValueError for an invalid length."""
         self._rest += data
         while len(self._rest) >= 4:
             size = int.from_bytes(self._rest[:4], "little")
@@ -110,12 +110,12 @@ class Frames:
 
 
 def send_spec(control: socket.socket, spec: dict[str, Any]) -> None:
-    """Tell a replica that is about to start what it is; not by its command line, which everybody can read."""
+    """Send a starting replica its configuration. It is not on the command line, because every user can read that."""
     control.sendall(_frame(b"s", json.dumps(spec).encode()))
 
 
 def take_spec(control: socket.socket) -> dict[str, Any]:
-    """The same, in the replica. Raises ValueError where the other side has gone."""
+    """Receive the configuration, in the replica. Raises ValueError if the router has gone."""
     frames = Frames()
     while data := control.recv(1 << 16):
         for _, body in frames.feed(data):

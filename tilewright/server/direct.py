@@ -1,10 +1,12 @@
-"""The short way of a stream's plain events: from a step to its connection, without waking the task that answers the request.
+"""The direct path of a stream's plain events: from a step to the connection, without waking the task that answers the request.
 
-Most tokens of most streams are an event with a text and nothing else. Such an event is put together from bytes that were made
-once. Everything else goes the long way through the channel: the first event of a sample and the last, log-probabilities, calls
-and reasoning. Text that comes while the task has not written yet what came before, or while the client does not read, is kept
-and becomes one event. So the order is kept, a client that is slow is waited for, and a process that is behind its engine has
-less to do for each token.
+Most tokens of most streams become a plain event, which contains a text and nothing else. Such an event is assembled from bytes
+that were encoded once. Everything else goes through the channel: the first and the last event of a sample, log-probabilities,
+tool calls and reasoning.
+
+Text that arrives while the task has not written all earlier text, or while the client does not read, is kept and becomes one
+event. So the order is preserved, and a slow client is waited for. A process that lags behind its engine also does less work per
+token.
 """
 
 from collections.abc import Callable
@@ -16,15 +18,15 @@ from tilewright.server.metrics import Latencies
 __all__ = ["Batch", "Direct", "Lane", "Waits", "Wire"]
 
 _quoted: Callable[[str], str] = encoder.encode_basestring
-"""A text as JSON, as `json.dumps` without `ensure_ascii` writes it."""
+"""Encodes a text as a JSON string, as `json.dumps(..., ensure_ascii=False)` does."""
 
 
 class Wire(Protocol):
-    """A connection with a chunked answer under way."""
+    """A connection on which a chunked answer is being sent."""
 
     @property
     def blocked(self) -> bool:
-        """Whether what is written now would have to wait."""
+        """Whether data written now would have to wait."""
         ...
 
     def write_chunk(self, data: bytes) -> None:
@@ -33,33 +35,34 @@ class Wire(Protocol):
 
 
 class Waits(Protocol):
-    """What `Direct` asks of the channel of a request."""
+    """The part of a request's channel that `Direct` uses."""
 
     waiting: bool
-    """Whether the request's task has written all that it has taken, and waits for more."""
+    """Whether the request's task has written everything that it took, and waits for more."""
 
     def wake(self) -> None:
-        """Let the task take what has come."""
+        """Wake the task so that it takes the deltas."""
         ...
 
 
 class Batch:
-    """What is written the short way at once, on one event loop: a step, or several where this process is behind its engine."""
+    """The output that is written together through the direct path, on one event loop: one step, or several if this process
+    lags behind its engine."""
 
     def __init__(self, latencies: Latencies):
         self._latencies = latencies
         self._now_s = 0.0
         self.lanes: list[Lane] = []
-        """Those that have something."""
+        """The lanes that have new tokens."""
 
     def begin(self, now_s: float) -> None:
-        """What comes until `end` has come at this time."""
+        """Begin a batch. All tokens until `end` count as arrived at this time."""
         self._now_s = now_s
 
     def end(self) -> None:
-        """Write it, where its turn has come."""
+        """Write the pending text of each request whose task has written everything before it."""
         now_s, lanes = self._now_s, self.lanes
-        # Most streams had their last token at the same time, and are counted together.
+        # Most streams had their previous token at the same time; these are counted together.
         same_s, same_tokens, streams = now_s, 1, 0
         for lane in lanes:
             direct, tokens = lane.direct, lane.tokens
@@ -83,7 +86,7 @@ class Batch:
 
 
 class Lane:
-    """The short way of one sample. `text`: what has come and is not written."""
+    """The direct path of one sample. `text`: text that has arrived but is not written yet."""
 
     __slots__ = ("before", "behind", "choice", "direct", "text", "tokens")
 
@@ -94,7 +97,7 @@ class Lane:
         self.tokens = 0
 
     def take(self, text: str, tokens: int) -> bool:
-        """Whether these tokens of the sample, and their text, go this way. Not before the sample's first event."""
+        """Take tokens of the sample and their text. Returns False, and takes nothing, before the sample's first event."""
         direct = self.direct
         if not self.behind:
             frame = direct.frames(self.choice)
@@ -112,12 +115,12 @@ class Lane:
 
 
 class Direct:
-    """The short way of one HTTP request.
+    """The direct path of one HTTP request.
 
     Args:
-        last_s: by choice, when its last token came; shared with the long way.
-        frames: by choice, what stands before and behind the text of a plain event; None before its first event.
-        samples: of the request; there is a lane for each.
+        last_s: choice -> time of its latest token; shared with the channel.
+        frames: choice -> the bytes before and after the text of a plain event; None before the choice's first event.
+        samples: number of samples of the request; each has a lane.
     """
 
     def __init__(
@@ -133,12 +136,12 @@ class Direct:
         self.last_s, self.frames = last_s, frames
         self.lanes = tuple(Lane(self, choice) for choice in range(samples))
         self.pending: list[Lane] = []
-        """Those with a text that is not written: it waits for what has come before it, or for the client."""
+        """Lanes with unwritten text, which waits for earlier text to be written, or for the client."""
         self.tokens = 0
-        """That have gone this way."""
+        """Number of tokens that have used this path."""
 
     def write(self) -> None:
-        """Write what is pending: an event a sample, in one chunk."""
+        """Write the pending text in one chunk, with one event per sample."""
         pending = self.pending
         events = [b"%b%b%b" % (lane.before, _quoted(lane.text).encode(), lane.behind) for lane in pending]
         for lane in pending:
@@ -147,7 +150,7 @@ class Direct:
         self.wire.write_chunk(events[0] if len(events) == 1 else b"".join(events))
 
     def left(self) -> list[tuple[int, str]]:
-        """What is pending as (choice, text), for the long way; it is not pending then."""
+        """Remove the pending text and return it as (choice, text), for the channel."""
         found = [(lane.choice, lane.text) for lane in self.pending]
         for lane in self.pending:
             lane.text = ""

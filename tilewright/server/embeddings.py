@@ -1,11 +1,11 @@
-"""Embeddings and scores over HTTP: what a body asks for, and the answer.
+"""Embeddings and scores over HTTP: parsing the bodies and writing the answers.
 
     POST /v1/embeddings   {input, encoding_format?, dimensions?}     OpenAI's; a text, token ids, or lists of them
-    POST /v1/score        {text_1, text_2}                           the score of each pair; one text_1 may stand for all
+    POST /v1/score        {text_1, text_2}                           the score of each pair; a single text_1 is paired with all
     POST /v1/rerank       {query, documents, top_n?}                 documents by their scores, the best first
 
-Inputs are checked before any goes to the model, and none is cut off. Floats of an answer are those of float32, as short as they
-can be written. Bodies become texts, and answers become JSON, off the event loop.
+All inputs are checked before any is sent to the model, and none is truncated. The numbers of an answer are float32, each
+written with as few digits as possible. Bodies are tokenized, and answers are encoded as JSON, outside the event loop.
 """
 
 import base64
@@ -62,7 +62,7 @@ class RerankBody(_Body):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolJob:
-    """A checked request: what goes through the model, and how its numbers are answered."""
+    """A checked request: the texts for the model, and the function that makes the answer from the model's output."""
 
     texts: Sequence[Text]
     answer: Callable[[np.ndarray], bytes]
@@ -71,12 +71,12 @@ class PoolJob:
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
+        """Number of tokens of all texts."""
         return sum(len(text.ids) for text in self.texts)
 
 
 def embeddings_job(raw: bytes, served: Served, config: ServerConfig) -> PoolJob:
-    """What a /v1/embeddings body asks for. Raises `ApiError`."""
+    """The job of a /v1/embeddings body. Raises `ApiError`."""
     body = parse(raw, EmbeddingsBody)
     pooled = _pooled(served, body.model)
     try:
@@ -100,7 +100,7 @@ def embeddings_job(raw: bytes, served: Served, config: ServerConfig) -> PoolJob:
 
 
 def score_job(raw: bytes, served: Served, config: ServerConfig) -> PoolJob:
-    """What a /v1/score body asks for. Raises `ApiError`."""
+    """The job of a /v1/score body. Raises `ApiError`."""
     body = parse(raw, ScoreBody)
     pooled = _pooled(served, body.model)
     first, second = (_texts(text, name, served, config) for text, name in ((body.text_1, "text_1"), (body.text_2, "text_2")))
@@ -116,7 +116,7 @@ def score_job(raw: bytes, served: Served, config: ServerConfig) -> PoolJob:
 
 
 def rerank_job(raw: bytes, served: Served, config: ServerConfig) -> PoolJob:
-    """What a /v1/rerank body asks for. Raises `ApiError`."""
+    """The job of a /v1/rerank body. Raises `ApiError`."""
     body = parse(raw, RerankBody)
     pooled = _pooled(served, body.model)
     query = _texts(body.query, "query", served, config)
@@ -203,7 +203,7 @@ def _written(row: np.ndarray, format: str) -> Any:
 
 
 def _short(numbers: Sequence[float]) -> list[float]:
-    """The shortest decimals that are the same float32."""
+    """The numbers as the shortest decimals that give the same float32."""
     return [float(str(number)) for number in np.asarray(numbers, np.float32)]
 
 

@@ -26,13 +26,13 @@ from tilewright.server.supervisor import END_S, control_of, engine_spec, read_co
 __all__ = ["Loaded", "serve_engine"]
 
 Loaded = tuple[Engine, Served, Callable[[Pass], np.ndarray] | None]
-"""An engine, what it serves, and what answers for whole texts, where the model can."""
+"""(engine, what it serves, function that computes embeddings or scores of whole texts; None if the model has none)."""
 
 
 def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> int:
-    """Serve what `load` makes until the parent has gone; the exit code."""
+    """Serve what `load` returns until the parent has gone. Returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the parent says when
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when this process ends
     config = read_config(folder)
     with Log(config.log_level, config.log_format) as log, control_of(control) as parent:
         loaded = threading.Event()
@@ -53,9 +53,10 @@ def serve_engine(folder: Path, control: int, load: Callable[[Log], Loaded]) -> i
 
 
 def _end_with(parent: socket.socket, loaded: threading.Event) -> None:
-    """End this process with its parent, which may have been killed: at once while it loads, else soon, as a step may hang."""
+    """Wait for the end of the parent, which may be killed, and end this process too: at once while it loads, otherwise after
+    `END_S` if it has not ended by itself, because a step may hang."""
     try:
-        parent.recv(1, socket.MSG_PEEK)  # it never writes: what comes is its end
+        parent.recv(1, socket.MSG_PEEK)  # the parent never writes, so this returns when it ends
     except ConnectionError:
         pass
     except OSError:  # closed here: this process ends by itself
@@ -84,4 +85,4 @@ def _load(folder: Path, log: Log) -> Loaded:
 if __name__ == "__main__":
     here = Path(sys.argv[1])
     code = serve_engine(here, int(sys.argv[2]), lambda log: _load(here, log))
-    os._exit(code)  # a step that hangs, or a device that does, holds no thread of ours
+    os._exit(code)  # do not wait for threads: a step or a device may hang

@@ -1,8 +1,13 @@
-"""The engine in a process of its own, behind a socket: token ids in, token ids out.
+"""The engine in a process of its own. It receives and sends token ids through a socket.
 
-One thread does all of it in a plain loop: take what the fronts have sent, make a step, send each front its rows. It knows no
-text and no HTTP. What a front does cannot hold it: a front that has gone is noticed at the next message to it, one that does
-not read when `SEND_QUEUE` messages wait for it, and one that talks nonsense when it does. All its requests are aborted then.
+One thread runs a plain loop: read the messages of the fronts, make a step, send each front its rows of the step. The process
+knows nothing of text and HTTP. No front can block it. The engine drops a front that
+
+- has gone: this is noticed at the next message to it;
+- does not read: this is noticed when `SEND_QUEUE` messages wait for it;
+- sends an invalid message.
+
+All requests of a dropped front are aborted.
 """
 
 import hashlib
@@ -38,14 +43,14 @@ zmq: Any = needed("zmq", "serve")
 __all__ = ["EngineProcess"]
 
 SEND_QUEUE = 512
-"""Messages, mostly steps, that may wait for a front that does not read."""
+"""Most messages (mostly steps) that may wait for a front that does not read."""
 RECEIVE_QUEUE = 4096
 LAST_WORDS_S = 1.0
 TICK_S = 0.5
 IDLE_MS = 250
 COMPILING_MS = 5
 MOST_AT_ONCE = 256
-"""Messages that are taken between two steps."""
+"""Most messages that are read between two steps."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +62,7 @@ class _Front:
         self.identity = identity
         self.number = number
         self.requests: set[str] = set()
-        """Those that may be unfinished."""
+        """The requests that may be unfinished."""
         self.steps = 0
         self.gauges: dict[str, float] = {}
 
@@ -69,13 +74,13 @@ def _adapter_answer(number: int, answer: Any) -> bytes:
 
 
 class EngineProcess:
-    """Serves `engine` to fronts until its parent has gone.
+    """Serves `engine` to fronts until the parent process has gone.
 
     Args:
-        description: what fronts are told about the model (`Served.description`).
-        folder: where the socket is made.
-        parent: a descriptor that is readable, at its end, once the parent has gone; None: there is `stop` alone.
-        run_pass: answers for whole texts, where the model can.
+        description: description of the model for the fronts (`Served.description`).
+        folder: the socket is created here.
+        parent: a descriptor that reads end-of-file once the parent has gone; None: only `stop` ends the loop.
+        run_pass: computes embeddings or scores of whole texts; None if the model has none.
     """
 
     def __init__(
@@ -94,7 +99,8 @@ class EngineProcess:
         self._parent = parent
         self._fronts: dict[bytes, _Front] = {}
         self._by_number: dict[int, _Front] = {}
-        self._count = secrets.randbits(16)  # of fronts; not that of the engine before, whose streams are then nobody's
+        # The number of the next front. It starts at random, so that streams of an earlier engine process match no front.
+        self._count = secrets.randbits(16)
         self._identity = secrets.randbits(48)
         self._totals: dict[str, float] = {}
         self._live = LiveView(engine)
@@ -104,7 +110,7 @@ class EngineProcess:
         self._compiles = CompileCounter()
         self._stopping = False
         self._next_tick_s = 0.0
-        self._failed = 0  # steps, as fronts know it
+        self._failed = 0  # number of failed steps that the fronts were last told
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         options = {
@@ -123,11 +129,11 @@ class EngineProcess:
             self._poller.register(parent, zmq.POLLIN)
 
     def stop(self) -> None:
-        """Make `run` return after the step that it is in. From any thread."""
+        """Make `run` return after its current step. May be called from any thread."""
         self._stopping = True
 
     def run(self) -> int:
-        """Serve; the exit code of the process: 0 if it was told to end, 1 if the engine can do no more."""
+        """Serve. Returns the exit code of the process: 0 if it was told to end, 1 if the engine has failed."""
         self._compiles.start().mark_ready()
         try:
             while not self._stopping and self._take_messages():
@@ -138,7 +144,7 @@ class EngineProcess:
                 self._tick()
             return 0
         except (*HOST_ERRORS, RuntimeError) as error:
-            # Its state can no longer be trusted. Another process begins anew.
+            # The engine's state can no longer be trusted. A new process starts from scratch.
             logger.error("the engine process ends", exc_info=error)
             self._say_why(f"{type(error).__name__}: {error}")
             return 1
@@ -150,7 +156,7 @@ class EngineProcess:
             self._context.term()
 
     def _say_why(self, why: str) -> None:
-        """Tell the fronts why the engine ends, and wait a moment until they have heard it."""
+        """Tell the fronts why the engine ends, and wait up to `LAST_WORDS_S` for them to confirm it."""
         for front in list(self._fronts.values()):
             self._send(front, wire.pack("ended", why))
         end_s = time.monotonic() + LAST_WORDS_S
@@ -166,7 +172,7 @@ class EngineProcess:
         numbers = step.streams >> FRONT_BITS
         for number in np.unique(numbers):
             front = self._by_number.get(int(number))
-            if front is not None:  # else it has gone, and its requests with it
+            if front is not None:  # otherwise it has gone, and its requests have been aborted
                 rows = np.nonzero(numbers == number)[0]
                 self._send(front, self._packed(front, step if len(rows) == len(step) else step.of(rows)))
 
@@ -177,7 +183,7 @@ class EngineProcess:
     # Messages --------------------------------------------------------------------------------------------------------
 
     def _take_messages(self) -> bool:
-        """Take what has come, and wait for something where there is nothing to do. False: the parent has gone."""
+        """Handle the messages that have arrived; if the engine is idle, wait for one. Returns False if the parent has gone."""
         wait_ms = 0 if self.engine.has_work else COMPILING_MS if self._compiling or self._adapters.busy else IDLE_MS
         events = dict(self._poller.poll(wait_ms))
         if self._parent in events and not os.read(self._parent, 4096):  # pyright: ignore[reportArgumentType]
@@ -208,7 +214,7 @@ class EngineProcess:
             if message[0] == "hello":
                 self._welcome(identity, message)
             elif front is None and message[0] in ("abort", "stop", "counts"):
-                return  # the last words of one that has gone
+                return  # a late message of a front that has gone
             elif front is None:
                 raise WireError(f"a front begins with {message[0][:30]!r}, wanted hello")
             else:
@@ -273,7 +279,7 @@ class EngineProcess:
             submit = wire.read_submit(message)
             for request_id, prompt, params, low in zip(submit.ids, submit.prompts, submit.params, submit.streams, strict=True):
                 streams = [front.number << FRONT_BITS | stream for stream in low]
-                # What comes behind the first waits as long as it takes: the request as a whole has been started by then.
+                # Prompts after the first may wait without limit: once the first one is accepted, so is the whole request.
                 wait_s = None if taken else submit.max_wait_s
                 self.engine.submit(prompt, params, request_id, max_wait_s=wait_s, streams=streams)
                 taken.append(request_id)
@@ -314,7 +320,7 @@ class EngineProcess:
             raise WireError("a pass for a model that has no numbers of texts")
         try:
             answer = wire.write_table(self._run_pass(work))
-        except (*HOST_ERRORS, RuntimeError) as error:  # those of its texts, and nobody else's
+        except (*HOST_ERRORS, RuntimeError) as error:  # caused by these texts: only their request fails
             logger.error("a pass failed", exc_info=error)
             self._send(front, wire.pack("refused", number, "failed", f"{type(error).__name__}: {error}", None))
         else:
@@ -339,7 +345,7 @@ class EngineProcess:
             self._drop(front.identity, None)
 
     def _drop(self, identity: bytes, why: str | None) -> None:
-        """Abort all that a front has asked for. It is told why, if it still listens, and may begin again."""
+        """Abort all requests of a front. If it still reads, it is told `why`; it may send a hello again."""
         front = self._fronts.pop(identity, None)
         if front is not None:
             del self._by_number[front.number]

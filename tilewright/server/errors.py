@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API writes them: `{"error": {"message", "type", "param", "code"}}` with a status code.
+"""Errors in the format of the OpenAI API: `{"error": {"message", "type", "param", "code"}}` with a status code.
 
 The status decides which typed exception a client raises (400 BadRequestError, 401 AuthenticationError, 404 NotFoundError,
 429 RateLimitError, 5xx InternalServerError), so it is chosen here, once, by the constructors below.
@@ -16,7 +16,7 @@ __all__ = ["ApiError", "bad_request", "install", "not_supported", "overloaded", 
 
 
 class ApiError(Exception):
-    """An error to be sent to the client. `type` and `code` are OpenAI's words, `param` is the field at fault."""
+    """An error to be sent to the client. `type` and `code` are OpenAI's terms; `param` is the name of the wrong field."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request itself is wrong, and will be wrong again."""
+    """400: the request itself is wrong, so sending it again will not help."""
     return ApiError(400, message, param=param, code=code)
 
 
 def not_supported(param: str, wanted: str) -> ApiError:
-    """400: a field that would change the result, which this server cannot honour."""
+    """400: the request has a field or value that would change the result and that this server does not implement."""
     return bad_request(f"{param} is not supported yet: {wanted}", param=param, code="unsupported_parameter")
 
 
@@ -75,15 +75,15 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _bug(request: Request, error: Exception) -> Response:
-    # Starlette logs the traceback after this answer is sent; the client learns nothing of the inside.
+    # Starlette logs the traceback after this answer is sent. The client gets no internal details.
     message = "the server failed on this request; its log has the traceback"
-    # This answer goes around the middleware that would add the id.
+    # This answer bypasses the middleware that would add the id.
     headers = {"x-request-id": request.scope.get("request_id", "")}
     return ApiError(500, message, type="server_error", code="internal_error", headers=headers).response()
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app`, the framework's own included, as an OpenAI error object."""
+    """Make `app` answer every error, including those of the framework, as an OpenAI error object."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)

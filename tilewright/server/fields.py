@@ -1,12 +1,12 @@
-"""The fields of request bodies: types and ranges, and what is done with names that are not among them.
+"""The fields of request bodies, with types and ranges, and the handling of unknown fields.
 
-The fields are OpenAI's (`/v1/completions`, `/v1/chat/completions`), with the extensions that open-source servers share. Of a
-name that is not a field here
+The fields are OpenAI's (`/v1/completions`, `/v1/chat/completions`), with the extensions that open-source servers share. A field
+that is not defined here is handled as follows:
 
-- `IGNORED` has no effect on any answer: it is named in the response header `x-tilewright-ignored`;
-- everything else is refused with a 400, but for null and for values that ask for nothing (`NOTHING`).
+- A field in `IGNORED` would have no effect on any answer. It is listed in the response header `x-tilewright-ignored`.
+- Any other field is refused with a 400, unless its value is null or has no effect (`NOTHING`).
 
-The schema of /openapi.json is made of these models, so every number has both its ends there.
+The schema of /openapi.json is generated from these models, so every number needs a lower and an upper bound here.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,7 +32,7 @@ IGNORED = {
     *("safety_identifier", "service_tier", "store", "user"),
 }
 
-# Fields of other servers -> the values that ask for nothing there.
+# Fields of other servers -> the values that have no effect there.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template_kwargs": ({},),  # of completions
@@ -150,7 +150,7 @@ class ChatBody(CompletionBody):
 def ignored_names(
     body: SamplingBody, ignored: Collection[str] = IGNORED, nothing: Mapping[str, tuple[Any, ...]] = NOTHING
 ) -> tuple[str, ...]:
-    """Names of fields that are there and have no effect. Raises `ApiError` for those that would have one elsewhere."""
+    """Names of given fields that have no effect here. Raises `ApiError` for an unknown field that has an effect elsewhere."""
     extra = {name: value for name, value in (body.model_extra or {}).items() if value is not None}
     for name, value in extra.items():
         harmless = nothing.get(name, ())

@@ -1,4 +1,4 @@
-"""How many files this process may have open: each connection is one."""
+"""The limit on open files of this process. Each connection is one open file."""
 
 import math
 import os
@@ -11,11 +11,11 @@ except ImportError:  # Windows has no such limit
 __all__ = ["connections_allowed", "files_free"]
 
 SPARE_FILES = 64
-"""Descriptors that connections leave to the rest of the process: the event loop, the page's files, the device, the log."""
+"""Descriptors that are reserved for the rest of the process: the event loop, the web page's files, the device, the log."""
 
 
 def files_free() -> float:
-    """How many more files this process may open now; infinite where nothing bounds them."""
+    """How many more files this process may open now; infinite if there is no limit."""
     if resource is None:
         return math.inf
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -23,10 +23,12 @@ def files_free() -> float:
 
 
 def connections_allowed(wanted: int) -> int:
-    """`wanted` connections, or fewer where the process may not open that many files; raises its soft limit as far as needed.
+    """The number of connections that the process may have: `wanted`, or fewer because of the limit on open files.
+
+    Raises the soft limit as far as needed and possible.
 
     Raises:
-        ValueError: the hard limit leaves room for none.
+        ValueError: the limit leaves no room for even one connection.
     """
     if resource is None:
         return wanted

@@ -1,12 +1,12 @@
-"""The replicas of one model on this machine: started, watched, started again.
+"""Starts, watches and restarts the replicas of one model on this machine.
 
-| what happens                        | what is done                                                                    |
+| event                               | reaction                                                                        |
 |-------------------------------------|---------------------------------------------------------------------------------|
-| a replica ends                      | it gets no requests; it is started again after a pause that grows               |
-| it says on /health that it is stuck | three times in a row: it is killed, and started again                           |
-| it says on /ready that it drains    | it gets no requests until it is ready again                                     |
-| the first one does not start        | nor does the server                                                             |
-| this process ends, however          | replicas see the end of their control socket, drain and end                     |
+| a replica ends                      | it gets no requests, and is started again after a pause that grows              |
+| /health of a replica answers 503    | after three times in a row: it is killed and started again                      |
+| /ready of a replica answers 503     | it gets no requests until it is ready again                                     |
+| one ends before any is loaded       | the server does not start                                                       |
+| this process ends, for any reason   | replicas notice that their control socket is closed; they drain and end         |
 """
 
 import asyncio
@@ -32,18 +32,18 @@ from tilewright.server.serve import bind, url_of
 __all__ = ["Fleet", "Replica"]
 
 PAUSE_LEAST_S, PAUSE_MOST_S = 1.0, 60.0
-"""Before a replica that has ended is started again."""
+"""Shortest and longest pause before a replica that has ended is started again."""
 STEADY_S = 60.0
-"""A replica that lived for so long begins again with the shortest pause."""
+"""After a replica has run for this long, its next pause is the shortest one again."""
 TOLD = ("max_body_bytes", "max_connections", "drain_timeout_s", "log_format", "tool_format", "max_wait_s", "traces")
 TOLD += ("adapter_dir",)
-"""What replicas are told of the server's config."""
+"""The fields of the server's config that are passed to the replicas."""
 LOOK_S = 0.5
 LOOK_TIMEOUT_S = 5.0
 MAX_STUCK = 3
-"""Times that /health may ask for a restart before there is one."""
+"""A replica is restarted after its /health has answered 503 this many times in a row."""
 END_S = 10.0
-"""Beyond the drain timeout, before a replica that does not end is killed."""
+"""A replica that has not ended this long after the drain timeout is killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Replica:
         self.index = index
         self.url = ""
         self.ready = False
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         self.stage = ""
         """The stage of its loading; "" once it has loaded the model."""
         self.restarts = -1
@@ -67,7 +67,7 @@ class Replica:
         self.stuck = 0
 
     def close(self) -> None:
-        """Let go of a process that has ended, or shall."""
+        """Close the control socket. If the process still runs, it drains and ends."""
         if self.control is not None:
             self.control.close()
             self.control = None
@@ -75,13 +75,13 @@ class Replica:
 
 
 class Fleet:
-    """Replicas, and the router that knows them.
+    """The replicas and their router.
 
     Args:
         spec: model, name and the engine's options, for `replica.py`.
-        config: of the server as a whole; replicas listen on this machine only, without a key.
-        say: told what a reader of the log has to know.
-        command: what starts a replica; for tests.
+        config: the config of the whole server. Replicas listen on this machine only, with a random key of their own.
+        say: called with lines for the log.
+        command: the command that starts a replica; for tests.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Fleet:
         server = {name: getattr(config, name) for name in TOLD}
         count = config.replicas
         self.key = secrets.token_urlsafe(32)
-        """What replicas ask for: other users of this machine must not get around the front's key."""
+        """The API key of the replicas. It keeps other users of this machine from bypassing the front's key."""
         server |= {"port": 0, "log_level": "warning", "api_key": self.key}
         self._spec = {**spec, "count": count, "server": server}
         self._config, self._say, self._command = config, say, command
         self.replicas = [Replica(index) for index in range(count)]
         self.hello: dict[str, Any] = {}
-        self.router = Router(count, 1)  # until the first replica has said how large a page is
+        self.router = Router(count, 1)  # a placeholder until the first replica has reported its page size
         self.ending = False
         self.prepare: Callable[[Replica], Awaitable[None]] | None = None
         """Awaited before a replica gets its first requests."""
@@ -112,11 +112,11 @@ class Fleet:
 
     @property
     def ready(self) -> list[int]:
-        """Replicas that take requests."""
+        """Indices of the replicas that accept requests."""
         return [replica.index for replica in self.replicas if replica.ready]
 
     def start(self, replica: Replica) -> None:
-        """Start a process."""
+        """Start the process of a replica."""
         listener = bind(ServerConfig(port=0))
         ours, theirs = socket.socketpair()
         replica.url = url_of(listener)
@@ -127,7 +127,7 @@ class Fleet:
                 words,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(), theirs.fileno()),
-                start_new_session=True,  # Ctrl-C is for this process, which says what it means
+                start_new_session=True,  # Ctrl-C reaches only this process, which decides what to do
             )
         ours.setblocking(False)
         replica.control, replica.frames, replica.stuck, replica.stage = ours, Frames(), 0, "starting a process"
@@ -135,10 +135,10 @@ class Fleet:
         replica.restarts += 1
 
     def start_all(self, note: Callable[[str], None] = lambda stage: None) -> None:
-        """Start all, and wait until one has loaded the model. `note` is called with the stage of the first one.
+        """Start all replicas, and wait until one has loaded the model. `note` is called with the stage of the first replica.
 
         Raises:
-            ValueError: one ends before.
+            ValueError: a replica ends before that.
         """
         first = self.replicas[0]
         for replica in self.replicas:
@@ -157,7 +157,7 @@ class Fleet:
                         raise ValueError(f"replica {replica.index} ended with exit code {code} while it loaded the model")
 
     def end(self) -> None:
-        """Tell all to drain, and wait until they have; then kill what is left."""
+        """Tell all replicas to drain, wait until they have ended, and kill those that do not end in time."""
         self.ending = True
         for replica in self.replicas:
             replica.close()
@@ -170,10 +170,10 @@ class Fleet:
                     replica.process.kill()
                     replica.process.wait()
 
-    # What replicas say -----------------------------------------------------------------------------------------------
+    # Messages of replicas --------------------------------------------------------------------------------------------
 
     def _read(self, replica: Replica) -> bool:
-        """Take in what a replica has said; False where it has ended."""
+        """Handle the messages of a replica. Returns False if it has ended."""
         assert replica.control is not None
         while True:
             try:
@@ -205,7 +205,7 @@ class Fleet:
     # Watching, on the event loop -------------------------------------------------------------------------------------
 
     async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Watch all, until cancelled."""
+        """Watch all replicas until cancelled."""
         async with asyncio.TaskGroup() as group:
             for replica in self.replicas:
                 group.create_task(self._watch(replica, session))
@@ -227,7 +227,7 @@ class Fleet:
             self.start(replica)
 
     async def _life(self, replica: Replica, session: aiohttp.ClientSession) -> None:
-        """Return when the process has ended, or is stuck."""
+        """Watch one run of a process. Returns when it has ended or is stuck."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         control = replica.control
         if control is None:
@@ -258,7 +258,7 @@ class Fleet:
                 async with session.get(f"{replica.url}/{path}", timeout=timeout) as response:
                     answers[path] = response.status
             except (aiohttp.ClientError, TimeoutError, OSError):
-                answers[path] = 0  # it has not begun to listen, or is too busy to answer
+                answers[path] = 0  # the replica does not listen yet, or is too busy to answer
         ready = answers["ready"] == 200 and not self.ending
         if ready and not before and self.prepare is not None:
             await self.prepare(replica)
@@ -269,5 +269,5 @@ class Fleet:
             self._say(f"Replica {replica.index} is ready at {replica.url}{again}")
 
     def suspect(self, index: int) -> None:
-        """A replica did not answer: it gets nothing until it says that it is ready."""
+        """Record that a replica did not answer. It gets no requests until its /ready answers 200 again."""
         self.replicas[index].ready = False

@@ -1,13 +1,14 @@
-"""The front of several replicas: takes requests in as a server of one process does, and passes each to one of them.
+"""The front of several replicas. It accepts requests as a server of one process does, and passes each to one replica.
 
-A request is parsed and checked here, since its token ids say which replica has its beginning in the cache (router.py). What
-goes to the replica is the body as it came. An answer is passed on as it comes.
+The front parses and checks a request, because its token ids determine which replica has its beginning in the cache (router.py).
+It sends the body unchanged to the replica, and passes the answer on as it arrives.
 
-A replica that cannot be reached, ends, drains or is full is no failure of the request: another is asked, as long as nothing of
-the answer has been sent. A stream of which a part has been sent ends with an error event, as a server's own does.
+If a replica cannot be reached, ends, drains or is full, the request does not fail: another replica is tried, as long as no part
+of the answer has been sent. If a part of a stream has been sent, the stream ends with an error event, as in a server of one
+process.
 
-`/metrics` has the numbers of all replicas, each with its label `replica`, and the router's own. Everything else (models,
-tokenize, the page) is answered by any replica that is ready.
+`/metrics` contains the numbers of all replicas, each with the label `replica`, and those of the router. Any ready replica
+answers everything else (models, tokenize, the page).
 """
 
 import asyncio
@@ -50,16 +51,16 @@ from tilewright.server.starting import Starting
 __all__ = ["Front", "digests_of", "front_of", "serve_replicas"]
 
 PASSED_ON = ("content-type", "retry-after", "cache-control", "x-accel-buffering", "x-tilewright-ignored")
-"""Headers of a replica's answer that its client gets; others are about the connection between the two."""
+"""Headers of a replica's answer that are passed to the client. The others concern the connection to the replica."""
 MAX_PAGES = 1 << 14
-"""Pages of a prompt that are looked up."""
+"""Most pages of a prompt that are looked up."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5)
 
 logger = logging.getLogger(__name__)
 
 
 def digests_of(prompt: list[int], page_tokens: int) -> list[bytes]:
-    """Of the whole pages of a prompt, as the engine names them, cut to what the router keeps."""
+    """Digests of the whole pages of a prompt, as the engine computes them, cut to the `DIGEST_BYTES` that the router keeps."""
     found, digest = [], b""
     for start in range(0, min(len(prompt) - page_tokens + 1, MAX_PAGES * page_tokens), page_tokens):
         digest = page_digest(digest, prompt[start : start + page_tokens])
@@ -68,10 +69,10 @@ def digests_of(prompt: list[int], page_tokens: int) -> list[bytes]:
 
 
 class Front:
-    """The endpoints; what `run_server` asks a server for is here too."""
+    """The endpoints. It also has the attributes of a server that `run_server` uses."""
 
     api = "v1"
-    """What paths begin with."""
+    """The first part of the API's paths."""
 
     def __init__(self, fleet: Fleet, served: Served, config: ServerConfig):
         self.fleet, self.served, self.config = fleet, served, config
@@ -86,13 +87,13 @@ class Front:
         self.adapters = ReplicaAdapters(config, given, self._ready_urls, lambda: self.session)
         fleet.prepare = self._prepare
         self.retries: Counter[str] = Counter()
-        """Why a request was passed to another replica -> times."""
+        """Reason for passing a request to another replica -> number of times."""
 
     intake: Intake
     session: aiohttp.ClientSession
 
     def loading(self) -> Loading | None:
-        """The replicas, until the first of them takes requests."""
+        """What is being loaded, until the first replica accepts requests; then None."""
         return None if self.fleet.ready else self._loading
 
     @asynccontextmanager
@@ -167,7 +168,7 @@ class Front:
     # Everything else -------------------------------------------------------------------------------------------------
 
     async def anything(self, request: Request) -> Response:
-        """Passed to a replica that is ready, the least loaded first."""
+        """Pass the request to a ready replica, the least loaded first."""
         raw = b"" if request.method in ("GET", "HEAD") else await self._bodies.read(request)
         router = self.fleet.router
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
@@ -181,7 +182,7 @@ class Front:
         raise nobody()
 
     def headers(self, request: Request) -> dict[str, str]:
-        """What a replica is told of a request."""
+        """The headers for a request to a replica."""
         found = {"x-request-id": request_id_of(request.scope)}
         if (span := span_of(request.scope)) is not None:
             found["traceparent"] = span.traceparent
@@ -190,11 +191,11 @@ class Front:
         return found
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 503 only where watching has failed. A replica that is down is started again; nobody has to do that."""
+        """GET /health: 503 only if watching the replicas has failed. A replica that is down is restarted automatically."""
         return self._state(self.failure is None)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while a replica takes requests."""
+        """GET /ready: 200 while at least one replica accepts requests."""
         return self._state(self.failure is None and not self.draining and bool(self.fleet.ready))
 
     def _state(self, healthy: bool) -> Response:
@@ -222,12 +223,12 @@ class Front:
 
 
 def passed_on(found: aiohttp.ClientResponse) -> dict[str, str]:
-    """Headers for the client."""
+    """The headers of a replica's answer for the client."""
     return {name: found.headers[name] for name in PASSED_ON if name in found.headers}
 
 
 class _Forwarded(Response):
-    """The answer of a replica, made while it is sent."""
+    """The answer of a replica. The request to the replica is made while this response is sent."""
 
     def __init__(self, front: Front, request: Request, raw: bytes, job: Job, digests: list[bytes]):
         super().__init__()
@@ -236,7 +237,7 @@ class _Forwarded(Response):
         self._chosen = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `ApiError` as long as nothing has been sent."""
+        """Pass on a replica's answer. Raises `ApiError` only if nothing has been sent."""
         await self._front.worker.pass_on(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
@@ -259,7 +260,7 @@ class _Forwarded(Response):
         await Response(body, status, headers=headers)(self._request.scope, self._request.receive, send)
 
     async def _somebody(self) -> None:
-        """Wait as long as a request may wait for its start, where all replicas are being started again."""
+        """If all replicas are being restarted, wait for one, for at most `max_wait_s`."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._front.config.max_wait_s
         while not self._front.fleet.ready and loop.time() < end_s:
@@ -268,7 +269,11 @@ class _Forwarded(Response):
     async def _ask(
         self, decision: Decision, send: Send, last: tuple[int, dict[str, str], bytes] | None
     ) -> tuple[tuple[int, dict[str, str], bytes] | None, str | None]:
-        """(the refusal to pass on if nobody else answers, why another has to be asked; None: the client has its answer)."""
+        """Send the request to a replica and pass on its answer.
+
+        Returns (the refusal to pass on if no other replica answers, why another replica has to be tried or None: the client has
+        its answer).
+        """
         front, fleet = self._front, self._front.fleet
         self._chosen += 1
         name = f"{request_id_of(self._request.scope)} {id(self)} {self._chosen}"
@@ -311,7 +316,7 @@ class _Forwarded(Response):
 
 
 def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
-    """The ASGI app in front of replicas; its `Front` is at `app.state.server`."""
+    """The ASGI app in front of replicas. Its `Front` is `app.state.server`."""
     front = Front(fleet, served, config)
     app = FastAPI(title="tilewright", lifespan=front.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = front
@@ -336,7 +341,7 @@ def front_of(fleet: Fleet, served: Served, config: ServerConfig) -> FastAPI:
 
 
 def serve_replicas(spec: dict[str, Any], config: ServerConfig, listener: socket.socket, log: Log) -> int:
-    """Start replicas and serve them on a bound socket until a signal; the exit code. `spec` is that of `Fleet`.
+    """Start replicas and serve them on a bound socket until a signal. Returns the exit code. `spec`: see `Fleet`.
 
     Raises:
         ValueError: a replica does not start.

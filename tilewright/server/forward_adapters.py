@@ -1,6 +1,6 @@
-"""LoRA adapters of several replicas: loaded and forgotten on all of them, and on one that is started again before it is asked.
+"""Loads and unloads LoRA adapters on all replicas. A restarted replica gets the adapters before it gets requests.
 
-An adapter is loaded on every replica, or on none: where one refuses it the others forget it again.
+An adapter is loaded on every replica or on none: if one replica refuses it, the others unload it again.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaAdapters:
-    """Which adapters all replicas have.
+    """Keeps the adapters of all replicas equal.
 
     Args:
-        given: NAME=FOLDER of those that replicas load when they start.
-        urls: of the replicas that take requests, now.
-        session: that of the front, once it runs.
+        given: NAME=FOLDER of the adapters that replicas load when they start.
+        urls: returns the URLs of the replicas that accept requests now.
+        session: returns the HTTP session of the front, once it runs.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReplicaAdapters:
     ):
         self._config, self._urls, self._session = config, urls, session
         self._wanted: dict[str, str | None] = dict.fromkeys(named_folders(given))
-        """Name -> the path that a client has named; None: of those given."""
+        """Name -> the path from the client; None for the adapters in `given`."""
         self._lock = asyncio.Lock()
 
     async def load(self, raw: bytes) -> Response:
@@ -74,7 +74,7 @@ class ReplicaAdapters:
             return _passed((good or list(answers.values()))[0])
 
     async def prepare(self, url: str) -> None:
-        """Give a replica that begins to take requests the adapters of the others. What it refuses is logged."""
+        """Give a replica that is about to accept requests the adapters of the others. Refusals are logged."""
         if self._config.adapter_dir is None:
             return
         async with self._lock, self._session().get(f"{url}/v1/models", timeout=TIMEOUT) as found:

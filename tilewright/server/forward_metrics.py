@@ -1,4 +1,4 @@
-"""/metrics of the router: whom it has chosen, and why."""
+"""The router's part of /metrics: which replicas it has chosen, and why."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ __all__ = ["router_metrics"]
 
 
 def router_metrics(fleet: Fleet, retries: Mapping[str, int]) -> list[str]:
-    """The router's own numbers, a line each."""
+    """The router's own numbers as lines of the Prometheus format."""
     router = fleet.router
     lines = ["# TYPE tilewright_router_replicas_ready gauge", f"tilewright_router_replicas_ready {len(fleet.ready)}"]
     lines.append("# TYPE tilewright_router_requests_total counter")

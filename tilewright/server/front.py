@@ -1,6 +1,6 @@
-"""A front process: HTTP, templates, tokenizing, text and events, for an engine in another process.
+"""A front process. It handles HTTP, chat templates, tokenization, text and events for an engine in another process.
 
-`python -m tilewright.server.front FOLDER CONTROL LISTENER`, started by supervisor.py; the last two are descriptors.
+supervisor.py starts it as `python -m tilewright.server.front FOLDER CONTROL LISTENER`; the last two are descriptors of sockets.
 """
 
 import os
@@ -26,11 +26,11 @@ from tilewright.server.wire import address_of
 __all__ = ["front_app", "run_front"]
 
 ENGINE_S = 3600.0
-"""How long a front waits for its engine, which may be loading: its parent ends it before."""
+"""How long a front waits for its engine, which may still load its model. Normally the parent ends the front earlier."""
 
 
 def front_app(address: str, config: ServerConfig, served: Served) -> FastAPI:
-    """The ASGI app that serves the engine at `address`; its `Server` is at `app.state.server`."""
+    """The ASGI app that serves the engine at `address`. Its `Server` is `app.state.server`."""
 
     def connect(metrics: Metrics, on_failure: Callable[[BaseException], None]) -> EngineLink:
         return RemoteEngine(address, served, metrics, on_failure, max_wait_s=config.max_wait_s)
@@ -39,7 +39,7 @@ def front_app(address: str, config: ServerConfig, served: Served) -> FastAPI:
 
 
 def _watch(control: socket.socket, go: threading.Event) -> None:
-    """Note when the parent lets this process listen; end this process once the parent has gone."""
+    """Set `go` when the parent allows this process to listen. End this process when the parent has gone."""
     try:
         while words := control.recv(64):
             if b"go" in words:
@@ -50,7 +50,7 @@ def _watch(control: socket.socket, go: threading.Event) -> None:
 
 
 def run_front(folder: Path, control: int, listener: socket.socket) -> int:
-    """Serve until a signal; the exit code."""
+    """Serve until a signal. Returns the exit code."""
     config = read_config(folder)
     with Log(config.log_level, config.log_format) as log, control_of(control) as parent:
         go = threading.Event()

@@ -1,4 +1,4 @@
-"""Who may come in: the checks that a request passes before any endpoint sees it.
+"""The checks that a request has to pass before it reaches an endpoint.
 
 | request                                                | answer                                            |
 |--------------------------------------------------------|---------------------------------------------------|
@@ -26,13 +26,13 @@ from tilewright.server.spans import tracer_of
 __all__ = ["Gate", "install_gates"]
 
 OPEN_PATHS = {"/", "/health", "/ready", "/version"}
-"""Paths that need no key, as those under /page/."""
+"""Paths that need no key. Those under /page/ need none either."""
 LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
 SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
 
 
 class Gate:
-    """ASGI middleware that refuses what may not come in."""
+    """ASGI middleware that refuses requests which fail a check."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig, counts: HttpCounts):
         self._app = app
@@ -49,7 +49,7 @@ class Gate:
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
 
     def refusal(self, method: str, path: str, headers: Headers, *, counted: bool = True) -> ApiError | None:
-        """Why a request may not come in; None: it may. A wrong key is counted, unless it will be asked for again."""
+        """Why a request is refused; None: it may pass. With `counted=False` a wrong key is not counted in /metrics."""
         refusal = _two_lengths(headers) or self._wrong_host(headers) or self._foreign_page(method, headers)
         return refusal or self._no_key(path, headers, counted)
 
@@ -84,9 +84,10 @@ class Gate:
 
 
 def install_gates(app: Starlette, config: ServerConfig, counts: HttpCounts, exposed: Sequence[str] = ()) -> None:
-    """Put what every request passes around an app: the access log, the rules for pages of other origins, and `Gate`.
+    """Wrap an app in the middleware that every request passes: the access log, the CORS rules, and `Gate`.
 
-    `exposed`: further headers of answers that such pages may read. Raises MissingExtra: traces are asked for.
+    `exposed`: further response headers that web pages of other origins may read. Raises MissingExtra if the config sets
+    `traces` and OpenTelemetry is not installed.
     """
     app.add_middleware(Gate, config=config, counts=counts)
     if config.cors_origins:
@@ -102,7 +103,7 @@ def install_gates(app: Starlette, config: ServerConfig, counts: HttpCounts, expo
 
 
 def _two_lengths(headers: Headers) -> ApiError | None:
-    """A proxy in between may read the other of the two, and take a part of this body for the next request."""
+    """Refuse a request with both lengths: a proxy may use the other one and treat a part of this body as the next request."""
     if "content-length" not in headers or "transfer-encoding" not in headers:
         return None
     message = "the request has Content-Length and Transfer-Encoding, wanted one of them"
@@ -110,6 +111,6 @@ def _two_lengths(headers: Headers) -> ApiError | None:
 
 
 def _same(origin: str, host: str) -> bool:
-    """Whether a page of `origin` came from the server that calls itself `host`; a proxy may have changed the scheme."""
+    """Whether a page of `origin` came from the server `host`. The scheme may differ, because a proxy may change it."""
     scheme, _, name = origin.lower().partition("://")
     return scheme in ("http", "https") and name == host.lower()

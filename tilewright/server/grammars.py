@@ -1,4 +1,5 @@
-"""Compiles grammars for an engine, off its thread and one after the other: first a trial in a child process, then for use."""
+"""Compiles grammars for an engine in a separate thread, one after the other: first as a trial in a child process, then for
+use."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ __all__ = ["GrammarCompiler"]
 
 
 class GrammarCompiler:
-    """One thread, which lives from here to `close`, and a child process, from the first grammar on."""
+    """Compiles grammars in one thread, which runs until `close`. A child process for trials starts with the first grammar."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -18,7 +19,7 @@ class GrammarCompiler:
         self._trial: GrammarTrial | None = None
 
     def submit(self, grammar: Grammar) -> Future[None]:
-        """Compile a grammar. The future's error is a `GrammarError` where it is not valid or too complex."""
+        """Compile a grammar. The future raises `GrammarError` if the grammar is invalid or too complex."""
         return self._thread.submit(self._compile, grammar)
 
     def _compile(self, grammar: Grammar) -> None:
@@ -27,13 +28,13 @@ class GrammarCompiler:
             return
         if self._trial is None:
             tokenizer = self._engine.tokenizer
-            assert tokenizer is not None  # or there were no grammars
+            assert tokenizer is not None  # without a tokenizer the engine has no grammars
             self._trial = GrammarTrial(tokenizer.to_json(), self._engine.eos_ids)
         self._trial.check(grammar)
         grammars.compiled(grammar)
 
     def close(self) -> None:
-        """End the thread, behind what it is in, and the child."""
+        """End the thread after its current and queued work, and then the child process."""
         self._thread.submit(self._end)
         self._thread.shutdown(wait=False)
 

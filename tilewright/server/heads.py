@@ -1,4 +1,4 @@
-"""The heads of requests that a `Shortcut` may answer: plain ones, read strictly. Whatever is unusual is left to uvicorn."""
+"""Strictly parses the plain request heads that a `Shortcut` may answer. Requests with an unusual head are left to uvicorn."""
 
 import re
 from typing import NamedTuple
@@ -12,21 +12,21 @@ UNUSUAL = {"transfer-encoding", "content-encoding", "expect", "upgrade", "origin
 
 
 class PlainHead(NamedTuple):
-    """What a plain head says."""
+    """The content of a plain head."""
 
     target: bytes
     fields: dict[str, str]
-    """By their names in lower case; each is there once."""
+    """Lower-case name -> value. Each field occurs only once."""
     body_bytes: int
     close: bool
     """Whether the client wants the connection to be closed after the answer."""
 
 
 def plain_head(raw: bytes, most_body_bytes: int) -> PlainHead | None:
-    """The head of a request, without the empty line behind it.
+    """Parse the head of a request; `raw` does not include the empty line after it.
 
-    None: it is not HTTP/1.1 with a Host and a Content-Length of at most `most_body_bytes`, has a field twice or one that may
-    change how the request is to be read or answered, or a line that is no field.
+    Returns None in these cases: the request is not HTTP/1.1; it has no Host, or no Content-Length of at most `most_body_bytes`;
+    a field occurs twice; a field may change how the request has to be read or answered; a line is not a valid field.
     """
     lines = raw.split(b"\r\n")
     words = lines[0].split(b" ")

@@ -1,7 +1,8 @@
-"""Where bodies are read and turned into jobs, so that a large or slow one delays nobody but itself.
+"""Runs the parsing of request bodies in such a way that a large or slow body does not delay other requests.
 
-A short body is read on the event loop, at once. Anything else goes to threads: a few for what takes milliseconds or runs a chat
-template, and one for large bodies, which are worked on one after the other, so that their memory is needed once.
+A short body is parsed on the event loop, at once. All others go to threads: a few threads for bodies that take milliseconds or
+need a chat template, and one thread for large bodies. Large bodies are parsed one after the other, so that only one at a time
+needs memory for parsing.
 """
 
 import asyncio
@@ -15,17 +16,17 @@ __all__ = ["Intake"]
 
 INLINE_BYTES = 4096
 LARGE_BYTES = 1 << 18
-"""Bodies above this take 10 ms and more."""
+"""Bodies larger than this take 10 ms and more to parse."""
 THREADS = 4
-"""Few: each that runs Python takes turns of 5 ms with the event loop."""
+"""Only a few: each thread that runs Python takes turns of 5 ms with the event loop."""
 MAX_LARGE = 16
-"""Large bodies that wait, or are worked on, at once."""
+"""Most large bodies that wait or are being parsed."""
 
 T = TypeVar("T")
 
 
 class Intake:
-    """Runs the reading of bodies for one server."""
+    """Runs the parsing of bodies for one server."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tilewright-intake")
@@ -33,10 +34,10 @@ class Intake:
         self._large_open = 0
 
     async def run(self, raw: bytes, read: Callable[[bytes], T], *, inline: bool) -> T:
-        """`read(raw)`; `inline`: a short one may run on the event loop.
+        """The result of `read(raw)`. With `inline`, a short body may be parsed on the event loop.
 
         Raises:
-            ApiError: 429; `MAX_LARGE` large bodies are being read already. And whatever `read` raises.
+            ApiError: 429; `MAX_LARGE` large bodies wait or are being parsed. In addition, whatever `read` raises.
         """
         if inline and len(raw) <= INLINE_BYTES:
             return read(raw)
@@ -52,6 +53,6 @@ class Intake:
             self._large_open -= 1
 
     def close(self) -> None:
-        """End the threads, after what they are in."""
+        """End the threads after their current work."""
         for threads in (self._threads, self._large):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,9 @@
-"""The way between the event loop and an engine, wherever that runs: in a thread here (worker.py) or in a process (remote.py).
+"""The interface between the event loop and an engine, which runs in a thread (worker.py) or in another process (remote.py).
 
-An HTTP request opens a `Channel`, into which the link puts what the engine's steps bring. A request that the engine refuses
-fails alone. An engine that can do no more ends every open channel with `EngineStopped`, and refuses with it from then on. A
-channel that is left before its end, for whatever reason, aborts its requests, which frees their pages before the next step.
+An HTTP request opens a `Channel`, and the link puts the output of the engine's steps into it. If the engine refuses a request,
+only that request fails. If the engine itself fails, every open channel ends with `EngineStopped`, and so does every later
+request. If a channel is left before its end, for whatever reason, its requests are aborted, and their pages are freed before
+the next step.
 """
 
 import asyncio
@@ -24,46 +25,47 @@ from tilewright.server.metrics import Latencies, Scrape
 __all__ = ["REFUSAL_S", "Channel", "EngineLink", "EngineStopped"]
 
 REFUSAL_S = 0.1
-"""How long a queue that takes too much time is taken to do so: no waiting time becomes shorter by more in that time."""
+"""How long one refusal is applied to later requests as well: the expected wait can shorten by at most this time meanwhile."""
 
 
 WHOLE_DELTAS = 64
-"""What a task that answers with all at once takes at a time: as much as holds up nobody else on the event loop."""
+"""Deltas that the task of a whole (not streamed) answer takes at a time: few enough not to block the event loop for long."""
 
 
 class EngineStopped(RuntimeError):
-    """The engine takes no more work: a step failed, or the server was told to stop at once."""
+    """The engine accepts no more work: a step failed, or the server was told to stop at once."""
 
 
 class Channel:
-    """Deltas of one HTTP request, which may be several engine requests; used on the event loop only."""
+    """The deltas of one HTTP request, which may consist of several engine requests. Used on the event loop only."""
 
     def __init__(self, ids: Sequence[str], samples: int):
         self.ids = tuple(ids)
         self._first = {request_id: place * samples for place, request_id in enumerate(ids)}
         self.samples = len(self.ids) * samples
         self.unfinished = self.samples
-        """Samples that are still to come to their end."""
+        """Number of samples that have not finished."""
         self.opened_s = time.perf_counter()
         self.last_token_s: dict[int, float] = {}
-        """When a sample, by its choice, had its last token."""
+        """Choice index -> time of the sample's latest token."""
         self.waiting = False
-        """Whether all has been taken, and more is waited for."""
+        """Whether the task has taken all deltas and waits for more."""
         self.whole = False
-        """Whether the answer is sent as a whole: its task is woken for the first token, for ends, and for many at once."""
+        """Whether the answer is not streamed. Its task is then woken only for the first token, for ends of samples, and for
+        `WHOLE_DELTAS` deltas at a time."""
         self._begun = False
         self.direct: Direct | None = None
-        """The short way, once the answer has begun and if it may take it."""
+        """The direct path of plain events (direct.py), once the answer has begun and if it may use that path."""
         self._deltas: list[Delta] = []
         self._changed = asyncio.Event()
         self._stopped: str | None = None
 
     def choice(self, delta: Delta) -> int:
-        """Which of the request's samples, all prompts together, a delta is of."""
+        """The index of a delta's sample among the samples of all prompts of the request."""
         return self._first[delta.request_id] + delta.index
 
     def push(self, delta: Delta) -> None:
-        """Add what a step produced."""
+        """Add a delta that a step produced."""
         if self.direct is not None and self.direct.pending:
             self._deltas += self._left(self.direct)
         self._deltas.append(delta)
@@ -75,12 +77,12 @@ class Channel:
         self.wake()
 
     def wake(self) -> None:
-        """Let the task take what has come."""
-        self.waiting = False  # before it runs
+        """Wake the task so that it takes the deltas."""
+        self.waiting = False  # already now, before the task runs
         self._changed.set()
 
     def _left(self, direct: Direct) -> list[Delta]:
-        """What waits in the short way, to be written before what has come behind it. Its tokens have been counted there."""
+        """Pending text of the direct path as deltas, to be written before later deltas. Its tokens are already counted."""
         samples = self.samples // len(self.ids)
         return [Delta(self.ids[choice // samples], choice % samples, text=text) for choice, text in direct.left()]
 
@@ -91,14 +93,14 @@ class Channel:
 
     @property
     def untaken(self) -> int:
-        """Tokens that have come and were not taken."""
+        """Number of tokens that have arrived but were not taken yet."""
         return sum(len(delta.token_ids) for delta in self._deltas)
 
     async def take(self) -> list[Delta]:
-        """All deltas since the last call, in order; waits for at least one, and returns [] once all samples are finished.
+        """All deltas since the last call, in order. Waits for at least one; returns [] once all samples are finished.
 
         Raises:
-            EngineStopped: no more will come.
+            EngineStopped: the engine has stopped, so no more deltas will come.
         """
         while not self._deltas:
             if self.direct is not None and self.direct.pending:
@@ -120,44 +122,46 @@ class Channel:
 
 
 class EngineLink(ABC):
-    """Used on one event loop. `stopped`: why the engine takes no more work, or None while it does."""
+    """A link to an engine, used on one event loop. `stopped`: why the engine accepts no more work; None while it does."""
 
     failures: int = 0
-    """Steps that failed since one brought a token."""
+    """Number of steps that failed since the last step that produced a token."""
     returns: bool = False
-    """Whether an engine that has stopped may be there again later."""
+    """Whether a stopped engine may come back later."""
 
     def __init__(self, latencies: Latencies):
         self._latencies = latencies
         self.batch = Batch(latencies)
-        """For `Direct`: what a step writes the short way."""
+        """The output of a step that goes through the direct path; used by `Direct`."""
         self._channels: dict[str, Channel] = {}
         self.stopped: str | None = None
         self._refused: tuple[QueueFull, float] | None = None
 
     @property
     def full(self) -> QueueFull | None:
-        """What a request was refused with a moment ago, if any other would be: the next need not be parsed to be refused."""
+        """A recent refusal that holds for any other request too, or None. Such requests are refused without being parsed."""
         if self._refused is None or time.monotonic() - self._refused[1] > REFUSAL_S:
             return None
         return self._refused[0]
 
     @property
     def open_channels(self) -> int:
-        """HTTP requests that wait for the engine."""
+        """Number of HTTP requests that wait for the engine."""
         return len(set(map(id, self._channels.values())))
 
     async def begin(self) -> None:  # noqa: B027 (most links have their engine)
-        """Wait a moment for an engine that is not there yet."""
+        """Wait a moment for an engine that has not answered yet."""
 
     @asynccontextmanager
     async def open(self, name: str, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> AsyncIterator[Channel]:
-        """Submit prompts, all or none, as requests `name` (one prompt) or `name-0`, `name-1` ...; abort them on leaving early.
+        """Submit prompts, either all or none. Leaving the context early aborts them.
+
+        The engine requests are called `name` (one prompt) or `name-0`, `name-1` ... (several).
 
         Raises:
             ValueError: the engine refuses a prompt.
             QueueFull: there is no room in the queue.
-            EngineStopped: the engine takes no more work.
+            EngineStopped: the engine accepts no more work.
         """
         if self.stopped is not None:
             raise EngineStopped(self.stopped)
@@ -176,13 +180,13 @@ class EngineLink(ABC):
         try:
             await self._submit_all(channel, prompts, params)
         except QueueFull as full:
-            # Who comes later, or has a later priority, would wait for longer, until the queue has moved on.
+            # Requests that arrive later or have a later priority would wait even longer, until the queue has moved on.
             if full.by_time and params[0].priority == 0:
                 self._refused = full, time.monotonic()
             raise
 
     def stop_all(self, reason: str) -> None:
-        """End every open channel with `EngineStopped`, and take no more work."""
+        """End every open channel with `EngineStopped`, and accept no more work."""
         self.stopped = reason
         self._end_channels(reason)
 
@@ -191,14 +195,14 @@ class EngineLink(ABC):
             channel.stop(reason)
 
     def attach(self, channel: Channel, direct: Direct) -> None:
-        """Let the plain events of a channel take the short way."""
+        """Send the plain events of a channel through the direct path."""
         channel.direct = direct
 
     def _deliver(self, deltas: Sequence[Delta], now_s: float) -> None:
         for delta in deltas:
             channel = self._channels.get(delta.request_id)
             if channel is None:
-                continue  # its client has gone; the abort is on its way
+                continue  # the client has gone; the abort is already queued
             self._measure(channel, delta, now_s)
             channel.push(delta)
 
@@ -219,7 +223,7 @@ class EngineLink(ABC):
 
     @abstractmethod
     def _leave(self, channel: Channel) -> None:
-        """A channel is left; abort what is unfinished of it."""
+        """Called when a channel is left. Abort its unfinished requests."""
 
     @abstractmethod
     async def scrape(self) -> Scrape:
@@ -235,7 +239,7 @@ class EngineLink(ABC):
 
     @abstractmethod
     async def run_pass(self, work: Pass) -> np.ndarray:
-        """What the model says of whole texts, between two steps of the engine. Raises EngineStopped, or as it does."""
+        """Embeddings or scores of whole texts, computed between two steps. Raises EngineStopped, and what the model raises."""
 
     @abstractmethod
     async def compile_grammar(self, grammar: Grammar) -> None:
@@ -246,18 +250,18 @@ class EngineLink(ABC):
         return []
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Hold the LoRA adapter in a folder under a name.
+        """Load the LoRA adapter in a folder under a name.
 
         Raises:
-            ValueError: the folder cannot be taken, the name is taken, or there is no room.
-            EngineStopped: the engine takes no more work.
+            ValueError: the folder has no usable adapter, the name is in use, or there is no room.
+            EngineStopped: the engine accepts no more work.
         """
         raise ValueError("this server has no room for adapters: start it with --max-adapters")
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter. Raises UnknownAdapter or EngineStopped."""
+        """Unload a LoRA adapter. Raises UnknownAdapter or EngineStopped."""
         raise UnknownAdapter(f"there is no adapter {name!r} here")
 
     @abstractmethod
     async def end(self, timeout_s: float) -> bool:
-        """End the link, after the step that the engine is in. False: that step hangs, and was given up on."""
+        """End the link after the engine's current step. Returns False if that step did not end within the timeout."""

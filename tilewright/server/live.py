@@ -1,7 +1,7 @@
-"""The engine's state as the page draws it: requests, page pool, counters. Numbers only, never anyone's text.
+"""The engine's state for the web page: requests, page pool, counters. It contains only numbers, never the text of a request.
 
-A snapshot is made in the engine's thread, between two steps, so it must stay cheap: the page map of a pool of 100000 pages
-costs 5 ms, and is therefore made anew only when that costs at most `MAX_SHARE` of the time.
+A snapshot is made in the engine's thread, between two steps, so it must be cheap. The page map of a pool of 100000 pages costs
+5 ms. Therefore it is updated only so often that it costs at most `MAX_SHARE` of the time.
 """
 
 import json
@@ -17,14 +17,14 @@ from tilewright.server.steps import StepLog
 __all__ = ["LiveView"]
 
 MAX_CELLS = 2048
-"""Cells in the page's grid; a larger pool puts several pages into one cell."""
+"""Most cells in the web page's grid. In a larger pool several KV-cache pages share one cell."""
 MAX_LISTED = 64
-"""Requests listed of each kind; the rest is only counted."""
+"""Most requests that are listed of each kind (running, waiting); the rest is only counted."""
 FREE, KEPT = -1, -2
-"""Cells that no slot owns."""
+"""Values for cells that no slot owns: free, or kept for reuse."""
 _NUMBERS = {"free": FREE, "cached": KEPT}
 MAX_SHARE = 0.01
-"""Of the engine thread's time, for page maps."""
+"""Largest share of the engine thread's time for page maps."""
 MIN_INTERVAL_S = 0.1
 
 
@@ -50,7 +50,7 @@ class LiveView:
     def _state(self, now_s: float) -> dict[str, Any]:
         scheduler = self._engine.scheduler
         if now_s >= self._map_again_s:
-            # Of the processor: time in which the thread only waited for others costs nobody anything.
+            # Processor time: time in which this thread only waited for other threads is not counted.
             before_s = time.thread_time()
             self._map = self._page_map()
             self._map_again_s = now_s + (time.thread_time() - before_s) / MAX_SHARE
@@ -64,7 +64,7 @@ class LiveView:
         }
 
     def _page_map(self) -> dict[str, Any]:
-        """The pool as runs of equal cells: [slot of the owner, or -1 free, or -2 kept for reuse; owners; how many cells]."""
+        """The pool as runs of equal cells: (slot of the owner, or -1 free, or -2 kept for reuse; owners; number of cells)."""
         scheduler = self._engine.scheduler
         per_cell = -(-scheduler.blocks.num_pages // MAX_CELLS)
         runs = [

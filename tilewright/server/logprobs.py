@@ -1,7 +1,7 @@
-"""Log-probabilities in the shapes of OpenAI's two endpoints, and of `prompt_logprobs`.
+"""Log-probabilities in the formats of OpenAI's two endpoints and of `prompt_logprobs`.
 
-Completions have four lists side by side, chats a list of tokens with their bytes. A stream writes them chunk by chunk (`of`), a
-whole answer keeps them as JSON until its end (`keep`, `kept`).
+Completions have four parallel lists; chats have a list of tokens with their bytes. A stream writes them chunk by chunk (`of`).
+A whole answer keeps them as JSON until its end (`keep`, `kept`).
 """
 
 import codecs
@@ -15,27 +15,27 @@ from tilewright.server.prompts import Served
 __all__ = ["Logprobs"]
 
 NO_LOGPROB = -9999.0
-"""JSON has no infinity; OpenAI writes this for a token that could not be drawn."""
+"""OpenAI's value for a token with probability 0, because JSON has no infinity."""
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class Logprobs:
-    """Those of one choice. `echoed`: ids of a prompt that the choice's text begins with."""
+    """The log-probabilities of one choice. `echoed`: token ids of the prompt, if the choice's text begins with the prompt."""
 
     def __init__(self, chat: bool, served: Served, echoed: Sequence[int]):
         self._chat = chat
         self._served = served
         self._first = None if chat or not echoed else echoed[0]
         self._echoes = self._first is not None
-        self._characters = 0  # length of the text that the tokens so far have completed
+        self._characters = 0  # length of the text of the tokens so far, without incomplete characters
         self._decoder = _UTF8(errors="replace")
         self._kept: dict[str, list[str]] = {"content": []} if chat else {name: [] for name in _COLUMNS}
         self._prompt = ["null"]  # nothing comes before the first token of a prompt, so it was not predicted
 
     def of(self, delta: Delta) -> dict[str, Any]:
-        """What a delta adds."""
+        """The log-probabilities of a delta."""
         if self._chat:
             return {"content": [self._chat_entry(entry) for entry in delta.logprobs], "refusal": None}
         entries: list[TokenLogprobs | int] = [*(delta.prompt_logprobs or () if self._echoes else ()), *delta.logprobs]
@@ -54,21 +54,21 @@ class Logprobs:
         return columns
 
     def keep(self, delta: Delta) -> None:
-        """Keep what a delta adds for `kept`."""
+        """Keep the log-probabilities of a delta for `kept`."""
         added = self.of(delta)
         for name, parts in self._kept.items():
             if added[name]:
                 parts.append(json.dumps(added[name], ensure_ascii=False, allow_nan=False)[1:-1])
 
     def kept(self) -> str:
-        """All that was kept, as JSON."""
+        """All kept log-probabilities as JSON."""
         columns = [f'"{name}": [{", ".join(parts)}]' for name, parts in self._kept.items()]
         if self._chat:
             columns.append('"refusal": null')
         return "{" + ", ".join(columns) + "}"
 
     def keep_prompt(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Keep those of tokens of the prompt for `kept_prompt`."""
+        """Keep log-probabilities of prompt tokens for `kept_prompt`."""
         for entry in entries:
             tokens = {entry.token_id: (entry.logprob, entry.rank)}
             tokens |= {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)}
@@ -79,7 +79,7 @@ class Logprobs:
             self._prompt.append(json.dumps(shape, ensure_ascii=False, allow_nan=False))
 
     def kept_prompt(self) -> str:
-        """All of the prompt's, as JSON: null for its first token, then {token id: {logprob, rank, decoded_token}}."""
+        """The prompt's log-probabilities as JSON: null for the first token, then {token id: {logprob, rank, decoded_token}}."""
         return f"[{', '.join(self._prompt)}]"
 
     def _chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Logprobs:
         return {"token": _text(raw), "logprob": finite(logprob), "bytes": list(raw)}
 
     def _written(self, token: int) -> bytes:
-        """What a token adds to the text: special ones nothing, and the first one of a text no leading space of its own."""
+        """The bytes that a token adds to the text: none if it is special, no leading space if it is the first of an echo."""
         if not self._served.tokenizer.visible([token]):
             return b""
         starts = self._echoes and self._characters == 0
@@ -101,7 +101,7 @@ class Logprobs:
         return self._served.spellings.of(token_id)
 
     def _alternatives(self, text: str, entry: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and the chosen one; where two have the same text, the likelier counts."""
+        """The most likely tokens and the chosen one. If two have the same text, the more likely one counts."""
         found = {text: finite(entry.logprob)}
         for token, logprob in entry.top:
             key = _text(self._spelling(token))
@@ -114,5 +114,5 @@ def _text(raw: bytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """A number for JSON. (Not `max(logprob, NO_LOGPROB)`, which of a NaN is NaN.)"""
+    """A number that JSON can represent. (`max(logprob, NO_LOGPROB)` would be NaN for a NaN.)"""
     return logprob if logprob > NO_LOGPROB else NO_LOGPROB

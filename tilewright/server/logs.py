@@ -1,11 +1,14 @@
-"""The log of a serving process: lines on stderr that never raise, never block a request, and never hold anybody's text.
+"""The log of a serving process: lines on stderr. Logging never raises and never blocks a request. Lines never contain the text
+of a request or an answer.
 
-Lines go through a bounded queue to a thread of their own, which writes them to the descriptor, several at a time: it takes
-what has come in `PAUSE_S`, because whenever it wakes up others wait for Python's lock. If the reader of the log has gone, or
-its disk is full, lines are lost; if it merely does not read, up to `QUEUE_LINES` wait and later ones are counted:
-"27 lines of the log were lost" comes as soon as writing works again. The server goes on in each case.
+Lines go through a bounded queue to a thread of their own, which writes them to the descriptor, several at a time. It collects
+lines for `PAUSE_S`, because each time it wakes up, other threads have to wait for Python's lock.
 
-A line is text for people, or with `format="json"` one object: time, level, logger, message, and the fields of a request.
+If the reader of the log has gone, or its disk is full, lines are lost. If the reader only pauses, up to `QUEUE_LINES` lines
+wait and later ones are dropped and counted. When writing works again, a line such as "27 lines of the log were lost" follows.
+The server continues in each case.
+
+A line is text for people or, with `format="json"`, one object: time, level, logger, message, and the fields of a request.
 """
 
 import datetime
@@ -33,12 +36,12 @@ FIELDS = "fields"
 
 
 class Log:
-    """The log while it is entered: everything that `logging` gets from `level` on, and what `say` is told.
+    """While it is entered, it writes all messages of `logging` from `level` upwards, and the lines passed to `say`.
 
     Args:
-        level: of tilewright's own loggers, as `ServerConfig.log_level`; other libraries' are heard from warnings on.
+        level: least level for tilewright's own loggers, as `ServerConfig.log_level`; for other libraries, warning at least.
         format: "text" or "json".
-        descriptor: where lines go; 2 is stderr.
+        descriptor: the file descriptor for the lines; 2 is stderr.
     """
 
     def __init__(self, level: str = "info", format: str = "text", descriptor: int = 2):
@@ -69,11 +72,11 @@ class Log:
         self.close()
 
     def close(self) -> None:
-        """Wait a moment until the lines are out; later ones are lost."""
+        """Wait up to `FLUSH_TIMEOUT_S` until the lines are written. Later lines are lost."""
         self._writer.close()
 
     def stage(self, words: str) -> None:
-        """Where a long task is: a line for each new stage, not for each number of it."""
+        """Report the progress of a long task. Writes a line for each new stage, but not if only the numbers in it change."""
         if self.staged is not None and "\n" not in words:
             self.staged(words)
             return
@@ -83,15 +86,15 @@ class Log:
         self._stage = stage
 
     def say(self, line: str) -> None:
-        """A line for whoever started the server, at any level: where it listens, why it ends."""
+        """Write a line for the operator at every log level, such as where the server listens or why it ends."""
         record = logging.LogRecord("tilewright.server", logging.INFO, __file__, 0, line, None, None)
         self._writer.write(line if isinstance(self._formatter, _Text) else self._formatter.format(record))
 
 
 def request_line(logger: logging.Logger, level: int, message: str, fields: dict[str, Any]) -> None:
-    """`logger.log(level, message, extra={FIELDS: fields})` without a `LogRecord`, where only the `Log` would see it.
+    """Like `logger.log(level, message, extra={FIELDS: fields})`, but without a `LogRecord` if only the `Log` would see it.
 
-    There is one such line for each request, and making and formatting a record takes longer than all else that is done for it.
+    There is one such line per request. Creating and formatting a record takes longer than all other work for the line.
     """
     if not logger.isEnabledFor(level):
         return
@@ -103,7 +106,7 @@ def request_line(logger: logging.Logger, level: int, message: str, fields: dict[
 
 
 def _only_handler(logger: logging.Logger) -> "_Handler | None":
-    """The handler of a `Log` that is entered; None: others would see a record too, or a filter might drop or change it."""
+    """The handler of the entered `Log`; None if other handlers would see a record too, or a filter might drop or change it."""
     if logger.filters:
         return None
     at = logger
@@ -124,12 +127,12 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except (TypeError, ValueError) as error:  # a message that does not fit its arguments: a bug, but not a request's
+        except (TypeError, ValueError) as error:  # the message does not fit its arguments: a bug that must not fail a request
             line = f"a line of {record.name} could not be written: {error}"
         self._writer.write(line)
 
     def write(self, time_s: float, level: int, name: str, message: str, fields: dict[str, Any]) -> None:
-        """Write what `emit` would write of a record with these."""
+        """Write the line that `emit` would write for a record with these values."""
         if level >= self.level:
             self._writer.write(self._own.line(time_s, logging.getLevelName(level), name, message, fields))
 
@@ -156,7 +159,7 @@ class _Json(logging.Formatter):
 
     @staticmethod
     def line(time_s: float, level: str, name: str, message: str, fields: dict[str, Any]) -> str:
-        """The object of these fields."""
+        """A line with the JSON object of these fields."""
         entry = {"time": _time(time_s), "level": level.lower(), "logger": name, "message": message, **fields}
         return json.dumps(entry, default=str)
 
@@ -169,7 +172,7 @@ def _time(time_s: float) -> str:
 
 @lru_cache(maxsize=2)
 def _second(second: int) -> str:
-    """All of a time but the milliseconds, which is the same for many lines."""
+    """A time without its milliseconds. It is cached, because it is the same for many lines."""
     return datetime.datetime.fromtimestamp(second, datetime.UTC).isoformat().removesuffix("+00:00")
 
 
@@ -181,7 +184,7 @@ class _Writer:
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lost = 0
         self._closing = threading.Event()
-        # A daemon: a descriptor whose reader sleeps may hold it in a write when the process ends.
+        # A daemon thread: at the end of the process it may still be blocked in a write, if the reader does not read.
         self._thread = threading.Thread(target=self._run, name="tilewright-log", daemon=True)
 
     def start(self) -> None:
@@ -189,14 +192,14 @@ class _Writer:
         self._thread.start()
 
     def write(self, line: str) -> None:
-        """Queue a line; lose it if the queue is full."""
+        """Queue a line. It is dropped if the queue is full."""
         if self._lines.qsize() < QUEUE_LINES:
             self._lines.put(line)
         else:
             self._lost += 1
 
     def close(self) -> None:
-        """Wait a moment until the lines are out."""
+        """Wait up to `FLUSH_TIMEOUT_S` until the lines are written."""
         end_s = time.monotonic() + FLUSH_TIMEOUT_S
         self._closing.set()
         self._lines.put(None)
@@ -214,17 +217,17 @@ class _Writer:
             self._closing.wait(PAUSE_S)
 
     def _taken(self) -> tuple[list[str], bool]:
-        """(the next lines, at least one, whether the last is among them)."""
+        """Wait for lines. Returns (the next lines, whether the end of the queue was reached)."""
         lines, line = list[str](), self._lines.get()
         while line is not None:
             lines.append(line)
             if len(lines) == TOGETHER_LINES or self._lines.empty():
                 return lines, False
-            line = self._lines.get_nowait()  # nobody else takes any
+            line = self._lines.get_nowait()  # it cannot be empty: only this thread takes lines
         return lines, True
 
     def _put(self, lines: Sequence[str]) -> bool:
-        """Whether the lines were written."""
+        """Write lines. Returns whether that worked."""
         rest = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
         try:
             while rest:

@@ -1,11 +1,11 @@
-"""What `/metrics` says: the engine's own numbers, read when asked for, and what only the server can measure.
+"""The content of `/metrics`: the engine's own numbers, read at each scrape, and numbers that only the server can measure.
 
 The engine's numbers are derived from `EngineStats` at the moment of the scrape, so they cannot drift from the engine. The
 server adds two histograms of latencies, counts of HTTP requests and connections, and `process_*` (memory, time, files).
 Each server has its own registry: two of them in one process do not share numbers.
 
-A server of several processes speaks for all of them. Its counts are plain numbers by name (`Metrics.counts`), so that those of
-one process can be added to those of another.
+A server of several processes reports the numbers of all of them together. Its counts are plain numbers by name
+(`Metrics.counts`), so that the counts of several processes can be added.
 """
 
 from bisect import bisect_left
@@ -58,13 +58,13 @@ COUNTERS = {
     "requests_expired": ("Samples given up because they were not started in time", "expired"),
 }
 ABOVE = ("/page/", "/v1/models/", "/v2/models/", "/v2/repository/", "/predict/")
-"""Where a path has a name in it: these are counted together."""
+"""Path prefixes that are followed by a name. All paths with the same prefix are counted together."""
 FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 NEXT_TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 
 
 class _Histogram:
-    """Seconds, counted into buckets; `name` is also that of its counts."""
+    """Durations in seconds, counted in buckets. The names of its counts begin with `name`."""
 
     def __init__(self, name: str, words: str, bounds: tuple[float, ...]):
         self.name, self.words, self.bounds = name, words, bounds
@@ -72,12 +72,12 @@ class _Histogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Something took so long, several times."""
+        """Count a duration `times` times."""
         self.buckets[bisect_left(self.bounds, seconds)] += times
         self.sum_s += seconds * times
 
     def percentiles_ms(self) -> dict[str, float]:
-        """p50, p90 and p99 in milliseconds, read off the buckets; {} where nothing was observed."""
+        """p50, p90 and p99 in milliseconds, interpolated from the buckets; {} if nothing was observed."""
         total, found = sum(self.buckets), {}
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)) if total else ():
             wanted, low_s = share * total, 0.0
@@ -89,12 +89,12 @@ class _Histogram:
         return found
 
     def counts(self) -> Iterator[tuple[str, float]]:
-        """Its numbers by name."""
+        """The numbers of the histogram by name."""
         yield from ((f"{self.name} {i}", number) for i, number in enumerate(self.buckets) if number)
         yield f"{self.name} sum", self.sum_s
 
     def family(self, counts: Mapping[str, float]) -> Metric:
-        """The family that such numbers make."""
+        """The Prometheus family for such numbers."""
         buckets, below = [], 0.0
         for i, bound in enumerate((*map(str, self.bounds), "+Inf")):
             below += counts.get(f"{self.name} {i}", 0)
@@ -105,7 +105,7 @@ class _Histogram:
 
 
 class Latencies:
-    """The two latencies that a reader of a stream feels, measured where what a step brought reaches the event loop."""
+    """The two latencies that the client of a stream notices, measured when the output of a step reaches the event loop."""
 
     def __init__(self) -> None:
         self.histograms = (
@@ -120,72 +120,73 @@ class Latencies:
         )
 
     def percentiles(self) -> dict[str, dict[str, float]]:
-        """Milliseconds since the start, of first tokens ("ttft") and of those behind ("itl"): p50, p90, p99; {} before any."""
+        """p50, p90, p99 in milliseconds since the start, of first tokens ("ttft") and later ones ("itl"); {} before any."""
         return {name: each.percentiles_ms() for name, each in zip(("ttft", "itl"), self.histograms)}
 
     def first(self, seconds: float) -> None:
-        """A sample's first token came `seconds` after its request."""
+        """Record that a sample's first token came `seconds` after its request."""
         self.histograms[0].observe(seconds)
 
     def following(self, seconds: float, tokens: int, samples: int = 1) -> None:
-        """`tokens` more came together, `seconds` after those before; of so many samples."""
+        """Record that each of `samples` samples got `tokens` tokens together, `seconds` after its tokens before."""
         self.histograms[1].observe(seconds / tokens, tokens * samples)
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """What /metrics is made of, beside the numbers of its own process."""
+    """The numbers in /metrics that do not come from the process which renders it."""
 
     stats: EngineStats
     compiles: int
     """Kernels compiled since the server was ready; should stay 0."""
     counts: Mapping[str, float] | None = None
-    """As of `Metrics.counts`, of all processes of the server together; None: this process is the only one."""
+    """Sums of `Metrics.counts` over all processes of the server; None: this process is the only one."""
     gauges: Mapping[str, float] | None = None
-    """As of `Metrics.gauges`, the same."""
+    """`Metrics.gauges` of all processes, merged by `added_gauges`; None: this process is the only one."""
 
 
 class HttpCounts:
-    """Requests that were answered, and connections; `paths` are those with a label of their own.
+    """Counts of answered requests and of connections. `paths`: the paths with a label of their own.
 
-    Each number a client can choose would make a new time series: of other paths only the first part is looked at.
+    A client can choose any path, and each label value makes a new time series. So other paths are counted under the prefix in
+    `ABOVE` that they begin with, or as "other".
     """
 
     def __init__(self, connections: Callable[[], int], ended: Counter[str]):
         self.paths: frozenset[str] = frozenset()
         self.requests: Counter[tuple[str, int]] = Counter()
-        """(path, status) -> requests."""
+        """(path, status) -> number of requests."""
         self.wrong_keys = 0
         self.further: list[Collector] = []
-        """What else stands in /metrics."""
+        """Collectors of further metrics."""
         self.tracer: Tracer | None = None
-        """What makes a span of each request."""
+        """Creates a span for each request; None: no traces."""
         self._connections = connections
         self._ended = ended
 
     def count(self, path: str, status: int) -> None:
-        """A request for `path` was answered with `status`."""
+        """Count a request for `path` that was answered with `status`."""
         self.requests[self.route(path), status] += 1
 
     def route(self, path: str) -> str:
-        """What a path is counted as."""
+        """The label under which a path is counted."""
         return path if path in self.paths else _below(path)
 
     def counts(self) -> Iterator[tuple[str, float]]:
-        """Numbers that only rise, by name."""
+        """Counters (numbers that only increase) by name."""
         yield from ((f"requests {path} {status}", number) for (path, status), number in self.requests.items())
         yield from ((f"ended {reason}", number) for reason, number in self._ended.items())
         yield "wrong_keys", self.wrong_keys
 
     def collect(self) -> Iterator[Metric]:
-        """The families of these counts, of this process alone, and what else there is."""
+        """The families of these counts, for this process alone, and those of further collectors."""
         yield from _http_families(dict(self.counts()), self.connections)
         for collector in self.further:
             yield from collector.collect()
 
     @property
     def connections(self) -> int:
-        """Connections that are open."""
+        """The number of open connections."""
         return self._connections()
 
 
@@ -212,17 +213,17 @@ def _http_families(counts: Mapping[str, float], connections: float) -> Iterator[
 
 
 def process_numbers() -> dict[str, float]:
-    """`process_*` of this process: memory, time, files. Empty where the system does not tell."""
+    """`process_*` of this process: memory, time, files. Empty if the system does not provide these numbers."""
     families = ProcessCollector(registry=None).collect()  # pyright: ignore[reportArgumentType]
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
 _LEAST = ("process_start_time_seconds", "process_max_fds")
-"""Of several processes the least counts, not the sum."""
+"""Gauges for which the minimum over the processes is reported, not the sum."""
 
 
 def added_gauges(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """`Metrics.gauges` of several processes, as those of one."""
+    """Merge `Metrics.gauges` of several processes: sums, or minima for the names in `_LEAST`."""
     found: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -232,7 +233,7 @@ def added_gauges(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Metrics(Collector):
-    """Everything `/metrics` shows."""
+    """Everything in `/metrics`."""
 
     def __init__(self, http: HttpCounts):
         self._registry = CollectorRegistry()
@@ -242,12 +243,12 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def counts(self) -> dict[str, float]:
-        """Numbers of this process that only rise, by name."""
+        """The counters of this process (numbers that only increase) by name."""
         parts = (self.http.counts(), *(histogram.counts() for histogram in self.latencies.histograms))
         return {name: number for part in parts for name, number in part}
 
     def gauges(self) -> dict[str, float]:
-        """Numbers of this process as they are now: its connections, and `process_*`."""
+        """The gauges of this process (current values): its connections, and `process_*`."""
         return {"connections": self.http.connections, **process_numbers()}
 
     def render(self, scrape: Scrape) -> bytes:

@@ -1,4 +1,4 @@
-"""/openapi.json: the API in OpenAPI 3.1, made of the models that read the bodies, so that the two cannot differ."""
+"""/openapi.json: the API in OpenAPI 3.1, generated from the models that parse the bodies, so that the two cannot differ."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What fronts of replicas have in common: the requests on their way, and how several servers' answers are said as one."""
+"""Code shared by the fronts of replicas: the requests in flight, common errors, and merging the metrics of several replicas."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from tilewright.server.stream import unless_gone
 __all__ = ["BUSY", "Running", "labelled", "lost_event", "nobody"]
 
 BUSY = (429, 503)
-"""Answers for which another replica is asked."""
+"""Statuses after which another replica is tried."""
 
 
 class Running:
-    """The requests on their way, for the end of the server."""
+    """The requests in flight; the shutdown of the server waits for them or ends them."""
 
     def __init__(self) -> None:
         self.tasks: dict[asyncio.Task[None], None] = {}
@@ -26,17 +26,17 @@ class Running:
 
     @property
     def open_channels(self) -> int:
-        """How many."""
+        """The number of requests in flight."""
         return len(self.tasks)
 
     def stop_all(self, reason: str) -> None:
-        """End them with an error."""
+        """End the requests with an error."""
         self.stopped = reason
         for task in self.tasks:
             task.cancel()
 
     async def pass_on(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Do what answers a request, until it has or its client has gone. Raises `ApiError` where `stop_all` ended it."""
+        """Run `work`, which answers a request, until it ends or the client leaves. Raises `ApiError` if `stop_all` ended it."""
         task = asyncio.ensure_future(work)
         self.tasks[task] = None
         try:
@@ -55,7 +55,7 @@ async def _awaited(task: "asyncio.Task[None]") -> None:
 
 
 def nobody() -> ApiError:
-    """No replica takes requests."""
+    """The error for a request while no replica accepts requests."""
     return unavailable("no replica is ready; they are starting or being started again; come again soon", code="no_replica")
 
 
@@ -66,7 +66,7 @@ def lost_event() -> bytes:
 
 
 def labelled(texts: Iterable[tuple[int, str]]) -> list[str]:
-    """Expositions of several replicas as one, each sample with the label `replica`."""
+    """Merge the Prometheus expositions of several replicas into lines of one. Each sample gets the label `replica`."""
     kinds: dict[str, str] = {}
     lines: dict[str, list[str]] = {}
     for index, text in texts:

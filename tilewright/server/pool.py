@@ -1,8 +1,8 @@
-"""Passes of many requests through one model, in turn: the engine steps between two passes, and no request waits for all of
-another.
+"""Batches the texts of many embedding and score requests into passes through one model. The engine can step between two passes.
 
-A pass takes a text of each waiting request, round after round, until it is full: short requests are done early, beside long
-ones. One pass is out at a time, so a text stream waits for at most one between two of its tokens.
+A pass takes one text of each waiting request, round after round, until it is full. So short requests finish early, and no
+request has to wait for all texts of another. Only one pass is in flight at a time, so a text stream waits for at most one pass
+between two of its tokens.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tilewright.server.errors import overloaded
 __all__ = ["Pool"]
 
 MAX_WAITING_TOKENS = 1 << 20
-"""Of all waiting requests; one that would make it more is refused, and one alone is always taken."""
+"""Most tokens of all waiting requests. A request that would exceed this is refused, unless no other request waits."""
 
 Run = Callable[[Pass], Awaitable[np.ndarray]]
 
@@ -35,7 +35,7 @@ class _Request:
 
 
 class Pool:
-    """On one event loop. `run` takes a pass to the model; `close` ends it."""
+    """Runs passes, on one event loop. `run` executes a pass on the model; `close` ends the pool."""
 
     def __init__(self, pooled: Pooled, run: Run):
         self.pooled = pooled
@@ -45,7 +45,9 @@ class Pool:
         self._running: asyncio.Task[None] | None = None
 
     async def ask(self, texts: Sequence[Text], *, labels: bool = False, dimensions: int | None = None) -> np.ndarray:
-        """float32, a row for each text; texts have been checked. Leaving early takes back what has not been sent.
+        """Run texts through the model. Returns float32 [texts, columns], one row per text.
+
+        The texts must have been checked. If the call is cancelled, texts that have not been sent are dropped.
 
         Raises:
             ApiError: 429; too many texts wait.
@@ -76,7 +78,7 @@ class Pool:
             labels, dimensions = picked[0][0].kind
             work = Pass(tuple(text for _, text in picked), labels, dimensions)
             (answer,) = await asyncio.gather(self._run(work), return_exceptions=True)
-            if isinstance(answer, BaseException):  # it belongs to those whose texts were in the pass
+            if isinstance(answer, BaseException):  # only the requests with a text in this pass fail
                 for request, _ in picked:
                     if not request.done.done():
                         request.done.set_exception(answer)
@@ -87,7 +89,7 @@ class Pool:
                     request.done.set_result(None)
 
     def _pick(self) -> list[tuple[_Request, Text]]:
-        """Texts of the next pass: of requests that ask for the same as the first, one of each in turn."""
+        """The texts of the next pass: one text per request in turn, from all requests of the same kind as the first request."""
         self._requests = deque(request for request in self._requests if request.waits)
         if not self._requests:
             return []
@@ -103,5 +105,5 @@ class Pool:
             request.sent += 1
             if request.waits:
                 alike.append(request)
-        self._requests.rotate(-1)  # another one is first next time
+        self._requests.rotate(-1)  # another request is first next time
         return picked

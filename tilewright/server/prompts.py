@@ -1,4 +1,4 @@
-"""Prompts as clients write them -> token ids: text, lists of text, token ids, lists of those, and chat messages."""
+"""Converts the prompts of requests to token ids: text, lists of text, token ids, lists of those, and chat messages."""
 
 import dataclasses
 import json
@@ -19,16 +19,16 @@ from tilewright.server.spelling import Spellings
 __all__ = ["Served", "chat_prompt", "check_length", "encode", "read_prompts"]
 
 LONG_CHARS = 1 << 16
-"""Texts beyond this are looked at in pieces first, so that what can never fit costs no more than what does."""
+"""Longer texts are first tokenized in pieces of this length, so that a text that is far too long is refused early."""
 MAX_CALLS = 256
-"""Calls in one message."""
+"""Most tool calls in one message."""
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "documents")
 """Variables of a chat template that have fields of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What requests are checked against: the model's name, its tokenizer and its bounds."""
+    """The served model's name, tokenizer and limits. Requests are checked against them."""
 
     name: str
     tokenizer: Tokenizer
@@ -37,20 +37,20 @@ class Served:
     max_model_len: int
     """Most tokens of prompt and answer together."""
     max_samples: int
-    """Most samples (prompts times n) in one request: the length of the queue, as all of them wait at first."""
+    """Most samples (prompts times n) in one request: the length of the queue, because all of them wait at first."""
     has_chat: bool
     """Whether the model has a chat template."""
     has_adapters: bool
-    """Whether the engine has room for LoRA adapters, which requests name as their model."""
+    """Whether the engine has room for LoRA adapters. A request selects an adapter by its name in the `model` field."""
     spellings: Spellings
     generates: bool = True
     """False for an encoder."""
     pooled: Pooled | None = None
-    """Embeddings and scores, where the model has them."""
+    """How the model computes embeddings and scores; None if it has none."""
 
     @classmethod
     def of(cls, engine: Engine, name: str, *, pooled: Pooled | None = None, generates: bool = True) -> "Served":
-        """What `engine` serves, under a name. Raises ValueError for an engine without a tokenizer."""
+        """What `engine` serves, under this name. Raises ValueError if it has no tokenizer, or an adapter has the same name."""
         scheduler, tokenizer = engine.scheduler, engine.tokenizer
         if tokenizer is None:
             raise ValueError(f"{name!r} has no tokenizer, wanted a model with one: clients send and read text")
@@ -61,7 +61,7 @@ class Served:
             has_chat = True
         except ValueError:
             has_chat = False
-        # Keys and values of the last token are never needed, so the pool takes one token more than it has room for.
+        # The keys and values of the last token are never needed, so one token more than the pool's capacity fits.
         pool_tokens = scheduler.blocks.num_pages * scheduler.blocks.page_size + 1
         return cls(
             name=name,
@@ -77,7 +77,7 @@ class Served:
         )
 
     def description(self) -> dict[str, Any]:
-        """The same as plain values, for another process."""
+        """This object as plain values, for another process."""
         tokenizer = self.tokenizer
         return {
             "name": self.name,
@@ -96,7 +96,7 @@ class Served:
 
     @classmethod
     def described(cls, values: Mapping[str, Any]) -> "Served":
-        """What a `description` says. Raises ValueError where it is none."""
+        """The inverse of `description`. Raises ValueError if `values` is not a valid description."""
         fields = dict(values)
         try:
             if (pooled := fields.pop("pooled")) is not None:
@@ -113,9 +113,9 @@ class Served:
             raise ValueError(f"what the engine says of itself is not understood: {error}") from None
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request names as its model, which the engine may not have; None for the model itself, or no name.
+        """The adapter that a request names as its model; None for the model itself or no name.
 
-        Raises a 404 for another name where there are no adapters."""
+        The engine may not have that adapter. If it has no room for adapters, raises a 404 for any other name."""
         if name is None or name == self.name:
             return None
         if not self.has_adapters:
@@ -123,7 +123,7 @@ class Served:
         return name
 
     def check_name(self, name: str | None) -> None:
-        """Raise a 404 unless `name` is the served model, without an adapter; no name means that model."""
+        """Raise a 404 unless `name` is the served model itself or None, which means that model."""
         if name is not None and name != self.name:
             raise self.no_model(name, f"this server has {self.name!r}")
 
@@ -139,14 +139,14 @@ class Served:
             raise bad_request(message, "model", "not_supported")
 
     def check_ids(self, ids: list[int], param: str) -> list[int]:
-        """The same ids. Raises a 400 for one that is no token of the model."""
+        """Return `ids` unchanged. Raises a 400 if one of them is not a token of the model."""
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise bad_request(f"{param} has the token id {str(wrong)[:40]}, wanted 0 to {self.vocab_size - 1}", param)
         return ids
 
     def check_fit(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """How many tokens fit behind a prompt. Raises a 400 with both numbers unless what is asked for does, at least one."""
+        """How many tokens fit after a prompt. Raises a 400 with the numbers if fewer fit than `max_tokens` (None: 1)."""
         asked = 1 if max_tokens is None else max_tokens
         room = self.max_model_len - prompt_tokens
         if asked <= room:
@@ -159,10 +159,10 @@ class Served:
 
 
 def encode(text: str, served: Served, param: str = "prompt", *, add_special: bool = True) -> list[int]:
-    """Token ids of a prompt; an empty text is the model's BOS token.
+    """Token ids of a prompt. An empty text becomes the model's BOS token.
 
     Raises:
-        ApiError: 400; the text is no Unicode, cannot fit the model, or is empty and the model has no BOS token.
+        ApiError: 400; the text is not valid Unicode, is far too long for the model, or is empty and there is no BOS token.
     """
     try:
         text.encode()
@@ -181,13 +181,13 @@ def encode(text: str, served: Served, param: str = "prompt", *, add_special: boo
 
 
 def check_length(text: str, served: Served, param: str) -> None:
-    """Raise a 400 for a text that has far too many tokens, without encoding all of it: by its pieces, from the first on."""
+    """Raise a 400 for a text that has far too many tokens. Encodes the text in pieces and stops once there are too many."""
     if len(text) <= LONG_CHARS:
         return
     tokens = 0
     for start in range(0, len(text), LONG_CHARS):
         tokens += len(served.tokenizer.encode(text[start : start + LONG_CHARS], add_special=False))
-        # A cut changes the tokens beside it, of thousands in a piece: no text has half as many as its pieces together.
+        # A cut changes only the tokens next to it, and a piece has thousands. So the text has more than half of this sum.
         if tokens > 2 * served.max_model_len:
             message = (
                 f"This model's maximum context length is {served.max_model_len} tokens, and {param} has far more: "
@@ -201,8 +201,8 @@ def read_prompts(
 ) -> list[list[int]]:
     """Token ids of every prompt in a completion request, or of every input for an embedding.
 
-    `prompt` is a string, a list of strings, a list of token ids or a list of lists of token ids. Raises `ApiError`, which calls
-    it `field`.
+    `prompt` is a string, a list of strings, a list of token ids or a list of lists of token ids. `field` is its name in the
+    messages of the `ApiError` that this function raises.
     """
     if prompt is None:
         raise bad_request(f"{field} is missing, wanted text or token ids", field)
@@ -233,7 +233,7 @@ def _kind(value: Any) -> str:
 
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Role in a request -> role in chat templates, which do not know OpenAI's newer word for system."""
+"""Role in a request -> role in chat templates, which do not know `developer`, OpenAI's newer name for `system`."""
 
 
 def chat_prompt(
@@ -242,11 +242,11 @@ def chat_prompt(
     """Token ids of a chat, through the model's chat template.
 
     Args:
-        allow_special: control tokens that are spelled out in the messages are those tokens, not text.
+        allow_special: control tokens that are written out in the messages become these tokens; otherwise they are text.
         variables: further variables of the template, such as add_generation_prompt.
 
     Raises:
-        ApiError: 400; the messages are not understood, or the template or the model do not take them.
+        ApiError: 400; the messages are malformed, or the template or the model does not accept them.
     """
     if not isinstance(messages, list) or not messages:
         raise bad_request("messages is missing or empty, wanted a list of {role, content}", "messages")
@@ -261,7 +261,7 @@ def chat_prompt(
     try:
         ids = served.tokenizer.chat_ids(turns, allow_special=allow_special, **(variables or {}))
     except (ChatTemplateError, TokenizerError) as error:
-        # There is no template, or it refuses what the model was not trained on, such as two user turns in a row.
+        # There is no template, or it rejects turns that the model was not trained on, such as two user turns in a row.
         raise bad_request(str(error), "messages") from None
     if not ids:
         raise bad_request("messages give an empty prompt in the model's chat template, wanted some text", "messages")
@@ -293,13 +293,13 @@ def _turn(message: Any, where: str, *, tools: bool) -> dict[str, Any]:
 
 
 def _result(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """What a tool has answered."""
+    """A turn with the result of a tool."""
     turn = {"role": "tool", "content": _content(message.get("content"), f"{where}.content")}
     return turn | {key: message[key] for key in ("tool_call_id", "name") if isinstance(message.get(key), str)}
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of an earlier answer, their arguments as values: templates write them as JSON themselves."""
+    """The tool calls of an earlier answer. Their arguments become values, because templates write the JSON themselves."""
     if calls is None:
         return []
     if not isinstance(calls, list) or len(calls) > MAX_CALLS:
@@ -317,7 +317,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def arguments_of(text: Any, where: str) -> dict[str, Any]:
-    """The arguments of an earlier call: the value that their JSON says. Raises `ApiError`."""
+    """The arguments of an earlier call, parsed from their JSON. Raises `ApiError`."""
     value = text
     if isinstance(text, str):
         try:

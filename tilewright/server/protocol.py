@@ -1,8 +1,8 @@
-"""What a client may ask for: a request body becomes a `Job`, or an `ApiError` that names the field.
+"""Parses and checks a request body: the result is a `Job`, or an `ApiError` that names the wrong field.
 
-fields.py has the fields and their ranges. Every size that a client names has a cap besides, in `ServerConfig`.
+fields.py defines the fields and their ranges. In addition, `ServerConfig` limits every size that a client can choose.
 
-Not here: images and audio, suffix, and functions as they were before tools.
+Not supported: images and audio, suffix, and the function calls that OpenAI's API had before tools.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from tilewright.server.tools.channels import CLOSE, FINAL
 __all__ = ["ChatBody", "CompletionBody", "Job", "chat_ids_of", "chat_job", "chat_job_of", "completion_job", "parse"]
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""What /v1/completions generates when max_tokens is not given; OpenAI's number."""
+"""Tokens that /v1/completions generates if max_tokens is not given; OpenAI's number."""
 MAX_MARKS = 1 << 20
-"""Commas, colons and brackets in a body: so many values are parsed in 0.3 s, in which Python does nothing else."""
+"""Most commas, colons and brackets in a body. Parsing so many values takes 0.3 s, in which Python runs nothing else."""
 
 MAX_IGNORED_NAMES = 20
 _BOUNDS = {"greater than or equal to": "at least", "less than or equal to": "at most", "greater than": "above"}
@@ -43,38 +43,38 @@ class Job:
     prompts: tuple[list[int], ...]
     """Token ids, one list for each prompt."""
     params: tuple[SamplingParams, ...]
-    """One for each prompt: they differ only in max_tokens, where the client left it open."""
+    """One for each prompt. They differ only in max_tokens, and only if the client did not set it."""
     echo: tuple[str, ...] = ()
-    """The text to put before each answer; empty when echo is off."""
+    """The text to put before each answer, one per prompt; empty if echo is off."""
     only_echo: bool = False
-    """max_tokens 0: the prompt is scored and nothing is generated."""
+    """max_tokens is 0: the prompt is scored and nothing is generated."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """Every chunk of a stream says the usage so far."""
+    """Every chunk of a stream contains the usage so far."""
     best: int | None = None
-    """Of the samples of each prompt only so many, the likeliest, are answered with; None: all."""
+    """The answer contains only this many samples of each prompt, the most likely ones; None: all samples."""
     logprobs: bool = False
-    """The answer shows the log-probabilities of its tokens, and with echo those of the prompt."""
+    """The answer contains the log-probabilities of its tokens and, with echo, those of the prompt."""
     prompt_logprobs: bool = False
-    """It shows those of the prompt, beside the text."""
+    """The answer contains the log-probabilities of the prompt, in a field of their own."""
     token_ids: bool = False
-    """It shows the token ids of prompt and answer."""
+    """The answer contains the token ids of prompt and answer."""
     ignored: tuple[str, ...] = ()
     """Names of fields without effect."""
     grammar_field: str | None = None
-    """Which field has asked for a grammar, where there is one."""
+    """The name of the field that requested a grammar, if there is one."""
     answering: Answering | None = None
-    """How a chat's answers are read, where they may hold more than text."""
+    """How to parse the answers of a chat, if they may contain more than text (tool calls, reasoning)."""
 
     @property
     def prefix(self) -> str:
-        """What the answer's id begins with."""
+        """The prefix of the answer's id."""
         return "chatcmpl-" if self.chat else "cmpl-"
 
     @property
     def path(self) -> str:
-        """Where a client asks for it."""
+        """The path of the endpoint."""
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     @property
@@ -96,7 +96,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(raw: bytes, body: type[B]) -> B:
-    """A JSON body as `body`. Raises `ApiError` (400) naming the field, what it got and what was wanted."""
+    """Parse a JSON body as `body`. Raises `ApiError` (400) with the field, its value and what is allowed."""
     if sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_MARKS:
         raise bad_request(f"the body has more than {MAX_MARKS} commas, colons and brackets, wanted fewer", code="invalid_json")
     try:
@@ -123,7 +123,7 @@ def _refuse_field(error: ValidationError) -> NoReturn:
 
 
 def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
-    """The job that a /v1/completions body asks for. Raises `ApiError`."""
+    """The job of a /v1/completions body. Raises `ApiError`."""
     body = parse(raw, CompletionBody)
     ignored = ignored_names(body)
     fields = _sampling_fields(body, served, config)
@@ -151,12 +151,12 @@ def completion_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
 
 
 def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
-    """The job that a /v1/chat/completions body asks for. Raises `ApiError`."""
+    """The job of a /v1/chat/completions body. Raises `ApiError`."""
     return chat_job_of(parse(raw, ChatBody), served, config)
 
 
 def chat_job_of(body: ChatBody, served: Served, config: ServerConfig) -> Job:
-    """The same, of a body that has been read."""
+    """The job of a parsed chat body. Raises `ApiError`."""
     if body.prompt is not None:
         raise bad_request("prompt is no field of a chat, wanted messages alone", "prompt")
     ignored = ignored_names(body)
@@ -209,7 +209,7 @@ def _add_grammar(fields: dict[str, Any], found: tuple[Grammar, str] | None) -> s
 def _chat_grammar(
     fields: dict[str, Any], body: ChatBody, asked: Asked, prompt: list[int], served: Served, config: ServerConfig
 ) -> tuple[Answering | None, str | None]:
-    """Puts the grammar of a chat into its fields; returns how the answer is read, and which field has asked for the grammar."""
+    """Put the grammar of a chat into `fields`. Returns how to parse the answer, and the field that requested the grammar."""
     found = grammar_of(body)
     try:
         forced = asked.grammar()
@@ -224,7 +224,7 @@ def _chat_grammar(
     if reading is not None:
         fields["special_tokens"] = True
     if found is not None and reading is not None:
-        # Thoughts come first, and are free; a model that has not been told to think begins with the answer.
+        # The reasoning comes first, and the grammar does not apply to it. Without reasoning, the output begins with the answer.
         mark = FINAL if reading.format == "harmony" else CLOSE if reading.reasoning and reading.open_already else None
         if mark is not None:
             found = (replace(found[0], after=(tuple(tokenizer.encode(mark, add_special=False)),)), found[1])
@@ -242,7 +242,7 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
 
 
 def _chat_echo(body: ChatBody) -> tuple[str, ...]:
-    """The assistant's own last turn, which the answer goes on from. Raises `ApiError` where there is none."""
+    """The last turn, which must be the assistant's and which the answer continues. Raises `ApiError` if there is none."""
     if not body.echo:
         return ()
     last = body.messages[-1]
@@ -252,7 +252,7 @@ def _chat_echo(body: ChatBody) -> tuple[str, ...]:
 
 
 def _answer_fields(body: CompletionBody) -> dict[str, Any]:
-    """What of a `Job` says how to answer. Raises `ApiError`."""
+    """The fields of a `Job` that define the format of the answer. Raises `ApiError`."""
     stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
         raise bad_request("stream_options is set, wanted stream: true with it", "stream_options")
@@ -271,7 +271,7 @@ def _answer_fields(body: CompletionBody) -> dict[str, Any]:
     }
 
 
-# Fields that SamplingParams knows by the same name and checks.
+# Fields that have the same name in SamplingParams, which checks them.
 _SAME = (
     *("min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "ignore_eos", "speculate", "seed", "n", "priority"),
@@ -289,7 +289,7 @@ def _sampling_fields(body: CompletionBody, served: Served, config: ServerConfig)
             raise bad_request(f"best_of is {body.best_of}, wanted at least n, {body.n}", "best_of")
         fields["n"] = _at_most("best_of", body.best_of, config.max_n)
         if body.best_of > (body.n or 1):
-            fields["logprobs"] = 0  # by which the best are told
+            fields["logprobs"] = 0  # needed to rank the samples
     if body.prompt_logprobs is not None:
         fields["prompt_logprobs"] = _at_most("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
     if body.allowed_token_ids is not None:
@@ -334,7 +334,7 @@ def _logit_bias(bias: dict[str, float], served: Served) -> dict[int, float]:
 def _params(
     fields: dict[str, Any], prompts: list[list[int]], max_tokens: int | None, default: int | None, served: Served
 ) -> tuple[SamplingParams, ...]:
-    """SamplingParams for each prompt. Where the client left max_tokens open it is `default`, or all that fits."""
+    """SamplingParams for each prompt. If the client did not set max_tokens, it is `default`, or as many tokens as fit."""
     samples = len(prompts) * fields.get("n", 1)
     _at_most("prompt", samples, served.max_samples, "samples (prompts times n)")
     made: dict[int, SamplingParams] = {}
@@ -352,7 +352,7 @@ def _sampling_params(fields: dict[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**fields)
     except ValueError as error:
-        # Its first word is the name of the field.
+        # The message of the error begins with the name of the field.
         name = re.split(r"\W", str(error), maxsplit=1)[0]
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         raise bad_request(str(error), param=name if name in known else None) from None

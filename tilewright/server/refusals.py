@@ -1,9 +1,10 @@
-"""What an overloaded server says, at the connection itself: a 429 to requests for text, past uvicorn and the web framework.
+"""Refuses requests for text with a 429 directly at the connection, without uvicorn and the web framework, under overload.
 
-Twice the load that an engine can answer means a refusal for every answer, and the usual way of one takes the interpreter for
-as long as a few steps of a small model. So while the queue is known to take too much time (`EngineLink.full`), a plain POST
-(heads.py) to an endpoint that generates is refused here once its body is there: with the status, the body, the headers, the
-line of the log and the counts that it would get on the usual way. What `Gate` refuses, and whatever is unusual, goes there.
+At twice the load that an engine can handle there is one refusal for every answer. A refusal through the web framework needs the
+interpreter for as long as a few steps of a small model. So while the expected wait in the queue is known to be too long
+(`EngineLink.full`), a plain POST (heads.py) to an endpoint that generates text is refused here once its body has arrived.
+Status, body, headers, log line and counts are the same as through the framework. Requests that `Gate` refuses, and unusual
+requests, go through the framework.
 """
 
 import time
@@ -30,7 +31,7 @@ PATHS = (b"/v1/completions", b"/v1/chat/completions", b"/v1/responses")
 
 
 class _Said(NamedTuple):
-    """A refusal, written."""
+    """An encoded refusal."""
 
     why: QueueFull
     headers: bytes
@@ -38,13 +39,13 @@ class _Said(NamedTuple):
 
 
 class Refusals:
-    """The shortcut of one server's connections while its queue takes too much time.
+    """A shortcut that refuses requests while the expected wait in the server's queue is too long.
 
     Args:
-        full: why any request would be refused now, or None.
-        gate: refuses who may not come in, as on the usual way.
-        counts: of requests.
-        config: the largest body that is taken.
+        full: returns why any request would be refused now, or None.
+        gate: the server's checks. A request that fails one of them is left to the web framework.
+        counts: counts of requests.
+        config: only its limit on the size of a body is used.
     """
 
     def __init__(self, full: Callable[[], QueueFull | None], gate: Gate, counts: HttpCounts, config: ServerConfig):
@@ -53,7 +54,7 @@ class Refusals:
         self._said: _Said | None = None
 
     def take(self, data: bytes | bytearray, client: str) -> Taken | object | None:
-        """The request that the data begins with, `PARTIAL`, or None: the usual way."""
+        """The request at the beginning of the data, `PARTIAL`, or None: it goes through the web framework."""
         why = self._full()
         if why is None:
             return None
@@ -69,13 +70,13 @@ class Refusals:
         return PARTIAL if len(data) < whole else Taken(whole, partial(self._refuse, why, head, client), head.close)
 
     def _read(self, raw: bytes) -> PlainHead | None:
-        """A head whose request would be refused for the queue and for nothing else."""
+        """Parse a head. Returns None if the request would be refused for another reason than the queue."""
         head = plain_head(raw, self._most)
         if head is None or head.target not in PATHS:
             return None
         if head.fields.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return None
-        # A wrong key is counted on the usual way, where it is asked for again.
+        # A wrong key is not counted here: the web framework checks and counts it.
         return head if self._gate.refusal("POST", head.target.decode(), Headers(head.fields), counted=False) is None else None
 
     def _refuse(self, why: QueueFull, head: PlainHead, client: str, done: Done) -> Callable[[], object]:
@@ -103,7 +104,7 @@ class Refusals:
         return _nothing
 
     def _written(self, why: QueueFull) -> _Said:
-        """The refusal, written once for all who get it."""
+        """The encoded refusal. It is encoded once for all requests that get it."""
         if self._said is None or self._said.why is not why:
             usual = overloaded(str(why), why.retry_after_s).response()
             fields = [(name, value) for name, value in usual.raw_headers if name != b"content-length"]
@@ -112,4 +113,4 @@ class Refusals:
 
 
 def _nothing() -> None:
-    """Gives up nothing: the answer is there."""
+    """Does nothing: the answer is already there, so there is nothing to give up."""

@@ -1,8 +1,8 @@
 """A link to an engine in another process, over the socket of wire.py.
 
-The text is made here: every step of the engine comes as arrays, and a reader turns them into text and finds stop strings, of
-which it tells the engine. The link follows its engine: while there is none, requests are refused at once and open ones have
-ended; when one is there again, the link says hello and goes on.
+This side makes the text. Every step of the engine arrives as arrays of tokens; a reader turns them into text and finds stop
+strings, and the link tells the engine about them. While there is no engine, requests are refused at once, and open requests
+have ended. When an engine process is running again, the link sends a hello and continues.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ __all__ = ["RemoteEngine", "ask_for_served"]
 RECEIVE_QUEUE = 4096
 RECONNECT_MS = 50
 MOST_AT_ONCE = 32
-"""Messages that are heard before other tasks have their turn."""
+"""Most messages that are handled before other tasks run."""
 COUNTS_S = 0.5
-"""How often the engine is told what this process has counted."""
+"""Interval at which this process sends its counts to the engine."""
 BEGIN_S = 30.0
 NO_ENGINE = "the engine process has ended and is being started again; come back in a few seconds"
 SENT_AWAY = "the engine gave up on this part of the server, which did not keep up; the request can be sent again"
@@ -50,12 +50,12 @@ logger = logging.getLogger(__name__)
 
 
 class OtherModel(RuntimeError):
-    """The engine came back, and is another."""
+    """The new engine process serves another model than the one before."""
 
 
 def _options(socket: Any) -> None:
     options = {
-        zmq.IMMEDIATE: 1,  # nothing is sent to an engine that is not there yet
+        zmq.IMMEDIATE: 1,  # do not queue messages for an engine that is not connected
         zmq.LINGER: 0,
         zmq.MAXMSGSIZE: wire.MAX_FROM_ENGINE_BYTES,
         zmq.RCVHWM: RECEIVE_QUEUE,
@@ -66,11 +66,11 @@ def _options(socket: Any) -> None:
 
 
 def ask_for_served(address: str, timeout_s: float) -> Served:
-    """What the engine at `address` serves.
+    """Ask the engine at `address` what it serves.
 
     Raises:
-        TimeoutError: it does not say.
-        ValueError: it is of another version.
+        TimeoutError: the engine does not answer in time.
+        ValueError: the engine has another version of the protocol.
     """
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         _options(socket)
@@ -90,7 +90,7 @@ def ask_for_served(address: str, timeout_s: float) -> Served:
 
 
 def _welcomed(message: list[Any]) -> tuple[int, int, bytes, dict[str, Any]]:
-    """(this front's number, the engine's own, a digest of what is served, that itself). Raises WireError."""
+    """(number of this front, identity of the engine, digest of the description, the description). Raises WireError."""
     spoken = message[1] if len(message) > 1 else None
     if spoken != WIRE_VERSION:
         versions = f"the engine process speaks version {spoken!r:.20} of the wire, this process {WIRE_VERSION}"
@@ -100,10 +100,10 @@ def _welcomed(message: list[Any]) -> tuple[int, int, bytes, dict[str, Any]]:
 
 
 class RemoteEngine(EngineLink):
-    """Create it on the event loop that it shall serve; `end` ends it.
+    """Create it on the event loop that it serves; `end` ends it.
 
-    `max_wait_s`: how long a request may wait for its start. `on_failure` hears of an engine that is of no use to this process:
-    another one has to be started.
+    `max_wait_s`: how long a request may wait for its start. `on_failure` is called if the link fails or the engine does not fit
+    this process, which then has to be started anew.
     """
 
     returns = True
@@ -131,7 +131,7 @@ class RemoteEngine(EngineLink):
         self._streams = 0
         self._numbers = 0
         self._steps = 0
-        self._said: dict[str, float] = {}  # of the counts that the engine knows
+        self._said: dict[str, float] = {}  # the counts that were sent to the engine so far
         self._open_streams: dict[Channel, list[int]] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._context = zmq_asyncio.Context()
@@ -154,7 +154,7 @@ class RemoteEngine(EngineLink):
             self._on_failure(error)
 
     async def begin(self) -> None:
-        """Wait for the engine's hello, but not for an engine that is being started again."""
+        """Wait for the engine's hello, for at most `BEGIN_S`: an engine that is being started again takes longer."""
         end_s = time.monotonic() + BEGIN_S
         while self.stopped is not None and time.monotonic() < end_s:
             await asyncio.sleep(0.005)
@@ -162,7 +162,7 @@ class RemoteEngine(EngineLink):
     # Up and down -----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Follows the connection."""
+        """React to the start and the end of the connection."""
         while True:
             event = await zmq_monitor.recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -171,7 +171,7 @@ class RemoteEngine(EngineLink):
                 self._lose(self.stopped or NO_ENGINE)
 
     def _lose(self, reason: str) -> None:
-        """There is no engine, or none that knows this front."""
+        """Handle the loss of the engine: there is none, or it does not know this front. Ends all channels and questions."""
         self._front = None
         if not self._ended:
             self.stopped = reason
@@ -182,12 +182,12 @@ class RemoteEngine(EngineLink):
                 answer.set_exception(EngineStopped(reason))
 
     def stop_all(self, reason: str) -> None:
-        """End every open channel with `EngineStopped`, and take no more work."""
+        """End every open channel with `EngineStopped`, and accept no more work."""
         self._ended = True
         super().stop_all(reason)
 
     async def end(self, timeout_s: float) -> bool:
-        """End the link; the engine aborts what is unfinished. Never waits for it."""
+        """End the link. The engine aborts unfinished requests; this method does not wait for it."""
         self.stop_all(self.stopped or "the server has stopped")
         for task in self._tasks:
             task.cancel()
@@ -199,17 +199,17 @@ class RemoteEngine(EngineLink):
         self._context.term()
         return True
 
-    # What comes ------------------------------------------------------------------------------------------------------
+    # Messages from the engine ----------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
         while True:
             if self._hear_all(await self._socket.recv()):
-                await asyncio.sleep(0)  # `recv` gives others no turn while there are messages
+                await asyncio.sleep(0)  # let other tasks run: `recv` does not yield while there are messages
 
     def _hear_all(self, raw: bytes) -> bool:
-        """Hear a message, and those that have come behind it: what steps have brought together is written together.
+        """Handle a message and those that have arrived after it, so that the output of several steps is written together.
 
-        Whether there was more than one.
+        Returns whether there was more than one.
         """
         now_s = time.perf_counter()
         heard = 0
@@ -247,7 +247,7 @@ class RemoteEngine(EngineLink):
             if not self._ended:
                 self.stopped = None
         elif self._front is None:
-            return  # of a time before the hello
+            return  # a message from before the hello
         elif kind == "step":
             number, step = wire.read_step(message)
             self._next_step(number)
@@ -293,16 +293,16 @@ class RemoteEngine(EngineLink):
         if answer is not None and not answer.done():
             answer.set_result(result) if error is None else answer.set_exception(error)
 
-    # What goes -------------------------------------------------------------------------------------------------------
+    # Messages to the engine ------------------------------------------------------------------------------------------
 
     def _send(self, raw: bytes) -> None:
-        """Raises nothing: without an engine the message is lost, as all it was about is."""
+        """Send a message. Raises nothing: without an engine the message is lost, and so are the requests that it concerns."""
         sent = self._socket.send(raw, zmq.NOBLOCK)
         if sent.done() and not sent.cancelled():
             sent.exception()
 
     async def _ask(self, raw: Callable[[int], bytes]) -> Any:
-        """The engine's answer. Raises what it refuses with, or EngineStopped."""
+        """Send a question and return the engine's answer. Raises the engine's refusal, or EngineStopped."""
         if self.stopped is not None:
             raise EngineStopped(self.stopped)
         self._numbers += 1
@@ -330,7 +330,7 @@ class RemoteEngine(EngineLink):
         )
 
     def attach(self, channel: Channel, direct: Direct) -> None:
-        """Let the plain events of a channel take the short way."""
+        """Send the plain events of a channel through the direct path."""
         super().attach(channel, direct)
         for choice, stream in enumerate(self._open_streams.get(channel, ())):
             self._reader.direct(stream, direct.lanes[choice].take)
@@ -341,7 +341,7 @@ class RemoteEngine(EngineLink):
             self._send(wire.pack("abort", list(channel.ids)))
 
     async def run_pass(self, work: Pass) -> np.ndarray:
-        """What the model says of whole texts, between two steps of the engine. Raises EngineStopped, or RuntimeError."""
+        """Embeddings or scores of whole texts, computed between two steps. Raises EngineStopped, or RuntimeError."""
         return wire.read_table(await self._ask(lambda number: wire.pack_pass(number, work)))
 
     async def compile_grammar(self, grammar: Grammar) -> None:
@@ -369,7 +369,7 @@ class RemoteEngine(EngineLink):
         return await self._ask(lambda number: wire.pack("look", number, "live"))
 
     async def scrape(self) -> Scrape:
-        """The numbers of the engine and of all fronts; those of the others are up to `COUNTS_S` old."""
+        """The numbers of the engine and of all fronts. Those of the other fronts are up to `COUNTS_S` old."""
         self._say_counts()
         stats, compiles, counts, gauges = await self._ask(lambda number: wire.pack("look", number, "scrape"))
         return Scrape(EngineStats(**stats), compiles, counts, gauges)
@@ -380,7 +380,7 @@ class RemoteEngine(EngineLink):
             self._say_counts()
 
     def _say_counts(self) -> None:
-        """Tells the engine what has been counted since it was last told."""
+        """Send the engine the increase of the counts since the last call, and the current gauges."""
         if self._front is None:
             return
         now = self._metrics.counts()

@@ -1,6 +1,7 @@
-"""A replica: a whole server in a process of its own, for the router in front of it. Started by fleet.py, and by nobody else.
+"""A replica: a complete server in a process of its own, behind a router. Only fleet.py starts it.
 
-`python -m tilewright.server.replica LISTENER CONTROL`: inherited sockets. What it is comes through the second, as JSON:
+Command: `python -m tilewright.server.replica LISTENER CONTROL`, where both arguments are descriptors of inherited sockets. Its
+configuration comes through CONTROL as JSON:
 {"model", "name", "engine": options of the engine, "server": options of the server, "index", "count"}.
 """
 
@@ -16,7 +17,7 @@ __all__ = ["main"]
 
 
 def _device(options: dict[str, Any], index: int, count: int) -> dict[str, Any]:
-    """Options with a device: each replica has a card of its own where there are enough, else its share of the processor."""
+    """Choose the device: a GPU per replica if there are enough. Without any GPU, each replica gets its share of the threads."""
     import torch
 
     from tilewright.hw.device import cuda_count
@@ -29,8 +30,8 @@ def _device(options: dict[str, Any], index: int, count: int) -> dict[str, Any]:
 
 
 def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) -> int:
-    """Load, say hello, serve; the exit code."""
-    publisher = Publisher(control)  # first: it ends this process with the router, also while torch is imported
+    """Load the model, send the hello, and serve. Returns the exit code."""
+    publisher = Publisher(control)  # first: it ends this process if the router ends, even while torch is being imported
     publisher.stage("importing torch")
     from tilewright.engine.llm import LLM
     from tilewright.server.app import create_app
@@ -55,6 +56,6 @@ def main(listener: socket.socket, control: socket.socket, spec: dict[str, Any]) 
 
 if __name__ == "__main__":
     inherited = [socket.socket(fileno=int(word)) for word in sys.argv[1:3]]
-    # asyncio wants to see that the protocol is TCP, to set TCP_NODELAY on what it accepts; see `bind`.
+    # asyncio sets TCP_NODELAY on accepted connections only if the socket's protocol is explicitly TCP; see `bind` in serve.py.
     first = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=inherited[0].detach())
     sys.exit(main(first, inherited[1], take_spec(inherited[1])))

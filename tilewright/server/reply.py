@@ -1,8 +1,9 @@
-"""Deltas of the engine -> the JSON that OpenAI's clients parse: whole answers, stream chunks, usage.
+"""Converts the engine's deltas to the JSON that OpenAI's clients parse: whole answers, stream chunks and usage.
 
-Both ways go through `pieces`: what many steps have added to a sample is cut into parts that are written in a few milliseconds,
-so that whoever sends them can let others run between two of them. A whole answer is kept as parts of its JSON and put together
-once, at its end. NaN and infinities are no JSON; `logprobs.finite` and the engine see to it that none comes here.
+Both forms use `_pieces`. It cuts the output of many steps of a sample into pieces that can be written in a few milliseconds, so
+that the caller can let other tasks run between two pieces. The log-probabilities of a whole answer are kept as parts of its
+JSON and joined once, at its end. NaN and infinity do not exist in JSON; `logprobs.finite` and the engine make sure that none
+reaches this module.
 """
 
 import json
@@ -23,11 +24,11 @@ __all__ = ["Reply", "Writer"]
 
 _TEXT = "\ue000"
 PIECE_ENTRIES = 64
-"""Tokens with log-probabilities in a piece: with 20 alternatives each, some 5 ms."""
+"""Most tokens with log-probabilities in a piece. With 20 alternatives each they take some 5 ms."""
 
 
 class Writer(Protocol):
-    """What an answer is written by: `Reply`, or that of another endpoint."""
+    """The interface of objects that write an answer: `Reply`, or the class of another endpoint."""
 
     id: str
 
@@ -37,15 +38,15 @@ class Writer(Protocol):
         ...
 
     def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """Events for these deltas."""
+        """The events for these deltas."""
         ...
 
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text in a plain event of a sample; None before its first event."""
+        """The bytes before and after the text in a plain event of a sample; None before its first event."""
         ...
 
     def count(self, tokens: int) -> None:
-        """Tokens have gone to the reader without this object."""
+        """Count tokens that went to the client without this object."""
         ...
 
     def end(self) -> bytes:
@@ -57,7 +58,7 @@ class Writer(Protocol):
         ...
 
     def add(self, deltas: Sequence[Delta]) -> Iterator[None]:
-        """Take deltas in for `whole`."""
+        """Add deltas for `whole`."""
         ...
 
     def whole(self) -> bytes:
@@ -67,7 +68,7 @@ class Writer(Protocol):
 
 @dataclass
 class _Sample:
-    """What has been written of one choice."""
+    """The state of one choice."""
 
     echo: str
     logprobs: Logprobs
@@ -75,10 +76,10 @@ class _Sample:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     likelihood: float = 0.0
-    """Sum of the tokens' log-probabilities, where they are known."""
+    """Sum of the tokens' log-probabilities, if they are known."""
     ends: dict[str, Any] = field(default_factory=dict)
     message: Message | None = None
-    """Reads the text, where it may hold calls or reasoning."""
+    """Parses the text, if it may contain tool calls or reasoning."""
 
 
 class Reply:
@@ -106,13 +107,13 @@ class Reply:
             "model": job.params[0].adapter or served.name,
             "system_fingerprint": f"tilewright-{__version__}",
         }
-        # A chunk differs from the next only in its choices: the rest is written once.
+        # Chunks differ only in their choices, so the rest is encoded once.
         self._chunk_start = f'data: {_json(self._head)[:-1]}, "choices": ['.encode()
 
     # A stream ----------------------------------------------------------------------------------------------------------
 
     def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
-        """Server-sent events for these deltas, one for each piece of a sample that has something to say."""
+        """Server-sent events for these deltas, one for each piece of a sample that is not empty."""
         for index, delta in self._pieces(deltas):
             if self._samples[index].message is not None:
                 yield from self._read_chunk(index, delta)
@@ -128,7 +129,7 @@ class Reply:
         return not (job.logprobs or job.token_ids or job.continuous_usage or job.only_echo or job.answering is not None)
 
     def frame(self, index: int) -> tuple[bytes, bytes] | None:
-        """What stands before and behind the text in a plain event of a sample; None before its first event."""
+        """The bytes before and after the text in a plain event of a sample; None before its first event."""
         if not self._samples[index].started:
             return None
         event = self._chunk_start + _json(self._chunk(index, Delta(self.id, 0, text=_TEXT))).encode() + self._chunk_end()
@@ -136,11 +137,11 @@ class Reply:
         return before, behind
 
     def count(self, tokens: int) -> None:
-        """Tokens have gone to the reader without this object."""
+        """Count tokens that went to the client without this object."""
         self._completion_tokens += tokens
 
     def end(self) -> bytes:
-        """The last events: the usage, where the client asked for it, and the end of the stream."""
+        """The last events: the usage, if the client requested it, and the end of the stream."""
         usage = f"data: {_json({**self._head, 'choices': [], 'usage': self._usage()})}\n\n" if self._job.include_usage else ""
         return usage.encode() + b"data: [DONE]\n\n"
 
@@ -149,7 +150,7 @@ class Reply:
         return b"data: " + json.dumps(error.body).encode() + b"\n\n"
 
     def _read_chunk(self, index: int, delta: Delta) -> Iterator[bytes]:
-        """The event of a sample whose text is read, if there is something to say."""
+        """The event of a sample whose text is parsed, unless the event would be empty."""
         sample = self._samples[index]
         message = sample.message
         assert message is not None
@@ -188,7 +189,7 @@ class Reply:
     # A whole answer ----------------------------------------------------------------------------------------------------
 
     def add(self, deltas: Sequence[Delta]) -> Iterator[None]:
-        """Take deltas in, a piece at a time."""
+        """Add deltas, one piece at a time."""
         for index, piece in self._pieces(deltas):
             sample, delta = self._samples[index], self._shown(piece)
             if self._job.logprobs:
@@ -211,17 +212,17 @@ class Reply:
         return f'{_json(self._head)[:-1]}, "choices": [{choices}], "usage": {_json(self._usage())}}}'.encode()
 
     def _chosen(self) -> list[int]:
-        """Which samples are answered with, in this order."""
+        """The indices of the samples in the answer, in this order."""
         best, n = self._job.best, self._job.n
         if best is None:
             return list(range(len(self._samples)))
-        # The likeliest by token first, as OpenAI's API has it.
+        # Highest mean log-probability per token first, as in OpenAI's API.
         rank = [sample.likelihood / max(1, len(sample.token_ids)) for sample in self._samples]
         prompts = [range(at, at + n) for at in range(0, len(rank), n)]
         return [at for samples in prompts for at in sorted(samples, key=lambda i: -rank[i])[:best]]
 
     def _choice(self, index: int, at: int) -> str:
-        """A choice as JSON; its log-probabilities have been written before."""
+        """A choice as JSON. Its log-probabilities were already encoded in `add`."""
         sample, job = self._samples[at], self._job
         text = sample.echo + "".join(sample.text)
         choice: dict[str, Any] = {"index": index}
@@ -242,13 +243,13 @@ class Reply:
     # Both --------------------------------------------------------------------------------------------------------------
 
     def _pieces(self, deltas: Sequence[Delta]) -> Iterator[tuple[int, Delta]]:
-        """(choice index, what these deltas say of it), a little at a time."""
+        """(choice index, its part of these deltas), in small pieces."""
         by_choice: dict[int, list[Delta]] = {}
         for delta in deltas:
             index = self._index(delta)
             by_choice.setdefault(index, []).append(delta)
             self._completion_tokens += 0 if self._job.only_echo else len(delta.token_ids)
-            if delta.index == 0:  # a prompt counts once; further samples find in the cache what the first has put there
+            if delta.index == 0:  # a prompt counts once: further samples find the pages of the first in the cache
                 self._cached_tokens[index // self._job.n] = delta.cached_tokens
         for index, several in by_choice.items():
             for piece in _cut(joined(several)):
@@ -275,7 +276,7 @@ class Reply:
 
 
 def _cut(delta: Delta) -> Iterator[Delta]:
-    """A delta in pieces with at most `PIECE_ENTRIES` log-probabilities; the last has the text, the ids and the end."""
+    """Cut a delta into pieces with at most `PIECE_ENTRIES` log-probabilities. The last has the text, the ids and the end."""
     prompt, own = delta.prompt_logprobs, delta.logprobs
     nothing = replace(delta, token_ids=(), text="", logprobs=(), prompt_logprobs=None, finish_reason=None, stop_reason=None)
     while prompt is not None and len(prompt) > PIECE_ENTRIES:

@@ -1,19 +1,20 @@
-"""Which of several replicas answers a request: a pure decision, from what each has in its prefix cache and has to do.
+"""Chooses which of several replicas answers a request, from the content of their prefix caches and their load.
 
-    cost(replica) = prefill of the part of the prompt that it does not have, times (1 + externality)
-                  + prefill of the prompts that wait there
-                  + what its running answers slow both down by
+    cost(replica) = (1 + externality) * prefill time of the part of the prompt that is not in its prefix cache
+                  + prefill time of the prompts that wait there
+                  + the delay of both by its running answers
 
-in seconds by `Costs`. The externality is what computing a prefix once more costs those who come behind.
+The unit is seconds; `Costs` has the parameters. The externality is the cost for later requests of computing a prefix again.
 
-A replica's cache is mirrored here from the events of its page pool (`known`, `forgotten`): digests of whole pages, each of
-which stands for everything before it too. What a replica is about to compute counts as known, so that the second of two
-requests that begin alike follows the first before that has been computed.
+The router keeps a mirror of each replica's cache, from the events of its page pool (`known`, `forgotten`). The mirror contains
+digests of whole pages; each digest also covers all pages before it. Pages that a replica is about to compute count as known. So
+if two requests begin alike, the second goes to the replica of the first even before the first has been computed.
 
-Where no replica has anything of the prompt, two of them are drawn and the cheaper one is taken (power of two choices): as good
-as looking at all, and of several routers that decide on the same stale numbers not all choose the same replica.
+If no replica has any part of the prompt in its cache, two replicas are drawn at random and the cheaper one is chosen (power of
+two choices). This is as good as comparing all replicas. It also keeps several routers, which decide on the same stale numbers,
+from all choosing the same replica.
 
-No input, no output and no clock: the caller says what happened (`started`, `first_token`, `finished`, `lost`).
+This module does no I/O and reads no clock: the caller reports events (`started`, `first_token`, `finished`, `lost`).
 """
 
 import random
@@ -24,59 +25,60 @@ from dataclasses import dataclass, field
 __all__ = ["Costs", "Decision", "Router"]
 
 Digest = bytes
-"""Beginning of a page's digest: wrong ones (a collision) cost time, never an answer."""
+"""The first `DIGEST_BYTES` of a page's digest. A collision costs time, but never makes an answer wrong."""
 DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What work costs a replica, in seconds. Only ratios matter to a decision.
+    """The cost of work on a replica, in seconds. Only the ratios affect a decision.
 
-    The defaults are those of a model of eight billion parameters on one H100-class card: 2 FLOPs a parameter and token at half
-    of the peak rate, attention on top, a decoding row's share of a step.
+    The defaults are for a model of eight billion parameters on one H100-class card: 2 FLOPs per parameter and token at half the
+    peak rate, plus attention, plus the share of a decoding row in a step.
     """
 
     prefill_token_s: float = 4e-5
-    """A prompt's token."""
+    """Cost per prompt token, without attention."""
     attention_token_s: float = 1.3e-9
-    """The same for each token before it."""
+    """Additional cost per prompt token for each token before it."""
     decode_row_s: float = 2e-3
-    """By how much one running answer delays a prompt that is computed beside it."""
+    """How much one running answer delays a prompt that is computed on the same replica."""
     externality: float = 3.0
-    """Of 0, 1 and 3 the best on a public conversation trace: more of the prompts is found, nobody waits longer. 10 finds a bit
-    more there, and leaves a replica idle beside one that has a beginning which all share."""
+    """The best of 0, 1 and 3 on a public conversation trace: the caches serve a larger part of the prompts, and no request
+    waits longer. With 10 the caches serve slightly more. But if all prompts share a beginning, only the replica that has it
+    works, and another replica stays idle."""
 
     def prefill_s(self, begin: int, end: int) -> float:
-        """Computing tokens `begin` to `end` of a prompt."""
+        """Seconds to compute the tokens `begin` to `end` (exclusive) of a prompt."""
         tokens = end - begin
         return tokens * (self.prefill_token_s + self.attention_token_s * (begin + end) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes, and why."""
+    """The replica that gets a request, and the reason."""
 
     replica: int
     cached_tokens: int
-    """Of its prompt, as far as the mirror knows."""
+    """Prompt tokens in the replica's cache, according to the mirror."""
     prefill_s: float
-    """What is left to compute there."""
+    """Time to compute the rest of the prompt there."""
     cost_s: float
     reason: str
-    """"prefix": a replica has a part of it; "load": none has, two were drawn; "only": there was no choice."""
+    """"prefix": a replica has a part of the prompt; "load": none has, and two were drawn; "only": there was one replica."""
 
 
 @dataclass(slots=True)
 class _Replica:
     known: set[Digest] = field(default_factory=set)
     promised: Counter[Digest] = field(default_factory=Counter)
-    """Pages that requests on their way will compute there."""
+    """Pages that requests in flight will compute there, with the number of those requests."""
     prefill_s: float = 0.0
-    """Of prompts that have not had their first token."""
+    """Prefill time of the prompts whose answer has no first token yet."""
     waiting: int = 0
-    """How many these are."""
+    """The number of these prompts."""
     decoding: int = 0
-    """Answers that are being written."""
+    """The number of answers in the decode phase."""
 
 
 @dataclass(slots=True)
@@ -88,12 +90,12 @@ class _Ticket:
 
 
 class Router:
-    """Decides for `replicas` of one model.
+    """Chooses among `replicas` replicas of one model.
 
     Args:
-        page_tokens: tokens of a page, as the replicas have them.
-        costs: of work.
-        seed: of the draws.
+        page_tokens: tokens per page of the replicas' KV cache.
+        costs: the cost of work.
+        seed: seed of the random draws.
     """
 
     def __init__(self, replicas: int, page_tokens: int, costs: Costs | None = None, seed: int = 0):
@@ -105,24 +107,24 @@ class Router:
         self._tickets: dict[str, _Ticket] = {}
         self._rng = random.Random(seed)
         self.decisions: Counter[tuple[int, str]] = Counter()
-        """(replica, reason) -> requests."""
+        """(replica, reason) -> number of requests."""
 
-    # What the caches hold --------------------------------------------------------------------------------------------
+    # Content of the caches -------------------------------------------------------------------------------------------
 
     def known(self, replica: int, digests: Collection[Digest]) -> None:
-        """These pages can be found in a replica's cache."""
+        """Record that a replica's cache now contains these pages."""
         self._replicas[replica].known.update(digests)
 
     def forgotten(self, replica: int, digests: Collection[Digest]) -> None:
-        """These no longer can."""
+        """Record that a replica's cache no longer contains these pages."""
         self._replicas[replica].known.difference_update(digests)
 
     def emptied(self, replica: int) -> None:
-        """None can be found any more; its requests go on."""
+        """Record that a replica's cache is empty. Its requests continue."""
         self._replicas[replica].known.clear()
 
     def lost(self, replica: int) -> list[str]:
-        """A replica has gone, with its cache and all that it was doing: the requests that were there."""
+        """Record that a replica has gone, with its cache and its requests. Returns the names of those requests."""
         gone = [name for name, ticket in self._tickets.items() if ticket.replica == replica]
         for name in gone:
             del self._tickets[name]
@@ -130,20 +132,26 @@ class Router:
         return gone
 
     def pages_known(self, replica: int) -> int:
-        """Pages in the mirror of a cache."""
+        """Number of pages in the mirror of a replica's cache."""
         return len(self._replicas[replica].known)
 
     def load_of(self, replica: int) -> tuple[float, int]:
-        """(seconds of prefill that wait there, answers that are being written)."""
+        """(seconds of prefill that wait on a replica, number of answers in the decode phase)."""
         one = self._replicas[replica]
         return one.prefill_s, one.decoding
 
     # Decisions -------------------------------------------------------------------------------------------------------
 
     def choose(self, digests: Sequence[Digest], tokens: int, among: Collection[int]) -> Decision:
-        """The replica for a prompt of `tokens` whose whole pages have these digests, in order. Changes nothing.
+        """Choose the replica for a prompt. Changes no state except the random number generator.
 
-        Raises ValueError where `among`, the replicas that take requests, is empty.
+        Args:
+            digests: digests of the whole pages of the prompt, in order.
+            tokens: length of the prompt.
+            among: the replicas that accept requests.
+
+        Raises:
+            ValueError: `among` is empty.
         """
         if not among:
             raise ValueError("there is no replica to choose")
@@ -167,10 +175,10 @@ class Router:
 
     @staticmethod
     def _hit(one: _Replica, digests: Sequence[Digest]) -> int:
-        """Pages from the first on that a replica has or will have.
+        """How many of the first pages a replica has or will have.
 
-        A cache gives up the end of a prefix before its beginning, so the pages that it has of a prompt are its first ones, and
-        their number can be searched for by halves.
+        A cache evicts the end of a prefix before its beginning. So the pages that it has are always the first pages of the
+        prompt, and a binary search finds their number.
         """
         known, promised = one.known, one.promised
         low, high = 0, len(digests)
@@ -183,10 +191,10 @@ class Router:
                 high = middle
         return low
 
-    # What becomes of requests ----------------------------------------------------------------------------------------
+    # Progress of requests --------------------------------------------------------------------------------------------
 
     def started(self, name: str, decision: Decision, digests: Sequence[Digest]) -> None:
-        """A request has been sent to where a decision says. `name` is its own until `finished`."""
+        """Record that a request was sent to the replica of `decision`. `name` identifies it until `finished`."""
         one = self._replicas[decision.replica]
         promised = tuple(digest for digest in digests if digest not in one.known)
         one.promised.update(promised)
@@ -196,7 +204,7 @@ class Router:
         self.decisions[decision.replica, decision.reason] += 1
 
     def first_token(self, name: str) -> None:
-        """Its prompt has been computed: the answer is being written."""
+        """Record that the prompt of a request has been computed; its answer is in the decode phase now."""
         ticket = self._tickets.get(name)
         if ticket is not None and not ticket.decoding:
             self._computed(ticket)
@@ -204,7 +212,7 @@ class Router:
             self._replicas[ticket.replica].decoding += 1
 
     def finished(self, name: str) -> None:
-        """It has ended, however; an unknown name is nothing to do."""
+        """Record that a request has ended, for whatever reason. An unknown name is ignored."""
         ticket = self._tickets.pop(name, None)
         if ticket is None:
             return
@@ -214,10 +222,10 @@ class Router:
             self._computed(ticket)
 
     def _computed(self, ticket: _Ticket) -> None:
-        """What was promised is either known by now or will not come."""
+        """Remove a request from the waiting ones. Its promised pages are known by now, or will not be computed any more."""
         one = self._replicas[ticket.replica]
         one.waiting -= 1
-        one.prefill_s = one.prefill_s - ticket.prefill_s if one.waiting else 0.0  # sums of floats drift
+        one.prefill_s = one.prefill_s - ticket.prefill_s if one.waiting else 0.0  # avoids accumulated rounding errors
         for digest in ticket.digests:
             if one.promised[digest] > 1:
                 one.promised[digest] -= 1

@@ -1,14 +1,21 @@
-"""From an app to a listening process: the socket, the signals, the end.
+"""Runs an app as a listening process: the socket, the signals and the shutdown.
 
-The socket listens before a model is loaded, so that a port in use is known at once, and clients hear that the server is loading
-(starting.py for a language model; ordinary models are loaded while their server answers). Lines in the log say how far it is.
+The socket listens before a model is loaded. So a port that is in use is noticed at once, and clients get the answer that the
+server is loading (from starting.py for a language model; ordinary models are loaded while their server answers). The log shows
+the progress of loading.
 
-A signal while something is loaded and no request runs ends the process at once, with 128 + the signal's number. Later the first
-SIGTERM or Ctrl-C drains (/ready turns 503, new generations are refused, running ones finish, then exit code 0). The second, or
-`drain_timeout_s` after the first, ends running requests with an error and exits with 128 + the signal's number (130 for Ctrl-C,
-143 for SIGTERM); the third ends the process on the spot. Neither a client that does not read nor a step that hangs can hold up
-the end. A failed engine answers what is open with errors and exits with 1. What a signal does before `run_server` is the
-caller's: `tilewright serve` ends (`ends_on_sigterm` in cli/root.py).
+Signals:
+
+- While a model is being loaded and no request runs, a signal ends the process at once, with 128 + the signal's number.
+- Later, the first SIGTERM or Ctrl-C drains the server: /ready answers 503, new generations are refused, running ones finish,
+  and the exit code is 0.
+- The second signal, or `drain_timeout_s` after the first, ends running requests with an error. The exit code is 128 + the
+  signal's number (130 for Ctrl-C, 143 for SIGTERM).
+- The third signal ends the process immediately.
+
+Neither a client that does not read nor a step that hangs can delay the end. If the engine fails, open requests are answered
+with errors, and the exit code is 1. The effect of a signal before `run_server` is up to the caller: `tilewright serve` ends
+(`ends_on_sigterm` in cli/root.py).
 """
 
 import asyncio
@@ -40,7 +47,7 @@ BACKLOG = 2048
 MAX_HEAD_BYTES = 32 << 10
 
 FLUSH_TIMEOUT_S = 10
-"""How long slow readers may take for what is already written to them, once the last request has finished."""
+"""After the last request has finished: how long slow clients may take to read what the server has already written."""
 ABORT_FLUSH_TIMEOUT_S = 1
 """The same after a second signal."""
 
@@ -48,7 +55,7 @@ ABORT_FLUSH_TIMEOUT_S = 1
 def bind(config: ServerConfig, *, listen: bool = False) -> socket.socket:
     """A socket bound to the configured address. Raises OSError with a message for the user.
 
-    With `listen` it listens: only then can no other process have the port any more, and clients wait until somebody answers.
+    With `listen` it also listens. Only then is the port closed to other processes, and clients that connect wait for an answer.
     """
     listener = _bound(config.host, config.port, "--port", listen=listen)
     if config.grpc_port and listen:
@@ -66,7 +73,7 @@ def _bound(host: str, port: int, option: str, *, listen: bool) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise OSError(f"the host {host!r} is not known ({error.strerror}); wanted an address of this machine") from None
-    # With `proto` given (TCP, not 0) asyncio sets TCP_NODELAY; without it every answer waits 40 ms for a delayed ACK.
+    # asyncio sets TCP_NODELAY only if `proto` is TCP and not 0. Without TCP_NODELAY each answer waits 40 ms for a delayed ACK.
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -91,33 +98,33 @@ def url_of(listener: socket.socket) -> str:
 
 
 def uvicorn_config(app: ASGIApp, connection: Callable[..., Connection]) -> uvicorn.Config:
-    """How uvicorn serves an app of ours: HTTP/1.1 through `Connection`, nothing else."""
+    """uvicorn's configuration for an app of this package: HTTP/1.1 through `Connection`, nothing else."""
     return uvicorn.Config(
         app,
         http=connection,  # pyright: ignore[reportArgumentType]  # called like the class
         ws="none",
-        loop="asyncio",  # which the tests know; uvicorn would take uvloop where another package has brought it
+        loop="asyncio",  # the one that is tested; uvicorn would use uvloop if another package has installed it
         log_config=None,
-        log_level="error",  # its warnings are about requests that are no HTTP: a client could fill the log with them
+        log_level="error",  # its warnings are about requests that are not valid HTTP: a client could fill the log with them
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        # One connection is accepted at a time: asyncio goes on accepting when it is out of files, as often as this says.
+        # Accept one connection at a time: asyncio tries to accept `backlog` times in a row, even if no descriptor is free.
         backlog=1,
         lifespan="on",
     )
 
 
 def run_server(app: FastAPI, listener: socket.socket, log: Log, ready: Callable[[], object] | None = None) -> int:
-    """Serve until a signal or a failure of the engine; the process' exit code. `log` has been entered.
+    """Serve until a signal or a failure of the engine. Returns the process' exit code. `log` must have been entered.
 
-    `ready` is called when the server takes requests; None: a line of the log says where.
+    `ready` is called once the server accepts requests. If it is None, a log line states the address instead.
 
-    Does not return where a step of the engine hangs: the process ends here then.
+    If a step of the engine hangs, the function does not return: it ends the process.
 
     Raises:
-        ValueError: the process may not open enough files to serve anybody.
+        ValueError: the process may not open enough files to serve even one client.
     """
     ours: Server = app.state.server
     limit = connections_allowed(ours.config.max_connections)
@@ -135,7 +142,7 @@ def run_server(app: FastAPI, listener: socket.socket, log: Log, ready: Callable[
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn for an app of ours, on a bound socket: `run()` serves until `should_exit` is set."""
+    """uvicorn for an app of this package, on a bound socket: `run()` serves until `should_exit` is set."""
 
     def __init__(self, app: FastAPI, listener: socket.socket):
         super().__init__(uvicorn_config(app, functools.partial(Connection, pool=app.state.server.connections)))
@@ -143,7 +150,7 @@ class HttpServer(uvicorn.Server):
         self._listener = listener
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve; `sockets` are those of the constructor."""
+        """Serve; `sockets` defaults to the socket given to the constructor."""
         super().run(sockets=sockets or [self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -157,7 +164,7 @@ class HttpServer(uvicorn.Server):
 
 
 class _Draining(HttpServer):
-    """The same with draining: uvicorn's own shutdown closes the socket first, so nobody could ask whether it is still ready."""
+    """An `HttpServer` that drains. uvicorn's own shutdown closes the socket first, so /ready could no longer be requested."""
 
     def __init__(
         self, app: FastAPI, listener: socket.socket, announce: Callable[[str], None], ready: Callable[[], object] | None
@@ -170,30 +177,30 @@ class _Draining(HttpServer):
         self._lines = Lines(announce)
         self._signals: list[int] = []
         self._drain_end_s: float | None = None
-        """When draining turns into aborting."""
+        """The time at which requests that still run are aborted."""
         self._abort_end_s: float | None = None
-        """When the end no longer waits for requests."""
+        """The time after which the shutdown no longer waits for requests."""
 
     def _say_where(self) -> None:
         url = url_of(self._listener)
         self._announce(f"Serving {self._server.served.name} at {url}  (API: {url}/{self._server.api}, Ctrl-C ends)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Note the signal; `on_tick` acts on it, on the event loop. The third one does not wait for that."""
+        """Record the signal; `on_tick` acts on it, on the event loop. The third signal ends the process immediately."""
         self._signals.append(sig)
         if len(self._signals) > 2:
             os._exit(128 + sig)
         if self.should_exit:
-            self.force_exit = True  # what is left is only slow readers
+            self.force_exit = True  # only slow readers are left
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, which leaves out the app's own end, a bounded one, where a signal has told it to wait for nobody."""
+        """uvicorn's shutdown. With `force_exit` it skips the app's own shutdown, which runs here: it takes a bounded time."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: move towards the end that was asked for."""
+        """Called ten times per second: act on signals, timeouts and failures."""
         running = self._server.worker.open_channels
         if self._ready is not None and self._server.failure is None:
             self._starts(self._ready, running)
@@ -219,7 +226,7 @@ class _Draining(HttpServer):
         return await super().on_tick(counter)
 
     def _starts(self, ready: Callable[[], object], running: int) -> None:
-        """Say how far loading is, or that it is over; a signal ends the server without draining while nobody uses it."""
+        """Log the progress or the end of loading. Until then a signal ends the server without draining if no request runs."""
         loading = self._server.loading()
         if loading is None:
             self._ready = None
@@ -232,7 +239,7 @@ class _Draining(HttpServer):
             self._lines.look(loading)
 
     def _abort(self, reason: str) -> None:
-        """End running requests with an error, and the process soon after, whether their clients read it or not."""
+        """End running requests with an error, and the process soon after, whether or not the clients read the error."""
         self._server.worker.stop_all(reason)
         self._abort_end_s = time.monotonic() + ABORT_FLUSH_TIMEOUT_S
         self.config.timeout_graceful_shutdown = ABORT_FLUSH_TIMEOUT_S

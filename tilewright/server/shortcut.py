@@ -1,9 +1,10 @@
-"""Small requests of one kind that come by the thousand: a `Shortcut` answers them without uvicorn.
+"""Answers small requests of one kind that come by the thousand without uvicorn: a `Shortcut`.
 
-A connection hands its bytes to the shortcuts of its server as long as one takes them; everything unusual goes to uvicorn.
-Answers that become ready in one turn of the event loop are made together, and then sent together (`Outbox`): a client that is
-woken by one of them goes on while the next ones are sent, and is not woken for each. Where answers come one by one, they are
-sent at once: a turn of the event loop is time that a lone client waits for.
+A connection offers its bytes to the shortcuts of its server as long as one accepts them. Everything unusual goes to uvicorn.
+
+Answers that become ready in the same turn of the event loop are made together and then sent together (`Outbox`). So a client
+that the first answer wakes keeps running while the others are sent, and is not woken for each. If answers become ready one at a
+time, they are sent at once, because a lone client would have to wait for another turn of the event loop.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from tilewright.server.errors import ApiError
 __all__ = ["PARTIAL", "Done", "Outbox", "Short", "Shortcut", "Shortened", "Taken"]
 
 PARTIAL = object()
-"""A shortcut's word for a request that it might take, once it is whole."""
+"""A shortcut returns this for an incomplete request that it might accept once it is complete."""
 MAX_HELD_BYTES = 128 << 10
-"""Of what a client sends on while a shortcut answers it; more is not read yet."""
+"""Limit for bytes that a client sends while a shortcut answers it. Above the limit, reading pauses."""
 MAX_ALL_HELD_BYTES = 256 << 20
-"""Of what is kept on all connections for shortcuts; uvicorn gets what is beyond."""
+"""Limit for bytes that are kept for shortcuts on all connections together. Above the limit, requests go to uvicorn."""
 
 
 class Short(NamedTuple):
@@ -32,23 +33,24 @@ class Short(NamedTuple):
 
     status: int
     headers: bytes
-    """Written, each with its line's end."""
+    """The encoded header lines, each with its line break."""
     body: bytes
 
 
 class Done(Protocol):
-    """Told once that a request is answered."""
+    """A callback that a shortcut calls once, when a request can be answered."""
 
     def __call__(self, make: Callable[[], Short], *, alone: bool = False) -> None:
-        """`make` makes the answer: soon, or now where it is told `alone`, beside no other answer; it may raise."""
+        """`make` creates the answer and may raise. It is called soon. With `alone` it is called before this call returns, if no
+        other answers are ready."""
         ...
 
 
 class Taken(NamedTuple):
-    """A request that a shortcut answers: how many bytes of the data it is, and what begins with it.
+    """A request that a shortcut answers: its length in the data, and the function that begins to answer it.
 
-    `begin` may be done before it returns; it returns what is called if the client leaves before it is done. With `close` the
-    connection ends with the answer, whose headers say so.
+    `begin` may call `Done` before it returns. It returns a function that is called if the client leaves before the answer is
+    ready. With `close` the connection ends after the answer, whose headers must announce that.
     """
 
     bytes: int
@@ -57,24 +59,27 @@ class Taken(NamedTuple):
 
 
 class Shortcut(Protocol):
-    """Answers some requests without uvicorn; whatever is unusual about one is a reason not to take it."""
+    """Answers some requests without uvicorn. It should not accept a request that is unusual in any way."""
 
     def take(self, data: bytes | bytearray, client: str) -> Any:
-        """`Taken`, `PARTIAL`, or None: uvicorn's. A `bytearray` is the shortcut's to keep views of, once it takes a request."""
+        """Returns `Taken`, `PARTIAL`, or None: uvicorn handles the request.
+
+        If `data` is a `bytearray` and the shortcut accepts the request, it may keep views of `data`.
+        """
         ...
 
 
 class Outbox:
-    """Answers of one turn of the event loop, which go out in the next; or at once, as long as they come one by one."""
+    """Collects the answers of one turn of the event loop and sends them in the next, or at once while they come one by one."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        """Of requests that shortcuts might take once they are whole, on all connections together."""
+        """Bytes of incomplete requests that shortcuts might accept, on all connections together."""
         self._ready: deque[tuple[Shortened, Callable[[], Short]]] = deque()
         self._alone = True
-        """Whether no two answers went out together the last time."""
+        """Whether the last batch had fewer than two answers."""
         self._sent_one = False
-        """In this turn of the event loop."""
+        """Whether an answer was sent at once in this turn of the event loop."""
         self._headers, self._written = list[tuple[bytes, bytes]](), b""
 
     def usual(self, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -84,12 +89,12 @@ class Outbox:
         return self._written
 
     def add(self, connection: "Shortened", make: Callable[[], Short], *, alone: bool = False) -> None:
-        """An answer is ready to be made; `alone`: it may be now, and raise."""
+        """Add an answer that can be made. With `alone`, this call may run `make` immediately, and then it raises its errors."""
         if alone and self._alone and not (self._sent_one or self._ready):
             self._sent_one = True
             try:
                 self._send_one(connection, make)
-            finally:  # later than the answer, which somebody waits for
+            finally:  # after sending the answer, because the client waits for it
                 connection.loop.call_soon(self._next_turn)
             return
         self._ready.append((connection, make))
@@ -108,7 +113,7 @@ class Outbox:
             raise
         if data is not None:
             connection.send(data)
-            if connection.holds:  # requests, which are not begun within what has told this answer
+            if connection.holds:  # further requests: begin them later, not within the call that reported this answer
                 connection.loop.call_soon(connection.sent)
             else:
                 connection.sent()
@@ -122,13 +127,13 @@ class Outbox:
                     data = connection.made(make)
                 except BaseException:
                     connection.failed()
-                    raise  # to the event loop, which logs it
+                    raise  # the event loop logs it
                 finally:
                     self._ready.popleft()
                 if data is not None:
                     made.append((connection, data))
         finally:
-            if self._ready:  # what one request ran into is its own: the others are answered
+            if self._ready:  # an error affects only its own request: the other answers still go out
                 self._ready[0][0].loop.call_soon(self._send)
             self._alone = len(made) < 2
             for connection, data in made:
@@ -138,7 +143,7 @@ class Outbox:
 
 
 class Shortened(H11Protocol):
-    """The part of a connection that a shortcut serves; `Connection` has the rest, which stands here as far as it is used."""
+    """The part of a connection that works with shortcuts. `Connection` has the rest; the parts used here are declared below."""
 
     lingering: bool
     _real: asyncio.Transport
@@ -152,17 +157,17 @@ class Shortened(H11Protocol):
     def __init__(self, *args: Any, outbox: Outbox, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._outbox = outbox
-        self._held: bytes | bytearray = b""  # what came behind or before a shortcut's request
-        self._counted = 0  # bytes of it that are in the outbox's count
+        self._held: bytes | bytearray = b""  # bytes of an incomplete request, or bytes that came after a shortcut's request
+        self._counted = 0  # number of these bytes that are included in the outbox's count
         self._short: Callable[[], object] | None = None
-        """What gives up the shortcut's request that is being answered."""
-        self._ends = False  # once the shortcut has answered
+        """Gives up the request that a shortcut is answering; None: there is no such request."""
+        self._ends = False  # whether the connection ends once the shortcut has answered
         self.untouched = True
-        """Whether uvicorn has got no byte yet, so that it waits for a request."""
+        """Whether uvicorn has received no byte yet, so that it waits for a request."""
         self.plain, self.stays = 0, False
-        """Plain requests so far, and whether another process gave it back; for `Connections.away`."""
+        """Number of plain requests so far, and whether another process returned the connection; for `Connections.away`."""
         self.ended_for: str | None = None
-        """The reason for which the server cut it."""
+        """The reason for which the server cut the connection."""
 
     @property
     def socket(self) -> socket.socket:
@@ -171,12 +176,12 @@ class Shortened(H11Protocol):
 
     @property
     def _rests(self) -> bool:
-        """Whether no request is under way, nothing of one has come, and all answers have been sent."""
+        """Whether the connection is idle: no request is in progress or partly received, and all answers have been sent."""
         busy = self._short is not None or (self.cycle is not None and not self.cycle.response_complete)
         return not (busy or self._held or self.conn.their_state is not h11.IDLE or self._real.get_write_buffer_size())
 
     def _takes(self, shortcuts: Sequence[Shortcut], data: bytes) -> bool:
-        """Whether a shortcut has these bytes, or keeps them until more are there."""
+        """Whether a shortcut accepts these bytes, or they are kept until more arrive."""
         if self._short is not None:
             self._hold(self._held + data)
             if len(self._held) > MAX_HELD_BYTES:
@@ -208,17 +213,17 @@ class Shortened(H11Protocol):
         return True
 
     def _hold(self, data: bytes | bytearray) -> None:
-        """Keep these bytes, and no others."""
+        """Replace the kept bytes by these."""
         self._outbox.held_bytes += len(data) - self._counted
         self._held, self._counted = data, len(data)
 
     def _ready(self, make: Callable[[], Short], *, alone: bool = False) -> None:
-        """The shortcut's answer can be made; until it is sent, what the client sends on is held."""
+        """Called when the shortcut's answer can be made. Until it is sent, further bytes of the client are kept."""
         self._short = _begun
         self._outbox.add(self, make, alone=alone)
 
     def made(self, make: Callable[[], Short]) -> bytes | None:
-        """An answer's bytes; None: nobody is there any more."""
+        """Make an answer. Returns its bytes; None: the client has gone."""
         if self._real.is_closing():
             self._short = None
             return None
@@ -228,13 +233,13 @@ class Shortened(H11Protocol):
         return b"HTTP/1.1 %d %b\r\n%b%bcontent-length: %d\r\n\r\n%b" % (status, words, usual, headers, length, body)
 
     def failed(self) -> None:
-        """An answer could not be made."""
+        """Called when an answer could not be made: sends a 500."""
         self._short = None
         self._answer(ApiError(500, "the server failed on this request; its log has the traceback", type="server_error"))
 
     @property
     def holds(self) -> bool:
-        """Whether something has come behind the request."""
+        """Whether bytes have arrived after the request."""
         return bool(self._held)
 
     def send(self, data: bytes) -> None:
@@ -244,9 +249,9 @@ class Shortened(H11Protocol):
         self._real.write(data)
 
     def sent(self) -> None:
-        """Go on with what came meanwhile."""
+        """Called after an answer was sent. Handles the bytes that arrived meanwhile."""
         if self._ends:
-            # With bytes that nobody reads, closing at once would make the kernel send a reset.
+            # If unread bytes are left, closing at once would make the kernel send a reset.
             (self.linger if self._held else self.close)()
             return
         self._watch()
@@ -258,7 +263,7 @@ class Shortened(H11Protocol):
 
 
 def _asked(shortcuts: Sequence[Shortcut], data: bytes | bytearray, client: str) -> Any:
-    """What the first shortcut says that takes the request; else `PARTIAL` if one still might."""
+    """The `Taken` of the first shortcut that accepts the request; otherwise `PARTIAL` if one still might, or None."""
     found = None
     for shortcut in shortcuts:
         said = shortcut.take(data, client)
@@ -269,4 +274,4 @@ def _asked(shortcuts: Sequence[Shortcut], data: bytes | bytearray, client: str) 
 
 
 def _begun() -> None:
-    """Gives up nothing: the answer is there already."""
+    """Does nothing: the answer is already there, so there is nothing to give up."""

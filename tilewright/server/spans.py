@@ -1,4 +1,4 @@
-"""What the server knows of traces, whether or not there are any: a request may have a span, below which others are noted."""
+"""The interface to traces, which are optional: a request may have a span, and code may add child spans to it."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -26,11 +26,11 @@ class RequestSpan(ABC):
 
     @abstractmethod
     def child(self, name: str, begin_s: float, end_s: float, **attributes: str | int | float) -> None:
-        """Something below it has ended; by `time.monotonic`."""
+        """Record a child span that has ended. Times are those of `time.monotonic`, in seconds."""
 
     @abstractmethod
     def end(self, status: int) -> None:
-        """The request has ended, with an HTTP status."""
+        """End the span of the request, with its HTTP status."""
 
 
 def span_of(scope: Scope) -> RequestSpan | None:
@@ -39,13 +39,13 @@ def span_of(scope: Scope) -> RequestSpan | None:
 
 
 def put_span(scope: Scope, span: RequestSpan | None) -> None:
-    """Give a request its span."""
+    """Store the span of a request in its scope."""
     if span is not None:
         scope[_SPAN] = span
 
 
 def tracer_of(config: ServerConfig) -> "Tracer | None":
-    """What makes spans, where the config says where they go. Raises MissingExtra."""
+    """The tracer, or None if the config names no collector. Raises MissingExtra if OpenTelemetry is not installed."""
     if config.traces is None:
         return None
     return needed("tilewright.server.traces", "traces").Tracer(config.traces, config.trace_share)

@@ -1,4 +1,4 @@
-"""How a single token is spelled, for logprobs: its bytes, leading space and all, where decoding it alone would not tell."""
+"""The exact bytes of a single token, for logprobs. Decoding a token alone can lose its leading space or parts of characters."""
 
 from tilewright.engine.tokenizer import Tokenizer
 
@@ -6,22 +6,23 @@ __all__ = ["Spellings"]
 
 
 class Spellings:
-    """The bytes of each token of a tokenizer, remembered once asked for.
+    """The bytes of the tokens of a tokenizer; results are cached.
 
-    Byte-level tokenizers (GPT-2, Llama 3, Qwen) write every byte as a printable character of their own: read back, a token that
-    is a part of a character has exact bytes. Byte-fallback tokens such as <0x0A> are that byte. Special tokens are their names.
-    Other tokens are what they add to a text that they already end, so that SentencePiece's leading spaces are there.
+    Byte-level tokenizers (GPT-2, Llama 3, Qwen) represent every byte by a printable character. Converted back, even a token
+    that is only a part of a character has exact bytes. A byte-fallback token such as <0x0A> is that byte. A special token is
+    its name. The bytes of any other token are the text that it adds after itself (the token is decoded twice in a row), so that
+    SentencePiece's leading space is included.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
-        # "\u0120" is how byte-level vocabularies write a space.
+        # Byte-level vocabularies represent a space by "\u0120".
         space = tokenizer.token_to_id("\u0120")
         self._byte_level = space is not None and tokenizer.decode([space]) == " "
 
     def of(self, token_id: int) -> bytes:
-        """The token's bytes; not valid UTF-8 where it is a part of a character."""
+        """The token's bytes. They are not valid UTF-8 if the token is only a part of a character."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._spell(token_id)
@@ -43,7 +44,7 @@ class Spellings:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's characters for bytes: a printable byte is its own character, the others use the characters from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

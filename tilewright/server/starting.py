@@ -1,13 +1,14 @@
-"""What answers on a server's port before there is an app for it, because its language model is still being loaded.
+"""A small server that answers on the port while the language model is being loaded and the app does not exist yet.
 
 | request                            | answer                                                    |
 |------------------------------------|-----------------------------------------------------------|
 | /health, /v2/health/live           | 200: the process lives                                    |
 | /ready, /v2/health/ready           | 503, and what is being loaded                             |
-| anything else                      | 503 with Retry-After, in the words of the API it is for   |
+| /version                           | 200: the version                                          |
+| anything else                      | 503 with Retry-After, in the error format of its API      |
 
-It runs in a thread, on the same listening socket as the server after it, and says in the log how far loading is. Each answer
-ends its connection, so that no client is left on one that nobody serves any more.
+It runs in a thread, on the listening socket that the real server uses later, and logs the progress of loading. Each answer
+closes its connection, so that no client keeps a connection that is not served any more.
 """
 
 import asyncio
@@ -34,26 +35,26 @@ from tilewright.server.serve import HttpServer
 __all__ = ["Starting"]
 
 END_S = 1.0
-"""How long the end waits for clients that have connected and not asked yet."""
+"""How long the shutdown waits for clients that have connected but not sent a request yet."""
 LIVE, READY = ("/health", "/v2/health/live"), ("/ready", "/v2/health/ready")
 LAST = {"connection": "close"}
 LATER = {**LAST, "retry-after": str(math.ceil(RETRY_S))}
 
 
 class _State:
-    """What `HttpServer` asks a server for."""
+    """The attributes of a server that `HttpServer` uses."""
 
     def __init__(self, config: ServerConfig):
         self.connections = Connections(config)
 
 
 class Starting(HttpServer):
-    """Answers on a listening socket, and says how far loading is, while the context is entered.
+    """While the context is entered: answers on a listening socket and logs the progress of loading.
 
     Args:
-        listener: listens; it is left open for the server that comes after.
-        say: told lines for the log.
-        what: is loaded.
+        listener: a listening socket. It is left open for the server that follows.
+        say: called with each line for the log.
+        what: description of what is loaded.
     """
 
     def __init__(self, config: ServerConfig, listener: socket.socket, say: Callable[[str], None], what: str):
@@ -72,19 +73,19 @@ class Starting(HttpServer):
         self._thread.join()
 
     def stage(self, words: str) -> None:
-        """Loading has come to another stage; several lines, such as the memory plan, go to the log as they are."""
+        """Report a new stage of loading. Words of several lines, such as the memory plan, go to the log unchanged."""
         if "\n" in words:
             self._say(words)
         else:
             self.loading.note(words)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Called ten times per second."""
         self._lines.look(self.loading)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nobody any more, and answer those who are there."""
+        """Accept no new connections, and answer the open ones."""
         for server in self.servers:
             server.close()
         end_s = asyncio.get_running_loop().time() + END_S

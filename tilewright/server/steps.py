@@ -1,7 +1,7 @@
-"""The last steps of an engine, as the page draws them: how long each took, and whose tokens it computed.
+"""A log of the engine's last steps for the web page: the duration of each, and how many tokens of which kind it computed.
 
-A step's time is from its launch, or from the end of the step before it where that was later, to its results. Two clock readings
-and an entry a step; the runner does not know of it.
+The time of a step starts at its launch or at the end of the previous step, whichever is later, and ends when its results are
+there. The log costs two clock readings and one entry per step. The runner is not aware of it.
 """
 
 import time
@@ -18,7 +18,7 @@ _OWN = ("_runner", "_steps", "_launched", "_ended_s", "_count")
 
 
 class StepLog:
-    """A runner that writes down what passes through it. `of` puts it in the place of an engine's runner."""
+    """A wrapper around a runner that logs its steps. `of` replaces an engine's runner by such a wrapper."""
 
     def __init__(self, runner: Any):
         self._runner = runner
@@ -29,7 +29,7 @@ class StepLog:
 
     @classmethod
     def of(cls, engine: Engine) -> "StepLog":
-        """The log of an engine's steps, from here on."""
+        """Start to log the steps of an engine, or return its existing log."""
         runner: Any = engine.runner
         log = runner if isinstance(runner, cls) else cls(runner)
         engine.runner = log
@@ -63,7 +63,7 @@ class StepLog:
     def collect(self, ticket: Any) -> StepResult:
         """See `Runner`."""
         result = self._runner.collect(ticket)
-        while self._launched:  # those before it were dropped
+        while self._launched:  # steps launched before this one were dropped
             found, started_s, step = self._launched.popleft()
             if found is ticket:
                 self._note(step, started_s)
@@ -81,5 +81,5 @@ class StepLog:
         self._ended_s = now_s
 
     def last(self) -> list[tuple[int, float, int, int, int]]:
-        """(number, milliseconds, tokens of prompts, rows that decode, drafts) of the last steps."""
+        """(number, milliseconds, prompt tokens, decoding rows, draft tokens) of each of the last steps."""
         return list(self._steps)

@@ -1,9 +1,10 @@
-"""The answer to a `Job`: runs it, and writes it as one JSON object or as server-sent events.
+"""Runs a `Job` and sends its answer as one JSON object or as server-sent events.
 
-`Answer` is an HTTP response that does the work while it is being sent, because only then does it own the connection: it watches
-for the client going away and leaves the engine's channel at once when that happens, in a stream and in a plain wait alike.
-A stream begins with its first token: what goes wrong before, in the queue too, has a status; after that an error is its last
-event. Long answers are written in pieces, and other requests have their turn between two of them.
+`Answer` is an HTTP response that does the work while it is being sent, because only then does it own the connection. If the
+client disconnects, it leaves the engine's channel at once; this works both for streams and for whole answers.
+
+A stream begins with its first token. An error before that, also in the queue, is sent as an HTTP status. A later error is the
+last event of the stream. Long answers are written in pieces, and other requests run between two pieces.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; or None, and it is cancelled, as soon as the client has gone. The request's body has been read."""
+    """The result of `work`. If the client disconnects, cancels `work` and returns None. The body must have been read before."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -55,7 +56,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 
 
 def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Small chunks in one write, but none of them held back for long."""
+    """Join small chunks into writes of about `WRITE_BYTES`."""
     waiting = bytearray()
     for chunk in chunks:
         waiting += chunk
@@ -67,7 +68,7 @@ def _together(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class Answer(Response):
-    """The response to a job, made while it is sent. `writer`: makes what the job is answered with."""
+    """The response to a job, which runs while the response is sent. `writer` creates the object that writes the answer."""
 
     def __init__(self, job: Job, served: Served, worker: EngineLink, writer: Callable[..., Writer] = Reply):
         super().__init__()
@@ -75,7 +76,7 @@ class Answer(Response):
         self._worker, self._served = worker, served
         self._taken = 0
         self._first_s: float | None = None
-        """When the first token came."""
+        """The time of the first token."""
         self._direct: Direct | None = None
         self._channel: Channel | None = None
         self._reply = writer(f"{job.prefix}{token_hex(12)}", int(time.time()), job, served)
@@ -87,7 +88,7 @@ class Answer(Response):
         return self._taken + untaken + (0 if self._direct is None else self._direct.tokens)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the job and send its answer. Raises `ApiError` as long as nothing has been sent."""
+        """Run the job and send its answer. Raises `ApiError` if the job fails before anything has been sent."""
         await unless_gone(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +112,7 @@ class Answer(Response):
         await Response(body, media_type="application/json", headers=self._job.headers)(scope, receive, send)
 
     def _noted(self, span: RequestSpan | None, began_s: float) -> None:
-        """Note in the request's span how long its first token took, and the others."""
+        """Record in the request's span the time until the first token and the time of the other tokens."""
         if span is None or self._first_s is None:
             return
         prompts = sum(map(len, self._job.prompts))

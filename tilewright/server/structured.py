@@ -1,10 +1,11 @@
-"""What an answer has to look like: from the fields of a request to a `Grammar`, and from there past a trial to the engine.
+"""Structured output: converts the fields of a request to a `Grammar`, and has the grammar compiled before the engine uses it.
 
     response_format      {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": ...}}
     structured_outputs   {"json" | "regex" | "choice" | "grammar" | "json_object": ...}
     guided_json, guided_regex, guided_choice, guided_grammar, regex, choice, grammar
 
-One of them at most. Not here: structural tags, and `strict` of single functions, which `tool_choice` asks for.
+A request may use at most one of them. Not supported: structural tags, and `strict` of single functions (use `tool_choice`
+instead).
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from tilewright.server.link import EngineLink, EngineStopped
 __all__ = ["GrammarGate", "grammar_of"]
 
 MAX_WAITING = 32
-"""Grammars that wait for their trial at once."""
+"""Most grammars that wait to be compiled at the same time."""
 MAX_REFUSED = 1024
-"""Refusals that are remembered."""
+"""Most refusals that are remembered."""
 
 
 def _json_object(value: Any) -> Grammar | None:
@@ -41,7 +42,7 @@ _MAKERS: dict[str, Callable[[Any], Grammar | None]] = {
 
 
 def grammar_of(body: CompletionBody) -> tuple[Grammar, str] | None:
-    """The grammar that a body asks for, and the field that does. Raises `ApiError`."""
+    """The grammar that a body requests, and the name of the field. Raises `ApiError`."""
     asked: list[tuple[str, str, Any]] = []
     for name, kind in (("guided_json", "json"), ("guided_regex", "regex"), ("guided_choice", "choice")):
         asked.append((name, kind, getattr(body, name)))
@@ -88,22 +89,22 @@ def _response_format(value: Any) -> list[tuple[str, str, Any]]:
 
 
 class GrammarGate:
-    """Lets grammars through to the engine once they have been compiled, off the event loop and one after the other.
+    """Has grammars compiled for the engine, outside the event loop and one after the other.
 
-    A refusal is remembered, too: who sends a bad grammar again and again delays nobody.
+    It also remembers refused grammars. So a client that sends a bad grammar again and again does not delay others.
     """
 
     def __init__(self, link: EngineLink):
         self._link = link
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # by digest: sources are as long as clients make them
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # digest -> reason; sources may be too long to be kept
         self._waiting = 0
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Return once the engine has the grammar.
 
         Raises:
-            ApiError: 400, it is not valid, too complex, or there is no llguidance; 429, too many others wait; 503, the engine
-                has stopped.
+            ApiError: 400, the grammar is invalid or too complex, or llguidance is not installed; 429, too many grammars wait;
+                503, the engine has stopped.
         """
         key = hashlib.sha256(f"{grammar.kind} {grammar.source}".encode(errors="surrogatepass")).digest()
         if key in self._refused:

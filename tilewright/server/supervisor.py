@@ -1,14 +1,15 @@
-"""The process that holds a server of several together: one engine, and fronts that share a listening socket.
+"""The parent process of a server that has several processes: one engine, and fronts that share a listening socket.
 
-| what happens               | what is done                                                                                |
+| event                      | reaction                                                                                    |
 |----------------------------|---------------------------------------------------------------------------------------------|
-| a front ends               | another is started; the engine aborts what the old one had asked for                        |
-| the engine ends            | fronts answer 503 until another is there, which is started after a pause that grows         |
+| a front ends               | a new one is started; the engine aborts the requests of the old one                         |
+| the engine ends            | a new one is started, after a pause that grows; until it is ready, fronts answer 503        |
 | a signal                   | the fronts get it and drain as a server of one process does; then the engine is told to end |
-| this process ends          | the others see the end of their control socket, and end                                     |
-| the engine does not start  | nor does the server; its exit code is the engine's                                          |
+| this process ends          | the other processes notice that their control socket is closed, and end                     |
+| the engine does not start  | the server ends with the exit code of the engine                                            |
 
-Nothing is shared but a folder with mode 0700: the engine's socket is in it, and the files that tell the processes what to do.
+The processes share only a folder with mode 0700. It contains the engine's socket and the files with the configuration of the
+processes.
 """
 
 import dataclasses
@@ -35,36 +36,36 @@ __all__ = ["ENGINE", "Supervisor", "control_of", "private_folder", "read_config"
 
 ENGINE = (sys.executable, "-m", "tilewright.server.engine_main")
 FRONT = (sys.executable, "-m", "tilewright.server.front")
-"""Commands; behind them come the folder and the descriptor of the control socket, for a front also the listening one."""
+"""Commands. Their arguments are the folder, the descriptor of the control socket and, for a front, the listening socket's."""
 LOOK_S = 0.05
 PAUSE_LEAST_S, PAUSE_MOST_S = 1.0, 60.0
-"""Before a process that did not live for `STEADY_S` is started again."""
+"""Shortest and longest pause before a process is started again that ended before it had run for `STEADY_S`."""
 STEADY_S = 30.0
 START_S = 120.0
-"""For a front: Python's own start, on a busy machine."""
+"""Time limit for a front to start: Python itself starts slowly on a busy machine."""
 END_S = 10.0
-"""Beyond the drain timeout, before a front that does not end is killed; for the engine: before it is."""
+"""A front is killed if it has not ended this long after the drain timeout, an engine this long after it was told to end."""
 MAX_STAGE_BYTES = 200
-"""Of the words of a stage."""
+"""Most bytes of a stage's description."""
 SOCKET_PATH_MOST = 100
 """Bytes; the system's limit for the path of a socket is 104 to 108."""
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for the files of one server, with mode 0700, which goes with the context."""
-    base = None if len(tempfile.gettempdir()) < SOCKET_PATH_MOST - 40 else "/tmp"  # the path of a socket is short
+    """A folder for the files of one server, with mode 0700. It is deleted at the end of the context."""
+    base = None if len(tempfile.gettempdir()) < SOCKET_PATH_MOST - 40 else "/tmp"  # the path of a socket must be short
     with tempfile.TemporaryDirectory(prefix="tilewright-", dir=base) as folder:
         yield Path(folder)
 
 
 def write_config(folder: Path, config: ServerConfig) -> None:
-    """What fronts are told."""
+    """Write the configuration for the fronts into the folder."""
     (folder / "server.json").write_text(json.dumps(dataclasses.asdict(config)))
 
 
 def read_config(folder: Path) -> ServerConfig:
-    """The same, in a front: its share of what the whole server may have."""
+    """Read the configuration in a front. Limits on connections and bodies are this front's share of the server's limits."""
     fields = json.loads((folder / "server.json").read_text())
     if fields["cors_origins"] is not None:
         fields["cors_origins"] = tuple(fields["cors_origins"])
@@ -74,10 +75,10 @@ def read_config(folder: Path) -> ServerConfig:
 
 
 def control_of(descriptor: int) -> socket.socket:
-    """The control socket of a child, whose end is the end of the parent.
+    """The control socket of a child process. When it closes, the parent has ended.
 
     The child writes lines to it: "ready", and before that "stage" with the stage of its loading. A front first writes "loaded",
-    and listens when the parent has written "go".
+    and listens once the parent has written "go".
     """
     return socket.socket(fileno=descriptor)
 
@@ -89,7 +90,7 @@ def tell_stage(parent: socket.socket, words: str) -> None:
 
 
 class _Child:
-    """A process, and its control socket."""
+    """A child process and its control socket."""
 
     def __init__(self, name: str, command: Sequence[str], *descriptors: int):
         self.name = name
@@ -100,11 +101,11 @@ class _Child:
         self._pause_s = 0.0
         self._again_s = 0.0
         self.ready = self.loaded = False
-        """A front that is loaded waits for `go`."""
+        """A front that is `loaded` waits for `go`."""
         self.stage = ""
         """The stage of its loading."""
         self._line = b""
-        """The beginning of a line whose end has not come."""
+        """The beginning of a line whose end has not arrived."""
 
     def start(self) -> None:
         """Start the process."""
@@ -115,7 +116,7 @@ class _Child:
                 [*self._command, *words],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *self._descriptors),
-                start_new_session=True,  # Ctrl-C is for the parent, which says what it means
+                start_new_session=True,  # Ctrl-C reaches only the parent, which decides what to do
             )
         ours.setblocking(False)
         self._control, self.ready, self.loaded, self._started_s = ours, False, False, time.monotonic()
@@ -123,19 +124,19 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """The exit code, None while it runs; minus the signal, where one has ended it."""
+        """The exit code; None while the process runs; the negative signal number if a signal ended it."""
         return None if self._process is None else self._process.poll()
 
     def heard(self) -> None:
-        """Look whether the child is loaded or ready, or which stage its loading has reached."""
+        """Check whether the child has reported that it is loaded or ready, or the stage of its loading."""
         if self._control is not None and not self.ready:
-            with suppress(OSError):  # nothing has come, or its end
+            with suppress(OSError):  # no data yet, or the socket is closed
                 *lines, self._line = (self._line + self._control.recv(1 << 16)).split(b"\n")
                 for line in lines:
                     self.loaded |= line == b"loaded"
@@ -144,14 +145,14 @@ class _Child:
                         self.stage = line[6:].decode(errors="replace")
 
     def go(self) -> None:
-        """Let a front that is loaded listen."""
+        """Allow a loaded front to listen."""
         if self._control is not None and self.loaded and not self.ready:
             self.loaded = False
             with suppress(OSError):
                 self._control.send(b"go\n")
 
     def revive(self) -> str | None:
-        """Start the process again once it has ended, after a pause; a line about it, where there is something to say."""
+        """If the process has ended, start it again after a pause. Returns a line for the log, or None."""
         now_s, code = time.monotonic(), self.code
         if code is None:
             return None
@@ -169,18 +170,18 @@ class _Child:
         return None
 
     def send(self, number: int) -> None:
-        """A signal."""
+        """Send a signal to the process if it runs."""
         if self._process is not None and self.code is None:
             self._process.send_signal(number)
 
     def close(self) -> None:
-        """Close the control socket: the child ends."""
+        """Close the control socket; the child ends as a result."""
         if self._control is not None:
             self._control.close()
             self._control = None
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for its end, which is made where it does not come in time; the exit code."""
+        """Wait for the process to end; kill it after the timeout. Returns the exit code."""
         if self._process is None:
             return 0
         try:
@@ -191,11 +192,11 @@ class _Child:
 
 
 class Supervisor:
-    """Starts the processes of a server and sees to them. `log` has been entered.
+    """Starts and supervises the processes of a server. `log` must have been entered.
 
     Args:
-        engine: the command of the engine process, to which the folder and its control socket's descriptor are added.
-        listener: bound; this process answers on it until the fronts do.
+        engine: the command of the engine process; the folder and the descriptor of its control socket are appended.
+        listener: a bound socket. This process answers on it until the fronts do.
     """
 
     def __init__(self, config: ServerConfig, engine: Sequence[str], folder: Path, listener: socket.socket, log: Log):
@@ -211,7 +212,7 @@ class Supervisor:
         self._kill_s: float | None = None
 
     def run(self, name: str) -> int:
-        """Serve until a signal; the exit code. `name`: of the model, for the line that says where it is served."""
+        """Serve until a signal. Returns the exit code. `name` is the name of the model, for the log line with the address."""
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             return self._run(name)
@@ -233,7 +234,7 @@ class Supervisor:
         with Starting(self._config, self._listener, self._log.say, f"{name} in its engine process") as starting:
             code = self._start(starting)
         if code is None:
-            # Only now: of two processes that listen on one socket, one would still answer that the server is loading.
+            # Only now may fronts listen. Earlier, this process would share the socket and still answer that it is loading.
             self._open = True
             code = self._wait_for(lambda front: front.ready)
         if code is not None:
@@ -248,9 +249,9 @@ class Supervisor:
         return self._drain()
 
     def _start(self, starting: Starting) -> int | None:
-        """Start all processes; the exit code if the server ends before they are loaded.
+        """Start all processes. Returns the exit code if the server ends before they are loaded, otherwise None.
 
-        The fronts start with the engine: they wait for it, and their imports need not wait until it has loaded its model.
+        The fronts start together with the engine and wait for it. So their imports run while the engine loads its model.
         """
         for child in (self._engine, *self._fronts):
             child.start()
@@ -259,7 +260,7 @@ class Supervisor:
             self._engine.heard()
             starting.stage(self._engine.stage)
             if self._signals:
-                self._engine.send(signal.SIGKILL)  # it serves nobody yet
+                self._engine.send(signal.SIGKILL)  # it does not serve any client yet
                 self._log.say("interrupted" if self._signals[0] == signal.SIGINT else "terminated")
                 return 128 + self._signals[0]
             if self._engine.code is not None:
@@ -269,7 +270,7 @@ class Supervisor:
         return self._wait_for(lambda front: front.loaded)
 
     def _wait_for(self, state: Callable[[_Child], bool]) -> int | None:
-        """Wait until all fronts are in this state, or for a signal; the exit code if that takes too long."""
+        """Wait until all fronts are in this state, or for a signal. Returns the exit code 1 after `START_S`, otherwise None."""
         end_s = time.monotonic() + START_S
         while not self._signals and not all(map(state, self._fronts)):
             time.sleep(LOOK_S)
@@ -299,7 +300,7 @@ class Supervisor:
                 self._log.say("the engine process is there again")
 
     def _drain(self) -> int:
-        """Pass the signals on until the fronts have ended; the exit code."""
+        """Pass the signals on to the fronts until all have ended. Returns the exit code."""
         end_s = time.monotonic() + self._config.drain_timeout_s + END_S
         while any(front.code is None for front in self._fronts):
             while self._passed_on < len(self._signals):
@@ -312,10 +313,10 @@ class Supervisor:
             time.sleep(LOOK_S)
         codes = {front.code for front in self._fronts}
         last = self._signals[-1]
-        by_signal = {128 + last, -last, -signal.SIGKILL}  # the second: it came when a front no longer listened to signals
+        by_signal = {128 + last, -last, -signal.SIGKILL}  # -last: the signal came when a front no longer handled signals
         return 0 if codes <= {0} else 128 + last if codes & by_signal else 1
 
 
 def engine_spec(folder: Path) -> dict[str, Any]:
-    """What the engine process is told."""
+    """The configuration of the engine process."""
     return json.loads((folder / "engine.json").read_text())

@@ -1,4 +1,4 @@
-"""Text <-> token ids over HTTP: what a prompt, or a chat in the model's template, becomes, and the way back."""
+"""Text <-> token ids over HTTP: /tokenize encodes a prompt or a chat in the model's template, /detokenize decodes token ids."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -39,7 +39,10 @@ class DetokenizeBody(BaseModel):
 
 
 class TokenEndpoints:
-    """/tokenize and /detokenize. `prepared`: (request, read) -> read(body), off the event loop where that is worth it."""
+    """/tokenize and /detokenize.
+
+    `prepared`: (request, read) -> read(body), which runs outside the event loop if that is worth the overhead.
+    """
 
     def __init__(self, served: Served, config: ServerConfig, prepared: Callable[..., Awaitable[Any]]):
         self._served, self._config, self._prepared = served, config, prepared

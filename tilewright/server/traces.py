@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: a span for each request, and below it what it waited for. Only imported where `traces` is set.
+"""OpenTelemetry traces: a span for each request, with child spans for its phases. Imported only if `traces` is set.
 
     POST /v1/completions            from the head to the last byte
       first token                   queue and prefill together, as far as the front can tell them
@@ -7,9 +7,10 @@
       queue                         until its batch began
       compute                       the batch, with the model's own seconds
 
-A `traceparent` of the client (W3C Trace Context) is the request's parent, and says whether it is sampled; without one `share`
-of the requests are. Spans go to the collector in batches, from a thread of the library. One that is slow or gone costs spans,
-never a request. No text and no numbers of a request are in them.
+If the client sends a `traceparent` (W3C Trace Context), it is the parent of the request's span and determines whether the
+request is sampled. Without it, a share of the requests is sampled (`share`). A thread of the library sends spans to the
+collector in batches. If the collector is slow or gone, spans are lost, but no request is affected. Spans contain neither the
+text nor the tensors of a request.
 """
 
 import time
@@ -36,9 +37,9 @@ class Tracer:
     """Makes the spans of one server.
 
     Args:
-        endpoint: of a collector that takes OTLP over HTTP, such as http://127.0.0.1:4318.
-        share: of requests without a parent that are sampled.
-        exporter: instead of the collector; for tests.
+        endpoint: URL of a collector that accepts OTLP over HTTP, such as http://127.0.0.1:4318.
+        share: share of the requests without a parent that are sampled, 0 to 1.
+        exporter: replaces the collector; for tests.
     """
 
     def __init__(self, endpoint: str, share: float, exporter: SpanExporter | None = None):
@@ -51,7 +52,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, method: str, route: str, headers: Mapping[str, str], request_id: str) -> RequestSpan | None:
-        """The span of a request that begins now; None: it is not sampled."""
+        """Begin the span of a request. Returns None if the request is not sampled."""
         carried = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         context = self._propagator.extract(carried)
         attributes = {"http.request.method": method, "http.route": route, "tilewright.request_id": request_id}
@@ -59,11 +60,11 @@ class Tracer:
         return _Span(self, span) if isinstance(span, Span) and not isinstance(span, NonRecordingSpan) else None
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the spans that wait."""
         self._provider.force_flush()
 
     def child(self, parent: Span, name: str, begin_ns: int, end_ns: int, attributes: Mapping[str, str | int | float]) -> None:
-        """A span below another, which has ended; times since 1970."""
+        """Record a child span that has ended. Times are in nanoseconds since 1970."""
         context = set_span_in_context(parent)
         self._tracer.start_span(name, context, attributes=dict(attributes), start_time=begin_ns).end(end_ns)
 
@@ -71,7 +72,8 @@ class Tracer:
 class _Span(RequestSpan):
     def __init__(self, tracer: Tracer, span: Span):
         self._tracer, self._span = tracer, span
-        # `perf_counter` is the same clock on Linux. Of this request only: clocks are set while a server runs.
+        # `perf_counter` is the same clock on Linux. The offset is measured for each request, because the system's clock may be
+        # adjusted while the server runs.
         self._zero_ns = time.time_ns() - time.monotonic_ns()
         context = span.get_span_context()
         assert context is not None

@@ -1,7 +1,7 @@
-"""Notices a step that does not come back: a hung device raises nothing, it just never answers.
+"""Detects a step that does not return. A hung device raises no error; it just never answers.
 
-Twice a second a command that does nothing is queued behind the engine's step. As long as it returns, steps end; the age of the
-oldest one that has not returned is how long the engine has been in one step.
+Twice per second a command that does nothing is queued after the engine's current step. As long as the command returns, steps
+end. The age of the oldest command that has not returned shows how long the engine has been in one step.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Watchdog:
 
     @property
     def silent_s(self) -> float:
-        """How long the engine's thread has not answered; 0 while it does."""
+        """How long the engine's thread has not answered, in seconds; 0 if no command waits for it."""
         return 0.0 if self._asked_s is None else time.monotonic() - self._asked_s
 
     @property
@@ -36,7 +36,7 @@ class Watchdog:
         return self.silent_s > self._timeout_s
 
     async def run(self) -> None:
-        """Ask until the engine stops for good, or until cancelled."""
+        """Ping the engine until it stops for good, or until cancelled."""
         while True:
             try:
                 await self._ask()
@@ -47,7 +47,7 @@ class Watchdog:
             await asyncio.sleep(PERIOD_S)
 
     async def _ask(self) -> None:
-        """Says once that a step hangs, and once that it came back. Raises EngineStopped."""
+        """Ping the engine once. Logs once if a step hangs, and once when it returns. Raises EngineStopped."""
         self._asked_s = time.monotonic()
         answer = asyncio.ensure_future(self._worker.ping())
         await asyncio.wait({answer}, timeout=self._timeout_s)

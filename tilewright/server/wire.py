@@ -1,24 +1,26 @@
-"""What goes over the socket between an engine process and its front processes: msgpack lists of plain values, nothing else.
+"""The protocol between an engine process and its front processes: msgpack lists of plain values, nothing else.
 
-A message is a list whose first item is its kind. Both sides check what they read, item by item, and never build anything from
-it but numbers, text, arrays of known types and the values of this file; what does not fit raises `WireError`, one sentence.
+A message is a list whose first item is its kind. Both sides check every item that they read. From a message they build only
+numbers, text, arrays of known types and the classes of this file. An invalid message raises `WireError`, with a message of one
+sentence.
 
-| kind            | from   | what it says                                                                              |
+| kind            | from   | content                                                                                   |
 |-----------------|--------|-------------------------------------------------------------------------------------------|
-| hello           | both   | the wire's version; the engine's also has the front's number and what is served           |
+| hello           | both   | the protocol's version; the engine's hello also has the front's number and what is served |
 | submit          | front  | prompts as token ids, their parameters, and the numbers of their streams                  |
-| abort, stop     | front  | requests that nobody reads any more; streams in which a stop string was found             |
+| abort, stop     | front  | requests whose answers are no longer needed; streams in which a stop string was found     |
 | look, grammar   | front  | a question that the engine answers between two steps; a grammar to compile                |
 | adapter         | front  | a question about LoRA adapters: list, load or unload; a name; a folder                    |
-| pass            | front  | texts for the model, between two steps: embeddings and scores                             |
-| counts          | front  | what its /metrics have grown by, and what they are now                                    |
-| step            | engine | one step: streams, counts, tokens as arrays, and notes on the few rows that have any      |
-| answer, refused | engine | to submit, look, grammar, adapter and pass, by their number                               |
-| tick            | engine | twice a second: it is there, so many steps went to this front, so many failed lately      |
-| ended, bye      | both   | the engine says why it can do no more; the front has heard it                             |
-| lost            | engine | it has given up on this front, and aborted all that it had asked for                      |
+| pass            | front  | texts for an embedding or score pass between two steps                                    |
+| counts          | front  | the increase of its counters for /metrics, and the current values of its gauges           |
+| step            | engine | one step: streams, counts and tokens as arrays, and notes on the few rows that have any   |
+| answer, refused | engine | the reply to submit, look, grammar, adapter and pass, with the number of the question     |
+| tick            | engine | twice per second: number of steps sent to this front, number of steps that failed lately  |
+| ended, bye      | both   | ended: why the engine has failed; bye: the front confirms it                              |
+| lost            | engine | the engine has dropped this front and aborted all its requests                            |
 
-A stream's number begins with that of its front (`FRONT_BITS`): the engine splits a step between fronts without looking at it.
+The upper bits of a stream's number are the number of its front (see `FRONT_BITS`). So the engine can split a step between
+fronts without a lookup.
 """
 
 import dataclasses
@@ -62,22 +64,22 @@ __all__ = [
 ]
 
 WIRE_VERSION = 2
-"""Both sides must have the same; raise it with every change of a message."""
+"""Both sides must have the same version. Increase it with every change of a message."""
 FRONT_BITS = 40
-"""Lower bits of a stream's number, which its front counts; the bits above are the front's number."""
+"""Number of lower bits of a stream's number. The front assigns these; the bits above are the number of the front."""
 MAX_FROM_FRONT_BYTES = 64 << 20
-"""Of one message: the prompts of one request."""
+"""Largest message from a front: the prompts of one request."""
 MAX_FROM_ENGINE_BYTES = 256 << 20
-"""The same: the first one has the tokenizer, later ones the log-probabilities of long prompts."""
+"""Largest message from the engine: the first one contains the tokenizer, later ones the log-probabilities of long prompts."""
 MAX_PROMPTS = 65536
 MAX_NAMES = 4096
-"""Counts and gauges in one message."""
+"""Most counts, and most gauges, in one message."""
 REASONS = (None, "stop", "length", "abort", "error", "expired")
 _PARAMS = {field.name: field for field in dataclasses.fields(SamplingParams)}
 
 
 class WireError(ValueError):
-    """A message that is none of this wire's; the other side has a fault, or another version."""
+    """A message that does not follow this protocol: the other side has a bug or another version."""
 
 
 class Submit(NamedTuple):
@@ -88,22 +90,22 @@ class Submit(NamedTuple):
     prompts: list[list[int]]
     params: list[SamplingParams]
     streams: list[list[int]]
-    """Of each prompt, one a sample; without the number of the front."""
+    """Stream numbers: one list per prompt, one number per sample. They do not contain the number of the front."""
     max_wait_s: float | None
 
 
 def address_of(folder: Path) -> str:
-    """Where the engine of a server listens; `folder` is private to the user (mode 0700)."""
+    """The address at which the engine of a server listens. `folder` is private to the user (mode 0700)."""
     return f"ipc://{folder}/engine"
 
 
 def pack(*message: Any) -> bytes:
-    """A message of plain values."""
+    """Encode a message of plain values."""
     return msgpack.packb(message, use_bin_type=True)
 
 
 def unpack(raw: bytes) -> list[Any]:
-    """The list that a message is; its first item is a text. Raises WireError."""
+    """Decode a message into a list, whose first item is a text. Raises WireError."""
     try:
         message = msgpack.unpackb(raw, raw=False, strict_map_key=False, use_list=True)
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
@@ -114,7 +116,7 @@ def unpack(raw: bytes) -> list[Any]:
 
 
 def check(message: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
-    """The items behind a message's kind, if they are of these types, as many as there are. Raises WireError."""
+    """The items after a message's kind. Raises WireError unless their number and types match `kinds`."""
     items = list(message[1:])
     wanted = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
     if len(items) != len(kinds) or any(type(item) not in kind for item, kind in zip(items, wanted)):
@@ -128,13 +130,13 @@ def check(message: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
 
 
 def pack_step(number: int, step: StepDeltas) -> bytes:
-    """A step, the `number`-th that this front gets."""
+    """Encode a step; it is the `number`-th that this front gets."""
     arrays = (step.streams.astype("<i8"), step.counts.astype("<i4"), step.tokens.astype("<i4"))
     return pack("step", number, *(array.tobytes() for array in arrays), [_write_note(note) for note in step.notes])
 
 
 def read_step(message: Sequence[Any]) -> tuple[int, StepDeltas]:
-    """(number, the step). Raises WireError."""
+    """Decode a step: (number, the step). Raises WireError."""
     number, streams, counts, tokens, notes = check(message, int, bytes, bytes, bytes, list)
     step = StepDeltas(_array(streams, "<i8"), _array(counts, "<i4"), _array(tokens, "<i4"))
     if len(step.counts) != len(step) or (step.counts < 0).any() or step.counts.sum(dtype=np.int64) != len(step.tokens):
@@ -170,7 +172,7 @@ def _read_note(value: Any, rows: int) -> Note:
 
 
 _ENTRY = np.dtype([("token", "<i4"), ("rank", "<i4"), ("logprob", "<f8"), ("more", "<i4")])
-"""A token; `more` rows behind it are its likeliest alternatives."""
+"""A token. The `more` rows after it are its most likely alternatives."""
 
 
 def _write_logprobs(entries: Sequence[TokenLogprobs]) -> bytes:
@@ -200,7 +202,7 @@ def _read_logprobs(raw: bytes) -> tuple[TokenLogprobs, ...]:
 
 
 def pack_submit(submit: Submit) -> bytes:
-    """Raises ValueError where the prompts are too long for one message."""
+    """Encode a submission. Raises ValueError if the prompts are too long for one message."""
     prompts = [np.array(prompt, "<i4").tobytes() for prompt in submit.prompts]
     known: dict[int, dict[str, Any]] = {}
     params = [known.setdefault(id(one), _write_params(one)) for one in submit.params]
@@ -211,7 +213,7 @@ def pack_submit(submit: Submit) -> bytes:
 
 
 def read_submit(message: Sequence[Any]) -> Submit:
-    """Raises WireError, and ValueError for parameters out of their range."""
+    """Decode a submission. Raises WireError, and ValueError for parameters out of their range."""
     number, ids, prompts, params, streams, wait_s = check(message, int, list, list, list, list, (float, type(None)))
     if not 0 < len(ids) <= MAX_PROMPTS or not len(ids) == len(prompts) == len(params) == len(streams):
         raise WireError(f"a submission has {len(ids)} ids for {len(prompts)} prompts, {len(params)} params")
@@ -225,7 +227,7 @@ def read_submit(message: Sequence[Any]) -> Submit:
 
 
 def _write_params(params: SamplingParams) -> dict[str, Any]:
-    """The fields that are not their defaults."""
+    """The fields that differ from their defaults."""
     values = {name: getattr(params, name) for name in _PARAMS}
     changed = {name: value for name, value in values.items() if value != _default(name)}
     if params.grammar is not None:
@@ -255,14 +257,14 @@ def _read_params(values: Any) -> SamplingParams:
 
 
 def pack_pass(number: int, work: Pass) -> bytes:
-    """Texts for the model, with the number of the answer."""
+    """Encode a pass; `number` identifies its answer."""
     ids = [np.array(text.ids, "<i4").tobytes() for text in work.texts]
     types = [None if text.types is None else np.array(text.types, "<i4").tobytes() for text in work.texts]
     return pack("pass", number, ids, types, work.labels, work.dimensions)
 
 
 def read_pass(message: Sequence[Any]) -> tuple[int, Pass]:
-    """(number, texts). Raises WireError."""
+    """Decode a pass: (number, the pass). Raises WireError."""
     number, ids, types, labels, dimensions = check(message, int, list, list, bool, (int, type(None)))
     if not ids or len(ids) != len(types) or not all(isinstance(one, bytes) and one for one in ids):
         raise WireError(f"a pass has {len(ids)} texts and {len(types)} lists of types")
@@ -274,12 +276,12 @@ def read_pass(message: Sequence[Any]) -> tuple[int, Pass]:
 
 
 def write_table(table: np.ndarray) -> list[Any]:
-    """float32 [rows, columns] as plain values."""
+    """Encode a float32 [rows, columns] as plain values."""
     return [*table.shape, table.astype("<f4").tobytes()]
 
 
 def read_table(value: Any) -> np.ndarray:
-    """Raises WireError."""
+    """Decode a float32 [rows, columns]. Raises WireError."""
     rows, columns, raw = check(["table", *(value if isinstance(value, list) else ())], int, int, bytes)
     numbers = _array(raw, "<f4")
     if rows < 0 or columns < 0 or rows * columns != len(numbers):
@@ -293,7 +295,7 @@ def write_grammar(grammar: Grammar) -> list[Any]:
 
 
 def read_grammar(value: Any) -> Grammar:
-    """Raises WireError, and ValueError for one that is none."""
+    """Decode a grammar. Raises WireError, and ValueError for an invalid grammar."""
     if not isinstance(value, list):
         raise WireError(f"a grammar is {shown(value, 60)}, wanted a list")
     kind, source, after = check(["grammar", *value], str, str, list)
@@ -303,7 +305,7 @@ def read_grammar(value: Any) -> Grammar:
 
 
 def read_numbers(value: Mapping[Any, Any], most: int = MAX_NAMES) -> dict[str, float]:
-    """Finite numbers by name. Raises WireError."""
+    """Check a mapping of names to finite numbers. Raises WireError."""
     is_number: Callable[[Any], bool] = lambda one: type(one) in (int, float) and math.isfinite(one)  # noqa: E731
     if len(value) > most or not all(isinstance(name, str) and is_number(one) for name, one in value.items()):
         raise WireError(f"counts are no more than {most} numbers by name")

@@ -1,10 +1,10 @@
-"""The engine in its own thread, and the way between that thread and the event loop.
+"""Runs the engine in its own thread and passes data between that thread and the event loop.
 
-One executor thread owns the engine: commands (submit, abort, look) and steps are its work items, so a command runs between
-two steps and never beside one. What a step produced goes to the event loop in a single `call_soon_threadsafe`, however many
-requests it touched, and from there into each request's `Channel`.
+One executor thread owns the engine. Its work items are commands (submit, abort, look) and steps, so a command runs between two
+steps and never at the same time as one. The output of a step goes to the event loop in a single `call_soon_threadsafe`, for any
+number of requests. The event loop puts it into the `Channel` of each request.
 
-A step that raises, or a device that is lost, stops the engine for good: its state can no longer be trusted.
+If a step raises, or the device is lost, the engine stops for good, because its state can no longer be trusted.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ T = TypeVar("T")
 
 
 def _take_exception(found: asyncio.Future[T]) -> None:
-    """A caller that has gone takes no exception, and the log would show a traceback for each."""
+    """Retrieve the exception. If the caller has gone, nobody else does, and asyncio would log a traceback."""
     if not found.cancelled():
         found.exception()
 
 
 def _tell(said: Sequence[tuple[asyncio.Future[None], BaseException | None]]) -> None:
-    """Tell who still listens how it went."""
+    """Pass the results of submissions to the callers that still wait."""
     for taken, error in said:
         if taken.done():
             continue
@@ -58,11 +58,13 @@ def _failed(error: BaseException) -> str:
 
 
 class EngineWorker(EngineLink):
-    """Runs `engine` in a thread of its own. Create it on the event loop that it shall serve; `close` ends the thread.
+    """Runs `engine` in a thread of its own. Create it on the event loop that it serves; `close` ends the thread.
 
-    `on_failure` is called on the event loop, with the exception, when the engine can do no more.
-    `max_wait_s`: how long a request may wait for its start; None: for ever. `compiles`: has been started, and is stopped by
-    `close`. `run_pass`: answers for whole texts, in the engine's thread.
+    Args:
+        on_failure: called on the event loop, with the exception, when the engine has failed and does no more work.
+        max_wait_s: how long a request may wait for its start; None: without limit.
+        compiles: a started counter; `close` stops it.
+        run_pass: computes embeddings or scores of whole texts, in the engine's thread.
     """
 
     def __init__(
@@ -88,22 +90,22 @@ class EngineWorker(EngineLink):
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="tilewright-adapters")
         self._stepping = False  # only touched in the engine's thread: a step is queued or running
         self._arrivals: deque[tuple[Callable[[], None], asyncio.Future[None]]] = deque()
-        """Submissions that the engine's thread has not made yet, and who waits for each."""
+        """Submissions that the engine's thread has not made yet, each with the future that its caller waits for."""
         self._asked = 0
-        """Samples that were sent to the engine's thread, ..."""
+        """Number of samples sent to the engine's thread so far."""
         self._seen = 0
-        """... and of those, how many it has queued or refused."""
+        """Number of those samples that the engine's thread has queued or refused."""
         self._room: tuple[Room, int] | None = None
-        """Who may still come, and `_seen` when the engine said so."""
+        """The room in the engine's queue, and the value of `_seen` at the time when it was read."""
 
     @property
     def failures(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Steps that failed since one brought a token."""
+        """Number of steps that failed since the last step that produced a token."""
         return self.engine.failed_steps
 
     @property
     def full(self) -> QueueFull | None:
-        """What the engine would refuse a request with; what it said after its last step is looked at, and it is not asked."""
+        """The error with which the engine would refuse a request now, judged by its state after its last step or submission."""
         now = self._room
         return None if now is None or now[0].left > self._asked - now[1] else now[0].refusal
 
@@ -117,7 +119,7 @@ class EngineWorker(EngineLink):
             self._executor.submit(self._take_in)
         try:
             await taken
-        except DeviceLost as lost:  # before this loop has heard of it
+        except DeviceLost as lost:  # it was raised before this event loop was told of it
             raise EngineStopped(self.stopped or _failed(lost)) from lost
 
     def _leave(self, channel: Channel) -> None:
@@ -134,11 +136,11 @@ class EngineWorker(EngineLink):
         return await self.call(self._live.snapshot)
 
     async def ping(self) -> None:
-        """Return between two steps; if a rank of the model is gone by then, the engine has failed. Raises EngineStopped."""
+        """Return between two steps. If a rank of the model is gone by then, the engine fails. Raises EngineStopped."""
         await self.call(self._check)
 
     async def run_pass(self, work: Pass) -> np.ndarray:
-        """What the model says of whole texts, between two steps. Raises EngineStopped, and what the model raises."""
+        """Embeddings or scores of whole texts, computed between two steps. Raises EngineStopped, and what the model raises."""
         run = self._run_pass
         assert run is not None, "asked of models that have numbers of texts"
         return await self.call(lambda: run(work))
@@ -153,11 +155,11 @@ class EngineWorker(EngineLink):
             raise EngineStopped(self.stopped)
         found = asyncio.wrap_future(self._executor.submit(look), loop=self._loop)
         found.add_done_callback(_take_exception)
-        # shield: a command whose caller has gone still runs, so that the abort behind it finds what it must end.
+        # shield: the command still runs if its caller has gone, so that the abort that follows it finds the request to end.
         return await asyncio.shield(found)
 
     async def end(self, timeout_s: float) -> bool:
-        """End the thread, or give up on it: a step that hangs must not hold the end of the process. Whether it ended."""
+        """End the thread. Returns whether it ended in time: a step that hangs must not prevent the end of the process."""
         closing = threading.Thread(target=self.close, name="tilewright-close", daemon=True)
         closing.start()
         end_s = time.monotonic() + timeout_s
@@ -171,7 +173,7 @@ class EngineWorker(EngineLink):
         return [] if adapters is None else await self.call(lambda: list(adapters.names))
 
     async def load_adapter(self, name: str, folder: Path) -> None:
-        """Read it in another thread, beside the engine's steps, and hold it between two of them."""
+        """Read the adapter in another thread while the engine steps, and add it to the engine between two steps."""
         adapters = self.engine.adapters
         if adapters is None:
             await super().load_adapter(name, folder)
@@ -180,7 +182,7 @@ class EngineWorker(EngineLink):
         await self.call(lambda: self.engine.hold_adapter(name, read, str(folder)))
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget it between two steps."""
+        """Remove the adapter between two steps."""
         adapters = self.engine.adapters
         if adapters is None:
             await super().unload_adapter(name)
@@ -188,11 +190,11 @@ class EngineWorker(EngineLink):
             await self.call(lambda: adapters.remove(name))
 
     def close(self) -> None:
-        """End the thread after the command or step that it is in."""
+        """End the thread after its current command or step."""
         self.stop_all(self.stopped or "the server has stopped")
         if self._compiles is not None:
             self._compiles.stop()
-        # In the thread itself, so that it cannot be about to queue another step while the executor closes.
+        # Wait for a work item in the thread itself: after it, the thread cannot queue another step while the executor closes.
         self._executor.submit(lambda: None).result()
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._grammars.close()
@@ -201,7 +203,7 @@ class EngineWorker(EngineLink):
     # In the engine's thread ------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Queue what has arrived since the last time, and say how it went at once: each word costs both threads a switch."""
+        """Submit everything that arrived since the last call. The results go back together: each call costs a thread switch."""
         said = list[tuple[asyncio.Future[None], BaseException | None]]()
         try:
             while self._arrivals:
@@ -215,7 +217,7 @@ class EngineWorker(EngineLink):
                     said.append((taken, error))
                     raise
                 finally:
-                    self._arrivals.popleft()  # last: who comes meanwhile need not call this thread
+                    self._arrivals.popleft()  # last: a submission that arrives meanwhile need not wake this thread
         finally:
             if self._arrivals:
                 self._executor.submit(self._take_in)
@@ -226,7 +228,7 @@ class EngineWorker(EngineLink):
         taken: list[str] = []
         try:
             for request_id, prompt, param in zip(ids, prompts, params, strict=True):
-                # What comes behind the first waits as long as it takes: the request as a whole has been started by then.
+                # Prompts after the first may wait without limit: once the first one is accepted, so is the whole request.
                 self.engine.submit(prompt, param, request_id, max_wait_s=None if taken else self._max_wait_s)
                 taken.append(request_id)
         finally:
@@ -250,7 +252,7 @@ class EngineWorker(EngineLink):
         self._executor.submit(self._step).add_done_callback(self._stepped)
 
     def _check(self) -> None:
-        check = getattr(self.engine.runner, "check", None)  # of a runner with several ranks
+        check = getattr(self.engine.runner, "check", None)  # only a runner with several ranks has it
         if check is not None:
             try:
                 check()
@@ -275,7 +277,7 @@ class EngineWorker(EngineLink):
     # On the event loop -----------------------------------------------------------------------------------------------
 
     def _spread(self, deltas: Sequence[Delta], now_s: float) -> None:
-        """Hand out what a step has brought: plain events the short way."""
+        """Distribute the output of a step: plain text events go through `Direct`, all others through the channel."""
         self.batch.begin(now_s)
         self._deliver([delta for delta in deltas if not self._direct(delta)], now_s)
         self.batch.end()

@@ -1,1 +1,2 @@
-"""Replicas on a Ray cluster: `tilewright serve --ray`. Ray Serve starts, replaces and counts them; one front speaks HTTP."""
+"""Replicas on a Ray cluster: `tilewright serve --ray`. Ray Serve starts and replaces them and changes their number. One front
+process serves HTTP."""

@@ -1,14 +1,15 @@
-"""The front of replicas on a Ray cluster: takes requests in as every server of ours does, and passes each to a replica.
+"""The front of replicas on a Ray cluster. It accepts requests as every tilewright server does, and passes each to a replica.
 
-Ray Serve chooses the replica (the one of two drawn that has fewer requests), replaces those that die, and changes their number.
+Ray Serve chooses the replica: it draws two at random and takes the one with fewer requests. It also replaces replicas that die,
+and changes their number.
 
-| what happens                                     | the request                                                     |
-|--------------------------------------------------|-----------------------------------------------------------------|
-| a replica dies before the head of its answer     | another is asked                                                |
-| it dies behind that                              | a stream ends with the error event `replica_lost`               |
-| it answers 429 or 503                            | another draw is made; the refusal is passed on if it refuses too |
-| there is no replica                              | it waits for up to `max_wait_s`, then gets 503                  |
-| it loads or unloads a model                      | every replica is asked; the answer is one that failed, if any   |
+| event                                            | reaction                                                              |
+|--------------------------------------------------|-----------------------------------------------------------------------|
+| a replica dies before the head of its answer     | the request is sent again, to a replica that Ray Serve chooses        |
+| a replica dies later                             | a stream ends with the error event `replica_lost`                     |
+| a replica answers 429 or 503                     | the request is sent once more; a second refusal goes to the client    |
+| there is no replica                              | the request waits for up to `max_wait_s`, then it gets a 503          |
+| a request loads or unloads a model or adapter    | it goes to all replicas; if one of them fails, its answer is returned |
 """
 
 import asyncio
@@ -42,15 +43,15 @@ __all__ = ["APP", "DEPLOYMENT", "RayFront", "front_on_ray"]
 
 APP, DEPLOYMENT = "tilewright", "replica"
 ATTEMPTS = 5
-"""Replicas that a request is given to, one after the other, at most."""
+"""Most times that a request is sent to a replica."""
 BUSY_ATTEMPTS = 2
 LOOK_S = 1.0
 CONTROL_S = 600.0
-"""How long loading a model in every replica may take."""
+"""How long it may take to load a model in all replicas."""
 OWN = (b"host", b"authorization", b"origin", b"connection", b"content-length", b"transfer-encoding", b"x-request-id")
-"""Headers of a client that are for the front."""
+"""Headers of a client that concern only the front and are not passed on."""
 TOGETHER = ("/v2/repository/models/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Paths that change what a replica serves."""
+"""Prefixes of paths that change what a replica serves. A POST to them goes to all replicas."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class _Named:
 
 
 class RayFront:
-    """The endpoints; what `run_server` asks a server for is here too."""
+    """The endpoints. It also has the attributes of a server that `run_server` uses."""
 
     def __init__(self, handle: DeploymentHandle, about: dict[str, Any], config: ServerConfig):
         self.config, self.served, self.api = config, _Named(about["name"]), about["api"]
@@ -72,12 +73,12 @@ class RayFront:
         self.draining = self.hung = False
         self.failure: BaseException | None = None
         self.retries: Counter[str] = Counter()
-        """Why a request was passed to another replica -> times."""
+        """Reason for sending a request again -> number of times."""
         self.replicas = 1
-        """That take requests, as Ray says."""
+        """Number of replicas that accept requests, according to Ray."""
 
     def loading(self) -> None:
-        """Nothing: the replicas were ready before this front was made."""
+        """Returns None: the replicas were ready before this front was created."""
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -98,18 +99,18 @@ class RayFront:
             await asyncio.sleep(LOOK_S)
 
     async def anything(self, request: Request) -> Response:
-        """Passed to a replica."""
+        """Pass the request to a replica."""
         if self.draining and request.method == "POST":
             raise unavailable("the server is shutting down and takes no new requests", code="draining")
         raw = b"" if request.method in ("GET", "HEAD") else await self._bodies.read(request)
         return _Passed(self, request, raw)
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while the front serves; Ray replaces replicas."""
+        """GET /health: 200 while the front works. Ray replaces failed replicas."""
         return self._state(self.failure is None)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 while a replica takes requests."""
+        """GET /ready: 200 while at least one replica accepts requests."""
         return self._state(self.failure is None and not self.draining and self.replicas > 0)
 
     def _state(self, healthy: bool) -> Response:
@@ -117,7 +118,7 @@ class RayFront:
         return JSONResponse({"status": status, "replicas": self.replicas}, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics: the front's own numbers, and those of all replicas with a label."""
+        """GET /metrics: the front's own numbers, and those of all replicas with the label `replica`."""
         lines = ["# TYPE tilewright_ray_replicas gauge", f"tilewright_ray_replicas {self.replicas}"]
         lines.append("# TYPE tilewright_router_retries_total counter")
         lines += [f'tilewright_router_retries_total{{reason="{why}"}} {count}' for why, count in sorted(self.retries.items())]
@@ -126,26 +127,26 @@ class RayFront:
         return Response("\n".join([*lines, ""]), media_type=CONTENT_TYPE)
 
     async def every(self, scope: dict[str, Any], body: bytes, timeout_s: float) -> list[tuple[Head, bytes]]:
-        """What all replicas answer. Raises `ApiError`: one of them does not."""
+        """The answers of all replicas. Raises `ApiError` if one of them does not answer."""
         try:
             return await self._handle.broadcast("whole", scope, body).results_async(timeout_s=timeout_s)
         except (RayError, RayServeException, TimeoutError) as error:
             raise unavailable(f"not every replica answers: {str(error)[:200]}", code="no_replica") from None
 
     def ask(self, scope: dict[str, Any], body: bytes) -> Any:
-        """Give a request to a replica: pieces of its answer, as `Replica.answer` yields them."""
+        """Send a request to a replica. Returns a stream with the pieces of its answer, as `Replica.answer` yields them."""
         return self._handle.options(method_name="answer", stream=True).remote(scope, body)
 
 
 def running_replicas() -> int:
-    """Replicas that take requests."""
+    """Number of replicas that accept requests."""
     status = serve.status().applications.get(APP)
     deployment = None if status is None else status.deployments.get(DEPLOYMENT)
     return 0 if deployment is None else sum(n for state, n in deployment.replica_states.items() if state == "RUNNING")
 
 
 def scope_of(request: Request, method: str | None = None, path: str | None = None) -> dict[str, Any]:
-    """What a replica is told of a request, as ASGI has it."""
+    """The ASGI scope of a request for a replica."""
     given = request.scope
     headers = [(name, value) for name, value in given["headers"] if name not in OWN]
     headers += [(b"host", b"localhost"), (b"x-request-id", request_id_of(given).encode())]
@@ -169,7 +170,7 @@ def scope_of(request: Request, method: str | None = None, path: str | None = Non
 
 
 class _Passed(Response):
-    """The answer of a replica, made while it is sent."""
+    """The answer of a replica. The request to the replica is made while this response is sent."""
 
     def __init__(self, front: RayFront, request: Request, raw: bytes):
         super().__init__()
@@ -178,7 +179,7 @@ class _Passed(Response):
         self._scope["headers"].append((b"content-length", str(len(raw)).encode()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises `ApiError` as long as nothing has been sent."""
+        """Pass on a replica's answer. Raises `ApiError` only if nothing has been sent."""
         await self._front.worker.pass_on(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
@@ -202,7 +203,10 @@ class _Passed(Response):
         raise nobody()
 
     async def _ask(self, send: Send, *, last: bool) -> str | None:
-        """Why another has to be asked; None: the client has its answer. `last`: a refusal is passed on."""
+        """Send the request to a replica and pass on its answer. `last`: pass on a refusal, too.
+
+        Returns why the request has to be sent again; None: the client has its answer.
+        """
         pieces, sent = self._front.ask(self._scope, self._raw), False
         try:
             async for piece in pieces:
@@ -230,7 +234,7 @@ class _Passed(Response):
 
 
 def front_on_ray(handle: DeploymentHandle, about: dict[str, Any], config: ServerConfig) -> FastAPI:
-    """The ASGI app in front of replicas; its `RayFront` is at `app.state.server`."""
+    """The ASGI app in front of replicas. Its `RayFront` is `app.state.server`."""
     front = RayFront(handle, about, config)
     app = FastAPI(title="tilewright", lifespan=front.lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = front

@@ -1,8 +1,8 @@
-"""A replica on a Ray cluster: a whole server's app, without a port. Ray starts it, and front.py sends it requests.
+"""A replica on a Ray cluster: the app of a complete server, without a port. Ray starts it, and front.py sends it requests.
 
-What it is comes as plain values (`spec`):
+Its configuration is a dict of plain values (`spec`):
 
-    {"folder": where the command ran, "language": a model or None, "name", "engine": options of the engine,
+    {"folder": working directory of the command, "language": a model or None, "name", "engine": options of the engine,
      "models": [NAME=SOURCE ...], "ordinary": fields of HostConfig, "server": fields of ServerConfig, "threads"}
 """
 
@@ -29,20 +29,20 @@ logger = logging.getLogger(__name__)
 Head = tuple[int, list[tuple[bytes, bytes]]]
 """(status, headers) of an answer."""
 QUEUE = 64
-"""Pieces of an answer that wait for the front at most; then the app does."""
+"""Most pieces of an answer that wait for the front. At this limit the app has to wait."""
 END_S = 1.0
 """How long the app may take to notice that a client has gone."""
 JOINED_BYTES = 1 << 20
-"""Pieces that wait are sent together up to this size."""
+"""Waiting pieces are joined until they have this size."""
 
 
 def app_of_spec(spec: dict[str, Any]) -> FastAPI:
-    """The app of a replica. Raises ValueError, OSError: a model cannot be loaded."""
+    """The app of a replica. Raises ValueError or OSError if a model cannot be loaded."""
     import torch
 
     from tilewright.host.sources import host_of_sources
 
-    if Path(spec["folder"]).is_dir():  # it may be another machine
+    if Path(spec["folder"]).is_dir():  # on another machine the folder may not exist
         os.chdir(spec["folder"])
     if spec["threads"]:
         torch.set_num_threads(spec["threads"])
@@ -70,7 +70,7 @@ def app_of_spec(spec: dict[str, Any]) -> FastAPI:
 
 
 class Replica:
-    """What Ray Serve holds an instance of in each replica's process."""
+    """The deployment class of Ray Serve: each replica's process has one instance."""
 
     async def __init__(self, spec: dict[str, Any]):  # pyright: ignore[reportGeneralTypeIssues]  # Ray Serve awaits it
         self._log = Log(spec["server"]["log_level"], spec["server"]["log_format"])
@@ -80,19 +80,19 @@ class Replica:
         self._stack = AsyncExitStack()
         await self._stack.enter_async_context(self.app.router.lifespan_context(self.app))
         if (loaded := getattr(self.app.state, "loaded", None)) is not None:
-            await loaded  # ordinary models, without which Ray must not send requests
+            await loaded  # Ray must not send requests before the ordinary models are loaded
         await self.check_health()
 
     async def __del__(self) -> None:  # Ray Serve awaits this too, once the replica has drained
         await self.close()
 
     async def close(self) -> None:
-        """End what serves the models."""
+        """End the app and the log."""
         await self._stack.aclose()
         self._log.__exit__(None, None, None)
 
     async def check_health(self) -> None:
-        """Asked by Ray. Raises RuntimeError: the replica has to be replaced."""
+        """Called by Ray. Raises RuntimeError if the replica has to be replaced."""
         if self._server.failure is not None:
             raise RuntimeError(f"the replica failed: {self._server.failure}")
         watchdog = getattr(self._server, "watchdog", None)
@@ -100,7 +100,7 @@ class Replica:
             raise RuntimeError("the engine is in a step that does not end")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Ray: how loaded the replica is."""
+        """Called by Ray. Returns the load of the replica."""
         loads = [0.0]
         if hasattr(self._server, "watchdog"):
             stats = (await self._server.worker.scrape()).stats
@@ -114,11 +114,11 @@ class Replica:
         return {METRIC: max(loads)}
 
     async def about(self) -> dict[str, Any]:
-        """What is served, for the front's first line."""
+        """A description of what is served, for the front."""
         return {"name": self._server.served.name, "api": self._server.api, "pid": os.getpid()}
 
     async def whole(self, scope: dict[str, Any], body: bytes) -> tuple[Head, bytes]:
-        """The answer to a request that every replica is asked."""
+        """The complete answer to a request, as (head, body). Used for requests that go to all replicas."""
         head, parts = None, list[bytes]()
         async for piece in self.answer(scope, body):
             if isinstance(piece, bytes):
@@ -129,11 +129,11 @@ class Replica:
         return head, b"".join(parts)
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Head | bytes]:
-        """The answer to a request: its head, then its body in pieces, as they come.
+        """The answer to a request: first its head, then its body in pieces as they become available.
 
         Args:
-            scope: as ASGI has it.
-            body: whole.
+            scope: the ASGI scope of the request.
+            body: the complete body of the request.
         """
         pieces = asyncio.Queue[Message | None](QUEUE)
         gone, given = asyncio.Event(), False
@@ -160,7 +160,7 @@ class Replica:
                 elif piece := _joined(message, pieces):
                     yield piece
         finally:
-            gone.set()  # where this generator is closed early, the front's client has gone
+            gone.set()  # if this generator is closed early, the front's client has gone
             done, late = await asyncio.wait({running}, timeout=END_S)
             for task in late:
                 task.cancel()
@@ -170,12 +170,12 @@ class Replica:
 
 
 def _joined(message: Message, pieces: "asyncio.Queue[Message | None]") -> bytes:
-    """A piece of a body, and what waits behind it."""
+    """A piece of a body, joined with the pieces that wait after it."""
     piece = bytearray(message.get("body", b""))
     while len(piece) < JOINED_BYTES and not pieces.empty():
         more = pieces.get_nowait()
         if more is None:
-            pieces.put_nowait(None)  # the end, which is looked for outside
+            pieces.put_nowait(None)  # put the end mark back: the caller looks for it
             break
         piece += more.get("body", b"")
     return bytes(piece)

@@ -1,6 +1,7 @@
-"""`tilewright serve --ray`: start replicas by Ray Serve, and serve them until a signal.
+"""`tilewright serve --ray`: starts replicas through Ray Serve, and serves them until a signal.
 
-The cluster is the one that RAY_ADDRESS names or that runs on this machine; else one is started here and ends with the server.
+The server joins the cluster that RAY_ADDRESS names or that runs on this machine. If there is none, it starts one, which ends
+with the server.
 """
 
 import logging
@@ -27,13 +28,16 @@ from tilewright.server.starting import Starting
 __all__ = ["resources_of", "serve_on_ray"]
 
 STORE_BYTES = 128 << 20
-"""Of a cluster that is started here: requests and answers only pass through."""
+"""Size of the object store of a cluster that is started here. It is small, because requests and answers only pass through."""
 MOST_REQUESTS = 4096
-"""That a replica is given at once: its own queue says how many it takes."""
+"""Most requests that Ray sends to a replica at the same time. The replica's own queue has the effective limit."""
 
 
 def resources_of(cluster: Mapping[str, float], replicas: int) -> tuple[dict[str, float], int]:
-    """(what Ray sets aside for a replica, threads of it): a GPU each where the cluster has any, else a share of the cores."""
+    """(resources that Ray reserves per replica, its number of threads; 0: not set).
+
+    A replica gets one GPU if the cluster has any, otherwise its share of the cores.
+    """
     if cluster.get("GPU", 0) >= 1:
         return {"num_cpus": 1, "num_gpus": 1}, 0
     cores = max(1, int(cluster.get("CPU", 1)) // replicas)
@@ -41,10 +45,10 @@ def resources_of(cluster: Mapping[str, float], replicas: int) -> tuple[dict[str,
 
 
 def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.socket, log: Log) -> int:
-    """Start replicas and serve them on a bound socket until a signal; the exit code.
+    """Start replicas and serve them on a bound socket until a signal. Returns the exit code.
 
     Args:
-        spec: that of replica.py, without "folder", "server" and "threads".
+        spec: see replica.py; without "folder", "server" and "threads".
 
     Raises:
         ValueError: no replica can be started.
@@ -76,7 +80,7 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
             about = handle.about.remote().result(timeout_s=60)
         return run_server(front_on_ray(handle, about, config), listener, log)
     finally:
-        with suppress(RayError, RayServeException):  # the cluster may have gone first
+        with suppress(RayError, RayServeException):  # the cluster may have ended already
             if serve.status().applications:
                 serve.delete(APP)
             if ours:
@@ -85,7 +89,7 @@ def serve_on_ray(spec: dict[str, Any], config: ServerConfig, listener: socket.so
 
 
 def _cluster(log: Log) -> bool:
-    """Join a cluster, or start one; whether it was started here."""
+    """Join a cluster, or start one. Returns whether it was started here."""
     quiet = {"logging_level": logging.WARNING, "log_to_driver": True, "configure_logging": False}
     try:
         ray.init(address="auto", **quiet)
@@ -99,7 +103,7 @@ def _cluster(log: Log) -> bool:
 
 
 def _why(error: RuntimeError) -> str:
-    """The last line that says what was wrong."""
+    """The last line of the replicas' messages that contains an error."""
     deployments = [one for app in serve.status().applications.values() for one in app.deployments.values()]
     lines = [line.strip() for one in deployments for line in one.message.splitlines() if "Error" in line]
     return (lines or [str(error)])[-1][:400]

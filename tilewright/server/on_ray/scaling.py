@@ -1,8 +1,8 @@
-"""How many replicas there should be: a pure decision, which Ray Serve's controller asks for again and again.
+"""Decides how many replicas there should be. Ray Serve's controller calls this policy repeatedly; it has no state and no I/O.
 
-Each replica says how loaded it is (`language_load`, `ordinary_load`): 1 is as much as one of them should have. All loads are
-added and rounded up, so two replicas at 0.4 become one at 0.8, and one at 1.3 becomes two. Ray waits before it follows
-(`Scaling`): a burst starts nothing that ends at once.
+Each replica reports its load (`language_load`, `ordinary_load`). A load of 1 is the target for one replica. The number of
+replicas is the sum of all loads, rounded up: two replicas at 0.4 become one at 0.8, and one at 1.3 becomes two. Ray waits
+before it changes the number (`Scaling`), so that a short burst does not start replicas that are stopped again at once.
 """
 
 import math
@@ -12,13 +12,13 @@ from typing import Any
 __all__ = ["METRIC", "Scaling", "language_load", "ordinary_load", "wanted_replicas"]
 
 METRIC = "load"
-"""The name under which replicas report it."""
+"""The name under which replicas report their load."""
 PLACES = 0.75
-"""The share of a replica's places that should be taken, counting who waits."""
+"""Target share of a replica's places (samples in a batch) that are used, including waiting requests."""
 PAGES = 0.8
-"""The share of its KV cache; beyond it requests are put back for want of pages."""
+"""Target share of its KV cache that is used. Above it, requests are preempted because pages are scarce."""
 BATCHES = 2
-"""Batches that ordinary models should have: one that runs and one that waits."""
+"""Target number of batches per instance of an ordinary model: one that runs and one that waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class Scaling:
     """How the number of replicas follows their load.
 
     Args:
-        least, most: of replicas.
-        window_s: loads are averaged over it.
-        up_after_s, down_after_s: how long more, or fewer, must be wanted before the number changes.
+        least, most: smallest and largest number of replicas.
+        window_s: the time over which loads are averaged.
+        up_after_s, down_after_s: how long the policy must want more, or fewer, replicas before the number changes.
 
     Raises:
         ValueError: a number out of range.
@@ -45,7 +45,7 @@ class Scaling:
             raise ValueError(f"max_replicas is {self.most}, wanted at least the {self.least} of --replicas")
 
     def options(self, policy: Any) -> dict[str, Any]:
-        """As Ray Serve's `autoscaling_config`. `policy`: what it asks for the number of replicas."""
+        """The values for Ray Serve's `autoscaling_config`. `policy`: its policy for the number of replicas."""
         return {
             "min_replicas": self.least,
             "initial_replicas": self.least,
@@ -58,22 +58,22 @@ class Scaling:
 
 
 def language_load(running: int, waiting: int, places: int, pages_used: int, pages: int) -> float:
-    """Of a language model's replica: by its queue, or by its KV cache where that is fuller."""
+    """The load of a language model's replica: that of its batch and queue or that of its KV cache, whichever is larger."""
     return max((running + waiting) / (PLACES * places), pages_used / (PAGES * max(1, pages)))
 
 
 def ordinary_load(open_requests: int, max_batch: int, instances: int) -> float:
-    """Of an ordinary model: requests that wait or are computed, in batches of as many as it takes."""
+    """The load of an ordinary model: waiting and running requests, as a share of `BATCHES` full batches per instance."""
     return open_requests / (BATCHES * max_batch * instances)
 
 
 def wanted_replicas(context: Any) -> tuple[int, dict[str, Any]]:
-    """Ray Serve's policy. A replica that has not reported yet counts as one that has what it should have.
+    """The policy for Ray Serve: returns (number of replicas, {}). A replica that has not reported yet counts with a load of 1.
 
     Args:
         context: Ray's `AutoscalingContext`.
     """
     loads = (context.aggregated_metrics or {}).get(METRIC, {})
     unknown = max(0, context.current_num_replicas - len(loads))
-    # Averages of a window are a little off: 2.0000001 is two.
+    # Averages over a window have rounding errors: 2.0000001 means two.
     return max(1, math.ceil(sum(loads.values()) + unknown - 1e-6)), {}

@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's Responses API without storage.
 
-A body becomes a chat (items.py, job.py) and goes the way of every chat; what comes back is told as items and their events
-(reply.py). Nothing is kept behind an answer, so what refers to an earlier one is refused.
+A body is converted to a chat (items.py, job.py), which is then handled like every chat. The answer is written as items and
+their events (reply.py). Answers are not stored, so requests that refer to an earlier answer are refused.
 """
 
 from tilewright.server.responses.body import ResponsesBody

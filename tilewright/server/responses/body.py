@@ -1,4 +1,4 @@
-"""The fields of /v1/responses: types, ranges, and what needs a store, which this server does not have."""
+"""The fields of /v1/responses: types and ranges. Fields that need stored answers are refused, as this server stores none."""
 
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ __all__ = ["ResponsesBody", "ignored_in"]
 
 NO_STORE = "this server keeps no answers"
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
-"""The second adds nothing here: thoughts are plain text."""
+"""The accepted values of `include`. The second has no effect here, because reasoning is plain text."""
 MAX_METADATA = 16
 
 IGNORED = {
@@ -20,7 +20,7 @@ IGNORED = {
     *("service_tier", "stream_options", "user"),
 }
 NOTHING: dict[str, tuple[Any, ...]] = {"background": (False,), "modalities": (["text"],), "truncation": ("disabled",)}
-"""Fields that would change an answer -> the values that ask for nothing."""
+"""Fields that would change an answer -> the values that have no effect."""
 
 
 class ResponsesBody(SamplingBody):
@@ -44,7 +44,7 @@ class ResponsesBody(SamplingBody):
 
 
 def ignored_in(body: ResponsesBody) -> tuple[str, ...]:
-    """Names of fields without effect. Raises `ApiError` for what cannot be honoured."""
+    """Names of given fields that have no effect. Raises `ApiError` for fields and values that are not supported."""
     if body.store:
         raise not_supported("store", f"got true, wanted false: {NO_STORE}")
     if body.previous_response_id is not None:

@@ -1,6 +1,6 @@
-"""The input of a response, a text or a list of items, as the messages of a chat.
+"""Converts the input of a response, a text or a list of items, to the messages of a chat.
 
-The items that an answer was made of are one turn of the assistant: its reasoning, its text, its calls.
+The items of one earlier answer (its reasoning, its text, its calls) become one turn of the assistant.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ KINDS = "a message, a function_call, a function_call_output or a reasoning item"
 
 
 def messages_of(value: Any, instructions: str | None, most: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """(messages of a chat, where in the body each comes from). Raises `ApiError` naming the item."""
+    """(messages of a chat, the place in the body from which each comes). Raises `ApiError` with the place of a wrong item."""
     messages: list[dict[str, Any]] = []
     places: list[str] = []
 
@@ -24,7 +24,7 @@ def messages_of(value: Any, instructions: str | None, most: int) -> tuple[list[d
         places.append(place)
 
     def answer(place: str) -> dict[str, Any]:
-        """The turn of the assistant that is being put together."""
+        """The assistant's turn that is being assembled."""
         if not messages or messages[-1]["role"] != "assistant":
             add(place, role="assistant", content=None)
         return messages[-1]
@@ -72,7 +72,7 @@ def messages_of(value: Any, instructions: str | None, most: int) -> tuple[list[d
 
 
 def _text(content: Any, where: str) -> Any:
-    """Content as a chat has it: text, or text parts. What is neither is left for the chat to refuse."""
+    """Content in the format of a chat: a text or text parts. Anything else is returned unchanged; the chat refuses it."""
     if not isinstance(content, list):
         return content
     parts: list[Any] = []

@@ -1,4 +1,4 @@
-"""A /v1/responses body -> the job of a chat, and what its answer repeats of the request."""
+"""Converts a /v1/responses body to the job of a chat, with the fields of the request that the answer repeats."""
 
 import dataclasses
 import re
@@ -17,28 +17,28 @@ from tilewright.server.responses.items import messages_of
 __all__ = ["ResponsesJob", "responses_job"]
 
 NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input", "prompt": "input"}
-"""Fields of a chat -> those of a response, for errors."""
+"""Fields of a chat -> the fields of a response, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesJob(Job):
-    """The job, with what the answer says of the request."""
+    """A job. `repeated`: the fields of the request that the answer repeats."""
 
     repeated: dict[str, Any]
 
     @property
     def prefix(self) -> str:
-        """What the answer's id begins with."""
+        """The prefix of the answer's id."""
         return "resp_"
 
     @property
     def path(self) -> str:
-        """Where a client asks for it."""
+        """The path of the endpoint."""
         return "/v1/responses"
 
 
 def responses_job(raw: bytes, served: Served, config: ServerConfig) -> ResponsesJob:
-    """The job that a /v1/responses body asks for. Raises `ApiError`."""
+    """The job of a /v1/responses body. Raises `ApiError`."""
     body = parse(raw, ResponsesBody)
     ignored = ignored_in(body)
     messages, places = messages_of(body.input, body.instructions, config.max_messages)
@@ -63,7 +63,7 @@ def responses_job(raw: bytes, served: Served, config: ServerConfig) -> Responses
 
 
 def _renamed(error: ApiError, places: list[str]) -> ApiError:
-    """An error in the words of this body."""
+    """An error of the chat, with the chat's field names replaced by those of this body."""
 
     def place(found: re.Match[str]) -> str:
         return places[int(found[1])] if int(found[1]) < len(places) else found[0]
@@ -81,14 +81,14 @@ def _renamed(error: ApiError, places: list[str]) -> ApiError:
 
 
 def _tools(body: ResponsesBody) -> tuple[Any, Any]:
-    """Tools and their choice as a chat has them."""
+    """(tools, tool_choice) in the format of a chat."""
     tools, choice = body.tools, body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed, choice = choice.get("tools"), choice.get("mode")
         if not isinstance(allowed, list) or not all(isinstance(one, dict) for one in allowed):
             raise bad_request("tool_choice.tools is no list of tools, wanted some of the tools", "tool_choice")
         names = [one.get("name") for one in allowed]
-        if isinstance(tools, list):  # else the chat refuses them
+        if isinstance(tools, list):  # otherwise the chat refuses them
             tools = [tool for tool in tools if not isinstance(tool, dict) or tool.get("name") in names]
     elif isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -105,7 +105,7 @@ def _tool(tool: Any) -> Any:
 
 
 def _format(text: dict[str, Any] | None) -> Any:
-    """`response_format` of a chat."""
+    """The `response_format` of the chat."""
     value = (text or {}).get("format")
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         return value
@@ -113,7 +113,7 @@ def _format(text: dict[str, Any] | None) -> Any:
 
 
 def _variables(body: ResponsesBody) -> dict[str, Any] | None:
-    """Variables of the template: `reasoning.effort` under the names that models know it by."""
+    """Variables for the chat template. `reasoning.effort` is passed under the names that templates use for it."""
     effort = (body.reasoning or {}).get("effort")
     if effort is None:
         return body.chat_template_kwargs
@@ -126,7 +126,7 @@ def _variables(body: ResponsesBody) -> dict[str, Any] | None:
 
 
 def _repeated(body: ResponsesBody, job: Job) -> dict[str, Any]:
-    """What an answer says of its request."""
+    """The fields of the request that the answer repeats."""
     params = job.params[0]
     return {
         "background": False,

@@ -1,7 +1,7 @@
-"""Deltas of the engine -> a response: output items one behind the other, and the events that tell how they grow.
+"""Converts the engine's deltas to a response: a sequence of output items, and the events that report how they grow.
 
-The items are one of reasoning, then messages and calls in the order in which the model wrote them. Every event of a stream has
-the next sequence number, so none of them takes the short way of plain events.
+The items are one reasoning item, then messages and calls in the order in which the model wrote them. Every event of a stream
+has a sequence number, so no event can use the direct path of plain events (direct.py).
 """
 
 import json
@@ -34,7 +34,7 @@ class _Item:
         self.logprobs: list[dict[str, Any]] = []
 
     def shown(self, status: str) -> dict[str, Any]:
-        """The item."""
+        """The item as JSON values, with this status."""
         if self.call is not None:
             made = {"type": "function_call", "call_id": self.call[0], "name": self.call[1], "arguments": "".join(self.texts)}
         elif self.kind == "reasoning":
@@ -44,7 +44,7 @@ class _Item:
         return {"id": self.id, "status": status, **made}
 
     def part(self) -> dict[str, Any]:
-        """Its one part."""
+        """The only content part of the item."""
         made: dict[str, Any] = {"type": _PARTS[self.kind], "text": "".join(self.texts)}
         return made if self.kind == "reasoning" else {**made, "annotations": [], "logprobs": self.logprobs}
 
@@ -54,20 +54,20 @@ class _Item:
         return where if self.call is not None else {**where, "content_index": 0}
 
     def opened(self) -> Iterator[_Told]:
-        """It begins."""
+        """The events of the beginning of the item."""
         yield "response.output_item.added", {"output_index": self.index, "item": self.shown("in_progress")}
         if self.call is None:
             yield "response.content_part.added", {**self._at, "part": self.part()}
 
     def grown(self, text: str, logprobs: list[dict[str, Any]]) -> _Told:
-        """It goes on."""
+        """Add text to the item. Returns the event."""
         self.texts.append(text)
         self.logprobs += logprobs
         more = {"logprobs": logprobs} if self.kind == "content" else {}
         return f"response.{self._word}.delta", {**self._at, "delta": text, **more}
 
     def closed(self, status: str) -> Iterator[_Told]:
-        """It ends."""
+        """The events of the end of the item."""
         whole = "".join(self.texts)
         if self.call is not None:
             yield f"response.{self._word}.done", {**self._at, "name": self.call[1], "arguments": whole}
@@ -109,10 +109,10 @@ class ResponsesReply:
                 yield self._written(kind, fields)
 
     def frame(self, index: int) -> None:
-        """There are no plain events."""
+        """Returns None: there are no plain events."""
 
     def count(self, tokens: int) -> None:
-        """Tokens have gone to the reader without this object."""
+        """Count tokens that went to the client without this object."""
         self._tokens += tokens
 
     def end(self) -> bytes:
@@ -126,7 +126,7 @@ class ResponsesReply:
         return self._written("response.failed", {"response": {**self._response("failed"), "error": told}})
 
     def add(self, deltas: Sequence[Delta]) -> Iterator[None]:
-        """Take deltas in, one at a time."""
+        """Add deltas, one at a time."""
         for delta in deltas:
             for _ in self._read(delta):
                 pass
@@ -141,7 +141,7 @@ class ResponsesReply:
         return "incomplete" if self._finish == "length" else "completed"
 
     def _read(self, delta: Delta) -> Iterator[_Told]:
-        """What a delta changes."""
+        """Add a delta. Yields its events."""
         self._tokens += len(delta.token_ids)
         self._cached = max(self._cached, delta.cached_tokens)
         last = delta.finish_reason is not None
@@ -176,7 +176,7 @@ class ResponsesReply:
 
     def _response(self, status: str) -> dict[str, Any]:
         ended = status in ("completed", "incomplete")
-        # All items but the last are complete; that one is as the response is.
+        # All items except the last are complete. The last has the response's status, or is incomplete if that has not ended.
         states = ["completed"] * (len(self._items) - 1) + [status if ended else "incomplete"]
         prompt = len(self._job.prompts[0])
         usage = {

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in generated text: formats by name, and which one a model's chat template speaks."""
+"""Tool calls and reasoning in generated text: the formats by name, and detection of a model's format from its chat template."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,12 +29,12 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Read]] = {
     "pythonic": pythonic,
     "qwen3_coder": qwen3_coder,
 }
-"""Name -> of the tools (function name -> schema of its parameters) what reads an answer."""
+"""Name of a format -> function that creates a parser from the tools (function name -> schema of its parameters)."""
 
 _CALLS = {"hermes": "{", "qwen3_coder": "<function="}
-"""How a call goes on behind `<tool_call>`."""
+"""The text of a call directly after `<tool_call>`."""
 
-# What only templates of one format have, the most telling first.
+# Strings that occur only in templates of one format. The first match counts, so specific formats come first.
 _SIGNS = (
     ("harmony", ("<|channel|>", "<|message|>")),
     ("deepseek_v3", ("<\uff5ctool\u2581call\u2581begin\uff5c>", "```json")),
@@ -49,12 +49,12 @@ _SIGNS = (
 
 
 def format_of(template: str) -> str | None:
-    """The format of calls that a chat template asks for, None if it knows none."""
+    """The format of tool calls that a chat template uses; None if it has none of the known ones."""
     return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)
 
 
 def reasons(template: str) -> bool:
-    """Whether a chat template speaks of `</think>`."""
+    """Whether a chat template contains `</think>`."""
     return "</think>" in template
 
 
@@ -72,11 +72,11 @@ def parser_of(
 
     Args:
         format: one of `FORMATS`; None: no calls.
-        tools: function name -> schema of its parameters; none: nothing is read as a call (but harmony has its channels).
-        required: the answer is a list of calls, because its grammar asks for one.
-        named: it is the arguments of this function.
-        reasoning: `<think>` begins a chain of thought; `open_already`: the prompt has begun it.
-        most_calls: calls after so many are dropped.
+        tools: function name -> schema of its parameters. If empty, nothing is parsed as a call, except in harmony's channels.
+        required: the answer is a list of calls, because its grammar enforces that.
+        named: the answer consists of the arguments of this function.
+        reasoning: `<think>` begins the reasoning. `open_already`: the prompt already contains `<think>`.
+        most_calls: calls after this number are dropped.
     """
     if required or named is not None:
         read: Read = required_calls() if named is None else named_call(named)

@@ -1,4 +1,4 @@
-"""The tools of a chat request: what the client may say of them, what the template sees, and what the answer must look like."""
+"""The tools of a chat request: checks the client's fields, and provides the template's tools and the grammar of the answer."""
 
 import re
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ __all__ = ["Answering", "Asked", "answering"]
 MAX_TOOLS = 256
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords of JSON schema whose value has a schema for each of its keys, which are names of the user's."""
+"""JSON schema keywords whose value is a mapping of user-defined names to schemas."""
 _DATA = ("const", "enum", "default", "examples")
-"""Keywords whose value is no schema."""
+"""Keywords whose value is not a schema."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,15 @@ class Asked:
     """Checked tools."""
 
     tools: tuple[dict[str, Any], ...] = ()
-    """As the template gets them; none where the answer may have no calls."""
+    """The tools for the template; empty if the answer may not contain calls."""
     choice: str = "auto"
-    """auto, none, required, or a function's name (`named`)."""
+    """auto, none, required, or the name of a function (then `named` is true)."""
     named: bool = False
     parallel: bool = True
 
     @classmethod
     def of(cls, body: ChatBody) -> "Asked":
-        """What a body asks for. Raises `ApiError` naming the field."""
+        """The checked tools of a body. Raises `ApiError` with the name of the wrong field."""
         tools = _tools(body.tools)
         names = [tool["function"]["name"] for tool in tools]
         word, named = _choice(body.tool_choice, names)
@@ -48,13 +48,13 @@ class Asked:
         return {tool["function"]["name"]: tool["function"].get("parameters") for tool in self.tools}
 
     def grammar(self) -> Grammar | None:
-        """What the answer must look like so that it is the calls that were asked for; None where the model may choose."""
+        """The grammar that forces the requested calls; None if the model may choose whether to call a function."""
         if not self.tools or (self.choice == "auto" and not self.named):
             return None
         schemas = {name: schema if isinstance(schema, dict) else {"type": "object"} for name, schema in self.schemas.items()}
         if self.named:
             return Grammar.json_schema({"type": "object", **schemas[self.choice]})
-        # Definitions are found from the root of a schema: those of the functions move there, each under a name of its own.
+        # References to definitions start at the root of a schema. So the functions' definitions move there, with unique names.
         defs: dict[str, Any] = {}
         calls = []
         for at, (name, schema) in enumerate(schemas.items()):
@@ -70,7 +70,7 @@ class Asked:
 
 
 def _moved(schema: Any, prefix: str, defs: dict[str, Any]) -> Any:
-    """A schema without its own definitions, which go into `defs`, names prefixed. Raises `ApiError` for other references."""
+    """A schema whose definitions are moved into `defs`, with prefixed names. Raises `ApiError` for other kinds of reference."""
     if isinstance(schema, list):
         return [_moved(item, prefix, defs) for item in schema]
     if not isinstance(schema, dict):
@@ -135,7 +135,7 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answering:
-    """How the answers of one chat are read."""
+    """How the answers of one chat are parsed."""
 
     asked: Asked
     format: str | None
@@ -156,26 +156,26 @@ class Answering:
         )
 
     def call_id(self) -> str:
-        """A name for a call; Mistral's templates want nine letters and digits."""
+        """A new id for a call. Mistral's templates need nine letters and digits."""
         if self.format == "mistral":
             return "".join(choice(ascii_letters + digits) for _ in range(9))
         return f"call_{token_hex(12)}"
 
     def finish_reason(self, reason: str | None, calls: int) -> str | None:
-        """As in OpenAI's API: an answer that was told which function to call just stops."""
+        """As in OpenAI's API: "tool_calls" replaces "stop" if there are calls, unless the request named the function."""
         return "tool_calls" if reason == "stop" and calls and not self.asked.named else reason
 
 
 def answering(asked: Asked, template: str, prompt_end: str, chosen: str = "auto") -> Answering | None:
-    """How answers are read, None where they are plain text.
+    """How to parse the answers of a chat; None if they are plain text.
 
     Args:
-        template: the chat template's source.
-        prompt_end: the last of the prompt's text, special tokens in it.
-        chosen: the format of calls, "auto" (the template's) or "none".
+        template: the source of the chat template.
+        prompt_end: the end of the prompt's text, including special tokens.
+        chosen: the format of calls, "auto" (found from the template) or "none".
 
     Raises:
-        ApiError: 400; the model cannot be asked for these calls.
+        ApiError: 400; the model does not support the requested calls.
     """
     format = format_of(template) if chosen == "auto" else None if chosen == "none" else chosen
     forced = asked.named or asked.choice == "required"

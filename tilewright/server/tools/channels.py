@@ -1,4 +1,5 @@
-"""Reasoning apart from the answer: `<think>` around it, or harmony's channels (gpt-oss), which carry calls as well."""
+"""Separates reasoning from the answer. It is marked by `<think>`, or by the channels of harmony (gpt-oss), which also contain
+calls."""
 
 import re
 from collections.abc import Callable
@@ -12,17 +13,19 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 def plain(reader: Reader, out: Out) -> Parse[None]:
-    """All of it is content."""
+    """The whole text is content."""
     yield from reader.until("\0\0", to=out.content)
 
 
 def thinking(
     rest: Callable[[Reader, Out], Parse[None]], *, open_already: bool = False, call: str | None = None
 ) -> Callable[[Reader, Out], Parse[None]]:
-    """What stands between `<think>` and `</think>` at the beginning is reasoning, `rest` reads what comes behind.
+    """Text between `<think>` and `</think>` at the beginning is reasoning; `rest` parses the text after it.
 
-    open_already: the prompt ends with `<think>`; the answer may repeat it.
-    call: how a call goes on behind `<tool_call>`, which then ends the reasoning as well: some models leave the other mark out.
+    Args:
+        open_already: the prompt ends with `<think>`; the answer may repeat it.
+        call: the text directly after `<tool_call>` in a call. A call ends the reasoning too, because some models omit
+            `</think>`. None: only `</think>` ends it.
     """
 
     def read(reader: Reader, out: Out) -> Parse[None]:
@@ -39,7 +42,7 @@ def thinking(
 
 
 def _trimmed(reader: Reader, out: Out, call: str | None) -> Parse[None]:
-    """Reasoning up to its end, without white space at either end of it."""
+    """Parse the reasoning up to its end, without the white space at its beginning and end."""
     held: list[str] = []
 
     def take(text: str) -> None:
@@ -69,9 +72,10 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 
 
 def harmony(reader: Reader, out: Out) -> Parse[None]:
-    """Messages with a header: their channel, and to whom. analysis is reasoning, what goes to a function is a call.
+    """Messages with a header that names the channel and the recipient. The channel "analysis" is reasoning; a message to a
+    function is a call.
 
-    The prompt ends within the first header, behind `<|start|>assistant`. Text without any header is content.
+    The prompt ends within the first header, after `<|start|>assistant`. Text without any header is content.
     """
     addressed = " to="
     if (yield from reader.comes(addressed)):
@@ -94,5 +98,5 @@ def _taker(header: str, out: Out) -> Callable[[str], object]:
     if recipient is not None and recipient[1].startswith("functions."):
         return out.call(recipient[1].removeprefix("functions."))
     channel = header.partition(CHANNEL)[2].split()
-    # What goes to a built-in tool, such as python, is part of the thoughts: no client could answer it.
+    # A message to a built-in tool, such as python, counts as reasoning: no client could answer it.
     return out.reasoning if recipient is not None or channel[:1] == ["analysis"] else out.content

@@ -1,7 +1,8 @@
-"""Calls written as JSON: Hermes (also Qwen 2.5 and 3), Llama 3, Mistral, DeepSeek V3 and V3.1, and what our grammars ask for.
+"""Parsers for tool calls in JSON: Hermes (also Qwen 2.5 and 3), Llama 3, Mistral, DeepSeek V3 and V3.1, and the calls that
+tilewright's own grammars enforce.
 
-Arguments are handed on as they are written, also where they are cut off or are no JSON. An object that turns out to be no call
-is content, to the letter.
+Arguments are passed on exactly as the model wrote them, even if they are cut off or not valid JSON. An object that turns out
+not to be a call becomes content, unchanged.
 """
 
 import json
@@ -12,7 +13,7 @@ from tilewright.server.tools.reader import Out, Parse, Reader, Take
 __all__ = ["deepseek_v3", "deepseek_v31", "hermes", "llama3_json", "mistral", "named_call", "required_calls"]
 
 MAX_NAME = 256
-"""Characters of a function's name."""
+"""Most characters in a function's name."""
 
 
 def _nothing(text: str) -> None:
@@ -20,10 +21,12 @@ def _nothing(text: str) -> None:
 
 
 def call_object(reader: Reader, out: Out, *, before: str = "", known: Collection[str] | None = None) -> Parse[bool]:
-    """Reads {"name": ..., "arguments" or "parameters": ...}, keys in any order; returns whether it was a call.
+    """Parse {"name": ..., "arguments" or "parameters": ...} with keys in any order. Returns whether it was a call.
 
-    before: what stood before it and belongs to it, should it be content.
-    known: the only names that make it a call, which then needs arguments as well, or it is content to its end; None: any name.
+    Args:
+        before: text before the object that belongs to the content if the object is not a call.
+        known: if given, the object is a call only if it has one of these names and also arguments; otherwise all of it is
+            content. None: any name makes it a call.
     """
     raw = [before]
     waiting: list[str] = []  # arguments that came before the name
@@ -69,7 +72,7 @@ def call_object(reader: Reader, out: Out, *, before: str = "", known: Collection
 
 
 def _arguments(reader: Reader, to: Take) -> Parse[None]:
-    """A JSON value as it is written; of a string what it holds, since some models write their arguments into one."""
+    """Pass on a JSON value as it is written. A string is decoded first, because some models put the arguments into a string."""
     if (yield from reader.space()) != '"':
         yield from reader.json_value(to)
         return
@@ -80,7 +83,7 @@ def _arguments(reader: Reader, to: Take) -> Parse[None]:
 
 
 def _string(reader: Reader, raw: list[str]) -> Parse[str | None]:
-    """A JSON string's text, None if it is not one."""
+    """The text of a JSON string; None if the string is invalid."""
     parts: list[str] = []
     yield from reader.json_string(parts.append)
     raw += parts
@@ -88,7 +91,7 @@ def _string(reader: Reader, raw: list[str]) -> Parse[str | None]:
 
 
 def _read(written: str) -> str | None:
-    """What a JSON string holds; None if it is none, or holds half a surrogate pair, which no answer can carry."""
+    """The text of a JSON string. None if it is invalid or contains a lone surrogate, which no answer can contain."""
     try:
         text = str(json.loads(written))
         text.encode()
@@ -103,7 +106,7 @@ def _none(reader: Reader) -> Parse[str | None]:
 
 
 def hermes(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, text between."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with text between."""
 
     def read(reader: Reader, out: Out) -> Parse[None]:
         while (yield from reader.until("<tool_call>", to=out.content)) is not None:
@@ -114,9 +117,9 @@ def hermes(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
 
 
 def llama3_json(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
-    """{"name": ..., "parameters": {...}}, several with ";" between; maybe behind <|python_tag|>, or behind text.
+    """{"name": ..., "parameters": {...}}, several separated by ";"; <|python_tag|> or text may come first.
 
-    A name that is no tool's makes it content: the answer may be JSON for its own sake.
+    If the name is not that of a tool, the object is content: the answer itself may be JSON.
     """
 
     def read(reader: Reader, out: Out) -> Parse[None]:
@@ -136,7 +139,7 @@ def llama3_json(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
 
 
 def call_array(reader: Reader, out: Out, *, before: str = "") -> Parse[None]:
-    """[{"name": ..., "arguments": {...}}, ...]; an opening bracket must come next."""
+    """[{"name": ..., "arguments": {...}}, ...]. The next character must be the opening bracket."""
     reader.take(1)
     before += "["
     while (yield from reader.space()) == "{":
@@ -150,7 +153,7 @@ def call_array(reader: Reader, out: Out, *, before: str = "") -> Parse[None]:
 
 
 def mistral(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
-    """[TOOL_CALLS][{...}, ...], or since version 11 of the tokenizer [TOOL_CALLS]name[ARGS]{...}, the mark before each call."""
+    """[TOOL_CALLS][{...}, ...]; since version 11 of the tokenizer [TOOL_CALLS]name[ARGS]{...}, with the marks for each call."""
 
     def read(reader: Reader, out: Out) -> Parse[None]:
         while (yield from reader.until("[TOOL_CALLS]", to=out.content)) is not None:
@@ -190,7 +193,7 @@ def _deepseek(one: Callable[[Reader, Out], Parse[None]]) -> Callable[[Reader, Ou
 
 
 def deepseek_v3(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
-    """The mark of the type, a separator, the name, and the arguments in a fenced block of JSON; also of DeepSeek R1."""
+    """The type, a separator, the name, and the arguments in a fenced block of JSON. DeepSeek R1 uses this format too."""
 
     def one(reader: Reader, out: Out) -> Parse[None]:
         if (yield from reader.until(SEPARATOR, END, to=_nothing)) != SEPARATOR:
@@ -200,7 +203,7 @@ def deepseek_v3(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
         if mark == "\n":
             to = out.call("".join(name).strip()[:MAX_NAME])
             yield from reader.until("```json\n", to=_nothing)
-            # JSON has no line break inside a string, so this is its end.
+            # A JSON string contains no raw line break, so this is the end of the block.
             if (yield from reader.until("\n```", END, to=to)) == "\n```":
                 yield from reader.until(END, to=_nothing)
 
@@ -208,7 +211,7 @@ def deepseek_v3(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
 
 
 def deepseek_v31(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]:
-    """The name, a separator, and the arguments, between marks."""
+    """The name, a separator and the arguments, between a begin and an end mark."""
 
     def one(reader: Reader, out: Out) -> Parse[None]:
         name: list[str] = []
@@ -219,7 +222,7 @@ def deepseek_v31(known: Collection[str]) -> Callable[[Reader, Out], Parse[None]]
 
 
 def named_call(name: str) -> Callable[[Reader, Out], Parse[None]]:
-    """The answer is the arguments of one function: `tool_choice` names it, and the grammar sees to it."""
+    """The answer consists of the arguments of one function: `tool_choice` names it, and the grammar enforces the format."""
 
     def read(reader: Reader, out: Out) -> Parse[None]:
         if (yield from reader.space()):
@@ -229,7 +232,7 @@ def named_call(name: str) -> Callable[[Reader, Out], Parse[None]]:
 
 
 def required_calls() -> Callable[[Reader, Out], Parse[None]]:
-    """The answer is a list of calls: `tool_choice` is "required", and the grammar sees to it."""
+    """The answer is a list of calls: `tool_choice` is "required", and the grammar enforces the format."""
 
     def read(reader: Reader, out: Out) -> Parse[None]:
         if (yield from reader.space()) == "[":

@@ -1,4 +1,4 @@
-"""The message of one sample, as its text comes: content, reasoning and calls in the form of OpenAI's API."""
+"""Builds the message of one sample from its text: content, reasoning and tool calls in the format of OpenAI's API."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["Message"]
 
 
 class Message:
-    """Takes the text of a sample; use `parts` for a stream, or `add` and `whole` for the message in one piece."""
+    """Parses the text of a sample. Use `parts` for a stream, or `add` and `whole` for a whole message."""
 
     def __init__(self, answering: Answering):
         self._answering = answering
@@ -18,7 +18,7 @@ class Message:
         self._calls: list[tuple[str, str, list[str]]] = []
 
     def parts(self, text: str, *, last: bool) -> dict[str, Any]:
-        """The fields of a stream's `delta` that this text adds; {} where it is held back."""
+        """The fields that this text adds to a stream's `delta`; {} if the text is held back."""
         events = self._events(text, last)
         made: dict[str, Any] = {}
         content = "".join(event.text for event in events if event.kind == "content")
@@ -42,7 +42,7 @@ class Message:
         return made
 
     def add(self, text: str, *, last: bool) -> None:
-        """Keep what this text adds, for `whole`."""
+        """Parse this text and keep the result for `whole`."""
         for event in self._events(text, last):
             if event.kind == "call":
                 self._calls.append((self._answering.call_id(), event.text, []))
@@ -52,7 +52,7 @@ class Message:
                 self._texts[event.kind].append(event.text)
 
     def whole(self, echo: str = "") -> dict[str, Any]:
-        """The fields of the message; `echo` stands before its content."""
+        """The fields of the message. `echo` is put before its content."""
         content = echo + "".join(self._texts["content"])
         made: dict[str, Any] = {"content": content if content or not self._calls else None}
         if self._texts["reasoning"]:
@@ -65,7 +65,7 @@ class Message:
         return made
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason with calls in mind."""
+        """The finish reason of the answer; see `Answering.finish_reason`."""
         return self._answering.finish_reason(reason, self._parser.calls)
 
     def _events(self, text: str, last: bool) -> list[Event]:

@@ -1,9 +1,9 @@
-"""Text that comes in pieces, read by generators that do not know where it was cut.
+"""Incremental parsing of text that arrives in pieces. Parsers are generators and need not know where the text was cut.
 
-A parser is a generator over a `Reader`. It asks for what it needs (`until`, `json_value` ...) and waits inside these calls,
-with a bare `yield`, where the text so far does not decide. What it does depends on characters alone, never on pieces:
-so the result is the same for every way to cut the text. Nothing is kept but what could still become a mark, so time is
-linear in the text.
+A parser is a generator over a `Reader`. It calls the reader's methods (`until`, `json_value` ...). If the text so far is not
+sufficient, these wait for more text with a bare `yield`. The result depends only on the characters, not on the pieces, so it is
+the same however the text is cut. The reader keeps back only text that could still become a mark, so the time is linear in the
+length of the text.
 """
 
 import re
@@ -14,7 +14,7 @@ __all__ = ["Event", "Out", "Parse", "Parser", "Reader", "Take"]
 
 T = TypeVar("T")
 Parse = Generator[None, None, T]
-"""What a reading function is: it yields to wait for more text, and returns its result."""
+"""The type of a parsing function: it yields to wait for more text, and returns its result."""
 Take = Callable[[str], object]
 _STRUCTURE = re.compile(r'["{}\[\]]|[^"{}\[\]\s0-9A-Za-z+\-.,:]')
 _STRING = re.compile(r'["\\]')
@@ -22,19 +22,19 @@ _SCALAR_END = re.compile(r"[^0-9A-Za-z+\-.]")
 
 
 class Event(NamedTuple):
-    """A part of an answer. Parts of one kind (and call), joined, are the whole."""
+    """A part of an answer. The joined parts of one kind (and call) are the whole text of that kind."""
 
     kind: str
     """content, reasoning, call (`text` is the function's name) or arguments."""
     text: str
     call: int = 0
-    """Which call, from 0, for the last two kinds."""
+    """The index of the call, from 0, for the kinds call and arguments."""
 
 
 class Out:
-    """Takes what parsers find, and makes events of it.
+    """Receives the results of parsers and makes events from them.
 
-    White space between text and a call, or at the beginning of content behind reasoning, belongs to neither.
+    White space between text and a call, and at the beginning of content after reasoning, is dropped.
     """
 
     def __init__(self, *, most_calls: int | None = None):
@@ -45,7 +45,7 @@ class Out:
         self.calls = 0
 
     def content(self, text: str) -> None:
-        """Text for the reader."""
+        """Add text of the answer's content."""
         if self._reasoned and not self._said:
             text = text.lstrip()
         shown = text.rstrip()
@@ -57,13 +57,13 @@ class Out:
             self._space.append(text[len(shown) :])
 
     def reasoning(self, text: str) -> None:
-        """A piece of the chain of thought."""
+        """Add a piece of the reasoning."""
         self._reasoned = True
         if text:
             self._add("reasoning", text)
 
     def call(self, name: str) -> Take:
-        """A call begins; returns where its arguments go."""
+        """Begin a call. Returns a function that takes the text of its arguments."""
         self._space = []
         index, self.calls = self.calls, self.calls + 1
         if self._most_calls is not None and index >= self._most_calls:
@@ -72,13 +72,13 @@ class Out:
         return lambda text: self._add("arguments", text, index) if text else None
 
     def finish(self) -> None:
-        """The text has come to its end."""
+        """Called at the end of the text."""
         if self._space and not self.calls:
             self._add("content", "".join(self._space))
         self._space = []
 
     def take(self) -> list[Event]:
-        """The events since the last call, neighbours of one kind joined."""
+        """The events since the last call of this method. Neighbouring events of the same kind are joined."""
         events, self._events = self._events, []
         joined: list[Event] = []
         parts: list[str] = []
@@ -99,7 +99,7 @@ class Out:
 
 
 class Reader:
-    """The text of an answer, from its present place on."""
+    """The text of an answer from the current position on."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -107,27 +107,27 @@ class Reader:
         self.ended = False
 
     def feed(self, text: str) -> None:
-        """More text."""
+        """Append text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def take(self, count: int) -> str:
-        """Step over so many characters, which are there; returns them."""
+        """Consume this many characters and return them. They must have arrived."""
         self._at += count
         return self._text[self._at - count : self._at]
 
     def back(self, text: str) -> None:
-        """Puts `text`, which was just stepped over, before what comes next."""
+        """Put back `text`, which was just consumed."""
         self._text, self._at = text + self._text[self._at :], 0
 
     def ahead(self, count: int) -> Parse[str]:
-        """The next `count` characters, fewer only at the end; they stay."""
+        """The next `count` characters, without consuming them. Fewer only at the end of the text."""
         while len(self._text) - self._at < count and not self.ended:
             yield
         return self._text[self._at : self._at + count]
 
     def comes(self, mark: str) -> Parse[bool]:
-        """Whether `mark` comes next; if it does it is stepped over. Looks no further than it has to."""
+        """Whether `mark` comes next. If so, it is consumed. Waits only for as many characters as are needed to decide."""
         count = 1
         while True:
             seen = yield from self.ahead(count)
@@ -139,7 +139,7 @@ class Reader:
             count += 1
 
     def space(self, to: Take = lambda text: None) -> Parse[str]:
-        """Steps over white space; returns the character behind it, "" at the end."""
+        """Consume white space. Returns the character after it (not consumed), or "" at the end of the text."""
         while True:
             char = yield from self.ahead(1)
             if not char or not char.isspace():
@@ -147,9 +147,9 @@ class Reader:
             to(self.take(1))
 
     def until(self, *marks: str, to: Take, stay: bool = False) -> Parse[str | None]:
-        """Gives `to` what stands before the first of the marks and steps over that; returns it, or None at the end.
+        """Pass the text before the first of the marks to `to`, and consume the mark. Returns the mark; None if none comes.
 
-        No mark may begin with another. stay: the mark is not stepped over.
+        No mark may begin with another mark. With `stay` the mark is not consumed.
         """
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
@@ -167,7 +167,10 @@ class Reader:
             yield
 
     def json_string(self, to: Take) -> Parse[bool]:
-        """Gives `to` a JSON string with its quotes, as it is written; False if it has no end. A quote must come next."""
+        """Pass a JSON string, as it is written and with its quotes, to `to`. The next character must be the opening quote.
+
+        Returns False if the string has no end.
+        """
         to(self.take(1))
         while True:
             found = _STRING.search(self._text, self._at)
@@ -186,9 +189,10 @@ class Reader:
                 to(self.take(len(pair)))
 
     def json_value(self, to: Take, *, depth: int = 0) -> Parse[bool]:
-        """Gives `to` a JSON value as it is written, up to what cannot belong to it; False if it is none or has no end.
+        """Pass a JSON value, as it is written, to `to`, up to the first character that cannot belong to it.
 
-        depth: brackets that are open already: what comes is the rest of a value.
+        Returns False if it is not a JSON value or has no end. `depth`: the number of brackets that are already open, if the
+        beginning of the value has been consumed.
         """
         if depth == 0:
             first = yield from self.space()
@@ -234,7 +238,7 @@ class Reader:
 
 
 def _held(text: str, at: int, marks: Sequence[str]) -> int:
-    """How many characters at the end of text[at:] may be the beginning of a mark."""
+    """How many characters at the end of text[at:] could be the beginning of a mark."""
     longest = max(map(len, marks)) - 1
     for start in range(max(at, len(text) - longest), len(text)):
         if any(mark.startswith(text[start:]) for mark in marks):
@@ -243,7 +247,7 @@ def _held(text: str, at: int, marks: Sequence[str]) -> int:
 
 
 class Parser:
-    """One answer: pieces of text in, events out. `read` is what runs over the reader."""
+    """Parses one answer: takes pieces of text and returns events. `read` is the parser that runs over the reader."""
 
     def __init__(self, read: Callable[[Reader, Out], Parse[None]], *, most_calls: int | None = None):
         self._reader, self._out = Reader(), Out(most_calls=most_calls)
@@ -251,18 +255,18 @@ class Parser:
 
     @property
     def calls(self) -> int:
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         return self._out.calls
 
     def push(self, text: str) -> list[Event]:
-        """What this piece of text adds."""
+        """Parse a piece of text. Returns the new events."""
         if text and self._run is not None:
             self._reader.feed(text)
             self._go_on()
         return self._out.take()
 
     def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
+        """End the text. Returns the events of the text that was held back."""
         self._reader.ended = True
         self._go_on()
         self._out.finish()

@@ -1,6 +1,7 @@
-"""Calls that are not written as JSON: Qwen3-Coder's XML and calls as in Python. Their arguments become JSON.
+"""Parsers for tool calls that are not JSON: Qwen3-Coder's XML, and calls in Python syntax. Their arguments become JSON.
 
-Types come from the function's schema: the text of a parameter says nothing of its own. What does not fit its type is a string.
+In the XML format the type of a parameter comes from the function's schema, because its text alone does not determine the type.
+A text that does not fit the type becomes a string.
 """
 
 import ast
@@ -15,14 +16,14 @@ __all__ = ["kinds_of", "pythonic", "qwen3_coder"]
 
 MAX_NAME = 256
 _SPOKEN = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "str": "string", "dict": "object"}
-"""Names of types that are not JSON schema's, but stand in schemas."""
+"""Type names that are not part of JSON schema but occur in schemas -> the types of JSON schema."""
 _QUOTED = json.JSONEncoder(ensure_ascii=False).encode
 _CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _MAY_CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema of a parameter allows; all of them, {"any"}, where it does not say."""
+    """The JSON types that the schema of a parameter allows; {"any"} if the schema does not restrict them."""
     if not isinstance(schema, Mapping):
         return frozenset({"any"})
     kind = schema.get("type")
@@ -39,17 +40,17 @@ def kinds_of(schema: Any) -> frozenset[str]:
 
 
 def _typed(text: str, kinds: frozenset[str]) -> str:
-    """A parameter's text as JSON of one of the kinds; a string where it is none of the others."""
+    """A parameter's text as a JSON value of one of the kinds, or as a JSON string if it fits none of them."""
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(text)
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
             if read is ast.literal_eval:
-                written.encode()  # half a surrogate pair cannot be sent
+                written.encode()  # fails for a lone surrogate, which cannot be sent
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             continue
         if "any" in kinds or _kind(value) & kinds:
-            # The model's own writing, where it is JSON: 1e3 stays 1e3.
+            # Valid JSON keeps the model's spelling: 1e3 stays 1e3.
             return text.strip() if read is json.loads else written
     lowered = text.strip().lower()
     if "boolean" in kinds and lowered in ("true", "false"):
@@ -68,9 +69,9 @@ def _kind(value: Any) -> set[str]:
 
 
 def qwen3_coder(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]]:
-    """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>; the outer mark may be missing.
+    """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>; the outer tags may be missing.
 
-    tools: function names and the schemas of their parameters.
+    tools: function name -> schema of its parameters.
     """
 
     def read(reader: Reader, out: Out) -> Parse[None]:
@@ -125,10 +126,10 @@ def _nothing(text: str) -> None:
 
 
 def _parameter(reader: Reader, to: Take, kinds: frozenset[str], missing: Sequence[str]) -> Parse[str | None]:
-    """The value behind <parameter=KEY>; one line break at either end belongs to the marks. Returns what ended it.
+    """Parse the value after <parameter=KEY>. One line break at each end belongs to the tags. Returns the tag that ended it.
 
-    Models leave </parameter> out at times. Then a line that begins another of the parameters that are `missing` ends the value
-    (it is returned, without its ">"), or the end of the call as the template writes it (as "</function>").
+    Models sometimes omit </parameter>. Then the value ends at a line that begins another parameter which is still `missing`
+    (returned without its ">"), or at the end of the call as the template writes it (returned as "</function>").
     """
     held, text = "", list[str]()
     quoted = kinds == {"string"}
@@ -166,7 +167,7 @@ def _parameter(reader: Reader, to: Take, kinds: frozenset[str], missing: Sequenc
 
 
 def pythonic(tools: Mapping[str, Any]) -> Callable[[Reader, Out], Parse[None]]:
-    """The whole answer is [name(key=value, ...), ...], with Python's literals; as of Llama 3.2 and 4."""
+    """The whole answer is [name(key=value, ...), ...] with Python literals. Llama 3.2 and 4 use this format."""
 
     def read(reader: Reader, out: Out) -> Parse[None]:
         space: list[str] = []
@@ -232,7 +233,7 @@ def _python_call(reader: Reader, out: Out) -> Parse[None]:
 
 
 def _python_value(reader: Reader, to: Take) -> Parse[bool]:
-    """Steps over a literal up to the comma or bracket behind it; returns whether there is one."""
+    """Consume a literal, up to the comma or closing bracket after it. Returns whether there is one."""
     depth = 0
     while True:
         part: list[str] = []
