@@ -16,18 +16,12 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from tests.bench.load.options import CONFIGURE_OPTIONS, LOAD_OPTIONS, SERVED_OPTIONS
+from tests.bench.load.options import CONFIGURE_OPTIONS, ENGINE_OPTIONS, LOAD_OPTIONS, SERVED_OPTIONS
 from tests.server.tiny_model import write_tiny_model
 from tests.train.options import TRAIN_VERBS
 from tilewright import __version__
 from tilewright.cli import app
 
-ENGINE_OPTIONS = {
-    *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
-    *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict", "--host-cache-gib"),
-    *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
-    *("--tp", "--pp", "--slices", "--prompt-graphs", "--no-prompt-graphs"),
-}
 # An option that is renamed or goes breaks somebody's script: change these on purpose only.
 OPTIONS = {
     "serve": {

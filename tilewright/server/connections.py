@@ -93,7 +93,7 @@ class Connections:
         return len(self.open) + self.elsewhere > self.limit
 
     def make_room(self, newest: "Connection") -> bool:
-        """Returns whether `newest` may stay, at least for now. If there are too many connections, closes the longest idle one."""
+        """Returns whether `newest` may stay, at least for now. Closes the longest idle connection if there are too many."""
         if not self.full:
             return True
         if self.elsewhere and self.room_elsewhere is not None and self.room_elsewhere(newest):

@@ -1,4 +1,4 @@
-"""The frozen options of `tilewright load` and `configure`, and those that benchmarks of the engine share."""
+"""The frozen options of `tilewright load` and `configure`, of commands that make an engine, and of its benchmarks."""
 
 LOAD_OPTIONS = {
     *("--report", "--out", "--self-check", "--json", "--endpoint", "--model", "--concurrency", "--rate", "--arrivals"),
@@ -11,3 +11,9 @@ CONFIGURE_OPTIONS = {
     *("--device", "--out", "--json"),
 }
 SERVED_OPTIONS = {"--streams", "--tokens-in", "--tokens-out", "--runs", "--device", "--json"}
+ENGINE_OPTIONS = {
+    *("--device", "--dtype", "--quantize", "--max-model-len", "--page-size", "--kv-cache", "--kv-cache-gib"),
+    *("--invariant", "--no-invariant", "--bundle", "--strict", "--no-strict", "--host-cache-gib"),
+    *("--max-tokens-per-step", "--prefill-chunk", "--memory-fraction", "--speculate", "--draft", "--draft-tokens"),
+    *("--tp", "--pp", "--slices", "--prompt-graphs", "--no-prompt-graphs"),
+}
