@@ -281,7 +281,7 @@ def _call(
         "EPILOGUE_N": y_box[1], "EPILOGUE_BUFS": buffers, "TILE_LAYOUT": box_layout(y_box, y.dtype),
         "SPAN": float8_span(x.dtype, x.shape[1]) // block_k, "STREAM": config["SPLIT_K"] != 1, "CLASSES": ready.classes,
         "ACTIVATION": function, "VECTOR": next(v for v in (8, 4, 2, 1) if width % v == 0), "num_warps": 4,
-        **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
+        "RELEASES": False, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
     }  # fmt: skip
     return _Call(work.programs, arguments, constants)
 

@@ -267,7 +267,7 @@ def sm90_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, SPAN: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
-    RELEASES: gl.constexpr = False,
+    RELEASES: gl.constexpr,
 ):  # fmt: skip
     """Launch with at most one program per SM and num_warps=4 (warp specialisation adds the producer and one consumer).
 
