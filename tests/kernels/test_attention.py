@@ -252,18 +252,18 @@ def test_invariant_mode_has_one_config_for_every_length(dims: dict[str, Any]) ->
     ("dims", "card", "reason"),
     [
         ({"KV": 64}, "a100", "needs sm_90, this is sm_80"),
-        ({"KV": 64, "dtype": torch.float32}, "h100", "takes bf16 or fp16, not torch.float32"),
+        ({"KV": 64, "dtype": torch.float32}, "h100", "supports bf16 and fp16 only, not torch.float32"),
         (
             {"KV": 64, "D": 96},
             "h100",
-            "takes head dims of keys and values 64/64, 128/64, 128/128, 192/128, 256/128, 256/256, not 96/96",
+            "supports head dims of keys and values 64/64, 128/64, 128/128, 192/128, 256/128, 256/256 only, not 96/96",
         ),
         ({"KV": 64}, "h100", None),
         ({"KV": 64, "D": 64, "packed": True, "lse": True}, "h100", None),
         (
             {"KV": 64, "V": 80},
             "h100",
-            "takes head dims of keys and values 64/64, 128/64, 128/128, 192/128, 256/128, 256/256, not 128/80",
+            "supports head dims of keys and values 64/64, 128/64, 128/128, 192/128, 256/128, 256/256 only, not 128/80",
         ),
         ({"KV": 64, "D": 192, "V": 128, "causal": True}, "h100", None),
         ({"KV": 64, "V": 64}, "h100", None),

@@ -218,7 +218,7 @@ BAD = {
     "window of 0": ({"window": 0}, "window is 0, wanted at least 1"),
     "negative window": ({"window": (-1, 3)}, "window is (-1, 3), wanted (left, right), each at least 0 or None"),
     "right and causal": ({"window": (2, 1), "causal": True}, "window is (2, 1), but a causal mask ends"),
-    "prefix without causal": ({"prefix": 2}, "wanted causal=True with it"),
+    "prefix without causal": ({"prefix": 2}, "it needs causal=True"),
     "negative prefix": ({"prefix": -2, "causal": True}, "prefix is -2, wanted a number of keys, at least 0"),
     "prefixes": ({"prefix": torch.zeros(3).int(), "causal": True}, "int32 [2] on cpu, one a sequence; got torch.int32 [3]"),
     "cap of 0": ({"softcap": 0.0}, "softcap is 0.0, wanted a finite number above 0"),

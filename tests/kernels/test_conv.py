@@ -255,7 +255,7 @@ EIGHT = torch.ones(1, 4, 5, 5, dtype=torch.int8), torch.ones(6, 4, 3, 3, dtype=t
         (lambda: ops.conv2d(*EIGHT), "int8 operands need x_scales"),
         (lambda: ops.conv2d(*EIGHT, x_scales=torch.ones(2), w_scales=torch.ones(6)), r"x_scales must be \[1\] float32"),
         (lambda: ops.conv2d(*EIGHT, x_scales=torch.ones(1), w_scales=torch.ones(5)), r"w_scales must be \[6\] float32"),
-        (lambda: ops.conv2d(X, W, x_scales=torch.ones(1)), "scales belong to int8 operands"),
+        (lambda: ops.conv2d(X, W, x_scales=torch.ones(1)), "scales are for int8 operands only"),
         (lambda: ops.conv2d(X, W, dtype=torch.float16), "the result has x's dtype"),
         (lambda: ops.conv_transpose2d(X, XT, output_padding=1), "output_padding must be less than stride or dilation"),
         (lambda: ops.conv_transpose2d(X, W), "x has 4 channels, and a weight .* takes 6"),

@@ -115,7 +115,7 @@ def test_refusals() -> None:
         assert triton.refusal(H100, problem) is None
     narrow = make(Inputs("meta"), B=1, KV=64, D=64)
     unaligned = torch.empty(1, 64, 32, 65, dtype=torch.bfloat16, device="meta")[..., :64]
-    assert "heads are beside each other" in str(sm90.refusal(H100, scaled_attention_op.problem(unaligned, *narrow[1:])))
+    assert "heads of a query next to each other" in str(sm90.refusal(H100, scaled_attention_op.problem(unaligned, *narrow[1:])))
     assert "sm_89" in str(triton.refusal(device_named("a100"), scaled_attention_op.problem(*narrow)))
 
 

@@ -60,7 +60,7 @@ def test_a_table_is_for_one_card(path: Path) -> None:
         ('"problems"', '"rows"', "'problems' is missing"),
         ('"us":10.0', '"us":-1', "us is -1, wanted microseconds"),
         ('"environment":0', '"environment":7', "list index out of range"),
-        ("{", "[", "no JSON"),
+        ("{", "[", "not JSON"),
     ],
 )
 def test_what_is_no_table_is_refused(path: Path, old: str, new: str, words: str) -> None:
