@@ -73,7 +73,7 @@ def leaves_one_unwritten(config: Config, x: Tensor, total: Tensor) -> Tensor:
         (writes_its_input, "argument 0 is written, and not declared so"),
         (returns_its_input, "output 0 is the memory of argument 0"),
         (returns_what_it_writes, "output 0 is the memory of argument 1"),
-        (forgets_an_element, r"output 0: shape \(7,\), but the reference has \(8,\)"),
+        (forgets_an_element, r"output 0: shape \(7,\), the definition has \(8,\)"),
         (forgets_to_count, "output 1: largest error"),
         (leaves_one_unwritten, "output 0: largest error inf"),
     ],

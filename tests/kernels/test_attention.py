@@ -268,7 +268,7 @@ def test_invariant_mode_has_one_config_for_every_length(dims: dict[str, Any]) ->
         ({"KV": 64, "D": 192, "V": 128, "causal": True}, "h100", None),
         ({"KV": 64, "V": 64}, "h100", None),
         ({"KV": 64, "window": 8}, "h100", None),
-        ({"KV": 64, "causal": True, "prefix": 8, "alibi": True}, "h100", "has no prefixes, ALiBi"),
+        ({"KV": 64, "causal": True, "prefix": 8, "alibi": True}, "h100", "does not support prefixes, ALiBi"),
     ],
     ids=str,
 )

@@ -384,9 +384,9 @@ def test_what_is_taken_unmeasured(dims: dict[str, Any], card: str, chosen: str) 
         (
             {"causal": True, "window": 8, "prefix": 3, "softcap": 2.0, "alibi": True, "sinks": True},
             "h100",
-            "has no prefixes, soft caps, ALiBi",
+            "does not support prefixes, soft caps, ALiBi",
         ),
-        ({"window": 8}, "h100", "has no windows"),
+        ({"window": 8}, "h100", "does not support windows"),
         ({"packed": True}, "h100", "supports packed sequences only if they attend to themselves under a causal mask"),
         ({"packed": True, "causal": True, "D": 64, "window": 9, "deterministic": True}, "h100", None),
         ({"Q": 7, "causal": True}, "h100", None),

@@ -220,7 +220,10 @@ BAD = {
     "right and causal": ({"window": (2, 1), "causal": True}, "window is (2, 1), but a causal mask ends"),
     "prefix without causal": ({"prefix": 2}, "it needs causal=True"),
     "negative prefix": ({"prefix": -2, "causal": True}, "prefix is -2, wanted a number of keys, at least 0"),
-    "prefixes": ({"prefix": torch.zeros(3).int(), "causal": True}, "int32 [2] on cpu, one a sequence; got torch.int32 [3]"),
+    "prefixes": (
+        {"prefix": torch.zeros(3).int(), "causal": True},
+        "int32 [2] on cpu, one number per sequence; got torch.int32 [3]",
+    ),
     "cap of 0": ({"softcap": 0.0}, "softcap is 0.0, wanted a finite number above 0"),
     "sinks": ({"sinks": torch.zeros(2)}, "sinks must be contiguous bfloat16 or float16 or float32 [4] on cpu"),
     "slopes": ({"alibi_slopes": torch.zeros(4).half()}, "alibi_slopes must be contiguous float32 [4] on cpu"),

@@ -28,7 +28,7 @@ QUANTIZED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inpu
         (GOOD, {8: 0}, "window must be at least 1"),
         (GOOD, {5: GOOD[5][:-1]}, "cu_q must be one longer"),
         (GOOD, {3: GOOD[3].T.contiguous().T}, "dense rows in block_table"),
-        (GOOD, {4: GOOD[4].to("meta")}, "all tensors on one device"),
+        (GOOD, {4: GOOD[4].to("meta")}, "all tensors must be on one device"),
         (GOOD, {3: GOOD[3][:, :1].contiguous()}, "sequence 0 has 20 tokens, but its block_table row 1 pages for 16"),
         (GOOD, {4: torch.tensor([20, 33], dtype=torch.int32)}, "sequence 1 has 33 tokens, but its block_table row 2 pages"),
         (GOOD, {4: torch.tensor([-1, 3], dtype=torch.int32)}, "sequence 0 has -1 tokens"),

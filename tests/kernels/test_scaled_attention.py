@@ -107,8 +107,8 @@ def test_refusals() -> None:
     sm90, triton = scaled_attention_op.impls
     for words, reason in (
         ({"format": "int8"}, "float8 codes"),
-        ({"D": 96}, "head dims 64 and 128, not 96"),
-        ({"dtype": torch.float32}, "bf16 or fp16"),
+        ({"D": 96}, "head dims 64 and 128 only, not 96"),
+        ({"dtype": torch.float32}, "bf16 and fp16 only"),
     ):
         problem = scaled_attention_op.problem(*make(Inputs("meta"), B=1, KV=64, **words))
         assert reason in str(sm90.refusal(H100, problem))

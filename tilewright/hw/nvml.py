@@ -40,7 +40,7 @@ def session() -> Iterator[Any]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        raise NoDriver(f"no NVIDIA driver answers on this machine ({error})") from error
+        raise NoDriver(f"no NVIDIA driver answers here ({error})") from error
     try:
         yield pynvml
     finally:
