@@ -176,7 +176,7 @@ def test_what_is_wrong_is_named() -> None:
             ops.check_paged(args.pop("block_table"), args.pop("kv_lens"), **args)
 
 
-@pytest.mark.parametrize(("cache", "words"), [(torch.int8, "want k_scale"), (torch.float16, "must have the caches' dtypes")])
+@pytest.mark.parametrize(("cache", "words"), [(torch.int8, "need k_scale"), (torch.float16, "must have the caches' dtypes")])
 def test_writes_that_do_not_fit(cache: torch.dtype, words: str) -> None:
     k = torch.zeros(2, 2, 32)
     k_cache = torch.zeros(3, 2, 16, 32, dtype=cache)

@@ -132,7 +132,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": Q[..., :8], "k": K[..., :8], "v": K[..., :8]}, "multiples of 16, got 8"),
     ({"scale": 0.0}, "scale is 0.0"),
     ({"q": Q.clone().requires_grad_()}, "fp8 is forward only; call it under torch.no_grad()"),
-    ({"q": Q[:, :, :3]}, "3 query heads are no multiple of 2"),
+    ({"q": Q[:, :, :3]}, "3 query heads are not a multiple of 2"),
 ]
 
 
