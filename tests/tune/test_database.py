@@ -53,7 +53,7 @@ def test_rows_come_back_and_are_not_doubled(path: Path) -> None:
         assert [r.status for r in database.rows(status="crash")] == ["crash"]
         assert list(database.rows(op="linear", card="another")) == []
         assert database.values("card") == [CARD]
-        with pytest.raises(ValueError, match="rows cannot be chosen by 'nonsense', wanted op"):
+        with pytest.raises(ValueError, match="rows cannot be selected by 'nonsense', wanted one of op"):
             list(database.rows(nonsense=1))
 
 
@@ -260,7 +260,7 @@ def test_a_full_disk_is_said_and_the_file_stays_good(path: Path) -> None:
     with Database(filled(path, row(1.0))) as database:
         pages = database._connection.execute("PRAGMA page_count").fetchone()[0]
         database._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
-        with pytest.raises(DatabaseError, match="full: make room there"):
+        with pytest.raises(DatabaseError, match="full: free disk space there"):
             database.add_all(row(2.0 + i) for i in range(1000))
         assert [r.us for r in held(path)] == [1.0], "all or none, and readers go on"
         assert database.add(row(3.0)), "one more fits"
@@ -333,7 +333,7 @@ def test_export_and_import_are_idempotent(path: Path) -> None:
     ("second", "words"),
     [
         (b"{}", "x.jsonl, line 2: .* nothing was imported"),
-        (b"\x00\xff", "line 2: no JSON"),
+        (b"\x00\xff", "line 2: not JSON"),
         (b"{" + b" " * 40000 + b"}", "line 2: not a row, which has at most 32768 bytes"),
         (row().json().replace('"us":10.0', '"us":-3').encode(), "line 2: us is -3, wanted microseconds"),
     ],

@@ -46,7 +46,7 @@ def test_freezing_is_deterministic_and_keeps_what_decides(path: Path) -> None:
 def test_a_table_is_for_one_card(path: Path) -> None:
     filled(path, row(), row(versions={"card": "NVIDIA A100-SXM4-80GB", "sms": 108}))
     with Database(path) as database:
-        with pytest.raises(ValueError, match=r"one card, the rows are of NVIDIA A100-SXM4-80GB, NVIDIA H100.*--card"):
+        with pytest.raises(ValueError, match=r"one card, but the rows are from NVIDIA A100-SXM4-80GB, NVIDIA H100.*--card"):
             freeze(database.entries())
         with pytest.raises(ValueError, match="the rows are of none"):
             freeze(database.entries(op="softmax"))

@@ -100,7 +100,7 @@ def test_every_field_is_needed(name: str) -> None:
     [
         ("", "not JSON"),
         ("[]", "is a JSON list, wanted an object"),
-        ('{"us": NaN}', "NaN is not JSON number"),
+        ('{"us": NaN}', "NaN is not a JSON number"),
         (b"\xff\xfe", "not JSON"),
         ("[" * 20000, "nested too deeply|not JSON"),
         ("{" + " " * MAX_ROW_BYTES + "}", "wanted 32768 or fewer"),
