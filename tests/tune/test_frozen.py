@@ -48,7 +48,7 @@ def test_a_table_is_for_one_card(path: Path) -> None:
     with Database(path) as database:
         with pytest.raises(ValueError, match=r"one card, but the rows are from NVIDIA A100-SXM4-80GB, NVIDIA H100.*--card"):
             freeze(database.entries())
-        with pytest.raises(ValueError, match="the rows are of none"):
+        with pytest.raises(ValueError, match="the rows are from none"):
             freeze(database.entries(op="softmax"))
 
 
