@@ -193,7 +193,7 @@ def test_strict_raises_where_nobody_measured(places: Places) -> None:
     with strict():
         assert chosen(OP, LARGE) == ("triton", 64, "exact")
         near = LARGE._replace(k=5000)
-        words = rf'test_choice: nobody has measured .*"k":5000.* on {CARD}, .*run `tilewright tune test_choice`'
+        words = rf'the strict scope needs a measurement of .*"k":5000.* on {CARD}, .*run `tilewright tune test_choice`'
         with pytest.raises(NoRecord, match=words):
             OP.choose(H100, near)
         assert chosen(ONE, near) == ("vendor", None, "fixed"), "there is nothing to choose"

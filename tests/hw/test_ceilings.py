@@ -76,7 +76,7 @@ def test_an_unknown_card_is_taken_for_one_of_its_architecture() -> None:
     assert ceilings(replace(device_named("l4"), name="NVIDIA XYZ 1")).source == "data sheet of L4"
     with pytest.raises(ValueError, match="no data sheet for sm_75"):
         ceilings(replace(device_named("l4"), name="T4", arch=75))
-    with pytest.raises(ValueError, match="wanted a GPU"):
+    with pytest.raises(ValueError, match="needs a GPU"):
         ceilings(CPU)
 
 

@@ -113,13 +113,13 @@ def test_shared_memory_to_the_last_byte(arch: int) -> None:
 def test_cliffs_in_words() -> None:
     found = occupancy(90, threads=256, registers=132, shared_bytes=65536)
     assert [str(cliff) for cliff in found.cliffs] == [
-        "4 registers fewer: 1 more block an SM",
+        "4 registers fewer: 1 more block per SM",
         "166913 bytes of shared memory more: no block fits",
-        "64 threads fewer: 1 more block an SM",
+        "64 threads fewer: 1 more block per SM",
         "160 threads more: no block fits",
     ]
     two = occupancy(80, threads=128, registers=81, shared_bytes=0).cliffs[0]
-    assert str(two) == "1 register fewer: 1 more block an SM"
+    assert str(two) == "1 register fewer: 1 more block per SM"
 
 
 @pytest.mark.parametrize("arch", ARCHS)

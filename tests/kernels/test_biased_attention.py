@@ -102,8 +102,8 @@ def _mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
 
 
 BAD = (
-    Bad({"bias": _mask(5, 6)}, r"bias is \[5, 6\], wanted what expands to \[B, H, S, SK\] \[2, 4, 5, 7\]"),
-    Bad({"bias": _mask(1, 1, 1, 5, 7)}, r"bias is \[1, 1, 1, 5, 7\], wanted what expands to"),
+    Bad({"bias": _mask(5, 6)}, r"bias is \[5, 6\], it must broadcast to \[B, H, S, SK\] \[2, 4, 5, 7\]"),
+    Bad({"bias": _mask(1, 1, 1, 5, 7)}, r"bias is \[1, 1, 1, 5, 7\], it must broadcast to"),
     Bad({"bias": _mask(5, 7, dtype=torch.int32)}, r"bias is torch.int32 on .*, wanted bool, bfloat16, float16 or float32"),
     Bad({"bias": _mask(5, 7), "causal": True}, "bias cannot be combined with causal: put them into the bias"),
     Bad({"bias": _mask(5, 7), "window": 2, "softcap": 3.0}, "bias cannot be combined with window, softcap"),
@@ -121,7 +121,7 @@ def test_what_does_not_fit(case: Bad) -> None:
 
 def test_packed_operands_and_gradients_are_refused() -> None:
     q, k, v = operands()
-    with pytest.raises(ValueError, match="a bias is for operands"):
+    with pytest.raises(ValueError, match="a bias needs operands"):
         ops.attention(q[0], k[0], v[0], bias=_mask(5, 7))
     for asks in (q, k, v):
         asks.requires_grad_()

@@ -195,7 +195,7 @@ def test_defaults_are_in_the_space(m: int, n: int, k: int, activation: str) -> N
 def test_who_takes_what() -> None:
     """Hopper's kernel takes square blocks, the portable one all, and a card without float8 says so."""
     sm90, portable, *_ = block_scaled_linear_op.impls
-    for card, block_rows, wanted in (("h100", 128, (None, None)), ("h100", 1, ("one scale for 128 rows", None)),
+    for card, block_rows, wanted in (("h100", 128, (None, None)), ("h100", 1, ("one scale per 128 rows", None)),
                                      ("a100", 128, ("needs sm_90", "float8 products need sm_89"))):  # fmt: skip
         problem = block_scaled_linear_op.problem(*make(Inputs("meta"), M=64, N=256, K=256, block_rows=block_rows))
         for impl, reason in zip((sm90, portable), wanted, strict=True):
@@ -222,7 +222,10 @@ XS, WS = torch.ones(2, 2), torch.ones(2, 2)
             "weight must be dense along K",
         ),
         (lambda: block_scaled_linear(X, W, XS, WS, activation="swish"), "activation must be one of none, relu"),
-        (lambda: block_scaled_linear(X, W[:159], XS, WS, activation="silu_mul"), "an even number of rows; got 159"),
+        (
+            lambda: block_scaled_linear(X, W[:159], XS, WS, activation="silu_mul"),
+            "an even number of rows, for a gate half and an up half; got 159",
+        ),
         (lambda: block_scaled_linear(X, W, XS, WS, bias=torch.ones(160).half()), r"bias must be \[160\], bfloat16 or float32"),
         (lambda: block_scaled_linear(X, W, XS, WS, residual=torch.ones(2, 3)), r"residual must be \[2, 160\]"),
         (

@@ -86,11 +86,11 @@ X, W, ONE = torch.ones(2, 16).bfloat16(), torch.ones(4, 16).bfloat16(), torch.te
 BAD = (
     (lambda: ops.cast_linear(X, W[:, :8], INT8, ONE), r"with one K; got x \[2, 16\] and weight \[4, 8\]"),
     (lambda: ops.cast_linear(X, W, torch.bfloat16), "dtype must be float32, int8 or a float8; got torch.bfloat16"),
-    (lambda: ops.cast_linear(X, W, INT8), "torch.bfloat16 to torch.int8 needs y_scale"),
-    (lambda: ops.cast_linear(X, W, torch.float32, ONE), "to torch.float32 takes no y_scale"),
+    (lambda: ops.cast_linear(X, W, INT8), "x torch.bfloat16 and dtype torch.int8, y_scale must be given"),
+    (lambda: ops.cast_linear(X, W, torch.float32, ONE), "dtype torch.float32, y_scale must not be given"),
     (lambda: ops.cast_linear(X, W, INT8, torch.ones(2)), r"y_scale must be \[\], float32 on cpu; got \[2\]"),
-    (lambda: ops.cast_linear(X, W, INT8, ONE, x_scales=torch.ones(2)), "torch.bfloat16 to torch.int8 takes no x_scales"),
-    (lambda: ops.cast_linear(X.char(), W.char(), INT8, ONE), "torch.int8 to torch.int8 needs x_scales"),
+    (lambda: ops.cast_linear(X, W, INT8, ONE, x_scales=torch.ones(2)), "dtype torch.int8, x_scales must not be given"),
+    (lambda: ops.cast_linear(X.char(), W.char(), INT8, ONE), "x torch.int8 and dtype torch.int8, x_scales must be given"),
     (lambda: ops.cast_linear(X, W, INT8, ONE, bias=torch.ones(4)), r"bias must be \[4\], bfloat16 "),
     (lambda: ops.cast_linear(X.float(), W.float(), INT8, ONE), "x and weight must be bfloat16, float16, int8"),
     (

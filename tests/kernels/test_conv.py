@@ -235,7 +235,7 @@ EIGHT = torch.ones(1, 4, 5, 5, dtype=torch.int8), torch.ones(6, 4, 3, 3, dtype=t
     [
         (lambda: ops.conv2d(X[0, 0], W), r"x must be \[N, C, H, W\] and weight have as many dims; got \[5, 5\]"),
         (lambda: ops.conv2d(X, W, groups=3), "groups must divide the channels of x .* got groups=3, 4 and 6"),
-        (lambda: ops.conv2d(X, W, groups=2), "x has 4 channels, and a weight .* with groups=2 takes 8"),
+        (lambda: ops.conv2d(X, W, groups=2), "x has 4 channels, and a weight .* with groups=2 needs 8"),
         (lambda: ops.conv2d(X[..., :2], W), r"no output: x has \[5, 2\] pixels"),
         (lambda: ops.conv2d(X, W, dilation=3), r"no output: .* with dilation \[3, 3\]"),
         (
@@ -255,10 +255,10 @@ EIGHT = torch.ones(1, 4, 5, 5, dtype=torch.int8), torch.ones(6, 4, 3, 3, dtype=t
         (lambda: ops.conv2d(*EIGHT), "int8 operands need x_scales"),
         (lambda: ops.conv2d(*EIGHT, x_scales=torch.ones(2), w_scales=torch.ones(6)), r"x_scales must be \[1\] float32"),
         (lambda: ops.conv2d(*EIGHT, x_scales=torch.ones(1), w_scales=torch.ones(5)), r"w_scales must be \[6\] float32"),
-        (lambda: ops.conv2d(X, W, x_scales=torch.ones(1)), "scales belong to int8 operands"),
+        (lambda: ops.conv2d(X, W, x_scales=torch.ones(1)), "scales are for int8 operands only"),
         (lambda: ops.conv2d(X, W, dtype=torch.float16), "the result has x's dtype"),
         (lambda: ops.conv_transpose2d(X, XT, output_padding=1), "output_padding must be less than stride or dilation"),
-        (lambda: ops.conv_transpose2d(X, W), "x has 4 channels, and a weight .* takes 6"),
+        (lambda: ops.conv_transpose2d(X, W), "x has 4 channels, and a weight .* needs 6"),
         (lambda: ops.conv_transpose2d(X, XT, padding=4), r"no output: .* leave \[-1, -1\] pixels"),
         (lambda: ops.fold_batch_norm(W, None, torch.ones(5), torch.ones(6)), r"mean must be \[6\]; got \[5\]"),
     ],

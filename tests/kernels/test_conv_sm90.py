@@ -77,7 +77,7 @@ WINDOWS = pytest.mark.skipif(not env.interpreting(), reason="the copy to windows
     [
         pytest.param({"bias": True, "activation": "silu"}, id="3x3"),
         pytest.param({"H": 9, "S": 2, "residual": True, "activation": "relu"}, id="four phases, odd size"),
-        pytest.param({"H": 9, "P": 2, "dilation": 2, "dtype": torch.bfloat16}, id="dilated"),
+        pytest.param({"H": 9, "P": 2, "dilation": 2, "dtype": torch.bfloat16}, id="with a dilation"),
         pytest.param({"K": 1, "S": 2, "P": 1}, id="only odd phases"),
         pytest.param({"K": 2, "S": 2, "P": 0}, id="patches"),
         pytest.param({"K": 4, "S": 4, "P": 0, "bias": True}, id="patches of four"),
@@ -137,12 +137,12 @@ def test_boxes_are_full(rows: int, column: bool, images: int, height: int, width
     [
         ({"K": 5, "S": 5, "H": 10, "P": 0}, "strides of 1, 2 and 4"),
         ({"S": 4}, "four phases"),
-        ({"H": 1, "S": 2}, "empty phases"),
-        ({"C": 12, "dilation": 2}, "dilated"),
+        ({"H": 1, "S": 2}, "at least as large as the stride"),
+        ({"C": 12, "dilation": 2}, "with a dilation"),
         ({"O": 12}, "output channels"),
         ({"groups": 2}, "groups"),
         ({"dims": 3}, "three spatial"),
-        ({"dtype": torch.float32}, "does not take"),
+        ({"dtype": torch.float32}, "does not support"),
     ],
 )
 def test_refusals(more: dict[str, Any], said: str) -> None:

@@ -223,13 +223,13 @@ def test_who_is_chosen() -> None:
 def test_refusals_say_why() -> None:
     assert refusal("sm90", H100) is None
     assert refusal("sm90", A100) == "needs sm_90, this is sm_80"
-    assert refusal("sm90", H100, dtype=torch.float32) == "does not take torch.float32"
+    assert refusal("sm90", H100, dtype=torch.float32) == "does not support torch.float32"
     assert "multiples of 16 bytes" in str(refusal("sm90", H100, K=513))
-    assert "step of K" in str(refusal("sm90", H100, w_major="n", K=520))
+    assert "a multiple of 64" in str(refusal("sm90", H100, w_major="n", K=520))
     assert "clamped_silu_mul" in str(refusal("sm90", H100, activation="clamped_silu_mul"))
     assert "sm_90 and sm_100" in str(refusal("vendor", A100))
-    assert "bfloat16 alone" in str(refusal("vendor", H100, dtype=torch.float16))
-    assert "no bias" in str(refusal("vendor", H100, bias=True))
+    assert "bfloat16 only" in str(refusal("vendor", H100, dtype=torch.float16))
+    assert "support a bias" in str(refusal("vendor", H100, bias=True))
     assert "masked layout" in str(refusal("vendor", H100, layout="masked"))
 
 
@@ -243,7 +243,7 @@ def test_refusals_say_why() -> None:
         ({"zeros": torch.zeros(2, 8, dtype=torch.uint8)}, "only int4 codes have zero points"),
         ({"bounds": torch.zeros(2, dtype=torch.int32)}, r"wanted offsets \[X \+ 1\], int32 \[3\]"),
         ({"bias": torch.zeros(2, 8).half()}, "bias must be of the output's dtype"),
-        ({"order": torch.zeros(6), "chosen": 1}, "order is int32"),
+        ({"order": torch.zeros(6), "chosen": 1}, "order must be int32"),
         ({"block_cols": 16}, "a scale is for a row"),
     ],
 )
@@ -264,7 +264,7 @@ def test_weight_only_refuses(changed: dict[str, Any], words: str) -> None:
         ({"x_scales": torch.ones(5)}, r"x_scales must be \[6\]"),
         ({"w_scales": torch.ones(2, 1)}, r"w_scales must be \[2, 8\]"),
         ({"dtype": torch.float64}, "dtype must be bfloat16 or float16"),
-        ({"chosen": 0, "order": torch.zeros(6, dtype=torch.int32)}, "order is int32"),
+        ({"chosen": 0, "order": torch.zeros(6, dtype=torch.int32)}, "order must be int32"),
         ({"activation": "tanh"}, "activation must be one of"),
     ],
 )

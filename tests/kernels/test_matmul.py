@@ -123,7 +123,7 @@ BAD = {
         ValueError,
         "one of none, relu, gelu, gelu_tanh, silu, silu_mul, gelu_mul; got 'swish'",
     ),
-    "odd halves": (lambda: ops.linear(X, W[:5], None, "silu_mul"), ValueError, "an even N of weight; got 5"),
+    "odd halves": (lambda: ops.linear(X, W[:5], None, "silu_mul"), ValueError, "an even N of weight, for a gate half"),
     "dtype": (lambda: ops.linear(X, W.half()), ValueError, "weight must have the dtype and device of x, torch.float32 on"),
     "matmul dtype": (
         lambda: ops.matmul(X, W.T.half()),

@@ -109,14 +109,14 @@ def problem(m: int, n: int = 4095, k: int = 4095, **other: object) -> Problem:
 
 
 REFUSED = (
-    (90, problem(256, k=4096, aligned=True), "is for rows that do not start at multiples of 16 bytes"),
-    (90, problem(2048), "takes at most 1024 rows"),
-    (90, problem(64, batched=True), "takes one weight, without a gate"),
-    (90, problem(64, n=4096, activation="silu_mul"), "takes one weight, without a gate"),
-    (90, problem(64, x_major="m"), "needs x and the weight dense along K"),
-    (90, problem(64, w_major="n"), "needs x and the weight dense along K"),
-    (90, problem(64, dtype=torch.float32), "does not take torch.float32"),
-    (90, problem(64, k=0), "the copy engine has no empty matrices: N or K is 0"),
+    (90, problem(256, k=4096, aligned=True), "is only for rows that do not start at multiples of 16 bytes"),
+    (90, problem(2048), "supports at most 1024 rows of x"),
+    (90, problem(64, batched=True), "supports a single weight only, without a gate"),
+    (90, problem(64, n=4096, activation="silu_mul"), "supports a single weight only, without a gate"),
+    (90, problem(64, x_major="m"), "needs x and the weight contiguous along K"),
+    (90, problem(64, w_major="n"), "needs x and the weight contiguous along K"),
+    (90, problem(64, dtype=torch.float32), "does not support torch.float32"),
+    (90, problem(64, k=0), "N or K is 0: the copy engine (TMA) cannot load empty matrices"),
     (80, problem(64), "needs sm_90, this is sm_80"),
 )
 

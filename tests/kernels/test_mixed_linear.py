@@ -169,7 +169,7 @@ def call(x: Tensor = X, codes: Tensor = I8, scales: Tensor = S, *args: Any, **mo
     ("run", "message"),
     [
         (call(codes=I8[:, :64]), r"codes \[N, K\], with one K; got x \[2, 128\] and codes \[4, 64\]"),
-        (call(codes=I4[:, :32]), r"codes \[N, 64 \* ceil\(K / 128\)\] from mixed_layout.prepare"),
+        (call(codes=I4[:, :32]), r"codes \[N, 64 \* ceil\(K / 128\)\] from int4_layout.prepare"),
         (call(codes=I8.float()), "x must be bfloat16 or float16 and codes int8"),
         (call(x=X.double()), "x must be bfloat16 or float16 and codes int8"),
         (call(scales=S[:3]), r"scales must be \[4\], contiguous float32"),
@@ -181,11 +181,14 @@ def call(x: Tensor = X, codes: Tensor = I8, scales: Tensor = S, *args: Any, **mo
         (call(block_rows=128), "got block_rows 128, block_cols 0"),
         (
             call(x=X[:, :96], codes=I4, scales=torch.ones(4, 2), block_cols=64),
-            "K must be a multiple of int4's group of 64; got 96",
+            "K must be a multiple of 64, the group size of the int4 codes; got 96",
         ),
         (call(codes=I8.T.contiguous().T), "codes must be dense along K"),
         (call(activation="swish"), "activation must be one of none, relu"),
-        (call(codes=I8[:3], scales=S[:3], activation="silu_mul"), "an even number of rows; got 3"),
+        (
+            call(codes=I8[:3], scales=S[:3], activation="silu_mul"),
+            "an even number of rows, for a gate half and an up half; got 3",
+        ),
         (call(bias=torch.ones(4)), r"bias must be \[4\], bfloat16 "),
         (call(residual=torch.ones(2, 3, dtype=BF16)), r"residual must be \[2, 4\]"),
     ],

@@ -110,11 +110,14 @@ def test_counters_start_where_pointers_are_aligned() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"M": 1024}, "is for more than 1024 rows: writing the weight would cost more than the product"),
-        ({"format": "int8", "group": 0}, "is for int4 and 16 bits, not int8 and torch.bfloat16"),
-        ({"group": 32}, "takes groups of 64 or 128 columns of a row"),
-        ({"block_rows": 128}, "takes groups of 64 or 128 columns of a row"),
-        ({"activation": "silu_mul"}, "makes rows in their order: gate and up halves would be wanted together"),
+        ({"M": 1024}, "is for more than 1024 rows: with fewer, writing the dequantised weight takes longer than the product"),
+        ({"format": "int8", "group": 0}, "supports int4 codes with a 16-bit x only, not int8 with torch.bfloat16"),
+        ({"group": 32}, "supports scales per group of 64 or 128 columns of a row only"),
+        ({"block_rows": 128}, "supports scales per group of 64 or 128 columns of a row only"),
+        (
+            {"activation": "silu_mul"},
+            "does not support a gate: it dequantises rows in order, but gate and up rows are needed together",
+        ),
     ],
     ids=str,
 )

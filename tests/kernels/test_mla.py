@@ -92,9 +92,9 @@ def problem(**changes: Any) -> Problem:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"dtype": torch.float32}, "takes bf16 or fp16, not torch.float32"),
-        ({"rank": 256}, "takes latents of 512 + 64 numbers, not 256 + 64"),
-        ({"page_size": 16}, "takes pages of multiples of 64 tokens, not 16"),
+        ({"dtype": torch.float32}, "supports bf16 and fp16 only, not torch.float32"),
+        ({"rank": 256}, "supports latents of 512 + 64 numbers only, not 256 + 64"),
+        ({"page_size": 16}, "needs a page size that is a multiple of 64 tokens, not 16"),
         ({"page_size": 128, "heads": 20}, None),
     ],
 )
@@ -130,15 +130,15 @@ def arguments() -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "dims": (lambda a: {"q": a["q"][0]}, r"wants q \[T, H, R \+ E\] and cache"),
+    "dims": (lambda a: {"q": a["q"][0]}, r"needs q \[T, H, R \+ E\] and cache"),
     "width": (lambda a: {"q": a["q"][..., :40]}, r"got \(5, 16, 40\), \(\d+, 64, 48\) and rank 32"),
     "rank": (lambda a: {"rank": 48}, "and rank 48"),
     "dtype": (lambda a: {"q": a["q"].float()}, "q is torch.float32 on cpu, the cache torch.bfloat16 on cpu"),
-    "strides": (lambda a: {"q": a["q"].transpose(0, 1).contiguous().transpose(0, 1)}, "wants contiguous q and cache"),
-    "cu_q": (lambda a: {"cu_q": a["cu_q"][:2]}, r"for kv_lens \[2\] wants cu_q one longer"),
-    "table": (lambda a: {"block_table": a["block_table"][:1]}, "as many rows in block_table"),
-    "one query": (lambda a: {"max_q_len": 1}, "max_q_len 1 wants one query a sequence; got 5 for 2"),
-    "queries": (lambda a: {"max_q_len": 2}, "max_q_len is 2, and sequence 0 brings 3 queries"),
+    "strides": (lambda a: {"q": a["q"].transpose(0, 1).contiguous().transpose(0, 1)}, "needs contiguous q and cache"),
+    "cu_q": (lambda a: {"cu_q": a["cu_q"][:2]}, r"for kv_lens \[2\], cu_q must be one longer"),
+    "table": (lambda a: {"block_table": a["block_table"][:1]}, "block_table must have as many rows"),
+    "one query": (lambda a: {"max_q_len": 1}, "max_q_len 1 needs one query per sequence; got 5 queries for 2 sequences"),
+    "queries": (lambda a: {"max_q_len": 2}, "max_q_len is 2, but sequence 0 has 3 queries"),
     "no longest": (lambda a: {"max_q_len": 0}, "max_q_len is 0 for 5 queries"),
     "scale": (lambda a: {"scale": 0.0}, "scale is 0.0, wanted a finite number above 0"),
     "float64": (lambda a: {"q": a["q"].double(), "cache": a["cache"].double()}, "q is torch.float64, wanted bfloat16, float16"),
@@ -157,9 +157,9 @@ def test_attention_refuses(change: Any, message: str) -> None:
 
 
 WRITE_REFUSED: dict[str, tuple[int, Any, str]] = {
-    "heads": (1, lambda t: t[:, :1], r"wants lead \[T, H, L\] and turned \[T, H, E\]"),
-    "kv": (2, lambda t: t[:, 1:], r"wants kv \[T, R \+ E\] and cache"),
-    "slots": (7, lambda t: t[1:], "wants a position and a slot for each of 5 tokens"),
+    "heads": (1, lambda t: t[:, :1], r"needs lead \[T, H, L\] and turned \[T, H, E\]"),
+    "kv": (2, lambda t: t[:, 1:], r"needs kv \[T, R \+ E\] and cache"),
+    "slots": (7, lambda t: t[1:], "needs a position and a slot for each of 5 tokens"),
     "angles": (5, lambda t: t[..., 1:], "cos_sin must be contiguous"),
     "dtype": (6, lambda t: t.float(), "must have one dtype"),
     "strides": (0, lambda t: t.mT.contiguous().mT, "dense last dims"),

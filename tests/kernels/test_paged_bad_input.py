@@ -22,15 +22,15 @@ QUANTIZED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inpu
     ("args", "changes", "words"),
     [
         (GOOD, {0: GOOD[0][..., :8]}, "caches [P, G, S, D] with one D"),
-        (GOOD, {0: GOOD[0][:, :3]}, "3 query heads are no multiple of 2"),
+        (GOOD, {0: GOOD[0][:, :3]}, "3 query heads are not a multiple of 2"),
         (GOOD, {1: GOOD[1].half()}, "dtypes differ"),
         (GOOD, {0: GOOD[0].mT.contiguous().mT}, "dense heads and contiguous caches"),
         (GOOD, {8: 0}, "window must be at least 1"),
-        (GOOD, {5: GOOD[5][:-1]}, "cu_q one longer"),
+        (GOOD, {5: GOOD[5][:-1]}, "cu_q must be one longer"),
         (GOOD, {3: GOOD[3].T.contiguous().T}, "dense rows in block_table"),
-        (GOOD, {4: GOOD[4].to("meta")}, "all tensors on one device"),
-        (GOOD, {3: GOOD[3][:, :1].contiguous()}, "sequence 0 has 20 tokens, its row of the block table 1 pages for 16"),
-        (GOOD, {4: torch.tensor([20, 33], dtype=torch.int32)}, "sequence 1 has 33 tokens, its row of the block table 2 pages"),
+        (GOOD, {4: GOOD[4].to("meta")}, "all tensors must be on one device"),
+        (GOOD, {3: GOOD[3][:, :1].contiguous()}, "sequence 0 has 20 tokens, but its block_table row 1 pages for 16"),
+        (GOOD, {4: torch.tensor([20, 33], dtype=torch.int32)}, "sequence 1 has 33 tokens, but its block_table row 2 pages"),
         (GOOD, {4: torch.tensor([-1, 3], dtype=torch.int32)}, "sequence 0 has -1 tokens"),
         (GOOD, {3: GOOD[3] + 3}, "the cache has pages 0 to 3"),
         (GOOD, {3: GOOD[3] - 9}, "sequence 0 of 20 tokens needs the pages block_table[0, :2]; entry 0 is"),
@@ -39,25 +39,29 @@ QUANTIZED = _example("", ((1, 20), (1, 3)), (4, 2), 32, format="int8").make(Inpu
         (GOOD, {3: GOOD[3].long()}, "must be int32; got torch.int64, torch.int32, torch.int32"),
         (GOOD, {4: GOOD[4].float()}, "must be int32; got torch.int32, torch.float32, torch.int32"),
         (GOOD, {4: GOOD[4].repeat_interleave(2)[::2]}, "contiguous kv_lens and cu_q; got strides (2, 1), (2,), (1,)"),
-        (GOOD, {3: GOOD[3][0]}, "for kv_lens [2] wants cu_q one longer and as many rows in block_table; got (3,) and (2,)"),
-        (GOOD, {5: torch.tensor([0, 2, 2], dtype=torch.int32)}, "max_q_len is 1, and sequence 0 brings 2 queries"),
+        (
+            GOOD,
+            {3: GOOD[3][0]},
+            "for kv_lens [2], cu_q must be one longer, and block_table must have as many rows; got (3,) and (2,)",
+        ),
+        (GOOD, {5: torch.tensor([0, 2, 2], dtype=torch.int32)}, "max_q_len is 1, but sequence 0 has 2 queries"),
         (GOOD, {6: 0}, "max_q_len is 0 for 2 queries"),
         (GOOD, {7: 0.0}, "scale is 0.0, wanted a finite number above 0"),
         (GOOD, {7: -0.2}, "scale is -0.2, wanted a finite number above 0"),
         (GOOD, {i: GOOD[i].double() for i in range(3)}, "q is torch.float64, wanted bfloat16, float16 or float32"),
         (GOOD, {i: torch.zeros(2, 2, 16, 264)[(0,) * (not i)] for i in range(3)}, "head dim is 264, wanted 1 to 256"),
-        (GOOD, {i: GOOD[i][:, :0] for i in (1, 2)}, "4 query heads are no multiple of 0"),
+        (GOOD, {i: GOOD[i][:, :0] for i in (1, 2)}, "4 query heads are not a multiple of 0"),
         (
             QUANTIZED,
             {i: QUANTIZED[i].float().to(torch.float8_e5m2) for i in (1, 2)},
             "caches torch.float8_e5m2, torch.float8_e5m2; wanted",
         ),
         (GOOD, {11: torch.zeros(3)}, "sinks must be [4]"),
-        (GOOD, {11: torch.zeros(8)[::2]}, "sinks must be [4], one a query head, contiguous"),
+        (GOOD, {11: torch.zeros(8)[::2]}, "sinks must be [4], one per query head, contiguous"),
         (GOOD, {11: torch.zeros(4).int()}, "got (4,) torch.int32 on cpu"),
         (GOOD, {11: torch.zeros(4, device="meta")}, "got (4,) torch.float32 on meta"),
         (GOOD, {9: torch.zeros(3)}, "with k_scale given and v_scale absent"),
-        (QUANTIZED, {10: None}, "int8 and float8_e4m3fn want both"),
+        (QUANTIZED, {10: None}, "int8 and float8_e4m3fn need both"),
         (QUANTIZED, {9: QUANTIZED[9].half()}, "k_scale must be"),
         (QUANTIZED, {2: QUANTIZED[2].mT.contiguous()}, "values in codes [P, G, D, S]"),
     ],
@@ -161,10 +165,10 @@ def test_what_is_wrong_is_named() -> None:
     table, lens = torch.tensor([[0, 1], [2, 9]], dtype=torch.int32), torch.tensor([30, 16], dtype=torch.int32)
     ops.check_paged(table, lens, page_size=16, pages=3, slots=torch.tensor([47, -1]))  # page 9 is not needed
     for changes, words in (
-        ({"kv_lens": lens + 3}, "sequence 0 has 33 tokens, its row of the block table 2 pages for 32"),
-        ({"kv_lens": lens + 1}, "entry 1 is 9, and the cache has pages 0 to 2"),
-        ({"slots": torch.tensor([3, 48])}, "token 1 has slot 48, and the cache slots 0 to 47"),
-        ({"cu_q": torch.tensor([0, 31, 32], dtype=torch.int32)}, "sequence 0 brings 31 queries and has 30 tokens"),
+        ({"kv_lens": lens + 3}, "sequence 0 has 33 tokens, but its block_table row 2 pages for 32"),
+        ({"kv_lens": lens + 1}, "entry 1 is 9, but the cache has pages 0 to 2"),
+        ({"slots": torch.tensor([3, 48])}, "token 1 has slot 48, but the cache has slots 0 to 47"),
+        ({"cu_q": torch.tensor([0, 31, 32], dtype=torch.int32)}, "sequence 0 has 31 queries but only 30 tokens"),
         ({"cu_q": torch.tensor([0, 1, 2], dtype=torch.int32), "tokens": 3}, "must rise from 0 to 3"),
     ):
         args: dict[str, Any] = {"block_table": table, "kv_lens": lens, "page_size": 16, "pages": 3, **changes}
@@ -172,7 +176,7 @@ def test_what_is_wrong_is_named() -> None:
             ops.check_paged(args.pop("block_table"), args.pop("kv_lens"), **args)
 
 
-@pytest.mark.parametrize(("cache", "words"), [(torch.int8, "want k_scale"), (torch.float16, "must have the caches' dtypes")])
+@pytest.mark.parametrize(("cache", "words"), [(torch.int8, "need k_scale"), (torch.float16, "must have the caches' dtypes")])
 def test_writes_that_do_not_fit(cache: torch.dtype, words: str) -> None:
     k = torch.zeros(2, 2, 32)
     k_cache = torch.zeros(3, 2, 16, 32, dtype=cache)
@@ -183,5 +187,5 @@ def test_writes_that_do_not_fit(cache: torch.dtype, words: str) -> None:
 
 def test_a_slot_beyond_the_cache() -> None:
     k, cache = torch.zeros(2, 2, 32), torch.zeros(3, 2, 16, 32)
-    with pytest.raises(ValueError, match="token 1 has slot 48, and the cache slots 0 to 47"):
+    with pytest.raises(ValueError, match="token 1 has slot 48, but the cache has slots 0 to 47"):
         ops.kv_cache_write(k, k, cache, cache.clone(), torch.tensor([0, 48]))

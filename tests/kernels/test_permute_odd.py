@@ -132,13 +132,13 @@ def test_no_byte_outside_of_x_is_read(case: str, dtype: torch.dtype, monkeypatch
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ({"M": 64, "N": 64}, "is for rows of x or y that do not start at multiples of 4 bytes"),
-        ({"M": 66, "N": 66}, "is for rows of x or y that do not start at multiples of 4 bytes"),
+        ({"M": 64, "N": 64}, "is only for rows of x or y that do not start at multiples of 4 bytes"),
+        ({"M": 66, "N": 66}, "is only for rows of x or y that do not start at multiples of 4 bytes"),
         ({"M": 66, "N": 66, "int8": True}, None),
         ({"M": 65, "N": 64}, None),
         ({"M": 64, "N": 65}, None),
-        ({"M": 65, "N": 65, "dtype": torch.float32}, "is for elements of 1 and 2 bytes, not 4"),
-        ({"M": 65, "N": 65, "rows": True}, "is for tiles, not for rows that stay whole"),
+        ({"M": 65, "N": 65, "dtype": torch.float32}, "supports elements of 1 and 2 bytes only, not 4"),
+        ({"M": 65, "N": 65, "rows": True}, "is for permutations that move the last dimension: here whole rows are copied"),
     ],
 )
 def test_refusals(words: dict[str, Any], reason: str | None) -> None:

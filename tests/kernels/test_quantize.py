@@ -305,7 +305,7 @@ def test_cards_without_fp8() -> None:
             args = (*op.make(Inputs("meta"), M=2, N=64)[:-1], ("mx" if op is quantize_mx_op else "") + format)
             with (
                 on_card(card),
-                pytest.raises(Refused, match="needs the fp8 conversions of sm_89, this is sm_80; int8 runs here"),
+                pytest.raises(Refused, match="needs sm_89 or newer, which converts to fp8; this is sm_80, use int8 here"),
             ):
                 op.choose(card, op.problem(*args))
     assert op.choose(card, quantize_rows_op.problem(torch.empty(2, 64), "int8")).impl.name

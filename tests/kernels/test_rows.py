@@ -144,7 +144,7 @@ def test_logits_that_are_not_numbers_make_no_token_up(value: float) -> None:
         (lambda: layer_norm(randn(2, 8), randn(8), randn(1)), "bias must be [8]"),
         (lambda: softmax(torch.tensor(1.0)), "must hold floats and have a last dimension"),
         (lambda: softmax(torch.ones(3, dtype=torch.int32)), "got (3,) torch.int32"),
-        (lambda: silu_mul(randn(2, 8), randn(2, 7)), "silu_mul: gate and up must be alike"),
+        (lambda: silu_mul(randn(2, 8), randn(2, 7)), "silu_mul: gate and up must have one shape and dtype"),
         (lambda: gelu_mul(randn(2, 8), randn(2, 8).half()), "torch.float16"),
         (lambda: token_logprobs(randn(8), IDS), "logits must be floats [B, V]"),
         (lambda: token_logprobs(randn(2, 8), IDS), "ids must be contiguous [2]"),
@@ -173,7 +173,9 @@ def test_rows_that_were_not_made_ready_are_refused() -> None:
     x = torch.empty(4, 50)[:, :48]
     assert row_unit(48) == 8
     assert rows_ready(x).is_contiguous()
-    with pytest.raises(ValueError, match="rows of 48 columns are 50 elements apart, wanted a multiple of 8; make the tensor"):
+    with pytest.raises(
+        ValueError, match="rows of 48 columns start 50 elements apart, but this must be a multiple of 8; make the tensor"
+    ):
         rows_of(x)
     assert rows_of(x[:1]) == (1, 48), "of one row no stride is used"
     assert rows_of(torch.empty(1, 56)[:, :48]) == (1, 56), "but where it is one of those that are compiled for, it is told"
@@ -184,5 +186,5 @@ def test_rows_that_were_not_made_ready_are_refused() -> None:
     narrow = torch.empty(4, 50)[:, :48].unflatten(1, (2, 24))
     assert tokens_ready(narrow).is_contiguous()
     assert token_stride(narrow[:1]) == 48
-    with pytest.raises(ValueError, match="rows of 24 columns are 50 elements apart"):
+    with pytest.raises(ValueError, match="rows of 24 columns start 50 elements apart"):
         token_stride(narrow)

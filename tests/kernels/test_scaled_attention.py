@@ -107,15 +107,15 @@ def test_refusals() -> None:
     sm90, triton = scaled_attention_op.impls
     for words, reason in (
         ({"format": "int8"}, "float8 codes"),
-        ({"D": 96}, "head dims 64 and 128, not 96"),
-        ({"dtype": torch.float32}, "bf16 or fp16"),
+        ({"D": 96}, "head dims 64 and 128 only, not 96"),
+        ({"dtype": torch.float32}, "bf16 and fp16 only"),
     ):
         problem = scaled_attention_op.problem(*make(Inputs("meta"), B=1, KV=64, **words))
         assert reason in str(sm90.refusal(H100, problem))
         assert triton.refusal(H100, problem) is None
     narrow = make(Inputs("meta"), B=1, KV=64, D=64)
     unaligned = torch.empty(1, 64, 32, 65, dtype=torch.bfloat16, device="meta")[..., :64]
-    assert "heads are beside each other" in str(sm90.refusal(H100, scaled_attention_op.problem(unaligned, *narrow[1:])))
+    assert "heads of a query next to each other" in str(sm90.refusal(H100, scaled_attention_op.problem(unaligned, *narrow[1:])))
     assert "sm_89" in str(triton.refusal(device_named("a100"), scaled_attention_op.problem(*narrow)))
 
 
@@ -132,7 +132,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"q": Q[..., :8], "k": K[..., :8], "v": K[..., :8]}, "multiples of 16, got 8"),
     ({"scale": 0.0}, "scale is 0.0"),
     ({"q": Q.clone().requires_grad_()}, "fp8 is forward only; call it under torch.no_grad()"),
-    ({"q": Q[:, :, :3]}, "3 query heads are no multiple of 2"),
+    ({"q": Q[:, :, :3]}, "3 query heads are not a multiple of 2"),
 ]
 
 

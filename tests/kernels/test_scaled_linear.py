@@ -202,7 +202,10 @@ X, W, XS, WS = torch.ones(2, 16, dtype=INT8), torch.ones(4, 16, dtype=INT8), tor
         (lambda: ops.scaled_linear(X, W, XS, WS.double()), r"w_scales must be \[4\], contiguous float32"),
         (lambda: ops.scaled_linear(X, W.T.contiguous().T, XS, WS), "weight must be dense along K"),
         (lambda: ops.scaled_linear(X, W, XS, WS, activation="swish"), "activation must be one of none, relu"),
-        (lambda: ops.scaled_linear(X, W[:3], XS, WS[:3], activation="silu_mul"), "an even number of rows; got 3"),
+        (
+            lambda: ops.scaled_linear(X, W[:3], XS, WS[:3], activation="silu_mul"),
+            "an even number of rows, for a gate half and an up half; got 3",
+        ),
         (
             lambda: ops.scaled_linear(X, W, XS, WS, bias=torch.ones(4).half()),
             r"bias must be \[4\], bfloat16 or float32 on cpu",

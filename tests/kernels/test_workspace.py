@@ -26,6 +26,6 @@ def test_a_graph_has_its_own_counters(capturing: None) -> None:
 
 
 def test_a_launch_that_wants_more_than_its_graph_has_is_refused(capturing: None) -> None:
-    wanted = "wants 9 counters, the graph has 8; capture it with own_tickets\\(device, 9\\) or more"
+    wanted = "needs 9 counters, but the graph has 8; capture it with own_tickets\\(device, 9\\) or more"
     with own_tickets(CPU, 8), pytest.raises(RuntimeError, match=wanted):
         tickets(CPU, 9)

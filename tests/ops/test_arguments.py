@@ -55,7 +55,7 @@ def test_operands_with_heads_first_are_told_of() -> None:
     with pytest.raises(ValueError, match=r"\[B, S, H, D\].*for \[B, H, S, D\] call ops.sdpa") as caught:
         ops.attention(q, k, k)
     assert "[2, 8, 100, 64]" in str(caught.value)
-    with pytest.raises(ValueError, match="no multiple of 3 key/value heads") as plain:
+    with pytest.raises(ValueError, match="not a multiple of 3 key/value heads") as plain:
         ops.attention(torch.randn(2, 7, 8, 64), torch.randn(2, 5, 3, 64), torch.randn(2, 5, 3, 64))
     assert "sdpa" not in str(plain.value), "7 is no multiple of 5 either: these are not heads"
 

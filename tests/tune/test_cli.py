@@ -110,12 +110,12 @@ def test_show_says_who_won_and_by_how_much(file: Path) -> None:
         (["show", "--card", "h10"], "no rows of card 'h10'; wanted one of h100"),
         (
             ["freeze", "--out", "/nowhere/t.json"],
-            f"one card, the rows are of NVIDIA A100-SXM4-80GB, {CARD}; say which with --card",
+            f"one card, but the rows are from NVIDIA A100-SXM4-80GB, {CARD}; select one with --card",
         ),
-        (["merge", "/nowhere/x.sqlite"], "/nowhere/x.sqlite is not there"),
+        (["merge", "/nowhere/x.sqlite"], "/nowhere/x.sqlite does not exist"),
         (["import", "/nowhere/x.jsonl"], "No such file or directory: '/nowhere/x.jsonl'"),
-        (["import", __file__], "line 1: no JSON"),
-        (["show", "--table", __file__], "test_cli.py is no tuning table: no JSON"),
+        (["import", __file__], "line 1: not JSON"),
+        (["show", "--table", __file__], "test_cli.py is no tuning table: not JSON"),
         (["show", "--table", __file__, "--all"], "leave out --all"),
     ],
     ids=lambda v: " ".join(v[:2]) if isinstance(v, list) else "",
@@ -132,7 +132,7 @@ def test_without_a_database_it_says_what_makes_one(tmp_path: Path) -> None:
     for verb in (["show"], ["export"], ["freeze"]):
         done = tune(*verb, "--database", tmp_path / "none.sqlite")
         assert done.code == 1
-        assert "is not there; `tilewright tune OP ...` and `tilewright tune import` begin one" in done.err
+        assert "does not exist; `tilewright tune OP ...` or `tilewright tune import` creates it" in done.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -53,7 +53,7 @@ def test_rows_come_back_and_are_not_doubled(path: Path) -> None:
         assert [r.status for r in database.rows(status="crash")] == ["crash"]
         assert list(database.rows(op="linear", card="another")) == []
         assert database.values("card") == [CARD]
-        with pytest.raises(ValueError, match="rows cannot be chosen by 'nonsense', wanted op"):
+        with pytest.raises(ValueError, match="rows cannot be selected by 'nonsense', wanted one of op"):
             list(database.rows(nonsense=1))
 
 
@@ -220,7 +220,7 @@ def test_a_damaged_or_older_file_is_set_aside(path: Path, spoil, caplog: pytest.
 
 def test_a_reader_sets_nothing_aside(path: Path) -> None:
     path.parent.mkdir()
-    for spoil, words in ((garbage, "is damaged; the next `tilewright tune` sets it aside"), (older, "older schema")):
+    for spoil, words in ((garbage, "is damaged; the next `tilewright tune` renames it"), (older, "older schema")):
         path.unlink(missing_ok=True)
         spoil(path)
         with pytest.raises(DatabaseError, match=words):
@@ -251,7 +251,7 @@ def test_a_schema_that_brings_a_trigger_along_is_not_ours(path: Path) -> None:
 
 
 def test_no_file_to_read(path: Path) -> None:
-    with pytest.raises(DatabaseError, match=r"is not there; `tilewright tune OP"):
+    with pytest.raises(DatabaseError, match=r"does not exist; `tilewright tune OP"):
         Database(path, read_only=True)
     assert not path.parent.exists(), "a reader makes nothing"
 
@@ -260,7 +260,7 @@ def test_a_full_disk_is_said_and_the_file_stays_good(path: Path) -> None:
     with Database(filled(path, row(1.0))) as database:
         pages = database._connection.execute("PRAGMA page_count").fetchone()[0]
         database._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
-        with pytest.raises(DatabaseError, match="full: make room there"):
+        with pytest.raises(DatabaseError, match="full: free disk space there"):
             database.add_all(row(2.0 + i) for i in range(1000))
         assert [r.us for r in held(path)] == [1.0], "all or none, and readers go on"
         assert database.add(row(3.0)), "one more fits"
@@ -284,10 +284,10 @@ def test_a_read_only_place_is_said_to_a_writer_and_can_be_read(public: Path) -> 
         os.seteuid(65534)  # root may write everywhere: be nobody for a while
     try:
         with pytest.raises(
-            DatabaseError, match=r"cannot be used: .*([Pp]ermission|read-?only|unable to open).*: .*give another file"
+            DatabaseError, match=r"cannot be used: .*([Pp]ermission|read-?only|unable to open).*: .*choose another file"
         ):
             filled(path, row(2.0))
-        with pytest.raises(DatabaseError, match="give another file"):
+        with pytest.raises(DatabaseError, match="choose another file"):
             filled(public / "new" / "tune.sqlite", row(2.0))
         assert [r.us for r in held(path)] == [1.0]
     finally:
@@ -333,8 +333,8 @@ def test_export_and_import_are_idempotent(path: Path) -> None:
     ("second", "words"),
     [
         (b"{}", "x.jsonl, line 2: .* nothing was imported"),
-        (b"\x00\xff", "line 2: no JSON"),
-        (b"{" + b" " * 40000 + b"}", "line 2: longer than 32768 bytes"),
+        (b"\x00\xff", "line 2: not JSON"),
+        (b"{" + b" " * 40000 + b"}", "line 2: not a row, which has at most 32768 bytes"),
         (row().json().replace('"us":10.0', '"us":-3').encode(), "line 2: us is -3, wanted microseconds"),
     ],
     ids=range(4),
@@ -350,5 +350,5 @@ def test_a_file_with_a_bad_line_is_not_imported_at_all(path: Path, second: bytes
 def test_a_file_of_too_many_lines_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MAX_ROWS", 3)
     text = "".join(row(1.0 + i).json() + "\n" for i in range(4))
-    with Database(path) as database, pytest.raises(ValueError, match="more than 3 lines: import it in parts"):
+    with Database(path) as database, pytest.raises(ValueError, match="more than 3 lines: split it and import the parts"):
         import_rows(database, io.BytesIO(text.encode()), "x")

@@ -46,9 +46,9 @@ def test_freezing_is_deterministic_and_keeps_what_decides(path: Path) -> None:
 def test_a_table_is_for_one_card(path: Path) -> None:
     filled(path, row(), row(versions={"card": "NVIDIA A100-SXM4-80GB", "sms": 108}))
     with Database(path) as database:
-        with pytest.raises(ValueError, match=r"one card, the rows are of NVIDIA A100-SXM4-80GB, NVIDIA H100.*--card"):
+        with pytest.raises(ValueError, match=r"one card, but the rows are from NVIDIA A100-SXM4-80GB, NVIDIA H100.*--card"):
             freeze(database.entries())
-        with pytest.raises(ValueError, match="the rows are of none"):
+        with pytest.raises(ValueError, match="the rows are from none"):
             freeze(database.entries(op="softmax"))
 
 
@@ -60,7 +60,7 @@ def test_a_table_is_for_one_card(path: Path) -> None:
         ('"problems"', '"rows"', "'problems' is missing"),
         ('"us":10.0', '"us":-1', "us is -1, wanted microseconds"),
         ('"environment":0', '"environment":7', "list index out of range"),
-        ("{", "[", "no JSON"),
+        ("{", "[", "not JSON"),
     ],
 )
 def test_what_is_no_table_is_refused(path: Path, old: str, new: str, words: str) -> None:

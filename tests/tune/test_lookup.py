@@ -238,7 +238,7 @@ def test_a_given_table_is_read_and_nothing_else(places: Places, caplog: pytest.L
     assert found(HERE._replace(m=1)) is None
     assert found(HERE._replace(m=2)) is None
     assert use_table(path, H100) == digest, "again is no change"
-    with pytest.raises(RuntimeError, match="choices were made before; call it first"):
+    with pytest.raises(RuntimeError, match="choices were made already; call it before the first op"):
         use_table(places.table(at(), name="other"), H100)
 
 
@@ -246,7 +246,7 @@ def test_a_table_of_another_card_is_refused_with_the_nearest(places: Places) -> 
     places.table(at(), name="tables/h200")
     places.table(at(), name="tables/b200")
     path = places.table(at(versions={"card": "NVIDIA A100-SXM4-80GB", "sms": 108}), name="a100")
-    words = f"is the table of NVIDIA A100-SXM4-80GB with 108 SMs; wanted one of {CARD} with 132 SMs. Shipped are: h200"
+    words = f"is the table of NVIDIA A100-SXM4-80GB with 108 SMs; wanted one for {CARD} with 132 SMs. Shipped tables: h200"
     with pytest.raises(ValueError, match=words):
         use_table(path, H100)
     with pytest.raises(FileNotFoundError):

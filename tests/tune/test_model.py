@@ -191,11 +191,11 @@ def test_predict_says_what_limits() -> None:
 def test_cards_without_constants() -> None:
     assert not constants_of(103).source.startswith("fitted")
     assert constants_of(89).warpgroup_rows == 0
-    with pytest.raises(ValueError, match="no sm_75; wanted sm_80 or newer"):
+    with pytest.raises(ValueError, match="no constants for sm_75; it supports sm_80 and newer"):
         constants_of(75)
     with pytest.raises(ValueError, match=r"H100.* has no fp4 unit; it has .*bf16"):
         predict(H100, Work(**{**NOTHING, "unit": "fp4"}), None)
-    with pytest.raises(ValueError, match="no facts"):
+    with pytest.raises(ValueError, match="needs the facts"):
         predict(H100, Work(**NOTHING), None)
 
 

@@ -98,11 +98,11 @@ def test_every_field_is_needed(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
+        ("", "not JSON"),
         ("[]", "is a JSON list, wanted an object"),
-        ('{"us": NaN}', "NaN is no JSON number"),
-        (b"\xff\xfe", "no JSON"),
-        ("[" * 20000, "nested too deeply|no JSON"),
+        ('{"us": NaN}', "NaN is not a JSON number"),
+        (b"\xff\xfe", "not JSON"),
+        ("[" * 20000, "nested too deeply|not JSON"),
         ("{" + " " * MAX_ROW_BYTES + "}", "wanted 32768 or fewer"),
         (row().json().replace('"sms":132', '"sms":-1'), "environment.sms is -1"),
         (row().json().replace('"driver":"580.1"', '"driver":"\\u001b"'), "environment.driver is"),

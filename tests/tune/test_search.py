@@ -72,11 +72,11 @@ def test_every_candidate_ends_as_a_row(path: Path, capsys: pytest.CaptureFixture
     }  # fmt: skip
     errors = {how: row.error for how, row in found.items() if row.status != "ok"}
     assert errors["crash"] == "ended with exit code 9"
-    assert errors["hang"] == "said nothing for 2 s"
+    assert errors["hang"] == "sent no answer for 2 s"
     assert errors["lost"] == "no such type"
     assert errors["raises"] == "RuntimeError: no such?[31m luck"
-    assert errors["spills"] == "64 bytes a thread"
-    assert errors["writes"] == "it writes argument 0, which test_add_one does not declare"
+    assert errors["spills"] == "64 bytes per thread"
+    assert errors["writes"] == "it writes argument 0, which test_add_one does not declare as written"
     assert "largest error" in errors["wrong"]
     assert "inf" in errors["forgets"]
     verified = rows(path, verified=True)
@@ -204,7 +204,7 @@ def test_rows_of_other_versions_are_verified_again(path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("false",), "does not start: ended with exit code 1; it ran false"),
+        (("false",), "does not start: it ended with exit code 1; the command was false"),
         (("sh", "-c", 'echo \'{"failed": "no GPU"}\''), "cannot do its work: no GPU"),
     ],
     ids=lambda v: v[0] if isinstance(v, tuple) else "",
@@ -253,7 +253,7 @@ def test_the_process_is_replaced_and_goes_on() -> None:
         assert found[3].error == "ended with exit code 7"
         assert found[4] == Measured("ok", "c", Timing(2.0, 2.0), 1)
         assert measurer.notes == ["hm", "hm", "hm"]
-        with pytest.raises(MeasureError, match="ended with exit code 5 in the turns"):
+        with pytest.raises(MeasureError, match="ended with exit code 5 while it compared the best in turns"):
             measurer.in_turns(job, asked("a"))
         assert [answer.status for _, answer in measurer.measure(job, asked("a"))] == ["ok"]
         with pytest.raises(MeasureError, match="op M=1: the measuring process ended with exit code 6 before a candidate ran"):
@@ -274,7 +274,7 @@ def test_no_room_is_said_before_anything_is_measured(path: Path, monkeypatch: py
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tilewright.tune.database.TemporaryFile", lambda **_: Full())
-    with pytest.raises(DatabaseError, match=r"cannot be used: \[Errno 28\] No space left on device: give another file"):
+    with pytest.raises(DatabaseError, match=r"cannot be used: \[Errno 28\] No space left on device: choose another file"):
         tuned(path, command=("false",))
 
 

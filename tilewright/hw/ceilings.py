@@ -106,7 +106,7 @@ def ceilings(device: Device) -> Ceilings:
             again).
     """
     if device.arch == 0:
-        raise ValueError(f"ceilings: got {device.name}, wanted a GPU; `--card h100` speaks of one that is not here")
+        raise ValueError(f"ceilings: needs a GPU, got {device.name}; to use another machine's card, pass e.g. `--card h100`")
     slug, sheet = card_slug(device.name), data_sheet(device)
     for place in (folder(), SHIPPED):
         path = place / f"{slug}.json"

@@ -81,7 +81,7 @@ def launched() -> Launched | None:
         return Launched(rank=rank, world=world, local_rank=local, address=os.environ["MASTER_ADDR"], port=port)
     except (KeyError, ValueError) as error:
         wanted = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        raise ValueError(f"the environment has RANK, and not all of {wanted} as torchrun sets them: {error}") from error
+        raise ValueError(f"the environment has RANK, but not all of {wanted} as torchrun sets them: {error}") from error
 
 
 def variables_of_rank(place: Launched) -> dict[str, str]:

@@ -63,7 +63,7 @@ def measure(index: int, say: Say) -> tuple[Ceilings, dict[str, Any]]:
     free = free_bytes(torch.device("cuda", index))
     if free < _NEEDED_BYTES:
         raise ValueError(
-            f"{device.name} (cuda:{index}) has {free >> 20} MiB free, measuring needs {_NEEDED_BYTES >> 20}: end what uses it"
+            f"{device.name} (cuda:{index}) has {free >> 20} MiB free, measuring needs {_NEEDED_BYTES >> 20}: end other programs"
         )
     failed: dict[str, str] = {}
     facts = {"device": device.name, "sms": device.sms, "memory_bytes": device.memory_bytes, **software()}

@@ -96,7 +96,7 @@ class Cliff:
     """Additional (positive) or lost blocks compared to now."""
 
     def __str__(self) -> str:
-        """For example "4 registers fewer: 2 more blocks an SM"."""
+        """For example "4 registers fewer: 2 more blocks per SM"."""
         unit = "bytes of shared memory" if self.resource == "shared memory" else self.resource
         if abs(self.change) == 1:
             unit = unit.replace("bytes", "byte").removesuffix("s")
@@ -104,7 +104,7 @@ class Cliff:
         if not self.blocks:
             return f"{change}: no block fits"
         what = "more" if self.gained > 0 else "fewer"
-        return f"{change}: {abs(self.gained)} {what} block{'s' * (abs(self.gained) != 1)} an SM"
+        return f"{change}: {abs(self.gained)} {what} block{'s' * (abs(self.gained) != 1)} per SM"
 
 
 @dataclass(frozen=True, kw_only=True)

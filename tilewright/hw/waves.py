@@ -54,7 +54,7 @@ def waves(blocks: int, *, sms: int, blocks_per_sm: int = 1) -> Waves:
     """
     if blocks < 0 or sms < 1 or blocks_per_sm < 1:
         raise ValueError(
-            f"got a grid of {blocks} blocks, {sms} SMs, {blocks_per_sm} blocks an SM; wanted 0 or more, 1 or more, 1 or more"
+            f"got a grid of {blocks} blocks, {sms} SMs and {blocks_per_sm} blocks per SM; wanted at least 0, 1 and 1"
         )
     slots = sms * blocks_per_sm
     return Waves(blocks=blocks, slots=slots, full=blocks // slots, tail=blocks % slots)

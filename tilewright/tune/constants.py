@@ -89,7 +89,7 @@ _SM90 = Constants(
     library_s=3.793e-06,
 )
 
-_SCALED = "those of sm_90, unmeasured here"
+_SCALED = "those of sm_90, not measured on this architecture"
 CONSTANTS = {
     80: _SM90._replace(source=_SCALED, warpgroup_rows=0),
     90: _SM90,
@@ -103,5 +103,5 @@ def constants_of(arch: int) -> Constants:
     """The constants of `sm_<arch>`. Raises ValueError for an architecture older than all families."""
     family = max((known for known in CONSTANTS if known <= arch), default=None)
     if family is None:
-        raise ValueError(f"the model knows no sm_{arch}; wanted sm_{min(CONSTANTS)} or newer")
+        raise ValueError(f"the model has no constants for sm_{arch}; it supports sm_{min(CONSTANTS)} and newer")
     return CONSTANTS[family]

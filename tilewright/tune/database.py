@@ -208,7 +208,7 @@ def _where(equal: dict[str, Any]) -> tuple[str, Sequence[Any]]:
     columns = ("op", "problem", "impl", "status", "source", "card", "sms", "driver", "torch", "triton", "invariant", "verified")
     for name in equal:
         if name not in columns:
-            raise ValueError(f"rows cannot be chosen by {name!r}, wanted {', '.join(columns)}")
+            raise ValueError(f"rows cannot be selected by {name!r}, wanted one of {', '.join(columns)}")
     return "".join(f" AND {name} = ?" for name in equal), tuple(equal.values())
 
 
@@ -216,7 +216,9 @@ def _parsed(text: str, path: Path) -> Row:
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(f"{path}: a row that tilewright did not write: {error}; export what is good and import that") from None
+        raise ValueError(
+            f"{path}: a row is not valid: {error}; export the valid rows and import them into a new database"
+        ) from None
 
 
 # ---- opening
@@ -239,7 +241,7 @@ def _open_to_write(path: Path) -> sqlite3.Connection:
             for suffix in ("", "-wal", "-shm"):
                 if (old := path.with_name(path.name + suffix)).exists():
                     old.rename(aside.with_name(aside.name + suffix))
-            _LOG.warning("%s %s: it is kept as %s, and a new database begins", path, reason, aside)
+            _LOG.warning("%s %s: it was renamed to %s, and a new database is created", path, reason, aside)
             return _begun(_connect(path, "mode=rwc"))
 
 
@@ -271,7 +273,7 @@ def _begun(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 def _open_to_read(path: Path) -> sqlite3.Connection:
     if not path.is_file():
-        raise DatabaseError("is not there; `tilewright tune OP ...` and `tilewright tune import` begin one")
+        raise DatabaseError("does not exist; `tilewright tune OP ...` or `tilewright tune import` creates it")
     # On read-only media the log's shared memory cannot be created; nobody writes there, so the file can be read without it.
     try:
         return _checked(_connect(path, "mode=ro"))
@@ -287,7 +289,7 @@ def _checked(connection: sqlite3.Connection) -> sqlite3.Connection:
         _check_schema(connection)
     except _Unusable as reason:
         connection.close()
-        raise DatabaseError(f"{reason}; the next `tilewright tune` sets it aside and begins a new one") from None
+        raise DatabaseError(f"{reason}; the next `tilewright tune` renames it and creates a new one") from None
     except BaseException:
         connection.close()
         raise
@@ -303,10 +305,10 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 def _check_schema(connection: sqlite3.Connection) -> None:
     version, application = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id"))
     if application != _APPLICATION:
-        raise DatabaseError("is a database of another program; give another file")
+        raise DatabaseError("is a database of another program; choose another file")
     if version > SCHEMA_VERSION:
         raise DatabaseError(
-            f"is of a newer tilewright (schema {version}, wanted {SCHEMA_VERSION}): upgrade, or give another file"
+            f"was written by a newer tilewright (schema {version}, wanted {SCHEMA_VERSION}): upgrade, or choose another file"
         )
     schema = [sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY type DESC")]
     if schema != [_SCHEMA, _INDEX]:
@@ -326,11 +328,11 @@ def _explained(path: Path) -> Iterator[None]:
         raise DatabaseError(f"{path} {error}") from None
     except (sqlite3.Error, OSError) as error:
         advice = {
-            sqlite3.SQLITE_FULL: "make room there, or give another file",
-            sqlite3.SQLITE_READONLY: "make it writable, or give another file",
-            sqlite3.SQLITE_CANTOPEN: "it must be in a folder that may be written, or else be there already",
-            sqlite3.SQLITE_BUSY: f"another process has held it for {_WAIT_S:.0f} s; wait for that one, or give another file",
-            sqlite3.SQLITE_CORRUPT: "it is damaged; the next `tilewright tune` sets it aside and begins a new one",
-            sqlite3.SQLITE_NOTADB: "it is damaged; the next `tilewright tune` sets it aside and begins a new one",
-        }.get(_code(error), "give another file, or one on another disk")
+            sqlite3.SQLITE_FULL: "free disk space there, or choose another file",
+            sqlite3.SQLITE_READONLY: "make it writable, or choose another file",
+            sqlite3.SQLITE_CANTOPEN: "its folder must be writable, unless the file exists already",
+            sqlite3.SQLITE_BUSY: f"another process has held it for {_WAIT_S:.0f} s; wait for it to end, or choose another file",
+            sqlite3.SQLITE_CORRUPT: "it is damaged; the next `tilewright tune` renames it and creates a new one",
+            sqlite3.SQLITE_NOTADB: "it is damaged; the next `tilewright tune` renames it and creates a new one",
+        }.get(_code(error), "choose another file, or one on another disk")
         raise DatabaseError(f"database {path} cannot be used: {error}: {advice}") from error

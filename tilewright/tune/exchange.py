@@ -72,9 +72,9 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Row]:
     while line := file.readline(MAX_ROW_BYTES + 2):
         number += 1
         if number > MAX_ROWS:
-            raise ValueError(f"{name} has more than {MAX_ROWS} lines: import it in parts")
+            raise ValueError(f"{name} has more than {MAX_ROWS} lines: split it and import the parts")
         if len(line) > MAX_ROW_BYTES + 1:
-            raise ValueError(f"{name}, line {number}: longer than {MAX_ROW_BYTES} bytes, no row is; nothing was imported")
+            raise ValueError(f"{name}, line {number}: not a row, which has at most {MAX_ROW_BYTES} bytes; nothing was imported")
         if line.strip():
             try:
                 yield parse(line.rstrip(b"\r\n"))

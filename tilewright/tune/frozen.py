@@ -50,12 +50,14 @@ class FrozenTable:
         with open(self.path, "rb") as file:
             data = file.read(MAX_TABLE_BYTES + 1)
         if len(data) > MAX_TABLE_BYTES:
-            raise ValueError(f"{path} is larger than {MAX_TABLE_BYTES >> 20} MiB: no table is")
+            raise ValueError(f"{path} is no tuning table: it is larger than {MAX_TABLE_BYTES >> 20} MiB")
         self.sha256 = hashlib.sha256(data).hexdigest()
         try:
             values = parse_object(data)
             if values.get("format") != FORMAT:
-                raise ValueError(f"format is {values.get('format')!r}, wanted {FORMAT}: freeze it anew")
+                raise ValueError(
+                    f"format is {values.get('format')!r}, wanted {FORMAT}: write it again with `tilewright tune freeze`"
+                )
             self.card, self.sms = str(values["card"]), int(values["sms"])
             self._environments: list[dict[str, Any]] = values["environments"]
             self._rows: dict[tuple[str, bool], dict[str, list[dict[str, Any]]]] = {}
@@ -65,7 +67,9 @@ class FrozenTable:
                 for entry in self.entries():
                     entry.load()
         except KeyError as error:
-            raise ValueError(f"{path} is no tuning table: {error} is missing; freeze it anew") from None
+            raise ValueError(
+                f"{path} is no tuning table: {error} is missing; write it again with `tilewright tune freeze`"
+            ) from None
         except (ValueError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} is no tuning table: {error}") from None
 
@@ -101,7 +105,7 @@ def freeze(entries: Iterable[Entry]) -> str:
     """The text of the table for one card. Raises ValueError if the rows are of several cards, or if there are none."""
     found = sorted(entries, key=lambda e: (e.op, e.problem, e.invariant))
     if len(cards := sorted({e.card for e in found})) != 1:
-        raise ValueError(f"a table is for one card, the rows are of {', '.join(cards) or 'none'}; say which with --card")
+        raise ValueError(f"a table is for one card, but the rows are from {', '.join(cards) or 'none'}; select one with --card")
     environments: list[str] = []
     problems: list[str] = []
     sms = 0

@@ -130,8 +130,8 @@ def measured(op_name: str, problem: Any, device: Device, invariant: bool) -> dic
 def missing(op_name: str, problem: Any, device: Device) -> NoRecord:
     """The error in the strict scope for a problem that has no measured row itself."""
     return NoRecord(
-        f"{op_name}: nobody has measured {problem_json(problem)} on {device.name}, and the scope is strict: "
-        f"run `tilewright tune {op_name}` with these dimensions there, or leave the strict scope"
+        f"{op_name}: the strict scope needs a measurement of {problem_json(problem)} on {device.name}, and there is none: "
+        f"run `tilewright tune {op_name}` with these dimensions on that card, or leave the strict scope"
     )
 
 
@@ -163,14 +163,16 @@ def use_table(path: Path | str, device: Device) -> str:
         names = sorted(p.stem for p in TABLES.glob("*.json"))
         near = get_close_matches(card_slug(device.name), names, n=3, cutoff=0.3) or names
         raise ValueError(
-            f"{path} is the table of {table.card} with {table.sms} SMs; wanted one of {device.name} with {device.sms} SMs. "
-            f"Shipped are: {', '.join(near) or 'none'}; `tilewright tune freeze` on that card makes one"
+            f"{path} is the table of {table.card} with {table.sms} SMs; wanted one for {device.name} with {device.sms} SMs. "
+            f"Shipped tables: {', '.join(near) or 'none'}; `tilewright tune freeze` on that card writes one"
         )
     with _LOCK:
         if _RECORDS.only is not None and _RECORDS.only.sha256 == table.sha256:
             return table.sha256
         if any(_COUNTS.values()):
-            raise RuntimeError(f"use_table({str(path)!r}): {sum(_COUNTS.values())} choices were made before; call it first")
+            raise RuntimeError(
+                f"use_table({str(path)!r}): {sum(_COUNTS.values())} choices were made already; call it before the first op"
+            )
         _RECORDS.only = table
     _LOG.info("tuning table %s of %s: sha256 %s", path, table.card, table.sha256)
     return table.sha256

@@ -89,7 +89,9 @@ class Measurer:
             try:
                 self._environment = Environment(**self._hear(_START_S)["ready"])
             except _Gone as gone:
-                raise MeasureError(f"the measuring process does not start: {gone.reason}; it ran {self._spelled}") from None
+                raise MeasureError(
+                    f"the measuring process does not start: it {gone.reason}; the command was {self._spelled}"
+                ) from None
         return self._environment
 
     def measure(
@@ -135,7 +137,9 @@ class Measurer:
         except _Gone as gone:
             self._end()
             self._start()
-            raise MeasureError(f"{job.op} {' '.join(job.words)}: the measuring process {gone.reason} in the turns") from None
+            raise MeasureError(
+                f"{job.op} {' '.join(job.words)}: the measuring process {gone.reason} while it compared the best in turns"
+            ) from None
         return [Timing(*pair) for pair in found[0]]
 
     # ---- the process
@@ -162,7 +166,7 @@ class Measurer:
             self._process.wait(_DEATH_S)
         except subprocess.TimeoutExpired:
             raise MeasureError(
-                f"the measuring process {self._process.pid} was killed and does not end: the driver holds it, see nvidia-smi"
+                f"the measuring process {self._process.pid} was killed but does not end: the driver holds it, see nvidia-smi"
             ) from None
 
     def _work(
@@ -192,7 +196,7 @@ class Measurer:
         while not self._lines:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
             if not ready:
-                raise _Gone("timeout", f"said nothing for {patience_s:g} s")
+                raise _Gone("timeout", f"sent no answer for {patience_s:g} s")
             read = os.read(self._process.stdout.fileno(), 1 << 20)
             if not read:
                 raise self._died()

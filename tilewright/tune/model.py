@@ -245,12 +245,12 @@ def predict(device: Device, work: Work, facts: Facts | None, found: Ceilings | N
     if work.library:
         seconds, parts = _library(work, peak, found.read, c)
     elif facts is None:
-        raise ValueError("predict: got no facts of the compiled config; only a library's kernel goes without")
+        raise ValueError("predict: needs the facts of the compiled config, except for a library's kernel")
     else:
         held = held_by(device.arch, facts)
         if not held.resident:
             raise ValueError(
-                f"predict: not one block fits an SM of sm_{device.arch}, with {facts.shared_bytes} bytes of shared memory"
+                f"predict: no block with {facts.shared_bytes} bytes of shared memory fits on an SM of sm_{device.arch}"
             )
         seconds, parts = _parts(work, held, device.sms, peak, found.read, c)
         occupied = float(held.resident * held.warps / limits(device.arch).warps)

@@ -137,14 +137,14 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object with finite numbers. Raises ValueError if the text is anything else."""
 
     def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON number")
+        raise ValueError(f"{word} is not a JSON number")
 
     try:
         values = json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     except ValueError as error:  # includes undecodable bytes
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"is a JSON {type(values).__name__}, wanted an object")
     return values

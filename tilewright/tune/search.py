@@ -223,7 +223,7 @@ class _Run:
             if isinstance(found, str):
                 self._keep(candidate, "timeout" if "took longer" in found else "compile", error=found)
             elif found.get("spill_bytes") and not candidate.kept:
-                self._keep(candidate, "spills", error=f"{found['spill_bytes']} bytes a thread")
+                self._keep(candidate, "spills", error=f"{found['spill_bytes']} bytes per thread")
             else:
                 ready.append(place)
         self.report.compiled += len(wanted)
@@ -253,7 +253,7 @@ class _Run:
                 last.append(key)
         if not last:
             return
-        self.progress(f"{self.task.op.name}: the best {len(last)} in turns")
+        self.progress(f"{self.task.op.name}: timing the best {len(last)} in turns")
         finalists = [self.by_key[key] for key in last]
         try:
             times = self.measurer.in_turns(self.job, [_spelled(c) for c in finalists])

@@ -162,15 +162,17 @@ def wrong(op: Any, impl: Any, got: Sequence[Tensor], want: Sequence[Tensor], flo
         doubt: the factor on the limits: 2 if `want` was rounded as often as `got`.
     """
     if len(got) != len(want):
-        return f"{len(got)} results, the definition has {len(want)}"
+        return f"{len(got)} results, but the reference has {len(want)}"
     terms = flops / 2 / max(1, sum(w.numel() for w in want))
     for i, (g, w) in enumerate(zip(got, want, strict=True)):
         if g.shape != w.shape:
-            return f"output {i}: shape {tuple(g.shape)}, the definition has {tuple(w.shape)}"
+            return f"output {i}: shape {tuple(g.shape)}, but the reference has {tuple(w.shape)}"
         if op.codes_may_move and g.element_size() == 1:
             steps, share = codes_apart(g, w)
             if steps > MOVED_CODES[0] or share > MOVED_CODES[1]:
-                return f"output {i}: codes up to {steps} steps away, {share:.2%} of them; may be {MOVED_CODES[0]}, 2%"
+                return (
+                    f"output {i}: {share:.2%} of the codes differ, by up to {steps} steps; allowed are 2%, by {MOVED_CODES[0]}"
+                )
             continue
         if not g.is_floating_point():
             if not torch.equal(g, w):

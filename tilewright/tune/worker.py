@@ -144,7 +144,7 @@ class _Bench:
         self.written = written(self.op)
         first = ground.arguments(self.op, job["words"], 0)
         if (problem := problem_json(self.op.problem(*first))) != job["problem"]:
-            raise ValueError(f"the arguments make the problem {problem}, wanted {job['problem']}")
+            raise ValueError(f"the arguments give the problem {problem}, but the job is for {job['problem']}")
         cost = self.op.cost(*first)
         self.flops = cost.flops
         self.sets = sets_for(cost.bytes, ground.l2_bytes)
@@ -198,6 +198,6 @@ class _Bench:
         for i, before in self.untouched.items():
             if not torch.equal(bits(first[i]), bits(before)):
                 first[i].copy_(before)
-                return f"it writes argument {i}, which {self.op.name} does not declare"
+                return f"it writes argument {i}, which {self.op.name} does not declare as written"
         got = flat(result) + [first[i] for i in self.written]
         return wrong(self.op, impl, got, self.wanted, self.flops, self.doubt)

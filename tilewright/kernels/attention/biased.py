@@ -127,14 +127,14 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if tiles * problem.dtype.itemsize > device.smem_bytes:
         return "more shared memory than the device has"
     if c["BLOCK_M"] < 64 and device.multiplies_by_warpgroup:
-        return "a group of four warps multiplies 64 rows at once"
+        return "BLOCK_M must be at least 64, the rows that a warpgroup multiplies at once"
     if c["BLOCK_M"] // c["num_warps"] < 16 and width <= 128 and problem.dtype.itemsize == 2:
-        return "a warp has at least 16 rows: a row that two warps share costs a trip through shared memory"
+        return "a warp needs at least 16 rows: two warps exchange the rows that they share through shared memory"
     # Registers per thread: the weighted sum, the scores, the bias, and the weights in 16 bits.
     registers = c["BLOCK_M"] * (2 * of_values + 5 * c["BLOCK_N"]) // (64 * c["num_warps"])
     if not device.multiplies_by_warpgroup:
         registers += c["BLOCK_M"] * width // (64 * c["num_warps"])  # the queries too
-    return "more accumulators than the registers hold" if registers > 168 else None
+    return "the accumulators need more registers than a thread has" if registers > 168 else None
 
 
 SPACE = Space(
@@ -263,9 +263,9 @@ def _biased_kernel(
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in DTYPES or problem.bias_dtype not in (*DTYPES, torch.bool):
-        return f"takes bf16, fp16 or fp32 and such a bias or a bool one, not {problem.dtype} and {problem.bias_dtype}"
+        return f"supports bf16, fp16 and fp32, and a bias of these or bool, not {problem.dtype} and {problem.bias_dtype}"
     if max(problem.head_dim, problem.value_dim) > LARGEST_HEAD_DIM:
-        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {problem.head_dim} and {problem.value_dim}"
+        return f"supports head dims up to {LARGEST_HEAD_DIM} only, not {problem.head_dim} and {problem.value_dim}"
     return None
 
 
@@ -291,14 +291,14 @@ def _launch(
 
 def _vendor_refuse(device: Device, problem: Problem) -> str | None:
     if problem.bias_dtype not in (torch.bool, problem.dtype):
-        return f"takes a bool bias or one of the operands' dtype {problem.dtype}, not {problem.bias_dtype}"
+        return f"needs a bias of bool or of the operands' dtype {problem.dtype}, not {problem.bias_dtype}"
     if problem.filled:
-        return "hides keys, and gives them no finite score"
+        return "supports masks that hide keys only, not masks that give them a finite score"
     if problem.empty_nan:
-        return "gives zeros where a query sees no key, wanted NaN"
+        return "returns zeros for a query that sees no key, but NaN is needed"
     if problem.repeated:
-        return "takes one bias for all sequences or one each"
-    return None if problem.keys > 1 else "takes at least two keys"
+        return "supports one bias for all sequences or one per sequence only"
+    return None if problem.keys > 1 else "needs at least two keys"
 
 
 def _vendor(config: Config, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, *_: Any) -> Tensor:
@@ -339,7 +339,7 @@ def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, scale: fl
     check_operands(q, k, v)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if q.dim() != 4:
-        raise ValueError(f"attention: a bias is for operands [B, S, H, D], got packed ones, q {list(q.shape)}")
+        raise ValueError(f"attention: a bias needs operands [B, S, H, D]; got packed operands, q {list(q.shape)}")
     if not math.isfinite(factor):
         raise ValueError(f"attention: scale is {factor}, wanted a finite number")
     if bias.device != q.device or bias.dtype not in (*DTYPES, torch.bool):
@@ -349,5 +349,5 @@ def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, scale: fl
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     whole = bias[(None,) * (4 - bias.dim())] if bias.dim() <= 4 else bias
     if whole.dim() != 4 or any(got not in (1, size) for got, size in zip(whole.shape, sizes, strict=True)):
-        raise ValueError(f"attention: bias is {list(bias.shape)}, wanted what expands to [B, H, S, SK] {list(sizes)}")
+        raise ValueError(f"attention: bias is {list(bias.shape)}, it must broadcast to [B, H, S, SK] {list(sizes)}")
     return biased_attention_op(q, k, v, whole, factor, -math.inf, False)

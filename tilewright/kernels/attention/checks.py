@@ -24,14 +24,14 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check shapes, dtypes, devices and strides. Raises ValueError."""
     if q.dim() not in (3, 4) or k.dim() != q.dim() or k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            "attention: wants q [B, S, H, D], k [B, SK, G, D] and v [B, SK, G, V], or packed q [T, H, D], k [TK, G, D] and "
+            "attention: needs q [B, S, H, D], k [B, SK, G, D] and v [B, SK, G, V], or packed q [T, H, D], k [TK, G, D] and "
             f"v [TK, G, V], with one D; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
     if q.dim() == 4 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"attention: q has {q.shape[0]} sequences, k and v have {k.shape[0]}: they must be equally many")
+        raise ValueError(f"attention: q has {q.shape[0]} sequences, k and v have {k.shape[0]}: the numbers must be equal")
     heads, groups, dim = q.shape[-2], k.shape[-2], q.shape[-1]
     if not heads or not groups or heads % groups:
-        raise ValueError(f"attention: {heads} query heads are no multiple of {groups} key/value heads")
+        raise ValueError(f"attention: {heads} query heads are not a multiple of {groups} key/value heads")
     for name, width in (("head dim", dim), ("values' head dim", v.shape[-1])):
         if not 1 <= width <= LARGEST_HEAD_DIM:
             raise ValueError(f"attention: {name} is {width}, wanted 1 to {LARGEST_HEAD_DIM}")
@@ -39,7 +39,7 @@ def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"attention: q is {q.dtype}, wanted bfloat16, float16 or float32")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype or t.device != q.device:
-            raise ValueError(f"attention: {name} is {t.dtype} on {t.device}; it must be as q, {q.dtype} on {q.device}")
+            raise ValueError(f"attention: {name} is {t.dtype} on {t.device}; it must match q, {q.dtype} on {q.device}")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.stride(-1) != 1 and t.shape[-1] > 1:
             raise ValueError(f"attention: {name} has strides {t.stride()}; the last must be 1, call .contiguous()")
@@ -61,8 +61,8 @@ def check_lengths(name: str, cu: Tensor | None, longest: int | None, t: Tensor) 
     """
     if cu is None or longest is None:
         raise ValueError(
-            f"attention: packed operands want cu_q, cu_k, max_q and max_k; cu_{name} or max_{name} is missing "
-            f"(max_{name} = int(cu_{name}.diff().max()) waits for the device: keep it)"
+            f"attention: packed operands need cu_q, cu_k, max_q and max_k; cu_{name} or max_{name} is missing "
+            f"(max_{name} = int(cu_{name}.diff().max()) waits for the device, so compute it once and keep it)"
         )
     if cu.dim() != 1 or not cu.numel() or cu.dtype != torch.int32 or cu.device != t.device or not cu.is_contiguous():
         raise ValueError(
@@ -77,7 +77,7 @@ def check_lengths(name: str, cu: Tensor | None, longest: int | None, t: Tensor) 
         if bounds[0] != 0 or bounds[-1] != t.shape[0] or min(lengths, default=0) < 0:
             raise ValueError(f"attention: cu_{name} must rise from 0 to {t.shape[0]}, the rows of all sequences; got {bounds}")
         if max(lengths, default=0) > longest:
-            raise ValueError(f"attention: max_{name} is {longest}, the longest sequence of cu_{name} has {max(lengths)}")
+            raise ValueError(f"attention: max_{name} is {longest}, but the longest sequence of cu_{name} has {max(lengths)}")
     return cu, longest
 
 
@@ -106,11 +106,11 @@ def check_bends(
 ) -> None:  # fmt: skip
     """Check the options that change a mask or a score. Raises ValueError."""
     if prefix is not None and not causal:
-        raise ValueError("attention: a prefix is what every query sees beside its causal mask: wanted causal=True with it")
+        raise ValueError("attention: prefix adds keys that every query sees to those of a causal mask; it needs causal=True")
     if isinstance(prefix, Tensor):
         if prefix.shape != (batch,) or prefix.dtype != torch.int32 or prefix.device != q.device or not prefix.is_contiguous():
             raise ValueError(
-                f"attention: prefix must be a number, or contiguous int32 [{batch}] on {q.device}, one a sequence; "
+                f"attention: prefix must be a number, or contiguous int32 [{batch}] on {q.device}, one number per sequence; "
                 f"got {prefix.dtype} {list(prefix.shape)} on {prefix.device}"
             )
     elif prefix is not None and prefix < 0:
@@ -124,6 +124,6 @@ def check_bends(
         if t.shape != (heads,) or t.dtype not in dtypes or t.device != q.device or not t.is_contiguous():
             wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise ValueError(
-                f"attention: {name} must be contiguous {wanted} [{heads}] on {q.device}, one a query head; "
+                f"attention: {name} must be contiguous {wanted} [{heads}] on {q.device}, one number per query head; "
                 f"got {t.dtype} {list(t.shape)} on {t.device}"
             )

@@ -74,7 +74,7 @@ def lacks(problem: Any, *, window: bool = False, sinks: bool = False) -> str | N
         "ALiBi": problem.alibi,
     }
     missing = [name for name, needed in wanted.items() if needed]
-    return f"has no {', '.join(missing)}" if missing else None
+    return f"does not support {', '.join(missing)}" if missing else None
 
 
 def side_by_side(t: Tensor) -> bool:

@@ -22,13 +22,13 @@ __all__ = ["VENDOR"]
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.varlen:
-        return "takes sequences of one length only"
+        return "supports sequences of equal length only, not packed ones"
     if problem.lse:
-        return "gives no log-sum-exp"
+        return "does not return the log-sum-exp"
     if problem.causal and not problem.square and problem.max_q > 1:
-        return "aligns a causal mask with the first key, wanted the last: queries and keys must be equally many"
+        return "aligns a causal mask with the first key, not the last, so it needs as many queries as keys"
     if not problem.has_keys:
-        return "takes at least one key"
+        return "needs at least one key"
     return lacks(problem)
 
 

@@ -38,15 +38,15 @@ programs per SM: 37.8 us."""
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype.itemsize != 2:
-        return f"takes bf16 or fp16, not {problem.dtype}"
+        return f"supports bf16 and fp16 only, not {problem.dtype}"
     if problem.head_dim not in (32, 64) or problem.value_dim != problem.head_dim:
-        return f"takes head dims of 32 and 64, not {problem.head_dim} and {problem.value_dim}"
+        return f"supports head dims of 32 and 64 only, not {problem.head_dim} and {problem.value_dim}"
     if not problem.has_keys or problem.max_k > 2 * _KEYS:
-        return f"takes 1 to {2 * _KEYS} keys, which it holds"
+        return f"supports 1 to {2 * _KEYS} keys only, which it keeps on the chip"
     if problem.max_q > _QUERIES:
-        return f"takes up to {_QUERIES} queries: it counts their places in 32 bits"
+        return f"supports up to {_QUERIES} queries only: it counts their places in 32 bits"
     if problem.varlen or problem.causal or problem.lse:
-        return "has no packed sequences, causal masks or log-sum-exp"
+        return "does not support packed sequences, causal masks or the log-sum-exp"
     return lacks(problem)
 
 

@@ -37,10 +37,10 @@ _ROWS = 64  # query rows per consumer
 
 def _refuse_any_layout(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in SIXTEEN_BITS:
-        return f"takes bf16 or fp16, not {problem.dtype}"
+        return f"supports bf16 and fp16 only, not {problem.dtype}"
     if (problem.head_dim, problem.value_dim) not in HEAD_DIMS:
         taken = ", ".join(f"{keys}/{values}" for keys, values in HEAD_DIMS)
-        return f"takes head dims of keys and values {taken}, not {problem.head_dim}/{problem.value_dim}"
+        return f"supports head dims of keys and values {taken} only, not {problem.head_dim}/{problem.value_dim}"
     return lacks(problem, window=True, sinks=True)
 
 
@@ -48,7 +48,7 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if reason := _refuse_any_layout(device, problem):
         return reason
     if not problem.tma:
-        return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
+        return "needs the heads of a token next to each other in memory, and rows and heads that start at multiples of 16 bytes"
     return None
 
 
@@ -94,9 +94,9 @@ def _config_refusal(device: Device, problem: Problem, config: Config) -> str | N
     # Registers per thread: o, s and p of 64 rows.
     accumulators = problem.value_dim // 2 + config["BLOCK_N"] // 2 + config["BLOCK_N"] // 4
     if accumulators > (184 if config["CONSUMERS"] == 2 else 128):
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     if _ring(device, problem.head_dim, problem.value_dim, config)[0] < 2:
-        return "two stages of keys and values do not fit shared memory"
+        return "two pipeline stages of keys and values do not fit in shared memory"
     return None
 
 

@@ -35,9 +35,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in DTYPES:
-        return f"takes bf16, fp16 or fp32, not {problem.dtype}"
+        return f"supports bf16, fp16 and fp32 only, not {problem.dtype}"
     if problem.head_dim > LARGEST_HEAD_DIM:
-        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {problem.head_dim}"
+        return f"supports head dims up to {LARGEST_HEAD_DIM} only, not {problem.head_dim}"
     return None
 
 
@@ -76,14 +76,14 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if _smem_bytes(problem, c) > device.smem_bytes:
         return "more shared memory than the device has"
     if c["BLOCK_M"] // c["num_warps"] < 16 and width <= 128 and problem.dtype.itemsize == 2:
-        return "a warp has at least 16 rows: a row that two warps share costs a trip through shared memory"
+        return "a warp needs at least 16 rows: two warps exchange the rows that they share through shared memory"
     # Registers per thread: the weighted sum, the scores, and the weights in 16 bits.
     registers = c["BLOCK_M"] * (2 * of_values + 3 * c["BLOCK_N"]) // (64 * c["num_warps"])
     if not device.multiplies_by_warpgroup:
         registers += c["BLOCK_M"] * width // (64 * c["num_warps"])  # the queries too
     # On sm_80 all three tiles that need 192 registers spill: by up to 120 bytes, or only with masks that are more than causal.
     if registers > (200 if device.multiplies_by_warpgroup else 184):
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     return None
 
 

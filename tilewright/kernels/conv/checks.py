@@ -97,7 +97,7 @@ def check_operands(
     wanted = weight.shape[0] if transposed else weight.shape[1] * groups
     if x.shape[1] != wanted or not x.shape[1] or not weight.shape[0] or not weight.shape[1]:
         raise ValueError(
-            f"{op}: x has {x.shape[1]} channels, and a weight {list(weight.shape)} with groups={groups} takes {wanted}, "
+            f"{op}: x has {x.shape[1]} channels, and a weight {list(weight.shape)} with groups={groups} needs {wanted}, "
             "at least 1; each dim of channels must be at least 1"
         )
     outputs = weight.shape[1] * groups if transposed else weight.shape[0]
@@ -120,7 +120,7 @@ def check_scales(
     """The dtype of the result. Raises ValueError unless int8 operands have both scales, and all others have none."""
     if x.dtype != torch.int8:
         if x_scales is not None or w_scales is not None:
-            raise ValueError(f"{op}: scales belong to int8 operands; x is {x.dtype}")
+            raise ValueError(f"{op}: scales are for int8 operands only; x is {x.dtype}")
         if dtype not in (None, x.dtype):
             raise ValueError(f"{op}: the result has x's dtype, {x.dtype}; got dtype={dtype}")
         return x.dtype
@@ -151,8 +151,8 @@ def window_of(op: str, x: Tensor, weight: Tensor, stride: Int, padding: Padding,
     size = [output_size(*numbers) for numbers in each]
     if min(size) < 1:
         raise ValueError(
-            f"{op}: no output: x has {list(x.shape[2:])} pixels, with padding {sides} fewer than the filter {list(kernel)} "
-            f"with dilation {dilations} covers"
+            f"{op}: no output: x has {list(x.shape[2:])} pixels, which with padding {sides} are fewer than the filter "
+            f"{list(kernel)} with dilation {dilations} covers"
         )
     return Window(strides, low, high, dilations, size)
 

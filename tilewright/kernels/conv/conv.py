@@ -85,9 +85,9 @@ EXAMPLES = (
 
 def _refuse_linear(device: Device, problem: Problem) -> str | None:
     if not problem.pointwise or problem.dtype == torch.int8:
-        return "is no matrix product of x's pixels as they stand"
+        return "supports filters of one pixel only, with stride 1 and without padding or groups, and no int8"
     if problem.residual and problem.activation != "none":
-        return "linear adds a residual after the activation"
+        return "does not support a residual with an activation: linear adds the residual after the activation"
     return None
 
 

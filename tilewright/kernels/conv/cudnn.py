@@ -65,7 +65,7 @@ class cudnn_choosing:
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype == torch.int8:
         return "torch has no int8 convolution on a GPU"
-    return "cuDNN has no empty tensors" if problem.empty else None
+    return "cuDNN does not support empty tensors" if problem.empty else None
 
 
 def _launch(

@@ -28,8 +28,8 @@ SMALL = tl.constexpr(9)
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.depthwise:
-        return "takes one channel of x for each group"
-    return f"does not take {problem.dtype}" if problem.dtype.itemsize not in (2, 4) else None
+        return "supports depthwise convolutions only: one channel of x per group"
+    return f"does not support {problem.dtype}" if problem.dtype.itemsize not in (2, 4) else None
 
 
 # ---- space
@@ -57,9 +57,9 @@ def _small(problem: Problem) -> bool:
 
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
     if c["LINES"] > 1 and not _small(problem):
-        return "more than one row of y needs a filter of at most 9 taps in a plane"
+        return "LINES above 1 needs a filter of at most 9 taps and at most two spatial dims"
     if c["LINES"] * c["COLS"] > 8:
-        return "so many accumulators spill"
+        return "LINES x COLS above 8 spills registers"
     return None
 
 

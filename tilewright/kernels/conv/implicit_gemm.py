@@ -42,7 +42,7 @@ __all__ = ["FEW", "TRITON", "estimate", "planned", "tiles_of"]
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype.itemsize > 4:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     return None
 
 
@@ -106,17 +106,17 @@ def _default(device: Device, problem: Problem) -> Config:
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
     itemsize = problem.dtype.itemsize
     if (c["BLOCK_M"], c["BLOCK_N"], c["num_warps"]) not in (_WIDE_TILES if itemsize == 4 else _TILES):
-        return "not one of the tiles that neither spill nor idle"
+        return "not a supported tile: it would spill registers or leave warps idle"
     if c["BLOCK_K"] != _block_k(problem):
-        return "a step of K should be 128 bytes, or half of that for narrow layers"
+        return "BLOCK_K must be 128 bytes wide, or half of that for layers with few channels"
     if c["BLOCK_N"] == 256 and (itemsize == 1 or not device.multiplies_by_warpgroup):
-        return "256 columns spill where the tensor core reads an operand from registers"
+        return "BLOCK_N 256 spills registers where the tensor cores read an operand from registers"
     if itemsize < 4 and c["BLOCK_N"] == 32 and (problem.groups == 1 or problem.o // problem.groups > 16):
-        return "32 columns are for narrow groups"
+        return "BLOCK_N 32 is for groups of at most 16 output channels"
     if c["BLOCK_N"] > max(64, problem.o):
-        return "BLOCK_N is wider than y"
+        return "BLOCK_N is larger than the number of channels of y"
     if itemsize == 4 and c["num_stages"] == 4:
-        return "float32 is not limited by loads"
+        return "a fourth stage gains nothing with float32, which is not limited by loads"
     if _smem_bytes(c, itemsize) > device.smem_bytes:
         return "more shared memory than the device has"
     return None
@@ -148,11 +148,11 @@ def _steps(problem: Problem, block_k: int) -> int:
 
 def _refuse_few(device: Device, problem: Problem) -> str | None:
     if problem.groups > 1 or problem.dtype.itemsize != 2:
-        return "takes fp16 and bf16 without groups"
+        return "supports fp16 and bf16 without groups only"
     if _few_tiles(problem) > 4 * device.sms:
-        return "is for fewer pixels and channels: other tiles fill the card"
+        return "is for fewer pixels and channels: here the tiles of other implementations occupy all SMs"
     if problem.taps * problem.c < 256:
-        return "is for sums of 256 products and more"
+        return "needs at least 256 products per output (filter taps x channels)"
     return None
 
 
@@ -172,9 +172,9 @@ def _few_default(device: Device, problem: Problem) -> Config:
 
 def _refuse_few_config(device: Device, problem: Problem, c: Config) -> str | None:
     if c["BLOCK_K"] != _block_k(problem):
-        return "a step of K should be 128 bytes, or half of that for narrow layers"
+        return "BLOCK_K must be 128 bytes wide, or half of that for layers with few channels"
     if 2 * c["SPLIT_K"] > max(2, _steps(problem, c["BLOCK_K"])):
-        return "a program should have two steps of K"
+        return "SPLIT_K is too large: each program needs at least two steps along K"
     return None
 
 

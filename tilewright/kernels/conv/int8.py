@@ -164,14 +164,16 @@ def conv_codes(
             f"{list(x.shape)} {x.dtype} and {list(weight.shape)} {weight.dtype}"
         )
     if groups < 1 or x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups:
-        raise ValueError(f"conv_codes: {x.shape[1]} channels, a weight {list(weight.shape)} and groups={groups} do not fit")
+        raise ValueError(
+            f"conv_codes: x has {x.shape[1]} channels, which do not fit weight {list(weight.shape)}, groups={groups}"
+        )
     if activation not in ACTIVATIONS or (residual is not None and activation not in ("none", "relu")):
         known = "none or relu, as there is a residual" if residual is not None else ", ".join(ACTIVATIONS)
         raise ValueError(f"conv_codes: activation must be {known}; got {activation!r}")
     window = window_of("conv_codes", x, weight, stride, padding, dilation)
     shape = (x.shape[0], weight.shape[0], *window.size)
     if (residual is None) != (residual_scale is None):
-        raise ValueError("conv_codes: a residual and its residual_scale come together")
+        raise ValueError("conv_codes: give both residual and residual_scale, or neither")
     if residual is not None and (residual.shape != shape or residual.dtype != torch.int8 or residual.device != x.device):
         raise ValueError(f"conv_codes: residual must be {list(shape)} int8; got {list(residual.shape)} {residual.dtype}")
     outputs = weight.shape[:1]

@@ -35,16 +35,16 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if (reason := refuse_boxes(device, problem, (torch.float16, torch.bfloat16, torch.int8))) is not None:
         return reason
     if not problem.aligned or problem.o * problem.out.itemsize % 16:
-        return "needs tensors that start at multiples of 16 bytes, and output channels that are a multiple of them"
+        return "needs tensors that start at multiples of 16 bytes, and output channels that fill a multiple of 16 bytes"
     if problem.kernel[2] > 1 and problem.dilation[2] > 1 and problem.c * problem.dtype.itemsize % 16:
-        return "channels that are no multiple of 16 bytes are copied to windows, which a dilated filter has not"
+        return "with a dilation along the width, needs channels that fill a multiple of 16 bytes"
     fold = fold_of(problem, problem.dtype)
     if any(stride not in (1, 2, 4) for stride in fold.stride):
-        return "takes strides of 1, 2 and 4"
+        return "supports strides of 1, 2 and 4 only"
     if len(phases_of(fold.kernel, fold.stride, fold.padding, fold.dilation)) > 4:
-        return "takes at most four phases of strided pixels"
+        return "needs a stride that splits the pixels read by the filter into at most four phases"
     if fold.way != "windows" and (problem.x[1] < fold.stride[0] or problem.x[2] < fold.stride[1]):
-        return "an x smaller than the stride has empty phases"
+        return "needs an x that is at least as large as the stride"
     return None
 
 

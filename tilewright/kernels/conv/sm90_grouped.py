@@ -65,17 +65,17 @@ def _refuse(device: Device, problem: Problem) -> str | None:
         return reason
     own = problem.c // problem.groups
     if own not in (4, 8, 16, 32, 64) or problem.o != problem.c:
-        return "takes groups of 4, 8, 16, 32 or 64 channels with as many of y"
+        return "supports groups of 4, 8, 16, 32 or 64 channels of x only, with as many of y"
     if problem.c % _SIDE:
-        return "takes channels that are a multiple of 64"
+        return "needs a number of channels that is a multiple of 64"
     if max(problem.kernel) > 3 or max(problem.dilation) > 1:
-        return "takes filters of up to 3 x 3 without dilation: their weights fit in shared memory"
+        return "supports filters of up to 3 x 3 without dilation only: their weights fit in shared memory"
     stride = problem.stride[2]
     if problem.stride[1] != stride or stride not in (1, 2) or problem.x[1] % stride or problem.x[2] % stride:
-        return "takes strides of 1, and of 2 where height and width are even"
+        return "supports a stride of 1 only, or of 2 if height and width are even"
     if not problem.aligned:
         return "needs tensors that start at multiples of 16 bytes"
-    return None if VIEWS_REACH_ON else "this version of Triton has no views of shared memory that reach beyond their part"
+    return None if VIEWS_REACH_ON else "needs a version of Triton whose views of shared memory may reach beyond their slice"
 
 
 _PRODUCT_CYCLES = 2.3

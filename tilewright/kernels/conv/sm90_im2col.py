@@ -46,12 +46,12 @@ def refuse_boxes(
 ) -> str | None:
     """Why a problem is refused by every kernel that loads boxes of pixels on sm_90, or None."""
     if problem.dtype not in dtypes:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if problem.empty:
-        return "the copy engine has no empty tensors"
+        return "does not support empty tensors"
     if problem.x[0] != 1 or problem.y[0] != 1 or problem.kernel[0] != 1:
-        return "does not take three spatial dims"
-    return "does not take groups" if problem.groups != 1 and not groups else None
+        return "does not support three spatial dims"
+    return "does not support groups" if problem.groups != 1 and not groups else None
 
 
 _FETCH_CYCLES = 4.6
@@ -212,19 +212,19 @@ def tile_refusal(device: Device, shape: Shape, c: Config) -> str | None:
     """Why a config cannot work for a shape, or None."""
     block_m, block_n, turns, kh = c["BLOCK_M"], c["BLOCK_N"], c["TURNS"], shape.kernel[0]
     if (block_m, block_n, turns) not in _TILES:
-        return "of the tiles these are the ones that fit two groups of warps"
+        return "not a supported tile: BLOCK_M, BLOCK_N and TURNS must fit the two consumer warpgroups"
     if turns and (shape.residual or c["SPLIT_K"] != 1):
-        return "consumers that take turns fetch no residual and do not share tiles with other programs"
+        return "TURNS supports neither a residual nor SPLIT_K: the consumers alternate between whole tiles"
     if block_n > 64 and block_n >= 2 * shape.o:
-        return "BLOCK_N is twice as wide as y"
+        return "BLOCK_N is at least twice the number of channels of y"
     if not c["COLUMN"]:
         return None
     if kh not in (2, 3, 4, 5) or shape.stride != (1, 1) or abs(shape.dilation[0]) != 1:
-        return "a column of the filter is a step where it has 2 to 5 positions next to each other, and the stride is 1"
+        return "COLUMN needs a filter of 2 to 5 rows without dilation, and a stride of 1"
     if not VIEWS_REACH_ON:
-        return "this version of Triton has no views of shared memory that reach beyond the part they are taken of"
+        return "needs a version of Triton whose views of shared memory may reach beyond their slice"
     if c["SPLIT_K"] != 1:
-        return "steps of a whole column of the filter are too few to share"
+        return "COLUMN does not support SPLIT_K: steps of a whole filter column are too few to share"
     step_bytes = _block_k(shape.c, shape.itemsize) * shape.itemsize
     if _ring(device, c, _box(c, *shape[:3]), kh, next_pow2(kh - 1), step_bytes, _WIDTH)[0] < 2:
         return "more shared memory than the device has"

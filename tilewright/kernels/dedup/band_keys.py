@@ -146,5 +146,5 @@ def band_keys(signature: Tensor, bands: int) -> Tensor:
             f"band_keys: signature must be int32 [D, P] with dense rows, got {tuple(signature.shape)} {signature.dtype}"
         )
     if not 1 <= bands <= signature.shape[1]:
-        raise ValueError(f"band_keys: bands must be from 1 to the {signature.shape[1]} places of a signature, got {bands}")
+        raise ValueError(f"band_keys: bands must be 1 to {signature.shape[1]}, the places in a signature; got {bands}")
     return band_keys_op(signature, bands)

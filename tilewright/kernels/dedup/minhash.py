@@ -60,7 +60,7 @@ SPACE = Space(
     default=lambda device, problem: {"BLOCK_S": 16, "BLOCK_P": 128 if problem.places > 64 else 64, "num_warps": 4},
     axes={"BLOCK_S": (8, 16, 32), "BLOCK_P": (64, 128), "num_warps": (2, 4, 8)},
     refusal=lambda device, problem, c: (
-        "over 32 minima a thread" if c["BLOCK_S"] * c["BLOCK_P"] > 1024 * c["num_warps"] else None
+        "over 32 minima per thread" if c["BLOCK_S"] * c["BLOCK_P"] > 1024 * c["num_warps"] else None
     ),
 )
 

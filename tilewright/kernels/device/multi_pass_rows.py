@@ -47,12 +47,12 @@ def rows_space(default: Callable[[Device, Any], Config], most_a_thread: int = 51
         if c["BLOCK_D"] >= 2 * cols and c["BLOCK_D"] > 64:
             return "BLOCK_D wider than the row needs"
         if tile > most_a_thread * 32 * c["num_warps"]:
-            return f"over {most_a_thread} elements a thread"
+            return f"over {most_a_thread} elements per thread"
         if cols <= c["BLOCK_D"]:
-            return "a row of one block has nothing else to hold" if c["HELD"] > 1 else None
+            return "HELD must be 1 if one block holds the whole row" if c["HELD"] > 1 else None
         if c["BLOCK_T"] > 1:
-            return "wide rows go one by one"
-        return "a wide row in blocks under 2048 columns" if c["BLOCK_D"] < 2048 else None
+            return "BLOCK_T must be 1 if a row is wider than a block"
+        return "blocks must have at least 2048 columns if a row is wider than a block" if c["BLOCK_D"] < 2048 else None
 
     axes = {
         "BLOCK_T": (1, 2, 4, 8, 16),

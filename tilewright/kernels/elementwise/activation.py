@@ -68,13 +68,13 @@ FLAT_SPACE = Space(
     # 32 bytes of each operand per thread: two loads of 16 bytes.
     default=lambda device, problem: {"BLOCK": 4096 // problem.dtype.itemsize, "num_warps": 4},
     axes={"BLOCK": (1024, 2048, 4096), "num_warps": (4, 8)},
-    refusal=lambda device, problem, c: "under 16 bytes a thread" if c["BLOCK"] < 256 * c["num_warps"] else None,
+    refusal=lambda device, problem, c: "under 16 bytes per thread" if c["BLOCK"] < 256 * c["num_warps"] else None,
 )
 
 
 def float32_at_most(device: Device, problem: Any) -> str | None:
     """Why a kernel that computes in float32 refuses a problem, or None."""
-    return "computes in float32, and float64 wants more" if problem.dtype == torch.float64 else None
+    return "does not support float64: it computes in float32" if problem.dtype == torch.float64 else None
 
 
 @Example.of

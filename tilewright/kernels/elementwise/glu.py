@@ -227,6 +227,6 @@ def gated_mul(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 def _check(op: str, gate: Tensor, up: Tensor) -> None:
     if gate.dim() == 0 or up.shape != gate.shape or up.dtype != gate.dtype:
         raise ValueError(
-            f"{op}: gate and up must be alike and have a last dimension; got {tuple(gate.shape)} {gate.dtype}, "
+            f"{op}: gate and up must have one shape and dtype, and a last dimension; got {tuple(gate.shape)} {gate.dtype}, "
             f"{tuple(up.shape)} {up.dtype}"
         )

@@ -71,7 +71,7 @@ ROW_SPACE = Space(
     refusal=lambda device, problem, c: (
         "BLOCK_N wider than the row needs"
         if c["BLOCK_N"] >= max(512, 2 * problem.cols)
-        else "threads without an element of the block"
+        else "fewer than two elements per thread"
         if c["BLOCK_N"] < 64 * c["num_warps"]
         else None
     ),

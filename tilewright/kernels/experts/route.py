@@ -203,7 +203,7 @@ def _route_kernel(
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    return f"takes at most {MOST_EXPERTS} experts" if problem.experts > MOST_EXPERTS else None
+    return f"supports at most {MOST_EXPERTS} experts, not {problem.experts}" if problem.experts > MOST_EXPERTS else None
 
 
 def _launch(

@@ -161,11 +161,11 @@ _BLOCK_R = 128
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    return f"takes at most {MOST_EXPERTS} experts" if problem.experts > MOST_EXPERTS else None
+    return f"supports at most {MOST_EXPERTS} experts, not {problem.experts}" if problem.experts > MOST_EXPERTS else None
 
 
 def _refuse_one(device: Device, problem: Problem) -> str | None:
-    return _refuse(device, problem) if problem.few else f"takes at most {_FEW} rows"
+    return _refuse(device, problem) if problem.few else f"supports at most {_FEW} rows"
 
 
 def _launch_one(config: Config, experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,15 +38,15 @@ __all__ = ["GEMV"]
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.m_bucket > 1:
-        return "takes one row: the tensor cores of `skinny` win from two on"
+        return "supports one row of x only: from two rows on, the tensor cores of `skinny` are faster"
     if problem.batched:
-        return "takes one weight, not a batch of them"
+        return "supports a single weight only, not a batch of weights"
     if problem.x_major != "k" or problem.w_major != "k":
-        return "needs x and the weight dense along K"
+        return "needs x and the weight contiguous along K"
     if not problem.n or not problem.k:
-        return "has nothing to stream: N or K is 0"
+        return "N or K is 0: there is nothing to load"
     if problem.dtype.itemsize > 4:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     return None
 
 
@@ -71,11 +71,11 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if c["BLOCK_K"] >= 2 * next_pow2(problem.k) and c["BLOCK_K"] > 256:
         return "BLOCK_K wider than the row needs"
     if c["BLOCK_K"] * problem.dtype.itemsize < 512 * c["num_warps"]:
-        return "a row of x that is not one vector a thread changes layout through shared memory at every step"
+        return "with less than 16 bytes of x per thread, x changes its layout through shared memory in every step"
     if loads < 2:
-        return "fewer than two loads in flight a thread"
+        return "fewer than two loads in flight per thread"
     if loads > 16:
-        return "a step that spills registers: too many loads a thread"
+        return "more than 16 loads per thread and step spill registers"
     return None
 
 

@@ -273,7 +273,7 @@ def check_epilogue(
     n = weight.shape[-2]
     if ACTIVATIONS[activation][1]:
         if n % 2:
-            raise ValueError(f"{op}: {activation} needs a gate and an up half, an even N of {names[1]}; got {n}")
+            raise ValueError(f"{op}: {activation} needs an even N of {names[1]}, for a gate half and an up half; got {n}")
         width = n // 2
     else:
         width = n

@@ -116,6 +116,6 @@ def check_epilogue(
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     gated = ACTIVATIONS[activation][1]
     if gated and n % 2:
-        raise ValueError(f"{op}: {activation} needs a gate and an up half, an even number of rows; got {n}")
+        raise ValueError(f"{op}: {activation} needs an even number of rows, for a gate half and an up half; got {n}")
     check_tensor(op, "bias", bias, ((n,),), bias_dtypes, x)
     check_tensor(op, "residual", residual, ((x.shape[0], n // 2 if gated else n),), residual_dtypes, x)

@@ -38,13 +38,13 @@ _MAX_M = 16
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.m_bucket > _MAX_M:
-        return f"takes at most {_MAX_M} rows"
+        return f"supports at most {_MAX_M} rows of x"
     if problem.batched:
-        return "takes one weight, not a batch of them"
+        return "supports a single weight only, not a batch of weights"
     if problem.x_major != "k" or problem.w_major != "k":
-        return "needs x and the weight dense along K"
+        return "needs x and the weight contiguous along K"
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     return None
 
 
@@ -74,11 +74,11 @@ def _default(device: Device, problem: Problem) -> Config:
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     step = c["SLICES"] * c["BLOCK_K"]
     if c["BLOCK_M"] < problem.m_bucket:
-        return "BLOCK_M is lower than x"
+        return "BLOCK_M is smaller than the number of rows of x"
     if c["BLOCK_M"] == 16 and problem.m_bucket <= 8:
-        return "BLOCK_M pads x twice as far as it needs"
+        return "BLOCK_M is 16, but 8 is enough for the rows of x"
     if step >= 2 * problem.k and step > 256:
-        return "a step wider than the row"
+        return "a step (SLICES x BLOCK_K) is at least twice as wide as K"
     if (c["num_stages"] - 1) * _stage_bytes(c) > device.smem_bytes:
         return "more shared memory than the device has"
     if (c["num_stages"] - 1) * c["BLOCK_N"] * step * 2 < 16 << 10:

@@ -57,11 +57,11 @@ __all__ = ["SM90", "SM90_INVARIANT", "box_rows", "launch_sm90", "pieces"]
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if problem.batched:
-        return "takes one weight, not a batch of them"
+        return "supports a single weight only, not a batch of weights"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     return None
 
 
@@ -69,9 +69,9 @@ def _refuse_invariant(device: Device, problem: Problem) -> str | None:
     if reason := _refuse(device, problem):
         return reason
     if problem.activation != "none":
-        return "an activation's products may be fused with sums in one tile's code and not in another's"
+        return "does not support activations: the compiler may fuse their products with sums in some tiles only"
     if not problem.w_aligned or problem.w_major != "k" or problem.k % 8 or problem.n % 8:
-        return "takes weights that are dense along K, K and N multiples of 8, rows that start at 16 bytes"
+        return "needs a weight contiguous along K, rows that start at multiples of 16 bytes, and K and N multiples of 8"
     return None
 
 

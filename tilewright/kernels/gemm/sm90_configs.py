@@ -183,28 +183,28 @@ def _shape_refusal(problem: Problem, block_m: int, block_n: int, consumers: str)
     rows, cols = consumer_tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "CONSUMERS": consumers})
     if block_n in (32, 96, 192):
         if (block_m, block_n, consumers) not in _BETWEEN:
-            return "of the tiles between others these are the ones that fit the groups of warps"
+            return "BLOCK_N 32, 96 and 192 are for the tiles 64x32, 128x96 and 128x192 only, which fit the warpgroups"
         most = _MOST_BETWEEN[problem.dtype.itemsize]
         if problem.gated or (problem.m_bucket > most and not _in_spans(problem)):
-            return f"tiles between others are for up to {most} rows, without a gate"
+            return f"BLOCK_N 32, 96 and 192 are for at most {most} rows of x, without a gate"
         if problem.dtype.itemsize > 1 and (block_n != 192 or not problem.aligned or problem.w_major != "k"):
-            return "of the tiles between others 16 bits gain by 128x192, of operands that are read as they are"
+            return "with 16 bits, BLOCK_N 32 and 96 gain nothing, and 192 needs an aligned x and a weight contiguous along K"
         if block_n == 96 and _in_spans(problem):
-            return "sums in spans gain by other tiles: 2 to 9 % of 128x96 by 128x128"
+            return "with float8 sums in spans, the tile 128x128 is 2 to 9 % faster than 128x96"
     if consumers == "tiles" and (block_m, block_n) != (128, 128):
-        return "consumers take turns at tiles of 128x128: smaller ones end too soon, larger ones fill the registers"
+        return "consumers alternate between tiles of 128x128 only: smaller ones end too soon, larger ones exceed the registers"
     if consumers == "m" and rows < 64:
-        return "the tensor cores take 64 rows at once"
+        return "each consumer needs at least 64 rows, which the tensor cores multiply at once"
     if consumers == "n" and block_m != 64:
-        return "where there are rows for both consumers they share those"
+        return "the consumers split the columns only if BLOCK_M is 64; otherwise they split the rows"
     if max(block_m, block_n) > 2 * min(block_m, block_n) and not (problem.gated and block_m == 64):
-        return "a tile four times as long as wide asks L2 for more than a squarer one of its size"
+        return "one side of the tile is at least four times the other: a squarer tile of its size loads less from L2"
     if rows * cols > 64 * 256:
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     if rows * cols > 64 * 192 and _in_spans(problem):
-        return "long sums of float8 are made of spans: their sum needs as many registers as a span's"
+        return "float8 with a long K adds up partial sums of spans: the second set of accumulators does not fit in registers"
     if problem.gated and cols < 2 * _EPILOGUE_N:
-        return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
+        return "with a gate, a consumer's tile must be two epilogue blocks wide: one for the gate, one for the up half"
     return None
 
 
@@ -213,14 +213,14 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if reason := _shape_refusal(problem, block_m, block_n, consumers):
         return reason
     if c["SPLIT_K"] != 1 and (consumers == "tiles" or (block_m, block_n, consumers) in _BETWEEN):
-        return "consumers that take turns, or have a tile between others, do not share tiles with other programs"
+        return "SPLIT_K must be 1 if the consumers alternate between tiles, or if the tile is 64x32, 128x96 or 128x192"
     if c["SPLIT_K"] > 1 and c["SPLIT_K"] * _tiles(problem, block_m, block_n) > device.sms:
         # 3,152 such configs were measured on 338 problems on an H100. Only one was within 2 % of the best config.
-        return "tiles are shared where there are fewer than SMs, and not by more programs than those"
+        return "SPLIT_K times the number of tiles must not exceed the number of SMs"
     if _too_high(problem, block_m):
-        return "BLOCK_M is twice as high as x"
+        return "BLOCK_M is at least twice the number of rows of x"
     if c["UNALIGNED"] == "classes" and (problem.aligned or problem.x_major != "k" or consumers != "m"):
-        return "nothing to read by classes of rows: x is aligned or not dense along K, or its tiles are shared"
+        return "UNALIGNED=classes needs an unaligned x that is contiguous along K, and consumers that split the rows"
     return None
 
 

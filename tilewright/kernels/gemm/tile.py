@@ -36,7 +36,7 @@ __all__ = ["INVARIANT", "TRITON", "best_tile", "grouped"]
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    return f"does not take {problem.dtype}" if problem.dtype.itemsize > 4 else None
+    return f"does not support {problem.dtype}" if problem.dtype.itemsize > 4 else None
 
 
 # ---- space
@@ -115,28 +115,28 @@ def _default(device: Device, problem: Problem) -> Config:
 def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     itemsize = problem.dtype.itemsize
     if c["BLOCK_M"] > max(64, problem.m_bucket):
-        return "BLOCK_M is higher than x, and than the 64 rows that sm_90's tensor cores take at once"
+        return "BLOCK_M is larger than the number of rows of x, and than 64, which sm_90's tensor cores multiply at once"
     if c["BLOCK_K"] * itemsize not in ((128, 256) if itemsize == 2 else (128,)):
-        return "a step of K should be 128 bytes wide, or 256 where the operands stay in shared memory"
+        return "BLOCK_K must be 128 bytes wide, or 256 with 16-bit operands, which stay in shared memory"
     if _smem_bytes(c, itemsize) > device.smem_bytes:
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if accumulators > (128 if device.multiplies_by_warpgroup and itemsize == 2 else 64):
-        return "more accumulators than the registers hold beside the operands"
+        return "the accumulators and operands need more registers than a thread has"
     if accumulators < (8 if c["num_warps"] == 4 else 16 if itemsize == 4 else 32):
         return "too many warps for so small a tile"
     if itemsize == 4 and accumulators > 32:
-        return "IEEE float32 products keep operands in registers: at most 32 accumulators"
+        return "IEEE float32 products keep operands in registers: at most 32 accumulators per thread fit"
     if c["SPLIT_K"] > 1:
         tiles = -(-problem.m_bucket // c["BLOCK_M"]) * -(-problem.n // c["BLOCK_N"])
         if tiles * c["SPLIT_K"] > 2 * device.sms:
-            return "the tiles fill the card without SPLIT_K"
+            return "the tiles occupy all SMs without SPLIT_K"
         if c["num_stages"] < 4 and _smem_bytes({**c, "num_stages": 4}, itemsize) <= device.smem_bytes:
-            return "a short walk along K is over before a shallow pipeline is full"
+            return "with SPLIT_K the loop along K is short: it needs at least four pipeline stages"
         if _too_many_parts(c["BLOCK_M"] * c["BLOCK_N"], c["num_warps"], c["SPLIT_K"]):
-            return "more parts of a tile than the registers hold"
+            return "the partial sums of a tile need more registers than its threads have"
         if problem.k < 2 * c["SPLIT_K"] * c["BLOCK_K"]:
-            return "less than two steps of K a program"
+            return "fewer than two steps along K per program"
     return None
 
 

@@ -31,15 +31,15 @@ __all__ = ["TRITON_TMA"]
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if problem.batched:
-        return "takes one weight, not a batch of them"
+        return "supports a single weight only, not a batch of weights"
     if problem.x_major != "k" or problem.w_major != "k":
-        return "needs x and the weight dense along K"
+        return "needs x and the weight contiguous along K"
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     return None
 
 
@@ -79,13 +79,13 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if accumulators > 128:
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     if accumulators < 32:
-        return "fewer than 32 accumulators a thread: too many warps"
+        return "fewer than 32 accumulators per thread: too many warps"
     if c["BLOCK_M"] > 64 and c["BLOCK_M"] >= 2 * problem.m_bucket:
-        return "BLOCK_M is twice as high as x"
+        return "BLOCK_M is at least twice the number of rows of x"
     if c["BLOCK_N"] > 64 and c["BLOCK_N"] >= 2 * problem.n:
-        return "BLOCK_N is twice as wide as the weight is tall"
+        return "BLOCK_N is at least twice the number of rows of the weight"
     return None
 
 

@@ -35,17 +35,17 @@ MOST_ROWS = 64
 def refuse_uneven(problem: Problem, most_rows: int) -> str | None:
     """Why a kernel for unaligned rows, of one weight and 16-bit elements, refuses the problem; None if it accepts it."""
     if problem.aligned:
-        return "is for rows that do not start at multiples of 16 bytes"
+        return "is only for rows that do not start at multiples of 16 bytes"
     if problem.m_bucket > most_rows:
-        return f"takes at most {most_rows} rows"
+        return f"supports at most {most_rows} rows of x"
     if problem.batched or problem.gated:
-        return "takes one weight, without a gate"
+        return "supports a single weight only, without a gate"
     if problem.x_major != "k" or problem.w_major != "k":
-        return "needs x and the weight dense along K"
+        return "needs x and the weight contiguous along K"
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if not problem.k:
-        return "K is 0: there is nothing to read"
+        return "K is 0: there is nothing to load"
     return None
 
 
@@ -62,9 +62,9 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if (rows + c["BLOCK_N"]) * c["BLOCK_K"] * 2 * (c["num_stages"] - 1) > device.smem_bytes:
         return "more shared memory than the device has"
     if c["PDL"] != overlaps(device):
-        return "the two launches overlap on every card that can do it"
+        return "PDL must be on exactly where the card supports it"
     if c["BLOCK_K"] == 256 and rows > 16:
-        return "long steps are for few rows, where little else is on the way"
+        return "BLOCK_K 256 is for at most 16 rows of x, where few other loads are in flight"
     return None
 
 

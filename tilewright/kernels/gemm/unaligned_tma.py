@@ -67,7 +67,7 @@ _MOST_ROWS = 1024
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     return refuse_uneven(problem, _MOST_ROWS)
 
 
@@ -135,22 +135,22 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "more shared memory than the device has"
     accumulators = block_m * block_n // (32 * c["num_warps"])
     if accumulators > 128:
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     if accumulators < (16 if c["num_warps"] == 4 else 32):
         return "too many warps for so small a tile"
     if block_m > 32 and block_m >= 2 * problem.m_bucket:
-        return "BLOCK_M is twice as high as x"
+        return "BLOCK_M is at least twice the number of rows of x"
     if block_n > 64 and block_n * _likely_classes(problem) >= 2 * problem.n:
-        return "BLOCK_N is twice as wide as a class of the weight's rows is tall"
+        return "BLOCK_N is at least twice the number of weight rows that share an alignment"
     if c["BLOCK_K"] == 128 and block_m > 64:
-        return "long steps are for few rows, whose short ones are over before the next has been asked for"
+        return "BLOCK_K 128 is for BLOCK_M up to 64, where a shorter step ends before the next load is issued"
     deeper = {**c, "num_stages": c["num_stages"] + 1}
     if c["num_stages"] < 5 and device.smem_bytes // _smem_bytes(c) == device.smem_bytes // _smem_bytes(deeper):
-        return "a deeper ring leaves room for as many programs on an SM"
+        return "one more pipeline stage leaves room for as many programs per SM"
     if parts > 1 and ceil_div(problem.k, c["BLOCK_K"]) < 4 * parts:
-        return "less than four steps of K a program"
+        return "fewer than four steps along K per program"
     if parts > 1 and _tiles(problem, block_m, block_n) * parts > 2 * device.sms:
-        return "the tiles fill the card with fewer parts"
+        return "fewer PARTS are enough to occupy all SMs"
     return None
 
 

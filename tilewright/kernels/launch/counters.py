@@ -51,7 +51,7 @@ def tickets(device: torch.device, count: int) -> Tensor:
     if _OWN and _OWN[-1].device == device and torch.cuda.is_current_stream_capturing():
         if _OWN[-1].numel() < count:
             raise RuntimeError(
-                f"a launch of the graph that is being captured wants {count} counters, the graph has {_OWN[-1].numel()}; "
+                f"a launch in the graph that is being captured needs {count} counters, but the graph has {_OWN[-1].numel()}; "
                 f"capture it with own_tickets(device, {count}) or more"
             )
         return _OWN[-1]

@@ -48,7 +48,11 @@ def row_space(default: Callable[[Device, Any], Config], **axes: tuple[Any, ...])
     def refusal(device: Device, problem: Any, config: Config) -> str | None:
         wanted = default(device, problem)
         if any(config[name] != value for name, value in wanted.items() if name != "num_warps"):
-            return "the blocks follow from the shape"
-        return None if config["num_warps"] in (wanted["num_warps"], 2 * wanted["num_warps"]) else "too few or too many warps"
+            return "the shape determines the blocks: only num_warps may differ from the default"
+        return (
+            None
+            if config["num_warps"] in (wanted["num_warps"], 2 * wanted["num_warps"])
+            else "num_warps must be the default or its double"
+        )
 
     return Space(default=default, axes=axes, refusal=refusal)

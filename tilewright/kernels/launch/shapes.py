@@ -59,8 +59,8 @@ def rows_of(x: Tensor) -> tuple[int, int]:
 def _counted_on(stride: int, cols: int) -> int:
     if stride % row_unit(cols):
         raise ValueError(
-            f"rows of {cols} columns are {stride} elements apart, wanted a multiple of {row_unit(cols)}; "
-            "make the tensor contiguous, or call the function of tilewright.ops, which does"
+            f"rows of {cols} columns start {stride} elements apart, but this must be a multiple of {row_unit(cols)}; "
+            "make the tensor contiguous, or call the function of tilewright.ops, which does it for you"
         )
     return stride
 

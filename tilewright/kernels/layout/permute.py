@@ -73,11 +73,11 @@ def _default(device: Device, problem: Problem) -> Config:
 def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
     tile = c["BLOCK_A"] * c["BLOCK_B"]
     if not 4096 <= tile <= 16384:
-        return "a tile of under 4096 or over 16384 elements"
+        return "a tile must have 4096 to 16384 elements"
     if tile * problem.itemsize > 64 * 1024:
         return "a tile over 64 KB"
     if tile > 2048 * c["num_warps"]:
-        return "over 64 elements a thread"
+        return "over 64 elements per thread"
     return None
 
 

@@ -102,10 +102,10 @@ def problem_of(x: Tensor, dims: list[int]) -> Problem:
 def refuse_form(problem: Problem) -> str | None:
     """Why all kernels refuse this problem, or None."""
     if problem.itemsize not in BITS:
-        return f"moves elements of 1, 2, 4 or 8 bytes, not {problem.itemsize}"
+        return f"supports elements of 1, 2, 4 or 8 bytes only, not {problem.itemsize}"
     if not problem.a:
-        return "one dimension of x must be dense in memory; copy it first"
-    return f"walks at most 6 dimensions that do not merge, got {problem.walked + 2}" if problem.walked > 4 else None
+        return "needs one dimension of x to have stride 1; copy x first"
+    return f"supports at most 6 dimensions that cannot be merged, not {problem.walked + 2}" if problem.walked > 4 else None
 
 
 # ---- programs

@@ -70,7 +70,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
     listed = (c["BLOCK_A"], c["BLOCK_B"], c["num_warps"]) in _tiles(problem)
-    return None if listed else "a tile of another form than those listed"
+    return None if listed else "not one of the tiles for this element size and alignment"
 
 
 SPACE = Space(
@@ -376,11 +376,11 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if reason := refuse_form(problem):
         return reason
     if problem.itemsize > 2:
-        return f"is for elements of 1 and 2 bytes, not {problem.itemsize}"
+        return f"supports elements of 1 and 2 bytes only, not {problem.itemsize}"
     if problem.rows:
-        return "is for tiles, not for rows that stay whole"
+        return "is for permutations that move the last dimension: here whole rows are copied"
     if min(problem.x_bytes, problem.y_bytes) >= _WORD_BYTES:
-        return "is for rows of x or y that do not start at multiples of 4 bytes"
+        return "is only for rows of x or y that do not start at multiples of 4 bytes"
     return None
 
 

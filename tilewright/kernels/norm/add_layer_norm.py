@@ -54,7 +54,7 @@ def _cost(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps:
 
 
 def _refuse(device: Device, problem: Rows) -> str | None:
-    return "holds rows of up to 32 KB" if problem.cols * problem.dtype.itemsize > 32768 else None
+    return "supports rows of up to 32 KB only" if problem.cols * problem.dtype.itemsize > 32768 else None
 
 
 def _default(device: Device, problem: Rows) -> Config:
@@ -68,9 +68,9 @@ SPACE = Space(
     default=_default,
     axes={"BLOCK_T": (1, 2, 4, 8), "num_warps": (1, 4, 8, 16)},
     refusal=lambda device, problem, c: (
-        "over 32 elements a thread, which spill beside the residual"
+        "over 32 elements per thread, which spill registers together with the residual"
         if c["BLOCK_T"] * next_pow2(problem.cols) > 32 * 32 * c["num_warps"]
-        else "more threads than the rows have words of 4 elements"
+        else "fewer than 4 elements per thread"
         if c["num_warps"] > 1 and c["BLOCK_T"] * next_pow2(problem.cols) < 4 * 32 * c["num_warps"]
         else None
     ),

@@ -251,16 +251,18 @@ SPLIT_SPACE = row_space(_default, BLOCK_T=(2, 4), BLOCK_D=(2048,), PER_SM=(2,), 
 
 def refuse_split(device: Device, problem: Any) -> str | None:
     """Why this implementation refuses such rows, or None."""
-    return "makes its own statistics: those that were kept are for `kept`" if problem.kept else refuse_rows(device, problem)
+    return "does not use saved statistics: `kept` is for them" if problem.kept else refuse_rows(device, problem)
 
 
 def refuse_rows(device: Device, problem: Any) -> str | None:
     """Why programs do not share rows of this width, or None."""
     if problem.cols % 8:
-        return "rows that start anywhere"
+        return f"needs a row length that is a multiple of 8, not {problem.cols}"
     if problem.cols <= 8192:
-        return "a row that one program holds"
-    return "more parts than a card holds at once" if problem.cols > 2048 * device.sms else None
+        return "is for wider rows only: a single program can hold this one"
+    return (
+        "the row is too wide: the card cannot hold all its parts at the same time" if problem.cols > 2048 * device.sms else None
+    )
 
 
 def aligned_rows(x: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def _config_refusal(device: Device, problem: Any, config: Config) -> str | None:
         return "more shared memory than the device has"
     # The card reserves 1 KB more for each program.
     if config["PER_SM"] * (_shared_bytes(config, problem) + 1024) > 228 * 1024:
-        return "more shared memory than an SM of sm_90 has"
+        return "PER_SM programs need more shared memory than an SM of sm_90 has"
     return None
 
 
@@ -210,7 +210,7 @@ KEPT_SPACE = Space(
 def refuse_kept(device: Device, problem: Any) -> str | None:
     """Why this implementation refuses such rows, or None."""
     if not problem.kept:
-        return "no statistics were kept"
+        return "needs the statistics that the forward pass can save: none were given"
     # The default is the smallest config: if it does not fit, no config does.
     return refuse_rows(device, problem) or _config_refusal(device, problem, _default(device, problem))
 

@@ -230,10 +230,12 @@ def split_first(device: Device, problem: Any) -> str | None:
 def _refuse(device: Device, problem: Any) -> str | None:
     size = problem.cols * problem.dtype.itemsize
     if problem.cols % 8:
-        return "rows that start anywhere"
+        return f"needs a row length that is a multiple of 8, not {problem.cols}"
     if 2 * size <= PART_BYTES:
-        return "a row that one program holds with fewer threads"
-    return "more parts than a card holds at once" if size > PART_BYTES * device.sms else None
+        return "is for wider rows only: a single program can hold this one"
+    return (
+        "the row is too wide: the card cannot hold all its parts at the same time" if size > PART_BYTES * device.sms else None
+    )
 
 
 def _split(launch: Callable[..., Any], space: Space) -> Impl:
@@ -242,7 +244,7 @@ def _split(launch: Callable[..., Any], space: Space) -> Impl:
 
 def _too_wide(device: Device, problem: Any, config: Config) -> str | None:
     parts = -(-config["ROWS"] * problem.cols * problem.dtype.itemsize // PART_BYTES)
-    return "more parts than a card holds at once" if parts > device.sms else None
+    return "the row is too wide: the card cannot hold all its parts at the same time" if parts > device.sms else None
 
 
 def _layer_default(device: Device, problem: Any) -> Config:

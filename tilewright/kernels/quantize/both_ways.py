@@ -66,7 +66,7 @@ def _problem(x: Tensor, per: str, format: str) -> Problem:
 def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
     a_thread = c["BLOCK_N"] * c["BLOCK_K"] // (32 * c["num_warps"])
     if not 8 <= a_thread <= 64:
-        return f"{a_thread} elements a thread, wanted 8 to 64"
+        return f"{a_thread} elements per thread, wanted 8 to 64"
     return None
 
 

@@ -97,13 +97,13 @@ def _problem(x: Tensor, *rest: Any) -> Problem:
 
 def _too_wide(problem: Problem, row_bytes: int) -> str | None:
     if padded_width(problem.cols) * problem.dtype.itemsize > row_bytes:
-        return f"holds a row of {row_bytes} bytes in registers, this one has {problem.cols} {problem.dtype}"
+        return f"supports rows of up to {row_bytes} bytes only (in registers), not {problem.cols} numbers of {problem.dtype}"
     return None
 
 
 def _refuse_norm(device: Device, problem: Problem) -> str | None:
     if not problem.cols:
-        return "has no mean of no columns"
+        return "needs at least one column: an empty row has no mean"
     return _too_wide(problem, 32768) or refuse_format(device, problem)
 
 
@@ -134,13 +134,13 @@ def _silu_default(device: Device, problem: Problem) -> Config:
 def _tile_refusal(problem: Problem, c: Config) -> str | None:
     tile = c["BLOCK_T"] * c["BLOCK_D"]
     if tile > 16384 or tile < 128 * c["num_warps"]:
-        return "tile over 16384 elements" if tile > 16384 else "under four elements a thread"
+        return "tile over 16384 elements" if tile > 16384 else "under four elements per thread"
     if c["BLOCK_T"] > 1 and tile > 4096:
-        return "several rows, and together over 4096 elements"
+        return "a tile of several rows must have at most 4096 elements"
     if c["BLOCK_D"] >= 2 * padded_width(problem.cols) and c["BLOCK_D"] > 64:
         return "BLOCK_D wider than the row needs"
     if tile * problem.dtype.itemsize > 4 * 32 * 32 * c["num_warps"]:
-        return "more than 32 registers of a thread for the tile"
+        return "the tile needs more than 32 registers per thread"
     return None
 
 
@@ -153,12 +153,12 @@ def _norm_refusal(device: Device, problem: Problem, c: Config) -> str | None:
 def _silu_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     parts = -(-padded_width(problem.cols) // c["BLOCK_D"])
     if parts > 1 and c["BLOCK_T"] > 1:
-        return "wide rows go one by one"
+        return "BLOCK_T must be 1 if a row is wider than a block"
     if parts > 4:
-        return "a row in more than four parts"
+        return "the row needs more than four blocks of BLOCK_D columns"
     words = c["BLOCK_D"] * problem.dtype.itemsize // (128 * c["num_warps"])
     if words > 24 or parts * words > 40:
-        return "more than 24 registers of a thread for an input, or 40 held"
+        return "a block of an input needs more than 24 registers per thread, or the whole row more than 40"
     return _tile_refusal(problem, c)
 
 

@@ -73,9 +73,9 @@ class Problem(NamedTuple):
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.cols:
-        return "has no mean of no columns"
+        return "needs at least one column: an empty row has no mean"
     if padded_width(problem.cols) * problem.dtype.itemsize > 32768:
-        return f"holds a row of 32768 bytes in registers, this one has {problem.cols} {problem.dtype}"
+        return f"supports rows of up to 32768 bytes only (in registers), not {problem.cols} numbers of {problem.dtype}"
     return None
 
 
@@ -90,7 +90,9 @@ def _default(device: Device, problem: Problem) -> Config:
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
     # A program has about 16 elements per thread.
     least = max(1, min(16, 1024 // _block_d(problem.cols)))
-    return None if least <= c["BLOCK_T"] <= 2 * least else "rows of a program are some 1024 to 2048 numbers together"
+    return (
+        None if least <= c["BLOCK_T"] <= 2 * least else "the rows of a program must have about 1024 to 2048 elements together"
+    )
 
 
 SPACE = Space(default=_default, axes={"BLOCK_T": (1, 2, 4, 8, 16)}, refusal=_refuse_config)

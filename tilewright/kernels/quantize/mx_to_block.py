@@ -128,7 +128,7 @@ SPACE = Space(
     default=lambda device, problem: {"BLOCK_T": 8, "BLOCK_G": 4, "num_warps": 4},
     axes={"BLOCK_T": (1, 4, 8, 16), "BLOCK_G": (1, 2, 4, 8, 16, 32), "num_warps": (2, 4, 8)},
     refusal=lambda device, problem, c: (
-        None if 8 <= 4 * c["BLOCK_T"] * c["BLOCK_G"] // c["num_warps"] <= 64 else "under 8 elements a thread, or over 64"
+        None if 8 <= 4 * c["BLOCK_T"] * c["BLOCK_G"] // c["num_warps"] <= 64 else "under 8 elements per thread, or over 64"
     ),
 )
 

@@ -203,5 +203,5 @@ def quantize_mx(x: Tensor, format: str = "mxfp8") -> tuple[Tensor, Tensor]:
     """
     check_format("quantize_mx", x, format, MX_FORMATS)
     if x.shape[-1] % 32:
-        raise ValueError(f"quantize_mx: K is {x.shape[-1]} in x {tuple(x.shape)}, wanted a multiple of 32; pad x, or take fp8")
+        raise ValueError(f"quantize_mx: K is {x.shape[-1]} in x {tuple(x.shape)}, wanted a multiple of 32; pad x, or use fp8")
     return quantize_mx_op(rows_ready(x), format)

@@ -94,7 +94,7 @@ def format_problem(x: Tensor, format: str) -> Problem:
 def refuse_format(device: Device, problem: Problem) -> str | None:
     """The reason why a card cannot use the problem's format, or None."""
     if problem.format != "int8" and device.arch < 89:
-        return f"{problem.format} needs the fp8 conversions of sm_89, this is sm_{device.arch}; int8 runs here"
+        return f"{problem.format} needs sm_89 or newer, which converts to fp8; this is sm_{device.arch}, use int8 here"
     return None
 
 
@@ -118,20 +118,24 @@ def _rows_default(device: Device, problem: Problem) -> Config:
 def _rows_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     width, tile = padded_width(problem.cols), c["BLOCK_T"] * c["BLOCK_D"]
     if tile > 16384 or tile < 64 * c["num_warps"]:
-        return "tile over 16384 elements" if tile > 16384 else "under two elements a thread"
+        return "tile over 16384 elements" if tile > 16384 else "under two elements per thread"
     if c["BLOCK_D"] >= 2 * width and c["BLOCK_D"] > 64:
         return "BLOCK_D wider than the row needs"
     if width <= c["BLOCK_D"]:
-        return "a row of one block has nothing else to hold" if c["HELD"] > 1 else None
+        return "HELD must be 1 if one block holds the whole row" if c["HELD"] > 1 else None
     if c["BLOCK_T"] > 1 or c["BLOCK_D"] < 2048:
-        return "wide rows go one by one" if c["BLOCK_T"] > 1 else "a wide row in blocks under 2048 columns"
+        return (
+            "BLOCK_T must be 1 if a row is wider than a block"
+            if c["BLOCK_T"] > 1
+            else "blocks must have at least 2048 columns if a row is wider than a block"
+        )
     if c["BLOCK_D"] < 256 * c["num_warps"]:
         # For such a short loop, LLVM generates a second version for rows that are not finite, and ptxas 12.8 compiles the fp8
         # zeros of that version incorrectly.
-        return "under 8 neighbouring columns a thread"
+        return "fewer than 8 adjacent columns per thread"
     most = 24 if c["num_warps"] == 32 else 40
     if c["HELD"] * c["BLOCK_D"] * problem.dtype.itemsize > 4 * most * 32 * c["num_warps"]:
-        return f"more than {most} registers of a thread held"
+        return f"the blocks kept in registers need more than {most} registers per thread"
     return None
 
 

@@ -99,7 +99,7 @@ SPACE = row_space(
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"reduces bfloat16, float16 and float32, not {problem.dtype}"
+        return f"supports bfloat16, float16 and float32 only, not {problem.dtype}"
     return None
 
 

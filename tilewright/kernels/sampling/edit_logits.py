@@ -85,7 +85,7 @@ def _default(device: Device, problem: Rows) -> Config:
 SPACE = Space(
     default=_default,
     axes={"BLOCK_V": (128, 1024, 2048, 4096), "num_warps": (1, 4, 8, 16)},
-    refusal=lambda device, problem, c: "over 16 elements a thread" if c["BLOCK_V"] > 512 * c["num_warps"] else None,
+    refusal=lambda device, problem, c: "over 16 elements per thread" if c["BLOCK_V"] > 512 * c["num_warps"] else None,
 )
 
 

@@ -363,7 +363,7 @@ def _launch(
 
 
 def _refuse(device: Device, problem: Rows) -> str | None:
-    return "vocabulary over 2^22" if problem.cols > 1 << 22 else None
+    return "supports a vocabulary of up to 2^22 only" if problem.cols > 1 << 22 else None
 
 
 sample_op = Op(

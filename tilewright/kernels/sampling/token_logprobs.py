@@ -111,7 +111,7 @@ def _default(device: Device, problem: Problem) -> Config:
 SPACE = Space(
     default=_default,
     axes={"BLOCK_V": (256, 1024, 2048, 4096), "SCAN_WARPS": (1, 2, 4, 8), "FINISH_WARPS": (4, 8)},
-    refusal=lambda device, problem, c: "over 16 elements a thread" if c["BLOCK_V"] > 512 * c["SCAN_WARPS"] else None,
+    refusal=lambda device, problem, c: "over 16 elements per thread" if c["BLOCK_V"] > 512 * c["SCAN_WARPS"] else None,
 )
 
 
@@ -254,7 +254,7 @@ def _finish_kernel(
 
 
 def _refuse(device: Device, problem: Problem) -> str | None:
-    return "vocabulary over 2^20" if problem.vocab > 1 << 20 else None
+    return "supports a vocabulary of up to 2^20 only" if problem.vocab > 1 << 20 else None
 
 
 def _launch_top(

@@ -80,8 +80,12 @@ def refuse_split(device: Device, problem: Any) -> str | None:
     """Why programs do not share rows of this width, or None."""
     block = 32768 // problem.dtype.itemsize
     if problem.cols <= block:
-        return "a row that one program holds"
-    return "more parts than a card holds at once" if problem.cols > block * device.sms - 7 else None
+        return "is for wider rows only: a single program can hold this one"
+    return (
+        "the row is too wide: the card cannot hold all its parts at the same time"
+        if problem.cols > block * device.sms - 7
+        else None
+    )
 
 
 def launch_split(config: Config, dy: Tensor, y: Tensor, log: bool) -> Tensor:

@@ -155,8 +155,12 @@ def _run(config: Config, x: Tensor, log: bool) -> Tensor:
 def _refuse(device: Device, problem: Any) -> str | None:
     size = problem.cols * problem.dtype.itemsize
     if 2 * size <= PART_BYTES:
-        return "a row that one program holds with fewer threads"
-    return "more parts than a card holds at once" if size > PART_BYTES * device.sms - 64 else None
+        return "is for wider rows only: a single program can hold this one"
+    return (
+        "the row is too wide: the card cannot hold all its parts at the same time"
+        if size > PART_BYTES * device.sms - 64
+        else None
+    )
 
 
 def split_first(device: Device, problem: Any) -> str | None:

@@ -121,14 +121,14 @@ def _refusal(device: Device, problem: Problem, c: Config) -> str | None:
     block_v, warps = c["BLOCK_V"], c["num_warps"]
     if problem.vocab > block_v:
         if block_v not in (2048, 8192, 16384) or warps < (32 if block_v == 2048 else 16):
-            return "too few elements under way for a wide row"
-        return "over 32 elements a thread" if block_v > 1024 * warps else None
+            return "rows wider than BLOCK_V need larger blocks or more warps, to keep more loads in flight"
+        return "over 32 elements per thread" if block_v > 1024 * warps else None
     if c["HELD"] > 1:
-        return "a row of one block has nothing else to hold"
+        return "HELD must be 1 if one block holds the whole row"
     if block_v > next((width for width in SPACE.axes["BLOCK_V"] if width >= problem.vocab), block_v):
         return "BLOCK_V wider than the row needs"
     if not 16 <= max(block_v, 1024) // (8 * warps) <= 128:
-        return "under 4 or over 32 elements a thread"
+        return "under 4 or over 32 elements per thread"
     return None
 
 

@@ -107,8 +107,12 @@ def refuse_split(device: Device, problem: Any) -> str | None:
     """Why programs do not share rows of this width, or None."""
     most = PART_BYTES // problem.dtype.itemsize
     if 2 * problem.vocab <= most:
-        return "a row that one program holds with fewer threads"
-    return "more parts than a card holds at once" if problem.vocab > most * device.sms - 7 else None
+        return "is for wider rows only: a single program can hold this one"
+    return (
+        "the row is too wide: the card cannot hold all its parts at the same time"
+        if problem.vocab > most * device.sms - 7
+        else None
+    )
 
 
 def launch_split(

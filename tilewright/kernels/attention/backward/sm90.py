@@ -36,17 +36,17 @@ _ROWS = 64  # rows per product
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in SIXTEEN_BITS:
-        return f"takes bf16 or fp16, not {problem.dtype}"
+        return f"supports bf16 and fp16 only, not {problem.dtype}"
     if problem.head_dim not in HEAD_DIMS:
-        return f"takes head dims {HEAD_DIMS}, not {problem.head_dim}"
+        return f"supports head dims {HEAD_DIMS} only, not {problem.head_dim}"
     if problem.value_dim != problem.head_dim:
-        return f"takes values as wide as keys, not {problem.head_dim}/{problem.value_dim}"
+        return f"needs the same head dim for keys and values, not {problem.head_dim} and {problem.value_dim}"
     if missing := lacks(problem, window=problem.causal, sinks=True):
         return missing
     if problem.varlen and not (problem.alike and problem.causal):
-        return "takes packed sequences that attend to themselves under a causal mask, no others"
+        return "supports packed sequences only if they attend to themselves under a causal mask"
     if not problem.tma:
-        return "takes heads beside each other in a row, rows and heads at multiples of 16 bytes"
+        return "needs the heads of a token next to each other in memory, and rows and heads that start at multiples of 16 bytes"
     return None
 
 
@@ -88,11 +88,11 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "more shared memory than the device has"
     # Registers per thread: dk, dv, scores and their gradients.
     if min(problem.head_dim, 128) + c["BLOCK_M"] > 192:
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     if c["AHEAD"] and (problem.head_dim != 64 or c["BLOCK_M"] == 128):
-        return "no registers for scores that are ahead"
+        return "AHEAD needs head dim 64 and BLOCK_M 64: otherwise the scores computed ahead do not fit in the registers"
     if c["SETS"] and problem.deterministic:
-        return "programs that stay keep no order of additions"
+        return "SETS must be 0 for deterministic results: persistent programs add in an order that varies"
     return None
 
 

@@ -33,9 +33,9 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in DTYPES:
-        return f"takes bf16, fp16 or fp32, not {problem.dtype}"
+        return f"supports bf16, fp16 and fp32 only, not {problem.dtype}"
     if max(problem.head_dim, problem.value_dim) > LARGEST_HEAD_DIM:
-        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {problem.head_dim}/{problem.value_dim}"
+        return f"supports head dims up to {LARGEST_HEAD_DIM} only, not {problem.head_dim} and {problem.value_dim}"
     return None
 
 
@@ -69,7 +69,7 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if not device.multiplies_by_warpgroup:
         registers += c["TILE"] * width // (32 * c["num_warps"])  # the two operands that stay
     if registers > 200:
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     return None
 
 

@@ -134,7 +134,7 @@ class Problem(NamedTuple):
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.format == "fp8" and device.arch < 89:
-        return f"fp8 needs the conversions of sm_89, this is sm_{device.arch}; int8 runs here"
+        return f"fp8 needs sm_89 or newer, which converts to it; this is sm_{device.arch}, use int8 here"
     return None
 
 
@@ -144,7 +144,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
     if problem.head_dim > 128 and config["num_warps"] < 16:
-        return "a block of keys and its sample take more registers than there are"
+        return "a block of keys and its sample need more registers than there are: head dims above 128 need 16 warps"
     return None
 
 

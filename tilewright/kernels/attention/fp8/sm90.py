@@ -24,13 +24,13 @@ HEAD_DIMS = (64, 128)
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if not problem.coded_values:
-        return "takes float8 codes of queries, keys and values (the format fp8)"
+        return "supports only queries, keys and values that are all float8 codes (the format fp8)"
     if problem.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bf16 or fp16, not {problem.dtype}"
+        return f"supports bf16 and fp16 only, not {problem.dtype}"
     if problem.head_dim not in HEAD_DIMS:
-        return f"takes head dims {' and '.join(map(str, HEAD_DIMS))}, not {problem.head_dim}"
+        return f"supports head dims {' and '.join(map(str, HEAD_DIMS))} only, not {problem.head_dim}"
     if not problem.tma:
-        return "takes queries whose heads are beside each other in a row, rows and heads at multiples of 16 bytes"
+        return "needs the heads of a query next to each other in memory, and rows and heads that start at multiples of 16 bytes"
     return None
 
 

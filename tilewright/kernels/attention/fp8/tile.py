@@ -48,9 +48,9 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     registers = c["BLOCK_M"] * (2 * width + 3 * c["BLOCK_N"]) // (64 * c["num_warps"])
     # If the values are codes, 112 registers spill at D = 128: reordering and transposing them also needs registers.
     if registers > (96 if problem.coded_values else 128):
-        return "more accumulators than the registers hold"
+        return "the accumulators need more registers than a thread has"
     if c["BLOCK_M"] // c["num_warps"] < 16:
-        return "a warp has at least 16 rows: a row that two warps share costs a trip through shared memory"
+        return "a warp needs at least 16 rows: two warps exchange the rows that they share through shared memory"
     return None
 
 

@@ -130,16 +130,16 @@ def mla_attention(
     """
     if q.dim() != 3 or cache.dim() != 3 or q.shape[2] != cache.shape[2] or not 0 < rank < q.shape[2]:
         raise ValueError(
-            "mla_attention: wants q [T, H, R + E] and cache [P, S, R + E] with R the rank, E above 0; "
+            "mla_attention: needs q [T, H, R + E] and cache [P, S, R + E] with R the rank, E above 0; "
             f"got {tuple(q.shape)}, {tuple(cache.shape)} and rank {rank}"
         )
     if q.dtype != cache.dtype or q.device != cache.device:
         raise ValueError(
-            f"mla_attention: q is {q.dtype} on {q.device}, the cache {cache.dtype} on {cache.device}; they must be alike"
+            f"mla_attention: q is {q.dtype} on {q.device}, the cache {cache.dtype} on {cache.device}; they must match"
         )
     if not (q.is_contiguous() and cache.is_contiguous()):
         raise ValueError(
-            f"mla_attention: wants contiguous q and cache; got strides {q.stride()}, {cache.stride()}: call .contiguous() first"
+            f"mla_attention: needs contiguous q and cache; got strides {q.stride()}, {cache.stride()}: call .contiguous() first"
         )
     check_numbers("mla_attention", q, max_q_len, scale)
     check_tables("mla_attention", q, block_table, kv_lens, cu_q, max_q_len)

@@ -218,11 +218,11 @@ def mla_rope_write(
     """
     shapes = f"{tuple(lead.shape)}, {tuple(turned.shape)}, {tuple(kv.shape)}, {tuple(weight.shape)}, {tuple(cache.shape)}"
     if lead.dim() != 3 or turned.dim() != 3 or lead.shape[:2] != turned.shape[:2]:
-        raise ValueError(f"mla_rope_write: wants lead [T, H, L] and turned [T, H, E]; got {shapes}")
+        raise ValueError(f"mla_rope_write: needs lead [T, H, L] and turned [T, H, E]; got {shapes}")
     width = weight.shape[0] + turned.shape[2]
     if kv.shape != (lead.shape[0], width) or cache.dim() != 3 or cache.shape[2] != width:
         raise ValueError(
-            f"mla_rope_write: wants kv [T, R + E] and cache [P, S, R + E] for weight [R]; got lead, turned, kv, weight, cache "
+            f"mla_rope_write: needs kv [T, R + E] and cache [P, S, R + E] for weight [R]; got lead, turned, kv, weight, cache "
             f"{shapes}"
         )
     if cos_sin.dim() != 3 or cos_sin.shape[1:] != (2, turned.shape[2] // 2) or not cos_sin.is_contiguous():
@@ -236,12 +236,12 @@ def mla_rope_write(
         )
     if positions.shape != lead.shape[:1] or slots.shape != lead.shape[:1]:
         raise ValueError(
-            f"mla_rope_write: wants a position and a slot for each of {lead.shape[0]} tokens; "
+            f"mla_rope_write: needs a position and a slot for each of {lead.shape[0]} tokens; "
             f"got {tuple(positions.shape)} and {tuple(slots.shape)}"
         )
     check_slots("mla_rope_write", slots, cache.shape[0] * cache.shape[1])
     if not cache.is_contiguous() or any(t.stride(-1) != 1 for t in (lead, turned, kv)):
-        raise ValueError("mla_rope_write: wants a contiguous cache, and lead, turned and kv with dense last dims")
+        raise ValueError("mla_rope_write: needs a contiguous cache, and lead, turned and kv with dense last dims")
     return mla_rope_write_op(
         tokens_ready(lead), tokens_ready(turned), rows_ready(kv), weight, positions, cos_sin, cache, slots, eps, interleaved
     )

@@ -29,11 +29,11 @@ _COMBINED_TILES = 0.05  # the time to combine one more range, in tiles: 64 range
 
 def _refuse(device: Device, problem: Problem) -> str | None:
     if problem.dtype not in SIXTEEN_BITS:
-        return f"takes bf16 or fp16, not {problem.dtype}"
+        return f"supports bf16 and fp16 only, not {problem.dtype}"
     if (problem.rank, problem.rotated) != (_RANK, _ROTATED):
-        return f"takes latents of {_RANK} + {_ROTATED} numbers, not {problem.rank} + {problem.rotated}"
+        return f"supports latents of {_RANK} + {_ROTATED} numbers only, not {problem.rank} + {problem.rotated}"
     if problem.page_size % _ROWS:
-        return f"takes pages of multiples of {_ROWS} tokens, not {problem.page_size}"
+        return f"needs a page size that is a multiple of {_ROWS} tokens, not {problem.page_size}"
     return None
 
 

@@ -227,8 +227,8 @@ def _config_refusal(device: Device, problem: Problem, config: Config) -> str | N
     used = _smem_bytes(problem, config)
     # 64 accumulators per thread, besides the scores and the addresses of a tile of latents.
     if config["BLOCK_M"] * max(16, next_pow2(problem.rank)) > 64 * 32 * config["num_warps"]:
-        return "more accumulators than the registers hold"
-    return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
+        return "the accumulators need more registers than a thread has"
+    return f"needs {used} bytes of shared memory, more than the device has" if used > device.smem_bytes else None
 
 
 SPACE = Space(

@@ -318,7 +318,7 @@ def _check_codes(q: Tensor, k_cache: Tensor, k_scale: Tensor | None, v_scale: Te
     if (k_cache.dtype in CODES) != (k_scale is not None) or (k_scale is None) != (v_scale is None):
         raise ValueError(
             f"paged_attention: caches of {k_cache.dtype} with k_scale {'absent' if k_scale is None else 'given'} and v_scale "
-            f"{'absent' if v_scale is None else 'given'}: int8 and float8_e4m3fn want both, {q.dtype} wants none"
+            f"{'absent' if v_scale is None else 'given'}: int8 and float8_e4m3fn need both, {q.dtype} needs none"
         )
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and (why := misfit(scale, k_cache, k_scale)):
@@ -333,21 +333,21 @@ def _check_operands(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         )
     if q.dim() != 3 or k_cache.dim() != 4 or q.shape[2] != k_cache.shape[3] or v_cache.shape != value_shape(k_cache):
         raise ValueError(
-            "paged_attention: wants q [T, H, D] and caches [P, G, S, D] with one D, values in codes [P, G, D, S]; "
+            "paged_attention: needs q [T, H, D] and caches [P, G, S, D] with one D, values in codes [P, G, D, S]; "
             f"got {tuple(q.shape)}, {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         )
     if not k_cache.shape[1] or not q.shape[1] or q.shape[1] % k_cache.shape[1]:
-        raise ValueError(f"paged_attention: {q.shape[1]} query heads are no multiple of {k_cache.shape[1]} key/value heads")
+        raise ValueError(f"paged_attention: {q.shape[1]} query heads are not a multiple of {k_cache.shape[1]} key/value heads")
     if not 1 <= q.shape[2] <= LARGEST_HEAD_DIM:
         raise ValueError(f"paged_attention: head dim is {q.shape[2]}, wanted 1 to {LARGEST_HEAD_DIM}")
     if not q.device == k_cache.device == v_cache.device:
         raise ValueError(
-            "paged_attention: wants all tensors on one device; got q on "
+            "paged_attention: needs all tensors on one device; got q on "
             f"{q.device}, caches on {k_cache.device} and {v_cache.device}"
         )
     if q.stride(2) != 1 or q.stride(1) != q.shape[2] or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError(
-            f"paged_attention: wants q with dense heads and contiguous caches; got strides {q.stride()}, {k_cache.stride()}, "
+            f"paged_attention: needs q with dense heads and contiguous caches; got strides {q.stride()}, {k_cache.stride()}, "
             f"{v_cache.stride()}: call .contiguous() first"
         )
 
@@ -355,7 +355,7 @@ def _check_operands(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 def _check_sinks(q: Tensor, sinks: Tensor) -> None:
     if sinks.shape != q.shape[1:2] or sinks.dtype not in DTYPES or sinks.device != q.device or not sinks.is_contiguous():
         raise ValueError(
-            f"paged_attention: sinks must be [{q.shape[1]}], one a query head, contiguous, bfloat16, float16 or float32 on "
+            f"paged_attention: sinks must be [{q.shape[1]}], one per query head, contiguous, bfloat16, float16 or float32 on "
             f"{q.device}; got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device} with strides {sinks.stride()}"
         )
 

@@ -115,7 +115,7 @@ class Problem(NamedTuple):
 
 def refuse_cache(device: Device, problem: Problem) -> str | None:
     if problem.cache == torch.float8_e4m3fn and device.arch < 89:
-        return f"sm_{device.arch} has no float8; int8 caches work there"
+        return f"float8 caches need sm_89, this is sm_{device.arch}; use int8 caches here"
     return None
 
 
@@ -282,7 +282,7 @@ def check_write(
     if k_cache.dtype in CODES and k_cache.dtype == v_cache.dtype and k.dtype == v.dtype:
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is None:
-                raise ValueError(f"{op}: caches of {k_cache.dtype} want {name} {tuple(k_cache.shape[:3])} float32; got None")
+                raise ValueError(f"{op}: caches of {k_cache.dtype} need {name} {tuple(k_cache.shape[:3])} float32; got None")
             if why := misfit(scale, k_cache, k_scale):
                 raise ValueError(f"{op}: {name} {why}")
     elif k.dtype != k_cache.dtype or v.dtype != v_cache.dtype or k_scale is not None or v_scale is not None:
@@ -293,7 +293,7 @@ def check_write(
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError(f"{op}: caches must be contiguous [P, G, S, D]")
     if slots.shape != k.shape[:1]:
-        raise ValueError(f"{op}: slots must be [{k.shape[0]}], one a token; got {tuple(slots.shape)}")
+        raise ValueError(f"{op}: slots must be [{k.shape[0]}], one per token; got {tuple(slots.shape)}")
     check_slots(op, slots, room_of_cache(k_cache))
 
 

@@ -34,7 +34,7 @@ def check_numbers(op: str, q: Tensor, max_q_len: int, scale: float) -> None:
     if q.dtype not in DTYPES:
         raise ValueError(f"{op}: q is {q.dtype}, wanted bfloat16, float16 or float32")
     if max_q_len < min(1, q.shape[0]):
-        raise ValueError(f"{op}: max_q_len is {max_q_len} for {q.shape[0]} queries, wanted the most that a sequence brings")
+        raise ValueError(f"{op}: max_q_len is {max_q_len} for {q.shape[0]} queries, wanted the largest number in one sequence")
     if not 0.0 < scale < math.inf:
         raise ValueError(f"{op}: scale is {scale}, wanted a finite number above 0 (for a negative one negate q)")
 
@@ -48,12 +48,12 @@ def check_tables(op: str, q: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q:
     batch = kv_lens.shape[0] if kv_lens.dim() == 1 else -1
     if cu_q.shape != (batch + 1,) or block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(
-            f"{op}: for kv_lens {list(kv_lens.shape)} wants cu_q one longer and as many rows in block_table; "
+            f"{op}: for kv_lens {list(kv_lens.shape)}, cu_q must be one longer, and block_table must have as many rows; "
             f"got {tuple(cu_q.shape)} and {tuple(block_table.shape)}"
         )
     if not (q.device == block_table.device == kv_lens.device == cu_q.device):
         raise ValueError(
-            f"{op}: wants all tensors on one device; got q on {q.device}, block_table on {block_table.device}, "
+            f"{op}: all tensors must be on one device; got q on {q.device}, block_table on {block_table.device}, "
             f"kv_lens on {kv_lens.device}, cu_q on {cu_q.device}"
         )
     if not (block_table.dtype == kv_lens.dtype == cu_q.dtype == torch.int32):
@@ -63,11 +63,11 @@ def check_tables(op: str, q: Tensor, block_table: Tensor, kv_lens: Tensor, cu_q:
         )
     if (block_table.stride(1) != 1 and block_table.shape[1] > 1) or not (kv_lens.is_contiguous() and cu_q.is_contiguous()):
         raise ValueError(
-            f"{op}: wants dense rows in block_table, and contiguous kv_lens and cu_q; got strides "
+            f"{op}: needs dense rows in block_table, and contiguous kv_lens and cu_q; got strides "
             f"{block_table.stride()}, {kv_lens.stride()}, {cu_q.stride()}: call .contiguous()"
         )
     if max_q_len == 1 and q.shape[0] != batch:
-        raise ValueError(f"{op}: max_q_len 1 wants one query a sequence; got {q.shape[0]} for {batch}")
+        raise ValueError(f"{op}: max_q_len 1 needs one query per sequence; got {q.shape[0]} queries for {batch} sequences")
 
 
 def _check_queries(op: str, lengths: np.ndarray, cu_q: np.ndarray, tokens: int | None, longest: int | None) -> None:
@@ -79,12 +79,12 @@ def _check_queries(op: str, lengths: np.ndarray, cu_q: np.ndarray, tokens: int |
     if short.size:
         b = int(short[0])
         raise ValueError(
-            f"{op}: sequence {b} brings {counts[b]} queries and has {lengths[b]} tokens; wanted no more queries than tokens, "
-            "of which they are the last"
+            f"{op}: sequence {b} has {counts[b]} queries but only {lengths[b]} tokens; wanted no more queries than tokens, "
+            "because the queries are its last tokens"
         )
     if longest is not None and (counts > longest).any():
         b = int(counts.argmax())
-        raise ValueError(f"{op}: max_q_len is {longest}, and sequence {b} brings {counts[b]} queries: wanted the most of any")
+        raise ValueError(f"{op}: max_q_len is {longest}, but sequence {b} has {counts[b]} queries: wanted the largest number")
 
 
 def check_lengths(
@@ -107,7 +107,7 @@ def check_lengths(
     if wrong.size:
         b = int(wrong[0])
         raise ValueError(
-            f"{op}: sequence {b} has {lengths[b]} tokens, its row of the block table {width} pages for {width * page_size}, "
+            f"{op}: sequence {b} has {lengths[b]} tokens, but its block_table row {width} pages for {width * page_size}, "
             f"and the cache {pages} pages of {page_size}: give the table more columns, or the sequence fewer tokens"
         )
     needed = -(-lengths // page_size)
@@ -116,7 +116,7 @@ def check_lengths(
         b, i = (int(places[0]) for places in np.nonzero(outside))
         raise ValueError(
             f"{op}: sequence {b} of {lengths[b]} tokens needs the pages block_table[{b}, :{needed[b]}]; entry {i} is "
-            f"{table[b, i]}, and the cache has pages 0 to {pages - 1}"
+            f"{table[b, i]}, but the cache has pages 0 to {pages - 1}"
         )
     if cu_q is not None:
         _check_queries(op, lengths, _array(cu_q), tokens, longest)
@@ -133,7 +133,7 @@ def check_slots(op: str, slots: Tensor, room: int) -> None:
     if slots.numel() and at_hand(slots):
         places = slots.numpy()
         if (most := int(places.max())) >= room:
-            raise ValueError(f"{op}: token {int(places.argmax())} has slot {most}, and the cache slots 0 to {room - 1}")
+            raise ValueError(f"{op}: token {int(places.argmax())} has slot {most}, but the cache has slots 0 to {room - 1}")
 
 
 def check_paged(

@@ -99,7 +99,7 @@ def codes_of(cache: Tensor) -> Tensor:
 def _smem_refusal(device: Device, problem: Problem, config: Config) -> str | None:
     tile_bytes = config["BLOCK_N"] * next_pow2(problem.head_dim) * problem.cache.itemsize
     used = 2 * config["num_stages"] * tile_bytes
-    return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
+    return f"needs {used} bytes of shared memory, more than the device has" if used > device.smem_bytes else None
 
 
 _MOST_ROWS = 128
@@ -108,9 +108,9 @@ _MOST_ROWS = 128
 def stream_refusal(device: Device, problem: Problem) -> str | None:
     """Refuses problems with too many queries or rows for one tile."""
     if not problem.queries:
-        return f"takes at most {FEW_QUERIES} queries a sequence"
+        return f"supports at most {FEW_QUERIES} queries per sequence"
     rows = problem.queries * problem.group
-    return f"{rows} rows, queries times heads that share keys, are more than {_MOST_ROWS}" if rows > _MOST_ROWS else None
+    return f"supports at most {_MOST_ROWS} rows (queries x heads that share keys), not {rows}" if rows > _MOST_ROWS else None
 
 
 def _stream_default(device: Device, problem: Problem) -> Config:
@@ -157,7 +157,7 @@ VARLEN_SPACE = Space(
     default=_varlen_default,
     axes={"BLOCK_M": (16, 32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3)},
     refusal=lambda device, problem, config: (
-        "a tile holds less than one group of heads"
+        "BLOCK_M is smaller than the number of query heads per key/value head"
         if config["BLOCK_M"] < problem.group
         else _smem_refusal(device, problem, config)
     ),

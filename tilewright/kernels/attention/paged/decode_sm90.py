@@ -37,12 +37,12 @@ def sm90_refusal(device: Device, problem: Problem, block: int, *, coded: bool = 
     block: keys per tile; larger pages must be whole tiles. coded: whether caches of codes are supported too.
     """
     if problem.dtype not in SIXTEEN_BITS or (problem.cache != problem.dtype and not (coded and problem.cache in CODES)):
-        caches = "the same or of 8-bit codes" if coded else "the same"
-        return f"takes queries of bf16 or fp16 and caches of {caches}, not {problem.dtype} with {problem.cache}"
+        caches = "the same dtype or of 8-bit codes" if coded else "the same dtype"
+        return f"supports queries of bf16 and fp16 with caches of {caches} only, not {problem.dtype} with {problem.cache}"
     if problem.head_dim not in (64, 128):
-        return f"takes head dims of 64 and 128, not {problem.head_dim}"
+        return f"supports head dims of 64 and 128 only, not {problem.head_dim}"
     if problem.page_size not in (16, 32, 64) and problem.page_size % block:
-        return f"takes pages of 16, 32, 64 or a multiple of {block} tokens, not {problem.page_size}"
+        return f"supports pages of 16, 32, 64 or a multiple of {block} tokens only, not {problem.page_size}"
     return None
 
 
@@ -55,18 +55,18 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if reason := sm90_refusal(device, problem, _ROWS, coded=True) or stream_refusal(device, problem):
         return reason
     rows = problem.queries * problem.group
-    return f"{rows} rows, queries times heads that share keys, are more than {_ROWS}" if rows > _ROWS else None
+    return f"supports at most {_ROWS} rows (queries x heads that share keys), not {rows}" if rows > _ROWS else None
 
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
     if config["BOX"] < _ROWS and (problem.page_size <= config["BOX"] or problem.cache in CODES):
-        return "smaller boxes are for pages of 16 bits that are larger"
+        return "a smaller BOX is only for 16-bit caches whose pages are larger than BOX"
     columns = _columns(problem.queries * problem.group)
     if columns > 32 and problem.row_bytes == 128 and problem.cache in CODES and config["PER_SM"] > 1:
-        return "two programs an SM leave too few registers for 64 columns of codes"
+        return "two programs per SM leave too few registers for 64 columns of codes"
     own = columns * (2 * problem.head_dim + 2 * _ROWS + 16)  # queries, weights, maxima
     used = config["PER_SM"] * (2 * config["STAGES"] * _ROWS * (problem.row_bytes + 4) + own + 4096)
-    return f"needs {used} bytes of shared memory" if used > device.smem_bytes else None
+    return f"needs {used} bytes of shared memory, more than the device has" if used > device.smem_bytes else None
 
 
 def _default(device: Device, problem: Problem) -> Config:

@@ -42,7 +42,7 @@ def _default(device: Device, problem: Problem) -> Config:
 
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    return "one consumer is for one query of each sequence" if config["CONSUMERS"] == 1 and problem.queries != 1 else None
+    return "CONSUMERS 1 is for one query per sequence only" if config["CONSUMERS"] == 1 and problem.queries != 1 else None
 
 
 def _pack(group: int) -> int:

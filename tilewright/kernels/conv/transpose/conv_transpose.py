@@ -128,7 +128,7 @@ def _launch_vendor(
 
 
 def _refuse_vendor(device: Device, problem: Problem) -> str | None:
-    return "cuDNN has no empty tensors" if problem.empty or not problem.n_bucket else None
+    return "cuDNN does not support empty tensors" if problem.empty or not problem.n_bucket else None
 
 
 # ---- depthwise
@@ -142,7 +142,7 @@ def _as_forward(problem: Problem) -> Problem:
 
 def _refuse_depthwise(device: Device, problem: Problem) -> str | None:
     if problem.stride != (1, 1, 1) or problem.c != problem.o:
-        return "takes a stride of 1, and as many channels of y as of x"
+        return "supports a stride of 1 only, with as many channels of y as of x"
     return DEPTHWISE.refuse(device, _as_forward(problem))
 
 

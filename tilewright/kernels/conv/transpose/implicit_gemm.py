@@ -68,15 +68,15 @@ def _default(device: Device, problem: Problem) -> Config:
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
     itemsize = problem.dtype.itemsize
     if (c["BLOCK_M"], c["BLOCK_N"], c["num_warps"]) not in (_WIDE_TILES if itemsize == 4 else _TILES):
-        return "not one of the tiles that neither spill nor idle"
+        return "not a supported tile: it would spill registers or leave warps idle"
     if c["BLOCK_K"] != _block_k(problem):
-        return "a step of K should be 128 bytes, or half of that for narrow layers"
+        return "BLOCK_K must be 128 bytes wide, or half of that for layers with few channels"
     if c["BLOCK_N"] == 256 and not device.multiplies_by_warpgroup:
-        return "256 columns spill where the tensor core reads an operand from registers"
+        return "BLOCK_N 256 spills registers where the tensor cores read an operand from registers"
     if c["BLOCK_N"] > max(64, problem.c * fold_of(problem)):
-        return "BLOCK_N is wider than y"
+        return "BLOCK_N is larger than the number of columns of the product"
     if itemsize == 4 and c["num_stages"] == 4:
-        return "float32 is not limited by loads"
+        return "a fourth stage gains nothing with float32, which is not limited by loads"
     if (c["BLOCK_M"] + c["BLOCK_N"]) * c["BLOCK_K"] * c["num_stages"] * itemsize > device.smem_bytes:
         return "more shared memory than the device has"
     return None
@@ -237,5 +237,5 @@ TRITON = Impl(
     name="triton",
     launch=_launch,
     space=SPACE,
-    refuse=lambda device, problem: None if problem.dtype.itemsize in (2, 4) else f"does not take {problem.dtype}",
+    refuse=lambda device, problem: None if problem.dtype.itemsize in (2, 4) else f"does not support {problem.dtype}",
 )

@@ -37,13 +37,13 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if (reason := refuse_boxes(device, problem)) is not None:
         return reason
     if not problem.aligned or problem.o % 8 or problem.c % 8:
-        return "needs tensors that start at multiples of 16 bytes, and channels that are a multiple of them"
+        return "needs tensors that start at multiples of 16 bytes, and channels that fill a multiple of 16 bytes"
     if max(problem.stride) > _LARGEST_STRIDE:
-        return f"takes strides up to {_LARGEST_STRIDE}"
+        return f"supports strides up to {_LARGEST_STRIDE} only"
     for d in (1, 2):
         way = problem.kernel[d], problem.stride[d], problem.padding[d], problem.dilation[d]
         if any(taps_of(a, *way) is None for a in range(min(problem.stride[d], problem.x[d]))):
-            return "has outputs which no position of the filter meets"
+            return "does not support outputs to which no position of the filter contributes"
     return None
 
 

@@ -64,20 +64,20 @@ def _refuse(device: Device, problem: Problem) -> str | None:
     if (reason := refuse_boxes(device, problem)) is not None:
         return reason
     if problem.stride[1:] != (2, 2) or problem.dilation[1:] != (1, 1):
-        return "takes a stride of 2 in both of two dims, without dilation"
+        return "supports two spatial dims with a stride of 2 in both, without dilation, only"
     if min(problem.padding) < 0:
-        return "takes no negative padding"
+        return "does not support negative padding"
     if not all(2 <= k <= 4 for k in problem.kernel[1:]):
-        return "takes filters of 2 to 4 positions a dimension"
+        return "supports filters of 2 to 4 positions per dimension only"
     if min(problem.x[1:]) < 2:
-        return "a y smaller than the stride has empty phases"
+        return "needs a y that is at least as large as the stride"
     if not problem.aligned or problem.o % 8 or problem.c % _SIDE:
-        return "needs tensors that start at multiples of 16 bytes, channels of x that are a multiple of 8 and of y of 64"
-    return None if VIEWS_REACH_ON else "this version of Triton has no views of shared memory that reach beyond their part"
+        return "needs tensors that start at multiples of 16 bytes, a multiple of 8 channels in x, and of 64 in y"
+    return None if VIEWS_REACH_ON else "needs a version of Triton whose views of shared memory may reach beyond their slice"
 
 
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
-    return "y's channels are no multiple of BLOCK_N" if problem.c % c["BLOCK_N"] else None
+    return "BLOCK_N must divide the number of channels of y" if problem.c % c["BLOCK_N"] else None
 
 
 def _box(images: int, rows: int, cols: int, taps: int, block_n: int) -> Three:

@@ -168,11 +168,11 @@ def _default(device: Device, problem: Problem) -> Config:
 def _refuse_config(device: Device, problem: Problem, c: Config) -> str | None:
     tiles = _WIDE_TILES if problem.dtype.itemsize == 4 else _TILES
     if (c["BLOCK_M"], c["BLOCK_N"], c["num_warps"]) not in tiles:
-        return "not one of the tiles that neither spill nor idle"
+        return "not a supported tile: it would spill registers or leave warps idle"
     if c["SPLIT"] > 1 and _tiles(problem, c["BLOCK_M"], c["BLOCK_N"]) * c["SPLIT"] > 8 * device.sms:
-        return "the tiles fill the card without so many parts"
+        return "SPLIT is too large: fewer parts are enough to occupy all SMs"
     if c["SPLIT"] > max(1, problem.pixels // 64):
-        return "less than a step of pixels for each part"
+        return "SPLIT is too large: a part has less than one step of pixels"
     return None
 
 
@@ -301,8 +301,8 @@ def _launch_vendor(config: Config, *args: Any) -> Tensor:
 
 def _refuse(device: Device, problem: Any) -> str | None:
     if problem.dtype.itemsize not in (2, 4):
-        return f"does not take {problem.dtype}"
-    return "counts fewer than 2^30 output pixels" if problem.pixels > 1 << 29 else None
+        return f"does not support {problem.dtype}"
+    return "supports fewer than 2^30 output pixels only" if problem.pixels > 1 << 29 else None
 
 
 def _first(device: Device, problem: Problem) -> str | None:
@@ -329,7 +329,7 @@ conv_weight_gradient_op = Op(
             name="vendor",
             library=True,
             launch=_launch_vendor,
-            refuse=lambda device, problem: None if problem.pixels else "cuDNN has no empty tensors",
+            refuse=lambda device, problem: None if problem.pixels else "cuDNN does not support empty tensors",
         ),
         WEIGHT_GRADIENT_SM90,
         Impl(name="triton", launch=_launch, space=SPACE, refuse=_refuse),

@@ -56,16 +56,16 @@ _SIDE = 64
 
 def _refuse(device: Device, problem: Any) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if problem.groups != 1:
-        return "does not take groups"
+        return "does not support groups"
     if not problem.pixels or problem.deep:
-        return "takes up to two spatial dims, not empty"
+        return "supports up to two spatial dims only, and no empty tensors"
     if max(problem.stride) > 1 or max(problem.dilation) > 1 or problem.kernel[1] > 3:
-        return "takes filters of up to three rows, with a stride of 1 and without dilation"
+        return "supports filters of up to three rows with a stride of 1 and without dilation only"
     if not problem.aligned or problem.o % _SIDE or problem.c % _SIDE:
-        return "needs tensors that start at multiples of 16 bytes, and channels that are a multiple of 64"
-    return None if VIEWS_REACH_ON else "this version of Triton has no views of shared memory that reach beyond their part"
+        return "needs tensors that start at multiples of 16 bytes, and numbers of channels that are multiples of 64"
+    return None if VIEWS_REACH_ON else "needs a version of Triton whose views of shared memory may reach beyond their slice"
 
 
 # ---- kernels

@@ -151,9 +151,9 @@ def _config_refusal(device: Device, problem: GroupedBlockProblem, c: Config) -> 
     # The product of a block needs registers in addition to the accumulators.
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if not 8 <= accumulators <= 64:
-        return "too many accumulators for the registers, or too few for so many warps"
+        return "not a supported tile: too many accumulators per thread for the registers, or too few for its warps"
     if c["BLOCK_M"] > max(16, 2 * problem.rows_each):
-        return "BLOCK_M is twice as high as an expert's rows"
+        return "BLOCK_M is at least twice the number of rows per expert"
     return None
 
 

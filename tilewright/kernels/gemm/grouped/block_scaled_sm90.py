@@ -48,13 +48,13 @@ def refuse_block_sm90(device: Device, problem: GroupedBlockProblem) -> str | Non
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.packed:
-        return "takes the experts' weights one behind the other in memory"
+        return "needs the experts' weights stored one after another, without gaps"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     if problem.gated and problem.n % 256:
-        return "needs gate and up halves that begin with a block of 128 rows"
+        return "with a gate, needs N to be a multiple of 256, so that both halves begin with a block of 128 rows"
     if problem.activation == "clamped_silu_mul":
-        return "its epilogue does not have clamped_silu_mul"
+        return "does not support the activation clamped_silu_mul"
     return None
 
 
@@ -69,11 +69,11 @@ _TILES = {(128, 256): (64, 0.76), (256, 128): (128, 0.79), (128, 128): (128, 0.3
 
 def _config_refusal(problem: GroupedBlockProblem, block_m: int, block_n: int) -> str | None:
     if (block_m, block_n) not in _TILES:
-        return "another shape of its size asks L2 for less, or fits the registers"
+        return "not a supported tile: others of this size load less from L2, or fit in the registers"
     if problem.gated and block_m == 64:
-        return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
+        return "with a gate, a consumer's tile must be two epilogue blocks wide: one for the gate, one for the up half"
     if block_m > (128 if problem.gated else 64) and block_m >= 2 * problem.rows_each:
-        return "BLOCK_M is twice as high as an expert's rows"
+        return "BLOCK_M is at least twice the number of rows per expert"
     return None
 
 

@@ -30,21 +30,21 @@ __all__ = ["GROUPED_VENDOR", "launch_library_gradient", "refuses_library"]
 def refuses_library(device: Device, dtype: torch.dtype, aligned: bool) -> str | None:
     """Why torch's `grouped_mm` is not called for such operands on this card; None if it is."""
     if not hasattr(F, "grouped_mm"):
-        return "this torch has no grouped_mm"
+        return "this version of torch has no grouped_mm"
     if device.arch not in (90, 100):
         return f"torch's kernels are for sm_90 and sm_100, this is sm_{device.arch}"
     if dtype != torch.bfloat16:
-        return "torch's kernels take bfloat16 alone"
-    return None if aligned else "torch's kernels take rows that start at multiples of 16 bytes"
+        return "torch's kernels support bfloat16 only"
+    return None if aligned else "torch's kernels need rows that start at multiples of 16 bytes"
 
 
 def _refuse(device: Device, problem: GroupedProblem) -> str | None:
     if problem.masked:
-        return "takes rows sorted by expert, not the masked layout"
+        return "supports rows sorted by expert only, not the masked layout"
     if problem.bias:
-        return "torch's grouped_mm takes no bias"
+        return "torch's grouped_mm does not support a bias"
     if not problem.k or problem.n % 8:
-        return "takes results whose rows start at multiples of 16 bytes, of a K that is not 0"
+        return "needs results whose rows start at multiples of 16 bytes, and a K above 0"
     return refuses_library(device, problem.dtype, problem.aligned)
 
 

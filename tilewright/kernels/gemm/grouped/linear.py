@@ -144,9 +144,11 @@ def check_shapes(
         )
     experts, n, masked = weight[0], weight[1], x.dim() == 3
     if not experts or (masked and x.shape[0] != experts):
-        raise ValueError(f"{op}: x and weight must have as many experts, one at least; got {list(x.shape)} and {list(weight)}")
+        raise ValueError(
+            f"{op}: x and weight must have the same number of experts, above 0; got {list(x.shape)} and {list(weight)}"
+        )
     if n % 2 and GROUPED_ACTIVATIONS[activation][1]:
-        raise ValueError(f"{op}: {activation} needs a gate and an up half, an even N; got {n}")
+        raise ValueError(f"{op}: {activation} needs an even N, for a gate half and an up half; got {n}")
     wanted = experts + (not masked)
     if bounds.shape != (wanted,) or bounds.dtype != torch.int32:
         kind = "counts [X]" if masked else "offsets [X + 1]"
@@ -164,11 +166,11 @@ def check_order(op: str, x: Tensor, order: Tensor | None, chosen: int) -> None:
         return
     if x.dim() == 3 or order.dim() != 1 or order.dtype != torch.int32 or chosen < 1:
         raise ValueError(
-            f"{op}: order is int32 [R], of rows sorted by expert, each of `chosen` experts of a token; "
+            f"{op}: order must be int32 [R], with x [T, K] (not the masked layout) and chosen at least 1; "
             f"got {order.dtype} {list(order.shape)}, chosen {chosen}, x {list(x.shape)}"
         )
     if order.device != x.device or (order.shape[0] and not x.shape[0]):
-        raise ValueError(f"{op}: order has {order.shape[0]} rows on {order.device} of an x {list(x.shape)} on {x.device}")
+        raise ValueError(f"{op}: order has {order.shape[0]} rows on {order.device}, but x is {list(x.shape)} on {x.device}")
 
 
 def check_grouped(

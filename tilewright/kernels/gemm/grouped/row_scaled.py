@@ -137,9 +137,9 @@ def _config_refusal(device: Device, problem: GroupedCodesProblem, c: Config) -> 
     # float8 needs the same number of registers again, for the partial sums that are added to the accumulators.
     most = 128 if device.multiplies_by_warpgroup and problem.dtype not in FLOAT8 else 64
     if not 8 <= c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"]) <= most:
-        return "too many accumulators for the registers, or too few for so many warps"
+        return "not a supported tile: too many accumulators per thread for the registers, or too few for its warps"
     if c["BLOCK_M"] > max(16, 2 * problem.rows_each):
-        return "BLOCK_M is twice as high as an expert's rows"
+        return "BLOCK_M is at least twice the number of rows per expert"
     return None
 
 

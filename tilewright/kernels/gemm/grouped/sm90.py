@@ -34,19 +34,19 @@ _TILES = (
 
 def _refuse(device: Device, problem: GroupedProblem) -> str | None:
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     if not problem.aligned:
-        return "the copy engine takes rows that start at multiples of 16 bytes"
+        return "needs rows that start at multiples of 16 bytes, for the copy engine (TMA)"
     if not problem.packed:
-        return "takes the experts' weights one behind the other in memory"
+        return "needs the experts' weights stored one after another, without gaps"
     if problem.w_major == "n" and (problem.k * 2) % BLOCK_K_BYTES:
-        return "of a weight dense along N a step of K would reach into the next expert's rows"
+        return "with a weight contiguous along N, needs K to be a multiple of 64: a step must not reach the next expert"
     if problem.activation == "clamped_silu_mul":
-        return "its epilogue does not have clamped_silu_mul"
+        return "does not support the activation clamped_silu_mul"
     if problem.gated and problem.n % 16:
-        return "needs gate and up halves that begin at a multiple of 8 columns"
+        return "with a gate, needs N to be a multiple of 16, so that both halves begin at a multiple of 8 columns"
     return None
 
 
@@ -55,12 +55,12 @@ def _refuse(device: Device, problem: GroupedProblem) -> str | None:
 
 def _tile_refusal(problem: GroupedProblem, block_m: int, block_n: int, consumers: str) -> str | None:
     if (block_m, block_n, consumers) not in _TILES:
-        return "another shape of its size asks L2 for less, or fits the registers"
+        return "not a supported tile: others of this size load less from L2, or fit in the registers"
     cols = consumer_tile({"BLOCK_M": block_m, "BLOCK_N": block_n, "CONSUMERS": consumers})[1]
     if problem.gated and cols < 128:
-        return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
+        return "with a gate, a consumer's tile must be two epilogue blocks wide: one for the gate, one for the up half"
     if block_m > 64 and block_m >= 2 * problem.rows_each:
-        return "BLOCK_M is twice as high as an expert's rows"
+        return "BLOCK_M is at least twice the number of rows per expert"
     return None
 
 

@@ -40,7 +40,7 @@ __all__ = ["INVARIANT", "TRITON"]
 
 
 def _refuse(device: Device, problem: GroupedProblem) -> str | None:
-    return f"does not take {problem.dtype}" if problem.dtype.itemsize > 4 else None
+    return f"does not support {problem.dtype}" if problem.dtype.itemsize > 4 else None
 
 
 # ---- space
@@ -76,24 +76,24 @@ def _default(device: Device, problem: GroupedProblem) -> Config:
 def _config_refusal(device: Device, problem: GroupedProblem, c: Config) -> str | None:
     itemsize = problem.dtype.itemsize
     if c["BLOCK_M"] > max(16, 2 * problem.rows_each):
-        return "BLOCK_M is twice as high as an expert's rows"
+        return "BLOCK_M is at least twice the number of rows per expert"
     if c["BLOCK_M"] < 64 and 4 * c["BLOCK_M"] < problem.rows_each:
-        return "tiles so low would read the weight many times"
+        return "BLOCK_M is less than a quarter of the rows per expert: the weight would be read too many times"
     if c["BLOCK_K"] * itemsize not in ((128, 256) if itemsize == 2 else (128,)):
-        return "a step of K should be 128 bytes wide, or 256 where the operands stay in shared memory"
+        return "BLOCK_K must be 128 bytes wide, or 256 with 16-bit operands, which stay in shared memory"
     if c["BLOCK_N"] == 256 and not device.multiplies_by_warpgroup:
-        return "256 columns spill where the tensor cores read operands from registers"
+        return "BLOCK_N 256 spills registers where the tensor cores read operands from registers"
     if _smem_bytes(c, itemsize) > device.smem_bytes:
         return "more shared memory than the device has"
     if c["num_stages"] < 4 and c["BLOCK_M"] < 128:
-        return "low tiles wait for memory: as many stages as there are"
+        return "BLOCK_M below 128 needs four pipeline stages or more, because it waits for memory"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if accumulators > (128 if device.multiplies_by_warpgroup and itemsize == 2 else 64):
-        return "more accumulators than the registers hold beside the operands"
+        return "the accumulators and operands need more registers than a thread has"
     if accumulators < (4 if c["num_warps"] == 4 else 16 if itemsize == 4 else 32):
         return "too many warps for so small a tile"
     if itemsize == 4 and accumulators > 32:
-        return "IEEE float32 products keep operands in registers: at most 32 accumulators"
+        return "IEEE float32 products keep operands in registers: at most 32 accumulators per thread fit"
     return None
 
 

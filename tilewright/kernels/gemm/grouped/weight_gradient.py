@@ -97,10 +97,10 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     if (c["BLOCK_N"] + c["BLOCK_K"]) * c["BLOCK_R"] * c["num_stages"] * itemsize > device.smem_bytes:
         return "more shared memory than the device has"
     if c["BLOCK_N"] >= 2 * max(64, problem.n) or c["BLOCK_K"] >= 2 * max(64, problem.k):
-        return "a tile twice as large as an expert's weight"
+        return "a side of the tile is at least twice that of an expert's weight"
     accumulators = c["BLOCK_N"] * c["BLOCK_K"] // (32 * c["num_warps"])
     if accumulators > (32 if itemsize == 4 else 128 if device.multiplies_by_warpgroup else 64):
-        return "more accumulators than the registers hold beside the operands"
+        return "the accumulators and operands need more registers than a thread has"
     return "too many warps for so small a tile" if accumulators < 16 else None
 
 
@@ -176,7 +176,7 @@ def _launch(config: Config, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 def _refuse_vendor(device: Device, problem: Problem) -> str | None:
     if problem.rows < 64 or not problem.n or problem.k % 8:
-        return "takes 64 rows and more, and results whose rows start at multiples of 16 bytes"
+        return "needs at least 64 rows, and results whose rows start at multiples of 16 bytes"
     return refuses_library(device, problem.dtype, problem.aligned)
 
 
@@ -206,7 +206,7 @@ grouped_weight_gradient_op = Op(
             name="triton",
             launch=_launch,
             space=SPACE,
-            refuse=lambda device, problem: f"does not take {problem.dtype}" if problem.dtype.itemsize > 4 else None,
+            refuse=lambda device, problem: f"does not support {problem.dtype}" if problem.dtype.itemsize > 4 else None,
         ),
     ),
 )

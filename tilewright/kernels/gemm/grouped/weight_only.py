@@ -119,7 +119,7 @@ EXAMPLES = (
 
 
 def _refuse(device: Device, problem: GroupedCodesProblem) -> str | None:
-    return f"does not take {problem.dtype}" if problem.dtype.itemsize != 2 else None
+    return f"does not support {problem.dtype}" if problem.dtype.itemsize != 2 else None
 
 
 # The most rows per expert for which a tile is used, and the tile: BLOCK_M, BLOCK_N, num_warps
@@ -135,11 +135,11 @@ def _default(device: Device, problem: GroupedCodesProblem) -> Config:
 
 def _config_refusal(device: Device, problem: GroupedCodesProblem, c: Config) -> str | None:
     if (c["BLOCK_M"], c["BLOCK_N"], c["num_warps"]) not in _SHAPES:
-        return "too many accumulators for the registers, or too few for so many warps"
+        return "not a supported tile: too many accumulators per thread for the registers, or too few for its warps"
     if problem.format == "int4" and c["BLOCK_N"] > 64:
-        return "codes of 128 columns in float32 leave room for 64 rows"
+        return "int4 needs BLOCK_N of at most 64: the float32 values of a chunk of 128 columns fill the registers"
     if c["BLOCK_M"] > max(16, 2 * problem.rows_each):
-        return "BLOCK_M is twice as high as an expert's rows"
+        return "BLOCK_M is at least twice the number of rows per expert"
     return None
 
 
@@ -336,7 +336,7 @@ def grouped_mixed_linear(
     name = "grouped_mixed_linear"
     if codes.dtype not in FORMATS or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(
-            f"{name}: x must be bfloat16 or float16 and codes int8, float8_e4m3fn, float8_e5m2 or uint8, two int4 a byte; "
+            f"{name}: x must be bfloat16 or float16 and codes int8, float8_e4m3fn, float8_e5m2 or uint8 (two int4 per byte); "
             f"got {x.dtype} and {codes.dtype}"
         )
     check_codes(name, x, codes, bounds, bias, activation, order, chosen, x.dtype, packed=codes.dtype == torch.uint8)
@@ -358,7 +358,7 @@ def _check_blocks(
         )
     (experts, n), k, packed = codes.shape[:2], x.shape[-1], codes.dtype == torch.uint8
     if packed and ((block_cols and k % block_cols) or not codes.is_contiguous()):
-        raise ValueError(f"{name}: int4 codes are contiguous, in groups of {block_cols} that divide K; got K = {k}")
+        raise ValueError(f"{name}: int4 codes must be contiguous, and their group size {block_cols} must divide K; got K = {k}")
     if zeros is not None and not packed:
         raise ValueError(f"{name}: only int4 codes have zero points; got zeros with {codes.dtype}")
     wanted = (experts, -(-n // block_rows), -(-k // block_cols)) if block_cols else (experts, n)

@@ -113,13 +113,13 @@ EXAMPLES = (
 
 def _refuse_sm90(device: Device, problem: BlockProblem) -> str | None:
     if problem.block_rows == 1:
-        return "takes one scale for 128 rows of the weight, not one for each"
+        return "supports one scale per 128 rows of the weight only, not one per row"
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     if problem.gated and problem.n % 256:
-        return "needs gate and up halves that begin with a block of 128 rows"
+        return "with a gate, needs N to be a multiple of 256, so that both halves begin with a block of 128 rows"
     return None
 
 

@@ -84,13 +84,13 @@ def best_config(device: Device, problem: BlockProblem, splits: tuple[int, ...]) 
 
 def _config_refusal(device: Device, problem: BlockProblem, c: Config) -> str | None:
     if (c["BLOCK_M"], c["BLOCK_N"]) not in _TILES:
-        return "another shape of its size asks L2 for less, or fits the registers"
+        return "not a supported tile: others of this size load less from L2, or fit in the registers"
     if problem.gated and c["BLOCK_M"] == 64:
-        return "gate and up halves of a consumer's tile are at least one block of the epilogue wide"
+        return "with a gate, a consumer's tile must be two epilogue blocks wide: one for the gate, one for the up half"
     if c["SPLIT_K"] != 1 and c["BLOCK_M"] == 256:
-        return "programs share tiles of 64 rows a consumer"
+        return "SPLIT_K needs tiles with 64 rows per consumer: BLOCK_M must be below 256"
     if c["BLOCK_M"] > (128 if problem.gated else 64) and c["BLOCK_M"] >= 2 * problem.m_bucket:
-        return "BLOCK_M is twice as high as x"
+        return "BLOCK_M is at least twice the number of rows of x"
     return None
 
 

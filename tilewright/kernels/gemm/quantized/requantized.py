@@ -125,7 +125,7 @@ def _default_sm90(device: Device, problem: CastProblem) -> Config:
 
 def _refuse_config_sm90(device: Device, problem: CastProblem, c: Config) -> str | None:
     if (c["BLOCK_M"], c["BLOCK_N"], c["CONSUMERS"]) not in _TILES:
-        return "of the tiles of `linear` five are taken here"
+        return "not one of the five tiles of `linear` that are supported here"
     return SM90_SPACE.refusal(device, _sixteen(problem), c)
 
 
@@ -169,7 +169,7 @@ def _default_triton(device: Device, problem: CastProblem) -> Config:
 TRITON_CAST_SPACE = Space(
     default=_default_triton,
     axes={"BLOCK_M": (64, 128), "BLOCK_N": (128,), "num_warps": (4, 8), "num_stages": (3,)},
-    refusal=lambda device, problem, c: "64 accumulators a thread" if c["num_warps"] != c["BLOCK_M"] // 16 else None,
+    refusal=lambda device, problem, c: "num_warps must be BLOCK_M / 16" if c["num_warps"] != c["BLOCK_M"] // 16 else None,
 )
 
 
@@ -248,11 +248,11 @@ def cast_linear(
         (*kinds, torch.float32) if coded else kinds, kinds,
     )  # fmt: skip
     if dtype not in (torch.float32, torch.int8, *FLOAT8):
-        raise ValueError(f"cast_linear: dtype must be float32, int8 or a float8; got {dtype}, which `linear` gives for its own")
+        raise ValueError(f"cast_linear: dtype must be float32, int8 or a float8; got {dtype} (`linear` returns the dtype of x)")
     vectors = (("x_scales", x_scales, x.shape[:1], coded), ("w_scales", w_scales, weight.shape[:1], coded))
     for name, t, wanted, needed in (*vectors, ("y_scale", y_scale, (), dtype.itemsize == 1)):
         if (t is not None) != needed:
-            raise ValueError(f"cast_linear: {x.dtype} to {dtype} {'needs' if needed else 'takes no'} {name}")
+            raise ValueError(f"cast_linear: with x {x.dtype} and dtype {dtype}, {name} must {'' if needed else 'not '}be given")
         if t is not None and (t.numel() != torch.Size(wanted).numel() or t.dtype != torch.float32 or t.device != x.device):
             raise ValueError(
                 f"cast_linear: {name} must be {list(wanted)}, float32 on {x.device}; "

@@ -97,9 +97,9 @@ def refuse_sm90(device: Device, problem: Problem) -> str | None:
     if not problem.aligned:
         return "needs rows of x and of the weight that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     if problem.x_major != "k" or problem.w_major != "k":
-        return "needs x and the weight dense along K"
+        return "needs x and the weight contiguous along K"
     return None
 
 
@@ -159,9 +159,9 @@ def refuse_tile(device: Device, problem: Any, c: Config) -> str | None:
         return "more shared memory than the device has"
     accumulators = c["BLOCK_M"] * c["BLOCK_N"] // (32 * c["num_warps"])
     if not 8 <= accumulators <= _most_accumulators(device, problem):
-        return "too many accumulators for the registers, or too few for so many warps"
+        return "not a supported tile: too many accumulators per thread for the registers, or too few for its warps"
     if c["BLOCK_M"] > max(64, problem.m_bucket):
-        return "BLOCK_M is higher than x"
+        return "BLOCK_M is larger than the number of rows of x"
     return None
 
 
@@ -251,13 +251,13 @@ _ONE_CONFIG: Config = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps
 
 def _refuse_vendor(device: Device, problem: Problem) -> str | None:
     if problem.dtype == torch.float8_e5m2:
-        return "torch multiplies no two float8_e5m2 matrices"
+        return "torch does not multiply two float8_e5m2 matrices"
     if reason := refuse_float8(device, problem):
         return reason
     if not problem.aligned or problem.k % 16 or problem.n % 16 or not problem.k or not problem.n:
         return "needs K and N that are multiples of 16"
     if problem.dtype == torch.int8 and problem.m_bucket <= 32:
-        return "torch._int_mm takes more than 16 rows"
+        return "torch._int_mm needs more than 16 rows"
     return None
 
 

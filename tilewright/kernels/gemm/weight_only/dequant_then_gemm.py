@@ -22,9 +22,9 @@ _FROM = 512  # rows; on an H100, with fewer rows, writing the weight takes longe
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if problem.m_bucket < _FROM:
-        return f"is for {_FROM} rows and more: writing the weight would cost more than the product"
+        return f"is for {_FROM} rows and more: with fewer, writing the dequantised weight takes longer than the product"
     return None
 
 

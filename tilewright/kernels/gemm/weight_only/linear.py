@@ -124,7 +124,7 @@ EXAMPLES = (
 
 
 def _refuse_triton(device: Device, problem: MixedProblem) -> str | None:
-    return f"does not take {problem.dtype}" if problem.dtype.itemsize != 2 else None
+    return f"does not support {problem.dtype}" if problem.dtype.itemsize != 2 else None
 
 
 # BLOCK_M, BLOCK_N, num_warps
@@ -142,11 +142,11 @@ def _default_triton(device: Device, problem: MixedProblem) -> Config:
 
 def _triton_refusal(device: Device, problem: MixedProblem, c: Config) -> str | None:
     if (c["BLOCK_M"], c["BLOCK_N"], c["num_warps"]) not in _TILES:
-        return "too many accumulators for the registers, or too few for so many warps"
+        return "not a supported tile: too many accumulators per thread for the registers, or too few for its warps"
     if problem.format == "int4" and c["BLOCK_N"] > 64:
-        return "codes of 128 columns in float32 leave room for 64 rows"
+        return "int4 needs BLOCK_N of at most 64: the float32 values of a chunk of 128 columns fill the registers"
     if c["BLOCK_M"] > max(16, problem.m_bucket):
-        return "BLOCK_M is higher than x"
+        return "BLOCK_M is larger than the number of rows of x"
     return None
 
 
@@ -294,13 +294,13 @@ def _check(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, block
     """Raise ValueError unless x, codes, scales and zeros fit each other and the block."""
     if codes.dtype not in FORMATS or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(
-            "mixed_linear: x must be bfloat16 or float16 and codes int8, float8_e4m3fn, float8_e5m2 or uint8, two int4 a "
-            f"byte; got {x.dtype} and {codes.dtype}"
+            "mixed_linear: x must be bfloat16 or float16 and codes int8, float8_e4m3fn, float8_e5m2 or uint8 (two int4 per "
+            f"byte); got {x.dtype} and {codes.dtype}"
         )
     packed = codes.dtype == torch.uint8
     fits = x.dim() == codes.dim() == 2 and codes.shape[1] == (-(-x.shape[1] // CHUNK) * 64 if packed else x.shape[1])
     if not fits or (packed and not codes.is_contiguous()):
-        wanted = "64 * ceil(K / 128)] from mixed_layout.prepare" if packed else "K]"
+        wanted = "64 * ceil(K / 128)] from int4_layout.prepare" if packed else "K]"
         raise ValueError(
             f"mixed_linear: x must be [M, K] and codes [N, {wanted}, with one K; "
             f"got x {list(x.shape)} and codes {list(codes.shape)}"
@@ -312,7 +312,7 @@ def _check(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, block
         )
     n, k = codes.shape[0], x.shape[1]
     if packed and block_cols and k % block_cols:
-        raise ValueError(f"mixed_linear: K must be a multiple of int4's group of {block_cols}; got {k}")
+        raise ValueError(f"mixed_linear: K must be a multiple of {block_cols}, the group size of the int4 codes; got {k}")
     for name, t in (("x", x), ("codes", codes)):
         if t.shape[1] > 1 and t.stride(1) != 1:
             raise ValueError(f"mixed_linear: {name} must be dense along K; got strides {t.stride()}")

@@ -37,17 +37,17 @@ _MAX_M = 32
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
     if problem.m_bucket > _MAX_M:
-        return f"takes at most {_MAX_M} rows"
+        return f"supports at most {_MAX_M} rows of x"
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if not problem.aligned or problem.k % (8 if problem.format == "int4" else 16):
-        return "needs rows of x and of codes that are multiples of 16 bytes"
+        return "needs rows of x and of the codes that start at multiples of 16 bytes and are multiples of 16 bytes long"
     if problem.format != "int4" and problem.block_cols == 32:
-        return "takes groups of 64 columns and more of 8-bit codes"
+        return "supports 8-bit codes with groups of at least 64 columns only"
     if problem.zeros and not problem.block_cols:
-        return "takes zero points of groups, not of whole rows"
+        return "supports zero points per group only, not per row"
     if not problem.k:
-        return "has nothing to stream: K is 0"
+        return "K is 0: there is nothing to load"
     return None
 
 
@@ -98,16 +98,16 @@ def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | N
     tiles = c["BLOCK_N"] // 16 * max(1, rows // 8)
     held = depth * c["BLOCK_N"] // 2 + x_depth(problem.format, rows, depth) * max(8, rows) * (2 if int4 else 1)
     if tiles > 8:
-        return "more accumulators than registers beside the operands"
+        return "the accumulators and operands need more registers than a thread has"
     if held + 8 * tiles >= 160:
-        return "more operands under way than the registers hold"
+        return "the operands in flight need more registers than a thread has"
     if problem.block_cols == 32 and rows >= 16 and depth * c["BLOCK_N"] > 32:
-        return "more scales of groups under way than the registers hold"
+        return "the group scales in flight need more registers than a thread has"
     # The following configs are refused because no product timed on an H100 was faster with them by more than 1 %.
     if c["BLOCK_N"] == 64 and not (int4 and rows >= 16):
-        return "the highest tiles are for rows of x that are more bytes than int4's codes"
+        return "BLOCK_N 64 is for int4 and at least 16 rows of x, where x has more bytes than the codes"
     if depth == 4 and (rows > 8 or (c["BLOCK_N"], c["SLICES"]) != (16, 4)):
-        return "codes four chunks ahead are for few warps with few sums"
+        return "DEPTH 4 is for at most 8 rows of x, with BLOCK_N 16 and SLICES 4"
     if c["SLICES"] > 4 and (c["SLICES"] - 4) * _chunk(problem.format) >= problem.k:
         return "more warps than chunks of K"
     return None

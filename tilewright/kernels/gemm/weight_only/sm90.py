@@ -37,17 +37,17 @@ _REGISTERS = (208, 24, 72)
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
     if problem.dtype.itemsize != 2 or problem.format != "int4":
-        return f"is for int4 and 16 bits, not {problem.format} and {problem.dtype}"
+        return f"supports int4 codes with a 16-bit x only, not {problem.format} with {problem.dtype}"
     if problem.block_rows != 1 or problem.block_cols not in (64, 128):
-        return "takes groups of 64 or 128 columns of a row"
+        return "supports scales per group of 64 or 128 columns of a row only"
     if problem.gated:
-        return "makes rows in their order: gate and up halves would be wanted together"
+        return "does not support a gate: it dequantises rows in order, but gate and up rows are needed together"
     if not problem.aligned or problem.k % _K_VECTOR:
-        return "needs rows of x, of codes and of the weight in 16 bits that start at multiples of 16 bytes"
+        return "needs rows of x, of the codes and of the 16-bit weight that start at multiples of 16 bytes"
     if problem.m_bucket <= _LEAST_ROWS:
-        return f"is for more than {_LEAST_ROWS} rows: writing the weight would cost more than the product"
+        return f"is for more than {_LEAST_ROWS} rows: with fewer, writing the dequantised weight takes longer than the product"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     return None
 
 

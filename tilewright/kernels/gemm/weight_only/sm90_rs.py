@@ -32,17 +32,17 @@ _ON_SUMS = 64  # up to so many rows of x, a group's scale multiplies the sums; a
 
 def _refuse(device: Device, problem: MixedProblem) -> str | None:
     if problem.dtype.itemsize != 2:
-        return f"does not take {problem.dtype}"
+        return f"does not support {problem.dtype}"
     if not problem.aligned:
-        return "needs rows of x and of codes that start at multiples of 16 bytes"
+        return "needs rows of x and of the codes that start at multiples of 16 bytes"
     if not problem.k or not problem.n:
-        return "the copy engine has no empty matrices: N or K is 0"
+        return "N or K is 0: the copy engine (TMA) cannot load empty matrices"
     if problem.k % 2:
-        return "reads 8-bit codes in pairs: K is odd"
+        return "needs an even K: 8-bit codes are loaded in pairs"
     if problem.block_cols == 32:
-        return "takes groups of 64 columns and more"
+        return "supports groups of at least 64 columns only"
     if problem.zeros and not problem.block_cols:
-        return "takes zero points of groups, not of whole rows"
+        return "supports zero points per group only, not per row"
     return None
 
 
@@ -98,23 +98,23 @@ def _config_refusal(device: Device, problem: MixedProblem, c: Config) -> str | N
     block_m, split, m, groups = c["BLOCK_M"], c["SPLIT_K"], problem.m_bucket, bool(problem.block_cols)
     int4 = problem.format == "int4"
     if block_m > 8 and block_m >= 2 * m:
-        return "BLOCK_M is twice as high as x"
+        return "BLOCK_M is at least twice the number of rows of x"
     if block_m < min(m, 128):
-        return "codes are converted for each tile of x anew: low tiles are for few rows"
+        return "BLOCK_M must cover all rows of x or be at least 128: every tile of x converts the codes again"
     if block_m > {1: 256, 2: 32 if groups else 64, 3: 8 if int4 else 16}[c["PER_SM"]]:
-        return "more sums and stages than several programs have room for on an SM"
+        return "this BLOCK_M is too large for PER_SM programs: their accumulators and stages do not fit on an SM"
     # The following configs are refused because no product timed on an H100 was faster with them by more than 1 %
     # (studies/mixed-linear-choices.json).
     if int4 and block_m == 16 and c["PER_SM"] == 1:
-        return "one program an SM waits for each product"
+        return "PER_SM must be above 1 here: a single program per SM waits for each product"
     if split == 1 and (int4 or block_m >= 64):
-        return "shares in step leave a tile whole where that is best"
+        return "SPLIT_K 1 is not needed here: 2 or 3 also leave a tile unsplit where that is faster"
     if split > 1 and split != _in_step(block_m):
-        return "shares are in step by tiles below 128 rows, by pairs of tiles above"
+        return "SPLIT_K must be 2 with BLOCK_M below 128, and 3 from 128 on, for programs to stay in step along K"
     if c["AHEAD"] and not groups:
-        return "rows have no scales to fetch ahead"
+        return "AHEAD needs scales per group: scales per row are not loaded ahead"
     if not c["AHEAD"] and groups and int4 and block_m <= 64:
-        return "a step of a low tile is too short to fetch scales in"
+        return "AHEAD must be 1 here: a step with BLOCK_M up to 64 is too short to load group scales in it"
     return None
 
 
