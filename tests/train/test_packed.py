@@ -53,9 +53,12 @@ def oracle_gradients(oracle: torch.nn.Module, given: list[np.ndarray]) -> tuple[
     return total.item(), {name: p.grad for name, p in oracle.named_parameters() if p.grad is not None}
 
 
-DENSE = {name: case for name, case in CASES.items() if case[0] not in ("gpt-oss", "mixtral", "qwen3-moe")}
+MIXTURES = ("gpt-oss", "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "granite-moe", "glm4-moe", "ernie4.5-moe")
+DENSE = {name: case for name, case in CASES.items() if case[0] not in MIXTURES}
 # transformers takes the factors by each document's length; the loss is of logits without a cap.
 del DENSE["phi3-long"], DENSE["gemma2"]
+RENAMED = {"embed_out.weight": "lm_head.weight"}
+"""Tensors that files of GPT-NeoX call otherwise than transformers does."""
 
 
 @pytest.mark.parametrize("case", DENSE.values(), ids=list(DENSE))
@@ -69,9 +72,13 @@ def test_gradients_equal_transformers(case: tuple[str, dict], tmp_path: Path) ->
     grads = by_name(model, dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True)))
     want_loss, want = oracle_gradients(oracle, given)
     assert loss.item() == pytest.approx(want_loss, rel=1e-5)
+    grads = {RENAMED.get(name, name): grad for name, grad in grads.items()}
     assert grads.keys() == want.keys()
+    largest = max(grad.norm() for grad in want.values())
     for name, grad in want.items():
-        error = (grads[name] - grad).norm() / grad.norm()
+        # Where keys are not rotated, their bias moves all scores of a query alike, and its gradient is 0.
+        size = grad.norm() if grad.norm() > 1e-7 * largest else largest
+        error = (grads[name].reshape(grad.shape) - grad).norm() / size
         assert error < 2e-5, f"{name}: {error:.1e}"
 
 
