@@ -18,6 +18,7 @@ from tilewright.kernels.device.activations import activated
 from tilewright.kernels.norm.channel.append_affine import append_affine_op
 
 __all__ = [
+    "ACTIVATIONS",
     "activation", "adaptive_avg_pool", "append", "append_affine", "avg_pool", "batch_norm", "biased_attention",
     "conv_transpose", "group_norm", "instance_norm", "rms_norm", "room", "softmax", "upsample",
 ]  # fmt: skip
@@ -38,7 +39,7 @@ def biased_attention(
     return run(biased_attention_op, args, choice)
 
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "elu": F.elu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "hardswish": F.hardswish,
     "leaky_relu": F.leaky_relu, "mish": F.mish, "relu": F.relu, "sigmoid": torch.sigmoid, "silu": F.silu, "tanh": torch.tanh,
 }  # fmt: skip
@@ -47,7 +48,7 @@ _ACTIVATIONS = {
 def activation(x: Tensor, kind: str, alpha: float, last: bool, library: bool = False) -> Tensor:
     """ops.activation of dense memory, contiguous or channels-last."""
     if _by_torch(x, library):
-        f = _ACTIVATIONS[kind]
+        f = ACTIVATIONS[kind]
         return as_dense(f(x, alpha) if kind in ("elu", "leaky_relu") else f(x), last)
     return ops.activation(x, kind, alpha)
 
@@ -73,7 +74,7 @@ def group_norm(
     """ops.group_norm of channels-last [N, C, *S], after adding `added` [N, C, 1, ...], with its activation."""
     if _by_torch(x, library):
         y = F.group_norm(x if added is None else x + added, groups, weight, bias, eps)
-        return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), True)
+        return as_dense(y if activation == "none" else ACTIVATIONS[activation](y), True)
     added = None if added is None else added.reshape(x.shape[:2])
     return as_dense(ops.group_norm(x, groups, weight, bias, eps, added=added, activation=activation), True)
 
@@ -94,7 +95,7 @@ def batch_norm(
     """ops.batch_norm of [N, C, *S], contiguous or channels-last, by float32 [C] vectors, with its activation."""
     if _by_torch(x, library):
         y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
-        return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), last)
+        return as_dense(y if activation == "none" else ACTIVATIONS[activation](y), last)
     return as_dense(ops.batch_norm(x, mean, variance, weight, bias, eps=eps, activation=activation), last)
 
 
@@ -166,5 +167,5 @@ def conv_transpose(
     dims, window = x.dim() - 2, (stride, padding, output_padding, groups, dilation)
     if _by_torch(x, library):
         y = _TRANSPOSED[dims](x, weight, bias, *window)
-        return as_dense(y if activation == "none" else _ACTIVATIONS[activation](y), True)
+        return as_dense(y if activation == "none" else ACTIVATIONS[activation](y), True)
     return as_dense(_OURS[dims](x, weight, bias, *window, activation=activation), True)

@@ -20,6 +20,7 @@ from torch import nn
 from tilewright.fuse.captured import plainly
 from tilewright.fuse.check import Check, Inaccurate, allowed_of, beside, compare_outputs
 from tilewright.fuse.judge import called, called_on_copies
+from tilewright.fuse.op_calls import ACTIVATIONS
 from tilewright.fuse.optimized import Optimized
 from tilewright.fuse.report import Report
 from tilewright.fuse.settings import Settings, cast
@@ -134,7 +135,7 @@ class _Children:
             return None
         if done.made[0].captured is None:
             return self._eager(where, done.report.facts["speed"])
-        if not any(map(_is_ours, done.report.launches)):
+        if not any(map(_counts, done.report.launches)):
             return self._eager(where, "it contains none of our operators")
         if done.writes:
             self._eager(where, "it writes to its inputs, which the model around it may read")
@@ -156,9 +157,12 @@ class _Children:
         self.report.provenance += found.provenance
 
 
-def _is_ours(launch: Mapping[str, Any]) -> bool:
-    """Whether a launch is of an operator of this package: the names of other calls have a namespace, as in aten.cat.default."""
-    return "." not in launch["op"] and launch["op"] != "inductor"
+def _counts(launch: Mapping[str, Any]) -> bool:
+    """Whether a launch is worth a graph: one of an operator of this package that is not a mere activation.
+
+    The names of other calls have a namespace, as in aten.cat.default.
+    """
+    return "." not in launch["op"] and launch["op"] != "inductor" and launch["op"] not in ACTIVATIONS
 
 
 def optimize_children(

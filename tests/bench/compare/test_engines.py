@@ -143,7 +143,7 @@ def test_compile_asks_for_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimize_is_ours_and_tells_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
     # Inductor's compiler takes half a minute and is tested where `optimize` is.
-    monkeypatch.setattr(importlib.import_module("tilewright.fuse.optimize"), "_compiled", lambda fused, flat, found: fused)
+    monkeypatch.setattr(importlib.import_module("tilewright.fuse.inductor"), "compiled", lambda fused, *rest, **named: fused)
     torch.manual_seed(1)
     module, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(2, 4)
     built = engine_of("optimize", CPU).build(module, (x,), "whole")
