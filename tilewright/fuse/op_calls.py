@@ -18,7 +18,7 @@ from tilewright.kernels.device.activations import activated
 from tilewright.kernels.norm.channel.append_affine import append_affine_op
 
 __all__ = [
-    "ACTIVATIONS", "activation", "adaptive_avg_pool", "append", "append_affine", "avg_pool", "batch_norm", "biased_attention",
+    "activation", "adaptive_avg_pool", "append", "append_affine", "avg_pool", "batch_norm", "biased_attention",
     "conv_transpose", "group_norm", "instance_norm", "rms_norm", "room", "softmax", "upsample",
 ]  # fmt: skip
 
