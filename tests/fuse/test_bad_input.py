@@ -4,6 +4,7 @@ Each either computes what the float model does, as far optimised as it can be, o
 """
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -249,3 +250,17 @@ def test_training_mode_comes_back_to_the_model() -> None:
     assert model.training
     done.train()
     assert torch.equal(done(normal(3, 4)), done(normal(3, 4)))
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.lock = nn.Linear(4, 4), threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_a_model_that_cannot_be_copied() -> None:
+    with pytest.raises(ValueError, match=r"Locked cannot be copied: .*lock.*must not be kept in a module"):
+        optimize(Locked(), torch.randn(2, 4), report=False, compiled=False)

@@ -1,8 +1,7 @@
 """Optimises a model that cannot be traced as a whole: its children, one by one; the rest runs as the user wrote it.
 
 Each child's arguments are recorded in one call of the model. If a child cannot be traced either, its own children are tried.
-What stays
-eager keeps the user's own dtype, and is listed in the report with the reason. Like a whole model, an optimised child
+What stays eager keeps the user's own dtype, and is listed in the report with the reason. Like a whole model, an optimised child
 makes graphs for further shapes, and uses the original child for all others.
 
 Refuses children that write to their inputs (an optimised child works on copies), that are called in other ways than

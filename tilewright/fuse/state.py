@@ -22,9 +22,19 @@ _DEPTH = 4
 
 
 def with_own_state(model: nn.Module) -> nn.Module:
-    """A copy that has the same parameters and optimised parts, but buffers and other attributes of its own."""
+    """A copy that has the same parameters and optimised parts, but buffers and other attributes of its own.
+
+    Raises:
+        ValueError: an attribute cannot be copied, such as a lock.
+    """
     shared = [*model.parameters(), *(m for m in model.modules() if getattr(m, "shared_by_copies", False))]
-    return copy.deepcopy(model, {id(each): each for each in shared})
+    try:
+        return copy.deepcopy(model, {id(each): each for each in shared})
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"optimize: {type(model).__name__} cannot be copied: {str(error).splitlines()[0]}. Its outputs are compared on copies, "
+            "so such an attribute (a lock, a generator, a file) must not be kept in a module"
+        ) from error
 
 
 class _Leaf(NamedTuple):
