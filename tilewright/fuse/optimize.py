@@ -10,7 +10,6 @@ that cannot be traced as a graph is optimised child by child (partial.py).
 Refuses training, and models on several devices.
 """
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,6 +36,7 @@ from tilewright.fuse.partial import optimize_children
 from tilewright.fuse.report import Report
 from tilewright.fuse.rivals import NOISE, Rivals, fastest
 from tilewright.fuse.settings import MAX_SHAPES, PRECISIONS, Dynamic, Settings, cast
+from tilewright.fuse.state import copied_model
 from tilewright.fuse.structure import flatten, rebuild
 from tilewright.fuse.tokens import assemble
 from tilewright.fuse.trace import Traced, Untraceable, trace
@@ -198,7 +198,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     """A deep copy. Tensors that a module has computed and stored (torch.nn.utils.weight_norm) are copied without autograd
     history."""
     kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf)
-    return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept})
+    return copied_model(model, {id(v): v.detach().clone() for v in kept})
 
 
 def _device(model: nn.Module, inputs: Any) -> torch.device:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tilewright.fuse.structure import flatten, rebuild
 
-__all__ = ["attributes", "changed", "other_values", "with_own_state"]
+__all__ = ["attributes", "changed", "copied_model", "other_values", "with_own_state"]
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 _DEPTH = 4
@@ -28,12 +28,17 @@ def with_own_state(model: nn.Module) -> nn.Module:
         ValueError: an attribute cannot be copied, such as a lock.
     """
     shared = [*model.parameters(), *(m for m in model.modules() if getattr(m, "shared_by_copies", False))]
+    return copied_model(model, {id(each): each for each in shared})
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """`copy.deepcopy(model, memo)`. Raises ValueError if an attribute cannot be copied, such as a lock."""
     try:
-        return copy.deepcopy(model, {id(each): each for each in shared})
+        return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"optimize: {type(model).__name__} cannot be copied: {str(error).splitlines()[0]}. Its outputs are compared on copies, "
-            "so such an attribute (a lock, a generator, a file) must not be kept in a module"
+            f"optimize: {type(model).__name__} cannot be copied: {str(error).splitlines()[0]}. optimize works on copies, so "
+            "such an attribute (a lock, a generator, a file) must not be kept in a module"
         ) from error
 
 
