@@ -64,8 +64,7 @@ class Scope(NamedTuple):
     invariant: bool = False
     strict: bool = False
     card: Device | None = None
-    early: int = 0
-    """Launches for at most this many rows start early; 0: none."""
+    early: bool = False
 
 
 _SCOPE: ContextVar[Scope] = ContextVar("tilewright_scope", default=Scope())  # noqa: B039 (a NamedTuple is immutable)
@@ -116,14 +115,14 @@ def on_card(card: Device) -> Any:
     return _scoped(card=card)
 
 
-def early_launches(rows: int = 1) -> Any:
-    """`with early_launches():` lets launches for at most `rows` rows start while the preceding launch still runs.
+def early_launches() -> Any:
+    """`with early_launches():` lets launches for a single row start while the preceding launch still runs.
 
-    They wait for the preceding launch before they read its results. Products of one row, however, load parameters (weights
-    and biases) before this wait. So the caller promises that nothing launched inside writes parameters. The results have the
-    same bits (kernels/hopper/early.py).
+    They wait for the preceding launch before they read its results. Products, however, load parameters (weights and biases)
+    before this wait. So the caller promises that nothing launched inside writes parameters. The results have the same bits
+    (kernels/hopper/early.py).
     """
-    return _scoped(early=rows)
+    return _scoped(early=True)
 
 
 @dataclass(frozen=True, kw_only=True)

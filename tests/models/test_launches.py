@@ -95,15 +95,13 @@ def test_captured_forward_equals_eager(config: ModelConfig, count: int) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a CUDA graph needs one")
 @pytest.mark.parametrize("config", [QWEN3, LLAMA3], ids=["qwen3", "llama"])
-@pytest.mark.parametrize("tokens", [1, 2, 9, 40])
-def test_launches_that_start_early_have_the_same_bits(config: ModelConfig, tokens: int) -> None:
-    """A step of few tokens, captured with launches that overlap, over many inputs, and beside one without."""
+def test_launches_that_start_early_have_the_same_bits(config: ModelConfig) -> None:
+    """A step of one token, captured with launches that overlap, over many inputs, and beside one without."""
     model = random_model(config, device="cuda", dtype=torch.bfloat16)
-    batch = make_batch([([2 * i + 1, 2 * i], 16, 1) for i in range(tokens)], 16, "cuda")
-    ids = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    batch, ids = make_batch([([3, 1], 16, 1)], 16, "cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     graphs, results = [], []
-    for scope in (nullcontext(), early_launches(tokens)):
-        cache = make_cache(model, 2 * tokens, 16)
+    for scope in (nullcontext(), early_launches()):
+        cache = make_cache(model, 8, 16)
         with scope:
             with torch.cuda.stream(torch.cuda.Stream()):
                 model.logits(model(ids, batch, cache))
@@ -113,7 +111,7 @@ def test_launches_that_start_early_have_the_same_bits(config: ModelConfig, token
                 results.append(model.logits(model(ids, batch, cache)))
         graphs.append((graph, cache))
     for token in range(31):
-        ids.copy_((torch.arange(tokens) + token) % 31)
+        ids.fill_(token)
         for graph, _ in graphs:
             graph.replay()
         torch.cuda.synchronize()

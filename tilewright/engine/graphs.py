@@ -159,14 +159,12 @@ class DecodeGraph:
         return sampled
 
 
-EARLY_TOKENS = 1
-"""In steps of at most this many tokens, launches start before the preceding launch has ended. Larger steps were not measured.
-From 17 tokens on, this would select the products of `sm90` instead of those of cuBLAS, which cannot start early."""
-
-
 def _early(tokens: int) -> AbstractContextManager[Any]:
-    """The context for the capture of a step: launches start early in small steps. No launch of a step writes parameters."""
-    return early_launches(EARLY_TOKENS) if tokens <= EARLY_TOKENS else nullcontext()
+    """The context for the capture of a step: in a step of one token, launches start before the preceding launch has ended.
+
+    No launch of a step writes parameters. Steps of more tokens gain nothing from it (docs/experiments/overlapping-launches.md).
+    """
+    return early_launches() if tokens == 1 else nullcontext()
 
 
 def _padding(layout: Layout, buffer: Tensor, table: Tensor, derive: Derive | None) -> Inputs:

@@ -51,7 +51,7 @@ from tilewright.kernels.gemm.unaligned_tma import UNEVEN_TMA
 from tilewright.kernels.gemm.work import library_activates
 from tilewright.kernels.launch.autograd import dense
 from tilewright.kernels.launch.shapes import ceil_div, rows_ready
-from tilewright.op import Example, Inputs, Op, scope
+from tilewright.op import Example, Inputs, Op
 
 __all__ = ["add_product", "check_epilogue", "linear_op", "matmul", "operand_ready"]
 
@@ -227,7 +227,7 @@ def _first(device: Device, problem: Problem) -> str | None:
         return "uneven_tma"
     if _in_place(problem):
         return "uneven"
-    if problem.m_bucket > 16 and (uneven or problem.m_bucket <= scope().early):  # cuBLAS does not start early
+    if problem.m_bucket > 16 and uneven:
         return "sm90"
     if problem.activation == "none" and not problem.batched:
         return "sm90" if problem.residual and _adds_first(device, problem) else None

@@ -9,9 +9,6 @@ its whole share of the weight in flight at once, and no reduction across program
 Limited by reading the weight. Every program reads x once from L2: with 16 rows of x and BLOCK_N 16 that is as many bytes of x
 as of the weight, which L2 can sustain.
 
-With PDL (launch/pdl.py), inside `op.early_launches`, a program starts while the preceding kernel still runs. It prefetches its
-first weights into L2, and reads no operand before that kernel has ended.
-
 Refuses: more than 16 rows, batches of weights, operands that are not dense along K, float32 (a product in IEEE precision runs
 without tensor cores) and float64.
 """
@@ -25,7 +22,6 @@ from tilewright.hw.device import Device
 from tilewright.kernels.device.dot import dot
 from tilewright.kernels.gemm.problem import ACTIVATIONS, Problem, empty_output, finish, weight_rows
 from tilewright.kernels.gemm.work import skinny_work
-from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.pdl import launch_options, release
 from tilewright.kernels.launch.shapes import ceil_div
 from tilewright.op import Impl
@@ -102,15 +98,6 @@ SPACE = Space(
 )
 
 
-@triton.jit
-def _fetch_ahead(w_ptr, w_stride, N, K, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Prefetch the first 4 KB of each weight row of this program into L2. Ordinary loads would occupy registers until used."""
-    cols = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)[:, None]
-    lines = tl.minimum(tl.arange(0, 32) * 64, K - 1)[None, :]  # of 128 bytes
-    ptrs = w_ptr + weight_rows(cols, N, GATED).to(tl.int64) * w_stride + lines
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, residual_ptr, y_ptr, M, N, K, x_stride, w_stride, residual_stride,
@@ -119,7 +106,6 @@ def _skinny_kernel(
 ):  # fmt: skip
     release()
     if PDL:
-        _fetch_ahead(w_ptr, w_stride, N, K, GATED, BLOCK_N)
         gdc_wait()
     if BY_EIGHTS:
         # The values do not change, but now the compiler knows that they are multiples of 8. Triton checks arguments only for
@@ -166,8 +152,7 @@ def _launch(config: Config, x: Tensor, weight: Tensor, bias: Tensor | None, acti
             x, weight, bias, residual, y, m, n, k,
             x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
             ACTIVATION=function, GATED=gated, EVEN_K=k % (config["SLICES"] * config["BLOCK_K"]) == 0,
-            BY_EIGHTS=_by_eights(x, weight),
-            **{**config, **launch_options(k > 0 and (config["PDL"] or early(x, m)))},
+            BY_EIGHTS=_by_eights(x, weight), **{**config, **launch_options(config["PDL"])},
         )  # fmt: skip
     return y
 

@@ -43,7 +43,6 @@ from tilewright.kernels.gemm.sm90_configs import (
 from tilewright.kernels.gemm.sm90_kernel import sm90_kernel
 from tilewright.kernels.gemm.work import sm90_work
 from tilewright.kernels.hopper.descriptors import box_layout, card_of, descriptor
-from tilewright.kernels.hopper.early import early
 from tilewright.kernels.launch.counters import tickets
 from tilewright.kernels.launch.pdl import launch_options
 from tilewright.kernels.launch.plan import Plan, Planned
@@ -238,10 +237,7 @@ def launch_sm90(
     receives the result quantised with that scale. 8-bit operands must be dense along K, with rows that start at multiples of 16
     bytes.
     """
-    starts_early = x.shape[0] > 1 and early(x, x.shape[0])  # 8-bit products of one row were not measured
-    call = _call(config, y, x, weight, bias, activation, residual, x_scales, w_scales, pdl or starts_early, y_scale)
-    if starts_early:
-        call.constants["RELEASES"] = True
+    call = _call(config, y, x, weight, bias, activation, residual, x_scales, w_scales, pdl, y_scale)
     sm90_kernel[(call.programs,)](*call.arguments, **call.constants)
     return y
 
@@ -281,7 +277,7 @@ def _call(
         "EPILOGUE_N": y_box[1], "EPILOGUE_BUFS": buffers, "TILE_LAYOUT": box_layout(y_box, y.dtype),
         "SPAN": float8_span(x.dtype, x.shape[1]) // block_k, "STREAM": config["SPLIT_K"] != 1, "CLASSES": ready.classes,
         "ACTIVATION": function, "VECTOR": next(v for v in (8, 4, 2, 1) if width % v == 0), "num_warps": 4,
-        "RELEASES": False, **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
+        **launch_options(pdl or _overlaps(ready.copied, x.shape[0])),
     }  # fmt: skip
     return _Call(work.programs, arguments, constants)
 

@@ -38,7 +38,7 @@ zero there too, but 0 * inf would be NaN.)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from tilewright.kernels.gemm.sm90_mainloop import sum_piece
 from tilewright.kernels.hopper.epilogue import add_parts, finish_tile, leave_part, residual_blocks
@@ -267,7 +267,6 @@ def sm90_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
     EPILOGUE_N: gl.constexpr, EPILOGUE_BUFS: gl.constexpr, TILE_LAYOUT: gl.constexpr, SPAN: gl.constexpr,
     STREAM: gl.constexpr, CLASSES: gl.constexpr, ACTIVATION: gl.constexpr, VECTOR: gl.constexpr, PDL: gl.constexpr,
-    RELEASES: gl.constexpr,
 ):  # fmt: skip
     """Launch with at most one program per SM and num_warps=4 (warp specialisation adds the producer and one consumer).
 
@@ -276,10 +275,8 @@ def sm90_kernel(
     With STREAM: `waves` is the number of whole tiles per program, `share` the steps of K per program in the remaining tiles,
     and PARTS the largest number of programs that add to a tile begun by another program.
     The rows of y are y_stride apart. If y_desc is None, y is written by ordinary stores of VECTOR elements. SPAN: see
-    sm90_mainloop.py. PDL: wait for the preceding launch. RELEASES: let the next one start early (launch/pdl.py).
+    sm90_mainloop.py. PDL: wait for the preceding launch (launch/pdl.py).
     """
-    if RELEASES:
-        gdc_launch_dependents()
     M_BOXES: gl.constexpr = 2 if CONSUMERS == "m" else 1
     N_BOXES: gl.constexpr = 2 if CONSUMERS == "n" else 3 if BLOCK_N % 3 == 0 else 1
     ROWS: gl.constexpr = BLOCK_M // M_BOXES
