@@ -27,7 +27,7 @@ __all__ = ["INVARIANT_SM90", "VARLEN_SM90"]
 
 _ROWS = 64  # query rows per consumer
 _CONSUMERS = 2
-_REGISTERS = 168  # per thread at the start of a program with one consumer; it then gets more, as the other warps need fewer
+_REGISTERS = {1: 168, 2: 128}  # per thread at the start of a program with one consumer, by programs per SM; it then gets more
 _BLOCK_N = 128
 _PANEL = 64  # columns of a TMA box
 
@@ -37,12 +37,13 @@ def _refuse(device: Device, problem: Problem) -> str | None:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # One consumer gives the right result if each sequence has one query (a test emulates it), but it has not run on a GPU yet.
-    return {"OVERLAP": int(problem.head_dim == 128), "CONSUMERS": _CONSUMERS}
+    return {"OVERLAP": int(problem.head_dim == 128), "CONSUMERS": _CONSUMERS, "PROGRAMS": 1}
 
 
 def _config_refusal(device: Device, problem: Problem, config: Config) -> str | None:
-    return "CONSUMERS 1 is for one query per sequence only" if config["CONSUMERS"] == 1 and problem.queries != 1 else None
+    if config["CONSUMERS"] == 1 and problem.queries != 1:
+        return "CONSUMERS 1 is for one query per sequence only"
+    return "PROGRAMS 2 is for CONSUMERS 1 only" if config["PROGRAMS"] == 2 and config["CONSUMERS"] == 2 else None
 
 
 def _pack(group: int) -> int:
@@ -66,8 +67,9 @@ def _launch(
     pack = _pack(heads // kv_heads)
     single = max_q_len == 1 and tokens == batch
     one = single and config["CONSUMERS"] == 1
+    per_sm = config["PROGRAMS"] if one else 1
     units, tiles = heads // pack, batch if single else tokens * pack // (_CONSUMERS * _ROWS) + batch
-    programs = min(units * tiles, device.sms)
+    programs = min(units * tiles, per_sm * device.sms)
     box = [min(page_size, _BLOCK_N), _PANEL]
     paged_varlen_sm90_kernel[(programs,)](
         descriptor(q, [_ROWS // pack, pack, _PANEL]), *(descriptor(t.view(-1, dim), box) for t in (k_cache, v_cache)),
@@ -76,8 +78,8 @@ def _launch(
         tiles, units, int(single), batch, tokens, room_of(k_cache, block_table), 0 if window is None else window - 1,
         block_table.stride(0), scale * LOG2_E,
         G=kv_heads, GROUP=heads // kv_heads, PACK=pack, D=dim, S=page_size, BLOCK_N=_BLOCK_N,
-        STAGES=256 // dim, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None,
-        CONSUMERS=1 if one else _CONSUMERS, num_warps=4, **({"maxnreg": _REGISTERS} if one else {}),
+        STAGES=256 // dim // per_sm, OVERLAP=bool(config["OVERLAP"]), LEFT=window is not None,
+        CONSUMERS=1 if one else _CONSUMERS, num_warps=4, **({"maxnreg": _REGISTERS[per_sm]} if one else {}),
     )  # fmt: skip
     return o
 
@@ -91,7 +93,7 @@ def _work(device: Device, config: Config, q: Tensor, *args: object) -> Work:
 VARLEN_SM90 = Impl(
     name="varlen_sm90",
     launch=_launch,
-    space=Space(default=_default, axes={"OVERLAP": (1, 0), "CONSUMERS": (2, 1)}, refusal=_config_refusal),
+    space=Space(default=_default, axes={"OVERLAP": (1, 0), "CONSUMERS": (2, 1), "PROGRAMS": (1, 2)}, refusal=_config_refusal),
     written_for=90,
     refuse=_refuse,
     work=_work,
