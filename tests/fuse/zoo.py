@@ -10,8 +10,8 @@ whose torch.compile takes longer is measured without it, and one that is not pre
 
 On a CPU: fp32, the operators one by one (`--compiled`: through Inductor, minutes a model), beside eager. On a GPU: fp16 beside
 eager, a CUDA graph of eager, and torch.compile with max-autotune and freezing, all of them in fp16 and images channels-last.
-With `--library-convolutions` torch.compile uses cuDNN's convolutions and does not search among its own: for models with
-so many that the whole search does not end in the time. The rows say so.
+With `--no-search` torch.compile runs without max-autotune, with freezing and in a CUDA graph all the same: for models whose
+search does not end in the time. The rows say so.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _options(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes that prepare side by side")
     parser.add_argument("--minutes", type=float, help="with --jobs: the whole run takes no longer")
     parser.add_argument("--compiled", action="store_true", help="on a CPU: through Inductor, as optimize does by itself")
-    parser.add_argument("--library-convolutions", action="store_true", help="torch.compile takes cuDNN's, and searches none")
+    parser.add_argument("--no-search", action="store_true", help="torch.compile runs without max-autotune")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--over", type=float, help=argparse.SUPPRESS)
@@ -115,9 +115,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[str, int]]:
 def _one_by_one(options: argparse.Namespace, wanted: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
     """Row by row in this process."""
     for name, batch in wanted:
-        yield Prepared(name, batch, options.device, options.compiled, library=options.library_convolutions).measure() | {
-            "jobs": 1
-        }
+        yield Prepared(name, batch, options.device, options.compiled, search=not options.no_search).measure() | {"jobs": 1}
 
 
 def _side_by_side(options: argparse.Namespace, wanted: list[tuple[str, int]]) -> Iterator[dict[str, Any]]:
@@ -151,7 +149,7 @@ class _Row:
         self.log, self.ready = folder / f"{self.name}.log", folder / f"{self.name}.ready"
         self.words = [sys.executable, "-m", "tests.fuse.zoo", "--worker", self.name, "--out", str(options.out)]
         self.words += ["--device", options.device, "--folder", str(folder)]
-        self.words += ["--library-convolutions"] * options.library_convolutions
+        self.words += ["--no-search"] * options.no_search
         self.words += ["--compiled"] * options.compiled + (["--over", str(over)] if over else [])
         self.process: Popen[str] | None = None
 
@@ -187,7 +185,7 @@ class _Row:
 def _worker(options: argparse.Namespace) -> int:
     name, batch = options.worker.split("@")
     measure_alone(options.folder / "measuring")
-    row = Prepared(name, int(batch), options.device, options.compiled, options.over, options.library_convolutions)
+    row = Prepared(name, int(batch), options.device, options.compiled, options.over, not options.no_search)
     (options.folder / f"{options.worker}.ready").touch()
     sys.stdin.readline()
     print(json.dumps(row.measure()), flush=True)

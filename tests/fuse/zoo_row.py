@@ -164,10 +164,10 @@ def _words(error: BaseException) -> str:
 class Prepared:
     """A row whose model is optimised and whose baselines are compiled; `measure` times them.
 
-    `over`: when torch.compile is given up, by `time.time`. `library`: it takes the library's convolutions.
+    `over`: when torch.compile is given up, by `time.time`. `search`: it searches among its own kernels (max-autotune).
     """
 
-    def __init__(self, name: str, batch: int, device: str, compiled: bool, over: float | None = None, library: bool = False):
+    def __init__(self, name: str, batch: int, device: str, compiled: bool, over: float | None = None, search: bool = True):
         self.row: dict[str, Any] = {"model": name, "batch": batch, "device": device, "torch": torch.__version__}
         self.calls: dict[str, Callable[[], Any]] = {}
         model = built(name).to(device)
@@ -189,12 +189,10 @@ class Prepared:
         self.row["parts"] = type(fast).__name__ == "Partial"
         self.calls["ours"] = lambda: fast(*given[0], **given[1])
         self.calls |= (
-            baselines(name, model, given, over, library)
-            if device == "cuda"
-            else {"eager": lambda: model(*given[0], **given[1])}
+            baselines(name, model, given, over, search) if device == "cuda" else {"eager": lambda: model(*given[0], **given[1])}
         )
-        if library and "compile" in self.calls:
-            self.row["note"] = "torch.compile took cuDNN's convolutions; its search among its own did not end in the time."
+        if not search and "compile" in self.calls:
+            self.row["note"] = "torch.compile without max-autotune, whose search did not end in the time."
 
     def measure(self) -> dict[str, Any]:
         """The row, with medians in microseconds."""
@@ -240,7 +238,7 @@ def _until(over: float | None) -> Iterator[None]:
 
 
 def baselines(
-    name: str, model: nn.Module, given: Inputs, over: float | None = None, library: bool = False
+    name: str, model: nn.Module, given: Inputs, over: float | None = None, search: bool = True
 ) -> dict[str, Callable[[], Any]]:
     """torch in fp16 on a GPU: eager, a CUDA graph of it, torch.compile. cuDNN measures its algorithms for the latter two.
 
@@ -256,7 +254,7 @@ def baselines(
         return half(*args, **kwargs)
 
     found: dict[str, Callable[[], Any]] = {"eager": eager}
-    for what, make in (("graph", lambda: _captured(eager)), ("compile", lambda: _compiled(half, args, kwargs, library))):
+    for what, make in (("graph", lambda: _captured(eager)), ("compile", lambda: _compiled(half, args, kwargs, search))):
         try:
             with _until(over if what == "compile" else None), _measured_algorithms():
                 found[what] = make()
@@ -284,16 +282,13 @@ def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _compiled(
-    model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], library: bool = False
-) -> Callable[[], Any]:
-    """max-autotune, which captures a CUDA graph of its own, weights frozen; `library`: with the library's convolutions."""
+def _compiled(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], search: bool = True) -> Callable[[], Any]:
+    """torch.compile with frozen weights, which captures a CUDA graph of its own: max-autotune, or without a search."""
     from torch._inductor import config
 
     torch.compiler.reset()
-    called = torch.compile(model, mode="max-autotune", dynamic=False)
-    searched = {"max_autotune_conv_backends": "ATEN"} if library else {}
-    with config.patch(freezing=True, **searched), torch.no_grad():
+    called = torch.compile(model, mode="max-autotune" if search else "reduce-overhead", dynamic=False)
+    with config.patch(freezing=True), torch.no_grad():
         for _ in range(4):  # compiles, records, replays
             called(*args, **kwargs)
     return lambda: called(*args, **kwargs)
