@@ -98,7 +98,7 @@ def test_rows_are_kept_and_not_made_again(
     made = list[tuple[str, int]]()
 
     class Fake:
-        def __init__(self, name: str, batch: int, device: str, compiled: bool, library: bool):
+        def __init__(self, name: str, batch: int, device: str, compiled: bool, search: bool):
             made.append((name, batch))
             self.row = {"model": name, "batch": batch, "right": "right", "other_batch": "right"}
 
