@@ -24,7 +24,6 @@ from tilewright.kernels.hopper import primitives, ring
 from tilewright.op import Inputs
 
 pytestmark = pytest.mark.skipif(env.interpreting(), reason="the run without the interpreter has it, and no kernel is needed")
-D = 64
 """A head is one panel of a box: two would have to be joined in memory."""
 
 
@@ -69,14 +68,15 @@ def clear_end(buf: Buffers, rows: int, across: int) -> None:
 class Played:
     """In the kernel's place: runs its source for each program."""
 
-    def __init__(self, programs: int) -> None:
-        self.programs, self.consumers = programs, list[int]()
+    def __init__(self, programs: int, stages: int | None = None) -> None:
+        self.programs, self.stages, self.consumers = programs, stages, list[int]()
         self.out, self.stored = torch.zeros(0), torch.zeros(0)
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*args: Any, num_warps: int, maxnreg: int = 0, **constants: Any) -> None:
             given = dict(zip(prefill_sm90_kernel.paged_varlen_sm90_kernel.arg_names, args, strict=False)) | constants
             self.consumers.append(constants["CONSUMERS"])
+            constants["STAGES"] = self.stages or constants["STAGES"]
             self.out = given["out_ptr"]
             self.stored = torch.zeros(self.out.shape[:2])
             for name, value in given.items():
@@ -176,15 +176,15 @@ class Played:
 
 def play(
     monkeypatch: pytest.MonkeyPatch, played: Played, lengths: tuple[tuple[int, int], ...], *, heads: tuple[int, int] = (4, 2),
-    page_size: int = 16, window: int | None = None, overlap: int = 0, consumers: int = 1,
+    page_size: int = 16, window: int | None = None, overlap: int = 0, consumers: int = 1, per_sm: int = 1,
 ) -> None:  # fmt: skip
     """Run the launcher with the kernel played, and check what it returns."""
-    made = _example("", lengths, heads, D, page_size, window).make(Inputs(seed=5))
+    made = _example("", lengths, heads, 64, page_size, window).make(Inputs(seed=5))
     args: list[Any] = [torch.nan_to_num(a) if isinstance(a, Tensor) and a.is_floating_point() else a for a in made]
     monkeypatch.setattr(prefill_sm90, "paged_varlen_sm90_kernel", played)
     monkeypatch.setattr(prefill_sm90, "card_of", lambda x: CARD_OF_ARCH[90])
     launch: Any = prefill_sm90._launch
-    found = launch({"OVERLAP": overlap, "CONSUMERS": consumers}, *args)
+    found = launch({"OVERLAP": overlap, "CONSUMERS": consumers, "PROGRAMS": per_sm}, *args)
     assert (played.stored == 1).all(), "a row is missing, or written twice"
     torch.testing.assert_close(found.double(), paged_attention_op.reference(*args).double(), rtol=0.02, atol=0.01)
 
@@ -201,6 +201,7 @@ PROMPTS = ((127, 127), (33, 130), (0, 20), (1, 129), (1, 1), (31, 257), (64, 64)
         (DECODE, 1, {"heads": (8, 1), "page_size": 64}),
         (DECODE, 1, {"heads": (6, 2), "window": 150, "page_size": 32}),
         (DECODE[:1], 1, {"heads": (2, 2), "page_size": 128}),
+        (DECODE, 1, {"per_sm": 2}),
         (DECODE, 2, {}),
         (PROMPTS, 2, {}),
         (PROMPTS, 2, {"heads": (8, 1), "window": 50, "page_size": 32}),
@@ -214,6 +215,13 @@ def test_each_row_is_right(
     played = Played(programs)
     play(monkeypatch, played, lengths, overlap=overlap, consumers=consumers, **options)
     assert played.consumers == [consumers]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_one_stage_is_enough(monkeypatch: pytest.MonkeyPatch, overlap: int) -> None:
+    """As with heads of 128 and two programs per SM. (Heads of 128 are two boxes wide, which is not emulated.)"""
+    monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
+    play(monkeypatch, Played(2, stages=1), DECODE, overlap=overlap, per_sm=2)
 
 
 def test_a_wait_without_an_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
