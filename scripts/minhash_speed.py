@@ -1,6 +1,7 @@
 """Compare MinHash on a GPU and on the machine's cores: `python scripts/minhash_speed.py [--processes 16]`. Half a minute.
 
 Prints shingles per second of both, with and without the copies to the GPU and back, and whether all results are bit-identical.
+`--out FILE` stores them as JSON, with the card, versions, commit and date.
 The cores run the package's numpy implementation on the same documents, one process per core.
 """
 
@@ -9,10 +10,12 @@ import json
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from tilewright.bench.provenance import environment
 from tilewright.data.minhash import parameters, signatures
 from tilewright.data.near import band_keys
 from tilewright.data.on_gpu import signatures_on
@@ -55,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--documents", type=int, default=60_000, help="number of documents for the GPU; each core gets 3,000")
+    parser.add_argument("--out", type=Path, help="JSON file")
     given = parser.parse_args()
     with ProcessPoolExecutor(given.processes, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(on_a_core, range(given.processes), [50] * given.processes))  # imports
@@ -79,7 +83,10 @@ def main() -> None:
         "times the cores with copies": total / with_copies / cores, "signatures equal": equal,
         "keys equal": bool(np.array_equal(band_keys(found.cpu().numpy(), BANDS), keys)),
     }  # fmt: skip
-    print(json.dumps({key: round(x, 2) if isinstance(x, float) else x for key, x in value.items()}))
+    rounded = {key: round(x, 2) if isinstance(x, float) else x for key, x in value.items()}
+    print(json.dumps(rounded))
+    if given.out:
+        given.out.write_text(json.dumps({"environment": environment(), "rows": [rounded]}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
