@@ -55,6 +55,36 @@ def test_whatever_thread_steps_it_launches_on_the_models_device(monkeypatch: pyt
     assert current == []
 
 
+def test_log_probabilities_take_no_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only edits do. And the samples and log-probabilities are the same beside a row that edits its logits."""
+    engine = load_engine(TINY, EngineConfig(device="cpu", kv_cache_bytes=1 << 20))
+    head, used = engine.runner._head, list[str]()
+    for tail in head.tails:
+        name = tail.__name__
+        monkeypatch.setattr(head, name, lambda *args, name=name, tail=tail: (used.append(name), tail(*args))[1])
+
+    def run(edits: bool) -> list[tuple[int, float]]:
+        used.clear()
+        common = {"max_tokens": 6, "ignore_eos": True, "seed": 3, "temperature": 1.0}
+        explained = engine.submit([1, 2, 3], SamplingParams(**common, logprobs=2))  # type: ignore[arg-type]
+        if edits:
+            engine.submit([4, 5], SamplingParams(**common, frequency_penalty=0.5))  # type: ignore[arg-type]
+        found: list[tuple[int, float]] = []
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.error is None
+                if delta.request_id == explained:
+                    found += [(token, entry.logprob) for token, entry in zip(delta.token_ids, delta.logprobs, strict=True)]
+        return found
+
+    alone = run(False)
+    assert used == ["scored"] * 6
+    beside = run(True)
+    assert used == ["full"] * 6
+    assert [token for token, _ in alone] == [token for token, _ in beside]
+    assert torch.allclose(*(torch.tensor([value for _, value in pairs]) for pairs in (alone, beside)), atol=1e-5)
+
+
 def compiled() -> None:
     """What Triton reports when it has compiled a kernel."""
     source, target = SimpleNamespace(name="kernel"), SimpleNamespace(arch=90)

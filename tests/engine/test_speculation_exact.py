@@ -196,8 +196,8 @@ class Uncaptured:
             self.runner._state.derive(self.inputs)
         self.hidden = self.runner._body(self.inputs)
 
-    def sample(self, more: bool) -> Any:
-        return (self.runner._head.full if more else self.runner._head.plain)(self.inputs, self.hidden)
+    def sample(self, tail: int) -> Any:
+        return self.runner._head.tails[tail](self.inputs, self.hidden)
 
 
 def test_drafts_in_the_layout_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ Bodies = tuple[Body, Body | None]
 Tail = Callable[[Inputs, Tensor], Sampled]
 """(inputs, hidden) -> samples of the sampled rows, without waiting for the device."""
 Tails = tuple[Tail, ...]
-"""The tail for steps that only need samples, and the one for the others; () on a rank without a head."""
+"""The variants of head and sampling (`Head.tails`); () on a rank without a head."""
 
 
 class Derive(NamedTuple):
@@ -152,9 +152,9 @@ class DecodeGraph:
         self.take(packed, block_table)
         self.run()
 
-    def sample(self, more: bool) -> Sampled:
-        """Run head and sampling after the body. `more`: a row needs more than a sample. The next call overwrites the result."""
-        graph, sampled = self._tails[more]
+    def sample(self, tail: int) -> Sampled:
+        """Run head and sampling after the body. `tail`: the index of the variant. The next call overwrites the result."""
+        graph, sampled = self._tails[tail]
         graph.replay()
         return sampled
 

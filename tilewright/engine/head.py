@@ -1,12 +1,12 @@
 """From a step's hidden states to its samples: the head, the edits of the logits, the masks, and sampling.
 
-There are two variants, each with a captured graph: `plain` for steps whose rows only need a sample, and `full` if any row edits
-its logits or requests log-probabilities. A third variant, `in_turns`, is used if a row with drafts edits its logits. It draws
-the samples of a row one after the other, because penalties depend on token counts: the counts at a draft's position include the
-samples before it, and these are valid only while they equal the drafts.
+There are three variants, each with a captured graph: `plain` for steps whose rows only need a sample, `scored` if any row
+requests log-probabilities, and `full` if any row edits its logits, which takes a copy of them. A fourth variant, `in_turns`, is
+used if a row with drafts edits its logits. It draws the samples of a row one after the other, because penalties depend on token
+counts: the counts at a draft's position include the samples before it, and these are valid only while they equal the drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,12 +16,15 @@ from tilewright import ops
 from tilewright.engine.draws import drawn_logprobs
 from tilewright.engine.graphs import Sampled
 from tilewright.engine.layout import Inputs
-from tilewright.engine.sampler import LogitTables, Mask, likelihoods
+from tilewright.engine.sampler import LogitTables, LogprobTensors, Mask, likelihoods
 from tilewright.engine.step import Step
 from tilewright.models import Model
 from tilewright.models.draft_heads import DraftHead
 
-__all__ = ["Head", "Turns", "turns_of"]
+__all__ = ["FULL", "PLAIN", "SCORED", "Head", "Turns", "turns_of"]
+
+PLAIN, SCORED, FULL = range(3)
+"""The variants with a captured graph; the index of each in `Head.tails`."""
 
 Turns = tuple[Sequence[Tensor], Tensor]
 """(indices of the samples that are drawn in each turn; [R] int64: the draft at each sample's position, or -1)"""
@@ -47,6 +50,11 @@ class Head:
     def __init__(self, model: Model, edits: LogitTables, last: Tensor, *, explains_draws: bool = False):
         self._model, self._edits, self._last, self._explains_draws = model, edits, last, explains_draws
 
+    @property
+    def tails(self) -> tuple[Callable[..., Sampled], ...]:
+        """The variants with a captured graph: `plain`, `scored` and `full`. A third argument is the mask."""
+        return self.plain, self.scored, self.full
+
     def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
         """Tokens [R] of rows that only need a sample, masked or not."""
         logits = self._logits(inputs, hidden)
@@ -54,20 +62,24 @@ class Head:
             ops.mask_logits(logits, mask.rows, mask.bits)
         return Sampled(self._sample(logits, inputs))
 
+    def scored(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+        """`plain` with log-probabilities, which are those of the unmasked logits."""
+        logits = allowed = self._logits(inputs, hidden)
+        if mask is not None:
+            allowed = logits.clone()
+            ops.mask_logits(allowed, mask.rows, mask.bits)
+        tokens = self._sample(allowed, inputs)
+        return Sampled(tokens, self._likelihoods(logits, allowed, tokens, inputs))
+
     def full(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """`plain` with edits: logits are edited, then masked. Log-probabilities are those of the unedited logits."""
+        """`scored` with edits: logits are edited, then masked. Log-probabilities are those of the unedited logits."""
         logits = self._logits(inputs, hidden)
         edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
         if mask is not None:
             ops.mask_logits(edited, mask.rows, mask.bits)
         tokens = self._sample(edited, inputs)
         self._edits.count(inputs.sampled_slots, tokens)
-        found = likelihoods(logits, tokens, inputs.alternatives)
-        if self._explains_draws:
-            settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p
-            drawn, kept = drawn_logprobs(edited, tokens, *settings)
-            found = found._replace(drawn=drawn, kept=kept)
-        return Sampled(tokens, found)
+        return Sampled(tokens, self._likelihoods(logits, edited, tokens, inputs))
 
     def in_turns(self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns) -> Sampled:
         """`full` if a row with drafts edits its logits. A sample is counted if all samples of its row before it equal the
@@ -92,6 +104,15 @@ class Head:
             agrees[slots] &= drawn == following[turn]
         self._last.index_copy_(0, inputs.sampled_slots[lines[0]], tokens[lines[0]])
         return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
+
+    def _likelihoods(self, logits: Tensor, sampled: Tensor, tokens: Tensor, inputs: Inputs) -> LogprobTensors:
+        """Log-probabilities of tokens by `logits`; with `explains_draws` also by `sampled`, the logits they were drawn from."""
+        found = likelihoods(logits, tokens, inputs.alternatives)
+        if self._explains_draws:
+            settings = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p
+            drawn, kept = drawn_logprobs(sampled, tokens, *settings)
+            found = found._replace(drawn=drawn, kept=kept)
+        return found
 
     def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
         if inputs.feed is None:  # derived inputs: each row has one token, which is sampled

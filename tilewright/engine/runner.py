@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tilewright.engine.batch import Packer
 from tilewright.engine.graphs import Bodies, DecodeGraph, DecodeGraphs, Derive, rehearse
-from tilewright.engine.head import Head, turns_of
+from tilewright.engine.head import FULL, PLAIN, SCORED, Head, turns_of
 from tilewright.engine.layout import Inputs, Layout
 from tilewright.engine.mixed_graphs import MixedGraph, MixedGraphs
 from tilewright.engine.prompt_logprobs import prompt_logprobs, read_prompt_logprobs
@@ -346,10 +346,12 @@ class ModelRunner:
         edited = self._edits.edited[step.slots[step.samples > 0]].any()
         if any(self._edits.edited[step.slots[i]] for i in step.drafts):
             drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device))
-        elif mask is None and waiting.graph is not None:
-            drawn = waiting.graph.sample(bool(explained or edited))
-        else:  # captured graphs have no mask
-            drawn = (self._head.full if explained or edited else self._head.plain)(inputs, waiting.hidden, mask)
+        else:
+            tail = FULL if edited else SCORED if explained else PLAIN
+            if mask is None and waiting.graph is not None:
+                drawn = waiting.graph.sample(tail)
+            else:  # captured graphs have no mask
+                drawn = self._head.tails[tail](inputs, waiting.hidden, mask)
         tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[:count]
         ticket.tokens.copy_(drawn.tokens[:count], non_blocking=True)
@@ -369,16 +371,15 @@ class ModelRunner:
         for i, (tokens, longest) in enumerate(sizes):
             progress(f"warming up kernels {i + 1}/{len(sizes)}")
             self._warm_prefill(tokens, longest)
-        tails = (self._head.plain, self._head.full)
         derive = None if self._state is None else Derive(self._state.derive, self.max_seqs)
         if self.device.type == "meta":
             rehearse(
-                self._bodies, tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
+                self._bodies, self._head.tails, derive, max_seqs=self.max_seqs, max_pages=self._max_pages,
                 row_tokens=self._row_tokens, max_samples=self.max_samples, kinds=self.kinds,
             )  # fmt: skip
             return
         self._graphs = DecodeGraphs(
-            self._bodies, tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
+            self._bodies, self._head.tails, derive, device=self.device, max_seqs=self.max_seqs, max_pages=self._max_pages,
             row_tokens=self._row_tokens, max_samples=self.max_samples, progress=progress, kinds=self.kinds,
         )  # fmt: skip
         if self._captures_prompts and self._state is not None:
@@ -395,5 +396,5 @@ class ModelRunner:
         if self._adapts:
             hidden = self._adapted_body(inputs)
         for mask in (None, self._masks.unused()):
-            self._head.plain(inputs, hidden, mask)
-            self._head.full(inputs, hidden, mask)
+            for tail in self._head.tails:
+                tail(inputs, hidden, mask)
