@@ -43,7 +43,7 @@ class Anchor:
     """A parameter or a computed value. conv: [O, C / groups, *K]; linear: [N, K], or [K, N] with `options["kn"]`."""
     bias: Node | None = None
     others: tuple[Node, ...] = ()
-    """For attention: keys and values. Further operands of other kinds."""
+    """Further operands. For attention: keys, values and masks."""
     inside: tuple[Node, ...] = ()
     """Nodes between x and node that are part of the anchor, for example in attention that consists of separate calls."""
     without: "Anchor | None" = None

@@ -283,7 +283,7 @@ def allowed_of(precision: str, tolerance: float | None) -> Tolerance:
 def beside(check: Check, native: tuple[Difference, ...]) -> Check:
     """`check` with a tolerance of twice the error of torch's own model, if this is more than the table allows.
 
-    The new tolerance is at most `CEILING`.
+    The RMS error that is allowed in this way is at most `CEILING`.
     """
     rms, largest = (max((getattr(d, name) for d in native if not d.discrete), default=0.0) for name in ("rms", "largest"))
     apart = max((d.rms for d in native if d.discrete), default=0.0)

@@ -1,8 +1,8 @@
 """Measures the errors of outputs, and defines how large they may be.
 
-Each output has two errors, the RMS error and the largest error. Both are relative to the RMS of the reference output, however
-small that RMS is. NaNs and infinities must be at the same positions. For integers and flags (results of argmax or of a
-comparison), the error is the share of elements that differ.
+Each output has two errors. The RMS error is relative to the RMS of the reference output, however small that RMS is. The largest
+error of an element is relative to the sum of this RMS and the element's magnitude. NaNs and infinities must be at the same
+positions. For integers and flags (results of argmax or of a comparison), the error is the share of elements that differ.
 """
 
 import math
@@ -28,7 +28,7 @@ class Difference:
     rms: float
     """RMS error divided by the RMS of the reference values; for integers and flags the share that differs."""
     largest: float
-    """The largest error of an element, relative to the sum of RMS and reference value; for integers the same as `rms`."""
+    """The largest error of an element, relative to the RMS plus the element's magnitude; for integers the same as `rms`."""
     words: str = ""
     """A text that describes the error, if the numbers do not."""
     discrete: bool = False

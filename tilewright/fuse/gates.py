@@ -1,4 +1,4 @@
-"""Recognises act(a) * b as one gated matrix product: a and b are two linears with the same input, or the halves of one."""
+"""Recognises act(a) * b as one gated matrix product. a and b are two linears with one input, or the halves of one linear."""
 
 import operator
 from collections.abc import Callable, Mapping

@@ -148,8 +148,10 @@ def int8_graph(
     """Make the graph with quantisation according to a plan. It shares the parameters.
 
     Args:
-        fused: a graph in 16 bits. The graph is not changed, but quantised weights and scales are added to its module as
-        buffers. found: facts about its products. plan: which calls quantise. dtype: dtype of values that are not quantised.
+        fused: a graph in 16 bits. It is not changed, but quantised weights and scales are added to its module as buffers.
+        found: facts about its products.
+        plan: which calls quantise.
+        dtype: dtype of values that are not quantised.
 
     Returns:
         (the new graph, product -> its new call).

@@ -126,7 +126,7 @@ def _no_state(
     Raises:
         Untraceable: they change the outputs of later calls.
     """
-    with suppress(Exception):  # not every model takes every value
+    with suppress(Exception):  # not every model accepts all values
         called(own, *other_values((tuple(args), dict(kwargs))))
     again = called(own, args, kwargs)
     if (

@@ -40,7 +40,7 @@ class LayerError:
     words: str = ""
     """A text that describes the error, if the numbers do not."""
     largest: float = 0.0
-    """The largest error of an element, relative to the sum of RMS and reference value."""
+    """The largest error of an element, relative to the RMS plus the element's magnitude."""
     computes: str = ""
     """The node of the float graph whose value it computes."""
     anchor: str = ""

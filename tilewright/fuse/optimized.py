@@ -1,9 +1,9 @@
 """The result of `optimize`: a module that is called like the user's, from any number of threads and streams.
 
 Each combination of input shapes, dtypes and other arguments has its own graph (captured.py). The first graph is made from the
-example inputs. A call with a new combination makes another graph if `dynamic` allows these dimensions to vary, and if there are
-fewer than `max_shapes` graphs. Like the first graph, it is checked against the original model, on the inputs of that call. All
-other calls run the original model: the float model, in evaluation mode, in its own dtype. `report.shapes` has a row for each
+example inputs. A call with a new combination makes another graph if `dynamic` allows these dimensions to vary, for up to
+`max_shapes` combinations. Like the first graph, it is checked against the original model, on the inputs of that call. All other
+calls run the original model: the float model, in evaluation mode, in its own dtype. `report.shapes` has a row for each
 combination, with the reason and the number of calls.
 
 Floating-point inputs are cast to the dtype of the example inputs. Outputs have the dtypes of the float model's outputs.

@@ -100,7 +100,7 @@ def _entrants(op: Op, device: Device, problem: Any, choice: Choice) -> list[Choi
 
 
 def _compiled(entrants: list[Choice], device: Device, args: list[Any]) -> None:
-    """Compile all entrants in parallel, into Triton's cache. Errors are ignored here; the first launch reports them."""
+    """Compile all entrants in parallel, into Triton's cache. Failures are ignored here; the first launch reports them."""
     with suppress(CompileFailed), on_card(device), compile_only(device.arch, _JOBS):
         meta = [stand_in(a) for a in args]
         for entrant in entrants:

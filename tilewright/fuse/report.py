@@ -21,7 +21,8 @@ class Shape:
         inputs: the inputs as text, such as `[3, 8] float32`.
         optimised: whether our graph runs these calls; otherwise the original model does.
         reason: why the original model runs them, or how fast our graph is, if this was measured.
-        report: the report of the graph that was made for them, with its own decisions; None for the first graph of a model.
+        report: the report of the graph that was made for them, with its own decisions; None for the first graph of a model,
+            and if there is no graph.
     """
 
     def __init__(self, inputs: str, optimised: bool, reason: str, report: "Report | None" = None):
@@ -54,7 +55,7 @@ class Report:
     tuned: list[dict[str, Any]] = field(default_factory=list)
     """Results of a thorough search, one row for each distinct problem (tuning.py)."""
     provenance: list[dict[str, Any]] = field(default_factory=list)
-    """How the implementation of each op was chosen (tuning.choices)."""
+    """How the implementations of the other launches were chosen (tuning.choices)."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Precision, device, how inputs and outputs are copied, whether a CUDA graph is replayed, seconds spent."""
     error: dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
-    conv_transpose    folds, of one group of channels  ->  activation
+    conv_transpose    folds, only with groups=1  ->  activation
     group_norm, batch_norm        activation
 
 A step after an anchor (normal.py) goes into the first slot that accepts it, unless the group has already used a later slot. A

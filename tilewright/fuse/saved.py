@@ -65,7 +65,7 @@ def save(model: Optimized, path: str | Path) -> None:
 
 
 def load_optimized(path: str | Path, model: nn.Module, *, report: bool = True) -> Optimized:
-    """Load an optimised model from a file that `Optimized.save` has written.
+    """Load an optimised model from a file written by `Optimized.save`.
 
     Args:
         path: the file.

@@ -42,7 +42,7 @@ def simplify(graph: fx.Graph) -> int:
 
 
 def _input_of(node: Node) -> Node | None:
-    """The input that a call returns unchanged; None if it changes its input."""
+    """The input that a call returns unchanged; None if there is no such input."""
     if node.target is aten.cat.default:
         joined: Any = node.args[0]
         return joined[0] if len(joined) == 1 else None

@@ -2,7 +2,7 @@
 
     calls of the model -> distinct problems -> search in another process -> rows of the user's database -> chosen from then on
 
-The search is the same as in `tilewright tune` (`tilewright.tune.search`). It takes certified configs in the order of the
+The search is the same as in `tilewright tune` (`tilewright.tune.search`). It tries certified configs in the order of the
 analytical performance model, and compiles them on all cores. Each config is checked against the definition of the op and timed.
 The best configs are then timed in turns, together with libraries. Results that were measured earlier with the same versions are
 not measured again, so a second run takes only seconds. If arguments cannot be made from their shapes (tables of indices), the

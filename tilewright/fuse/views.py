@@ -2,9 +2,10 @@
 
 For each dimension, a `View` has a list of atoms. An atom is a pair (size, stride). The first atom varies slowest, and the
 product of the sizes is the size of the dimension. A reshape regroups atoms, and splits them if necessary. A permutation
-reorders dimensions. A copy changes nothing, because memory is only read when a tensor is needed. In this way the chain [S, B, 3
-E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D], for which torch needs a copy in the middle, becomes strides of the
-first buffer.
+reorders dimensions. A copy changes nothing, because memory is only read when a tensor is needed. In this way this chain, for
+which torch needs a copy in the middle, becomes strides of the first buffer:
+
+    [S, B, 3 E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D]
 
 `strides` merges the atoms of each dimension into one stride if possible. Otherwise it is None, and a copy is needed.
 """
