@@ -1,8 +1,8 @@
 """Recognises activations that Inductor has decomposed into several nodes of a graph.
 
-Inductor decomposes GELU into seven nodes and SiLU into four, in 16 bits with casts to float32 around them. The form depends on
-torch's version, so it is not hard-coded: each activation is traced with the current decompositions, and the resulting small
-graph is searched for.
+Inductor decomposes GELU into seven nodes and SiLU into four. In 16 bits it adds casts to float32 around them. The form depends
+on torch's version, so it is not hard-coded. Instead, each activation is traced with the current decompositions, and the result
+is a small graph that is then searched for in the large one.
 """
 
 from functools import lru_cache
@@ -28,12 +28,15 @@ def _template(name: str, dtype: torch.dtype) -> fx.Graph:
 
     activation = ACTIVATION_FORMS[name]
     with unset_fake_temporarily(), torch.no_grad():
-        # A lambda, since make_fx reads the signature, and F.relu has options.
+        # A lambda, because make_fx reads the signature, and F.relu has further parameters.
         return make_fx(lambda x: activation(x), decomposition_table=select_decomp_table())(torch.zeros(2, 2, dtype=dtype)).graph
 
 
 def _same(wanted: Any, found: Any, x: fx.Node, seen: dict[fx.Node, fx.Node]) -> bool:
-    """Whether `found` computes from x what `wanted` computes from the template's input. Fills `seen`: wanted -> found."""
+    """Whether `found` computes the same from x as `wanted` computes from the template's input.
+
+    Fills `seen`: wanted -> found.
+    """
     if not isinstance(wanted, fx.Node):
         if isinstance(wanted, list | tuple):
             return (
@@ -68,9 +71,9 @@ def _below(x: fx.Node, depth: int) -> list[fx.Node]:
 
 
 def find_activation(x: fx.Node) -> Activation | None:
-    """The activation applied to x, if nothing else reads x; None if there is none.
+    """The activation applied to x, if no other call reads x; None if there is none.
 
-    Values inside of it may be read elsewhere (a backward pass keeps them); see `inside`.
+    Other calls may read values inside the activation (a backward pass keeps them); see `inside`.
     """
     value = tensor_of(x)
     if value is None or not value.is_floating_point():

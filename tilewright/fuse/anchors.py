@@ -1,12 +1,12 @@
-"""Recognises anchors: ATen calls that one of our operators can compute. They are brought into one form.
+"""Recognises anchors: ATen calls that one of our operators can compute. All of them are described by an `Anchor`.
 
-The table is keyed by ATen target and covers both kinds of graphs: exported programs (`aten.linear`, `aten.conv2d`,
+The table READERS is keyed by ATen target and covers both kinds of graphs: exported programs (`aten.linear`, `aten.conv2d`,
 `aten.layer_norm`, `aten.scaled_dot_product_attention`) and Inductor's graphs after autograd (`aten.addmm`, `aten.mm`,
-`aten.convolution`, the flash and cuDNN attentions). Attention that a model spells out, softmax(q k^T * scale) v, is recognised
-by its last product.
+`aten.convolution`, the flash and cuDNN attentions). A model may also compute attention by separate calls,
+softmax(q k^T * scale) v. This is recognised at the last matrix product.
 
-Every argument that changes the result is checked. For a call of a known kind that the operator cannot compute (a transposed
-convolution, attention with a mask) the result is a sentence that says why.
+Every argument that changes the result is checked. If a call is of a known kind, but the operator cannot compute it (a
+transposed convolution, attention with a mask), the result is a sentence that states the reason.
 
 Not here: what is fused with an anchor (rules.py, walk.py), and any choice of implementation.
 """
@@ -36,46 +36,50 @@ class Anchor:
     kind: str
     """conv, linear, attention, layer_norm, max_pool, global_mean."""
     node: Node
-    """The node whose value the operator computes; if the call has several results, `users` has the getitem of the first."""
+    """The node whose value the operator computes. If the call has several results, a getitem among its users reads the
+    first."""
     x: Node
     weight: Node | None = None
-    """A parameter or a computed value: [O, C / groups, *K] of a conv, [N, K] of a linear ([K, N] with `options["kn"]`)."""
+    """A parameter or a computed value. conv: [O, C / groups, *K]; linear: [N, K], or [K, N] with `options["kn"]`."""
     bias: Node | None = None
     others: tuple[Node, ...] = ()
-    """Keys and values, for attention."""
+    """Further operands. For attention: keys, values and masks."""
     inside: tuple[Node, ...] = ()
-    """Nodes between x and node that are part of the anchor: for attention that is spelled out."""
+    """Nodes between x and node that are part of the anchor, for example in attention that consists of separate calls."""
     without: "Anchor | None" = None
-    """The same call without the operation before it, if another group has that operation in its epilogue."""
+    """An alternative anchor that excludes the operation before the call, in case another group has already fused it."""
     options: dict[str, Any] = field(default_factory=dict)
     """conv: stride, padding (numbers or "same"), dilation, groups. linear: kn (the weight is [K, N]). attention: causal, scale.
     layer_norm: eps. max_pool: kernel_size, stride, padding, dilation, ceil_mode."""
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """The tensors that it reads."""
+        """The tensors that the anchor reads."""
         return tuple(n for n in (self.x, self.weight, self.bias, *self.others) if n is not None)
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor that tracing left at a node (shape, dtype, device); None if the value is not a single tensor."""
+    """The fake tensor that tracing has stored at a node (shape, dtype, device); None if the value is not a single tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def symbolic(*shapes: Iterable[Any]) -> bool:
-    """Whether a size is unknown when the graph is compiled."""
+    """Whether any size is symbolic, that is, unknown when the graph is compiled."""
     return any(not isinstance(size, int) for shape in shapes for size in shape)
 
 
 def same_sizes(one: Iterable[Any], two: Iterable[Any]) -> bool:
-    """Whether two shapes are equal; unknown sizes are compared without adding a guard."""
+    """Whether two shapes are equal. Symbolic sizes are compared without adding a guard."""
     a, b = list(one), list(two)
     return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def fit(anchor: Anchor) -> Anchor | str:
-    """The anchor if the operators accept its operands: tensors of one floating type on one device, none of them empty."""
+    """The anchor if the operators accept its operands, otherwise the reason why they do not.
+
+    The operands must be non-empty tensors of one floating-point dtype on one device.
+    """
     found = [tensor_of(n) for n in anchor.operands]
     known = [t for t in found if t is not None]
     if len(known) != len(found):
@@ -101,7 +105,7 @@ def _given(node: Node, names: tuple[str, ...], defaults: tuple[Any, ...]) -> dic
     return found
 
 
-# ---- convolutions and products
+# ---- convolutions and matrix products
 
 
 def _conv(node: Node) -> Anchor | str:
@@ -151,7 +155,7 @@ def _mm(node: Node) -> Anchor | str:
 
 
 def _product(node: Node, x: Any, weight: Any, bias: Any, kn: bool) -> Anchor | str:
-    """x [..., K] times a weight [N, K], or [K, N] if `kn`."""
+    """The anchor for x [..., K] times a weight [N, K], or [K, N] if `kn`."""
     left, right, added = tensor_of(x), tensor_of(weight), tensor_of(bias)
     if left is None or right is None:
         return "an operand's shape is not known"
@@ -172,14 +176,14 @@ def _sdpa(node: Node) -> Anchor | str:
 
 
 def _flash(node: Node) -> Anchor | str:
-    """_scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale)."""
+    """For _scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, return_debug_mask, *, scale)."""
     names = ("query", "key", "value", "dropout_p", "is_causal", "return_debug_mask")
     a = _given(node, names, (0.0, False, False))
     return _read_attention(node, a, None, a.get("scale"))
 
 
 def _efficient(node: Node) -> Anchor | str:
-    """The memory-efficient and the cuDNN calls: q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal."""
+    """For the memory-efficient and cuDNN calls: q, k, v, attn_bias, compute_log_sumexp, dropout_p, is_causal."""
     names = ("query", "key", "value", "attn_bias", "compute_log_sumexp", "dropout_p", "is_causal")
     a = _given(node, names, (None, False, 0.0, False))
     return _read_attention(node, a, a["attn_bias"], a.get("scale"))
@@ -196,7 +200,7 @@ def _read_attention(node: Node, a: dict[str, Any], mask: Any, scale: Any) -> Anc
 def _attention(
     node: Node, operands: tuple[Node, Node, Node], causal: bool, scale: float | None, inside: tuple[Node, ...] = ()
 ) -> Anchor | str:
-    """Attention of q [B, H, S, D], k [B, G, T, D] and v [B, G, T, V], H a multiple of G."""
+    """The anchor for attention of q [B, H, S, D], k [B, G, T, D] and v [B, G, T, V]. H must be a multiple of G."""
     tensors = [t for t in map(tensor_of, operands) if t is not None]
     if len(tensors) < 3 or any(t.dim() != 4 for t in tensors):
         return "attention of operands that are not [B, H, S, D]"
@@ -227,7 +231,7 @@ def _called(node: Any, targets: tuple[Any, ...]) -> bool:
 
 
 def _through(node: Any, inside: list[Node]) -> Any:
-    """The value before copies that have one reader (dropout in evaluation is such a copy)."""
+    """The value before copies that have one reader. Dropout in evaluation mode is such a copy."""
     while _called(node, _COPIES) and len(node.users) == 1 and _alike(node, node.args[0]):
         inside.append(node)
         node = node.args[0]
@@ -241,7 +245,7 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 def _scores(scores: Any, inside: list[Node]) -> tuple[Any, float] | None:
-    """(the product q k^T, the product of the factors applied to it); None if a factor is not a positive number."""
+    """(q k^T, the total factor by which it is multiplied); None if a factor is not a positive number."""
     scale = 1.0
     while _called(scores, _FACTORS) and len(scores.users) == 1:
         value, factor = scores.args[:2]
@@ -256,7 +260,10 @@ def _scores(scores: Any, inside: list[Node]) -> tuple[Any, float] | None:
 
 
 def _written_out(node: Node) -> Anchor | str:
-    """softmax(q @ k^T * scale, -1) @ v with [B, H, S, D] operands, without a mask; nothing else may read values in between."""
+    """The anchor for softmax(q @ k^T * scale, -1) @ v, without a mask. `node` is the last product.
+
+    The operands are [B, H, S, D]. No other call may read the values in between.
+    """
     inside: list[Node] = []
     weights = _through(node.args[0], inside)
     if not _called(weights, _SOFTMAX) or len(weights.users) > 1 or weights.args[1] not in (-1, 3):
@@ -283,7 +290,7 @@ def _written_out(node: Node) -> Anchor | str:
 
 
 def _matmul(node: Node) -> Anchor | str:
-    """Attention that is spelled out, or x [..., K] @ w [K, N]."""
+    """The anchor for attention that consists of separate calls, or for x [..., K] @ w [K, N]."""
     x, weight = (tensor_of(n) for n in node.args[:2])
     if x is None or weight is None:
         return "an operand's shape is not known"
@@ -311,7 +318,7 @@ def _max_pool(node: Node) -> Anchor | str:
 
 
 def _images(x: Any) -> str | None:
-    """Why x is not [N, C, H, W]; None if it is."""
+    """A reason if x is not [N, C, H, W]; None if it is."""
     known = tensor_of(x)
     return None if known is not None and known.dim() == 4 else "pooling of what is not [N, C, H, W]"
 
@@ -356,11 +363,11 @@ READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
 }
-"""ATen target -> function that reads such a call: returns an anchor, or a sentence that says why it is none."""
+"""ATen target -> function that reads such a call. It returns an anchor, or a sentence that states why there is none."""
 
 
 def read(node: Node) -> Anchor | str | None:
-    """The anchor for a call, or why it is none; None for calls that have nothing to do with our operators."""
+    """The anchor for a call, or a sentence that states why there is none; None for calls unrelated to our operators."""
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     reader = READERS.get(node.target)

@@ -1,18 +1,17 @@
-"""Recognises attention with masks and biases: torch's own call with `attn_mask`, and softmax(q k^T * scale + bias) v spelled
-out.
+"""Recognises attention with masks and biases: torch's own call with `attn_mask`, or separate calls that compute it.
 
     softmax(scores, -1) v        scores: q k^T, then any of  * number,  + bias,  masked_fill(mask, number),
                                  where(mask, scores, number), in an order that one bias and one fill value can express
 
-In between there may be casts to float32 around the softmax, dropout in evaluation, and views that split or join the leading
-dims (batch and heads, or the windows of an image). Values that something else reads do not qualify. `options`:
+These calls may occur in between: casts to float32 around the softmax, dropout in evaluation mode, and views that split or join
+the leading dims (batch and heads, or the windows of an image). No other call may read the values in between. `options`:
 
     scale, fill, empty_nan   as in kernels/attention/biased.py
-    lead                     (batch, heads), to which all leading dims are brought
+    lead                     (batch, heads): all leading dims are reshaped to these two
     turned                   whether the keys are already transposed, k^T
-    masks                    for each operand after keys and values: (what it does, its shape relative to `lead`)
+    masks                    for each operand after keys and values: (kind of mask, its shape relative to `lead`)
 
-If the mask turns out to be a constant causal one, emit_attention.py uses `causal` instead.
+If the mask is a constant causal mask, emit_attention.py uses the option `causal` instead.
 """
 
 import math
@@ -35,7 +34,7 @@ _SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 _CASTS = (aten._to_copy.default, aten.to.dtype)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 MASKED = "biased_attention"
-"""The kind of these anchors."""
+"""The kind of anchors that this module recognises."""
 
 
 def _called(node: Any, targets: tuple[Any, ...]) -> bool:
@@ -56,7 +55,7 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 
 def read_sdpa(node: Node) -> Anchor | str:
-    """aten.scaled_dot_product_attention with a mask."""
+    """The anchor for aten.scaled_dot_product_attention with a mask, or why there is none."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
     a = {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
     q, k, v = (_shape(a[name]) for name in names[:3])
@@ -83,7 +82,7 @@ def _is_bool(node: Any) -> bool:
 def _anchor(
     node: Node, operands: tuple[Any, Any, Any], masks: tuple[Node, ...], inside: tuple[Node, ...], options: dict[str, Any]
 ) -> Anchor | str:
-    """The anchor, after checks of types, sizes and head dims; or why there is none."""
+    """The anchor if dtypes, sizes and head dims are supported; otherwise a sentence that states why not."""
     q, k, v = operands
     if symbolic(*(_shape(n) for n in (*operands, *masks))):
         return "attention with a mask over lengths that are not known"
@@ -98,9 +97,10 @@ def _anchor(
 def _seen_from(
     shape: tuple[int, ...], here: tuple[int, ...], lead: tuple[int, int], last: tuple[int, int]
 ) -> tuple[int, ...] | str:
-    """The shape of a mask as [N, H | 1, S | 1, T | 1], for scores of shape [*here, *last] that are brought to [*lead, *last].
+    """The shape of a mask as [N, H or 1, S or 1, T or 1]; a sentence with the reason if it has no such shape.
 
-    N is 1, the batch, or the number of windows of an image; in that case `here` is (images, windows, heads).
+    The scores have the shape [*here, *last] in the graph, and [*lead, *last] in our operator. N is 1, the batch size, or the
+    number of windows of an image. In the last case `here` is (images, windows, heads).
     """
     words = f"attention with a mask of {list(shape)} over scores of {[*here, *last]}"
     whole = (*(1,) * (len(here) + 2 - len(shape)), *shape)
@@ -118,17 +118,17 @@ def _seen_from(
     return f"{words}: its batch is none of batch, heads and windows"
 
 
-# ---- written out
+# ---- attention that consists of separate calls
 
 
 @dataclass
 class _Scores:
-    """What is known about the scores, going back from the softmax to the product."""
+    """What has been found about the scores. The search goes back from the softmax to the product q k^T."""
 
     inside: list[Node] = field(default_factory=list)
     scale: float = 1.0
     masks: list[tuple[str, Node, tuple[int, ...]]] = field(default_factory=list)
-    """(add, see or hide; the operand; the leading dims of the scores at that point)."""
+    """(kind, operand, leading dims of the scores at that point). Kinds: add; see (True: attend); hide (True: do not attend)."""
     fill: float | None = None
 
     @property
@@ -137,7 +137,10 @@ class _Scores:
         return self.fill not in (None, -math.inf)
 
     def hide(self, what: str, mask: Any, value: Any, here: tuple[int, ...]) -> str | None:
-        """Record a mask that replaces scores by a number; returns the reason if it cannot be combined with what follows it."""
+        """Record a mask that replaces scores by a number.
+
+        Returns the reason if it cannot be combined with the operations between it and the softmax, otherwise None.
+        """
         fill = _number(value)
         if fill is None or not _is_bool(mask):
             return "scores are replaced by something other than a number"
@@ -157,8 +160,10 @@ def _is_softmax(node: Any) -> bool:
 
 
 def _behind_copies(node: Any, inside: list[Node]) -> Any:
-    """The value before casts among floats, dropout in evaluation and views that keep the last two dims, each with one
-    reader."""
+    """The value before copies that have one reader each.
+
+    Copies are casts between floating-point types, dropout in evaluation mode, and views that keep the last two dims.
+    """
     while isinstance(node, Node) and node.op == "call_function" and len(node.users) == 1:
         source = node.args[0] if node.args else None
         known, now = tensor_of(source), tensor_of(node)
@@ -184,7 +189,7 @@ def _leads_alone(one: Any, two: Any) -> bool:
 
 
 def _factor(node: Node) -> tuple[Any, float] | None:
-    """(the other operand, the number) of a product or quotient with a number."""
+    """(the other operand, the factor) if a call multiplies or divides by a finite number; otherwise None."""
     if node.op != "call_function" or len(node.args) < 2:
         return None
     target, (left, right) = node.target, node.args[:2]
@@ -200,8 +205,10 @@ def _factor(node: Node) -> tuple[Any, float] | None:
 
 
 def _step(node: Node, found: _Scores) -> Any:
-    """One call back from the scores towards the product: the value before it, a sentence if the operator cannot do it, or None
-    at the product."""
+    """Go back by one call, from the scores towards the product q k^T, and record what the call does.
+
+    Returns the value that the call reads, a sentence if the operator cannot compute the call, or None if it is the product.
+    """
     here = _shape(node)[:-2]
     if _called(node, _PRODUCTS):
         return _biased_product(node, found, here) if node.target is aten.baddbmm.default else None
@@ -220,7 +227,7 @@ def _step(node: Node, found: _Scores) -> Any:
 
 
 def _biased_product(node: Node, found: _Scores, here: tuple[int, ...]) -> str | None:
-    """aten.baddbmm: its bias is a mask, and alpha the scale, as in BLOOM."""
+    """For aten.baddbmm, as in BLOOM: its first operand is an additive mask, and alpha is the scale."""
     alpha = _number(node.kwargs.get("alpha", 1))
     if node.kwargs.get("beta", 1) != 1 or alpha is None or len(node.args) != 3:
         return "a product of batches with beta"
@@ -232,7 +239,7 @@ def _biased_product(node: Node, found: _Scores, here: tuple[int, ...]) -> str | 
 
 
 def _sum(node: Node, found: _Scores, here: tuple[int, ...]) -> Any:
-    """The operand of a sum that leads to the product, from which the scores are computed."""
+    """The operand of a sum that comes from the product q k^T. The other operand is recorded as a bias."""
     left, right = node.args[:2]
     for scores, bias in ((left, right), (right, left)):
         if not isinstance(scores, Node) or not isinstance(bias, Node) or not _leads_to_product(scores):
@@ -264,7 +271,10 @@ def _leads_to_product(node: Any) -> bool:
 
 
 def read_product(node: Node, otherwise: str) -> Anchor | str:
-    """A product of two batches of matrices: attention that is spelled out, or else the given sentence."""
+    """For a product of two batches of matrices: the anchor if it is the last product of attention, otherwise a sentence.
+
+    `otherwise` is the sentence for products that are unrelated to attention.
+    """
     found = _Scores()
     weights = _behind_copies(node.args[0], found.inside)
     if not isinstance(weights, Node) or not _is_softmax(weights) or len(weights.users) != 1:
@@ -294,7 +304,7 @@ def _float_softmax(node: Node) -> bool:
 
 
 def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: _Scores, empty_nan: bool) -> Anchor | str:
-    """The anchor from what was found."""
+    """The anchor for attention with the masks and factors that were found, or a sentence that states why there is none."""
     (q, turned), v = product.args[1:3] if product.target is aten.baddbmm.default else product.args[:2], node.args[1]
     last = _shape(product)[-2:]
     leads = [shape[:-2] for shape in shapes if len(shape) == 4]
@@ -322,7 +332,7 @@ def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: 
     factor = _factor(q) if isinstance(q, Node) and len(q.users) == 1 else None
     if factor is None or isinstance(plain, str):
         return plain
-    before, number = factor  # the masks come after the product
+    before, number = factor  # a factor of q changes the scores before any mask
     options = options | {"scale": found.scale * number}
     scaled = _anchor(node, (before, turned, v), operands, (*inside, q), options)  # pyright: ignore[reportArgumentType]
     return plain if isinstance(scaled, str) else replace(scaled, without=plain)

@@ -1,11 +1,13 @@
-"""Recognises calls that are one operator of ours as a whole: norms over channels, RMS norm, pools, resizing, transposed
-convolutions, softmax and single activations; for similar calls that are not, it says why.
+"""Recognises further calls that one of our operators computes as a whole.
 
-RMS norm is recognised as torch's call and as models spell it out,
+These are norms over channels, RMS norm, pools, resizing, transposed convolutions, softmax and single activations. For a similar
+call that our operators cannot compute, the result is a sentence that states the reason.
+
+RMS norm is recognised as torch's call, and as the separate calls that many models use:
 
     w * (x.float() * rsqrt(mean(x.float()^2, -1, keepdim) + eps)).to(dtype)
 
-`read` asks anchors.py first. Options are named like the arguments in op_calls.py.
+`read` first tries the anchors of anchors.py. Options have the names of the arguments in op_calls.py.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,7 @@ aten = torch.ops.aten
 
 
 def _given(node: Node, **defaults: Any) -> dict[str, Any]:
-    """Arguments by name; `defaults` has their names in order."""
+    """The arguments of a call by name. `defaults` contains their names, in order, and their default values."""
     return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
@@ -66,7 +68,10 @@ def _group_norm(node: Node) -> Anchor | str:
 
 
 def _behind_sum(norm: Anchor) -> Anchor:
-    """A group norm that also adds a number for each channel of each image, if only the norm reads that sum."""
+    """Extend a group norm by the addition before it, of one number for each channel of each image.
+
+    This is possible only if no other call reads the sum.
+    """
     node = norm.x
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.users) != 1:
         return norm
@@ -103,7 +108,7 @@ def _softmax(node: Node) -> Anchor | str:
 
 
 def _reads_product(user: Node) -> bool:
-    """Whether a product of two batches of matrices reads a softmax, possibly after casts, dropout and views."""
+    """Whether a reader of a softmax is a product of two batches of matrices, possibly after casts, dropout and views."""
     if user.target in (aten.matmul.default, aten.bmm.default):
         return _dims(user.args[1]) > 2
     behind = is_view(user) or user.target in (aten._to_copy.default, aten.to.dtype, aten.expand.default)
@@ -202,7 +207,7 @@ def _batch_norm(node: Node) -> Anchor | str:
     return fit(anchor)
 
 
-# ---- activations by themselves
+# ---- single activations
 
 
 _NAMES = {
@@ -213,8 +218,7 @@ _MOVES = (aten._to_copy.default, aten.to.dtype, aten.cat.default, aten.expand.de
 
 
 def _activation(node: Node) -> Anchor | str | None:
-    """An activation that is not in the epilogue of a product or convolution, and that Inductor could not fuse with
-    neighbours."""
+    """The anchor for an activation outside an epilogue, if Inductor could not fuse it with neighbouring calls."""
     found = _form(node)
     if found is None:
         return None
@@ -239,7 +243,7 @@ def _form(node: Node) -> dict[str, Any] | None:
 
 
 def _readers(node: Node) -> list[Node]:
-    """The readers of a value, also through views."""
+    """The calls that read a value, directly or through views."""
     return [reader for user in node.users for reader in (_readers(user) if is_view(user) else [user])]
 
 
@@ -285,7 +289,10 @@ _READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
 
 
 def read(node: Node) -> Anchor | str | None:
-    """The anchor for a call of an exported graph, or why it is none; None for calls unrelated to our operators."""
+    """The anchor for a call of an exported graph, or a sentence that states why there is none.
+
+    Returns None for calls unrelated to our operators.
+    """
     found = anchors.read(node)
     if isinstance(found, Anchor) or node.op != "call_function":
         return found

@@ -1,7 +1,8 @@
-"""Recognises RMS norm that a model spells out, by its last product.
+"""Recognises RMS norm that a model computes by separate calls. The last multiplication identifies it.
 
-w * (x.float() * rsqrt(mean(x.float()^2, -1, keepdim) + eps)).to(dtype)      with factors in any order, without the casts if x
-                                                                             is float32, and also with (1 + w)
+    w * (x.float() * rsqrt(mean(x.float()^2, -1, keepdim) + eps)).to(dtype)
+
+The factors may be in any order. The casts may be missing if x is float32. The weight may be (1 + w).
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def _called(node: Any, *targets: Any) -> bool:
 
 
 def _uncast(node: Any, inside: list[Node]) -> Any:
-    """The value before casts among floats."""
+    """The value before casts between floating-point types."""
     while _called(node, *_CASTS) and _floats(node, node.args[0]):
         inside.append(node)
         node = node.args[0]
@@ -35,7 +36,7 @@ def _floats(*nodes: Any) -> bool:
 
 
 def read_rms_written(node: Node) -> Anchor | None:
-    """The norm whose last product this call is; None for any other product."""
+    """The anchor of the norm whose last multiplication is this call; None for any other multiplication."""
     for weight, normed in (node.args[:2], node.args[1::-1]):
         w, out = tensor_of(weight), tensor_of(node)
         if w is None or out is None or w.dim() != 1 or w.shape != out.shape[-1:] or w.dtype != out.dtype:
@@ -58,7 +59,7 @@ def read_rms_written(node: Node) -> Anchor | None:
 
 
 def _of_root(wide: Any, root: Any, inside: list[Node], out: torch.Tensor) -> tuple[Node, float, list[Node]] | None:
-    """(x, eps, the calls in between) for x * rsqrt(mean(x^2) + eps)."""
+    """(x, eps, the calls in between) if the two factors form x * rsqrt(mean(x^2) + eps); otherwise None."""
     x = _uncast(wide, inside)
     if not _called(root, aten.rsqrt.default) or tensor_of(x) is None or tensor_of(x).shape != out.shape:  # pyright: ignore
         return None
@@ -83,6 +84,6 @@ def _of_root(wide: Any, root: Any, inside: list[Node], out: torch.Tensor) -> tup
 
 
 def _closed(between: list[Node], last: Node) -> bool:
-    """Whether nothing else reads the values in between."""
+    """Whether no other call reads the values in between."""
     allowed = {*between, last}
     return all(user in allowed for node in between for user in node.users)

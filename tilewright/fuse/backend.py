@@ -1,21 +1,21 @@
 """`torch.compile(model, backend="tilewright")`: Inductor, with operators of this package in its graphs.
 
-Inductor works as usual. Before its own passes, a pass of ours replaces products, convolutions and attention, together with what
-follows them, by calls of our operators (post_grad.py has the rules). This covers forward and backward graphs, with known or
-symbolic sizes.
+Inductor works as usual. Before its own passes, our pass replaces matrix products, convolutions and attention, together with the
+operations after them, by calls of our operators. The rules are in post_grad.py. The pass handles forward and backward graphs,
+with known or symbolic sizes.
 
     compiled = torch.compile(model, backend="tilewright", mode="max-autotune", options={"tilewright.cpu": True})
     compiled(x)
     print(explain_last())
 
-`mode` and `options` are Inductor's. We add one option: "tilewright.cpu" also replaces calls on CPU tensors (for tests; it is
-not faster). A pass of the user, `post_grad_custom_pre_pass` in Inductor's config or in `options`, runs before ours and sees the
-graph as it would without us. Nothing global is changed: our pass belongs to this compile only.
+`mode` and `options` are Inductor's. We add one option: with "tilewright.cpu", calls on CPU tensors are replaced too. This is
+for tests; it is not faster. A pass of the user (`post_grad_custom_pre_pass` in Inductor's config or in `options`) runs before
+ours, on the original graph. No global state is changed: our pass applies to this compilation only.
 
-The decisions of a compile are available from `explain_last()`, from the logger "tilewright.fuse.backend" at INFO, and as the
-artifact "tilewright_fusions" in torch's structured trace (TORCH_TRACE).
+The decisions of a compilation are available from `explain_last()`, from the logger "tilewright.fuse.backend" at level INFO, and
+as the artifact "tilewright_fusions" in torch's structured trace (TORCH_TRACE).
 
-Not here: folding batch norm (Inductor's `freezing` does it), CUDA graphs (use mode="reduce-overhead"), and other precisions
+Not here: folding batch norms (Inductor's `freezing` does this), CUDA graphs (use mode="reduce-overhead"), and a precision other
 than the model's. `tilewright.optimize` does all three.
 """
 
@@ -35,7 +35,7 @@ from torch import Tensor, fx
 from torch import _logging as torch_logging
 from torch._dynamo.backends.registry import register_backend
 
-# Inductor's documented extension point. The import takes seconds, so nothing in `tilewright.fuse` imports this module.
+# Inductor's documented extension point. Its import takes seconds, so no other module of `tilewright.fuse` imports this one.
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -53,12 +53,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Explanation:
-    """The decisions of one `torch.compile` of a graph."""
+    """The decisions of one compilation by `torch.compile`."""
 
     graphs: list[tuple[Decision, ...]] = field(default_factory=list)
-    """For each graph that Inductor has compiled: the forward graph, and the backward graph once it was needed."""
+    """The decisions for each graph that Inductor has compiled: the forward graph, and later the backward graph if needed."""
     stored: Path | None = None
-    """A file with the decisions, for compiles that Inductor answers from its cache, in which our pass does not run."""
+    """A file with the decisions. It is read if Inductor takes the code from its cache, because our pass does not run then."""
 
     def noted(self, decisions: Sequence[Decision]) -> None:
         """Add the decisions of one more graph."""
@@ -68,7 +68,7 @@ class Explanation:
             self.stored.write_text(json.dumps([[d.to_json() for d in graph] for graph in self.graphs]), encoding="utf-8")
 
     def all_graphs(self) -> list[tuple[Decision, ...]]:
-        """The decisions for each graph; if Inductor answered from its cache, those of the compile that filled the cache."""
+        """The decisions for each graph. If the code came from Inductor's cache: those that were made when it was filled."""
         if self.graphs or self.stored is None or not self.stored.exists():
             return self.graphs
         return [tuple(Decision(**row) for row in graph) for graph in json.loads(self.stored.read_text(encoding="utf-8"))]
@@ -92,11 +92,11 @@ class Explanation:
 
 
 _LAST: list[Explanation] = []
-"""The last compile's explanation, in a list; read by `explain_last` only."""
+"""The explanation of the last compilation, in a list; read by `explain_last` only."""
 
 
 def explain_last() -> Explanation | None:
-    """The decisions of the last compile in this process; None before the first.
+    """The decisions of the last compilation in this process; None if there was none.
 
     A model with graph breaks is compiled in several parts, and each part has its own explanation.
     """
@@ -105,7 +105,7 @@ def explain_last() -> Explanation | None:
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """A digest of everything that determines decisions: the sources of passes, operators and kernels, and versions."""
+    """A digest of everything that determines decisions: the sources of passes, operators and kernels, and version numbers."""
     digest = hashlib.sha256()
     home = Path(__file__).parent.parent
     for part in ("fuse", "ops", "kernels", "tune", "hw", "op.py"):
@@ -125,7 +125,7 @@ class FusePass(CustomGraphPass):
         self.explanation = Explanation()
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Run the user's passes, then replace anchors in place."""
+        """Run the user's passes, then replace anchors in the graph in place."""
         for one in self.before:
             one(graph)
         decisions = tuple(fuse_graph(graph, cpu=self.cpu))
@@ -138,7 +138,7 @@ class FusePass(CustomGraphPass):
         )
 
     def uuid(self) -> Any | None:
-        """The identity of the pass in Inductor's cache keys; None (no caching) if a pass of the user has no identity."""
+        """The identifier of the pass in Inductor's cache keys. None disables caching: a pass of the user has no identifier."""
         theirs = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.before]
         if any(name is None for name in theirs):
             return None
@@ -146,14 +146,14 @@ class FusePass(CustomGraphPass):
 
 
 def _passes(given: Any) -> tuple[Callable[[fx.Graph], None], ...]:
-    """The user's passes: Inductor accepts one, and from torch 2.13 on several."""
+    """The user's passes. Inductor accepts one, or several since torch 2.13."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 def _place(graph: fx.GraphModule, inputs: Sequence[Any], name: Any, patches: dict[str, Any]) -> Path | None:
-    """The file beside Inductor's cache with the decisions of such a compile; None if nothing is cached."""
+    """The file next to Inductor's cache with the decisions of a compilation with these arguments; None if caching is off."""
     if name is None:
         return None
     of_inputs = [(i.shape, i.stride(), i.dtype, i.device, i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
@@ -165,7 +165,7 @@ def _place(graph: fx.GraphModule, inputs: Sequence[Any], name: Any, patches: dic
 def tilewright(
     graph: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend, which `torch.compile(..., backend="tilewright", mode=..., options=...)` calls for every graph.
+    """The backend. `torch.compile(..., backend="tilewright", mode=..., options=...)` calls it for every graph.
 
     Raises:
         ValueError: an unknown option that begins with "tilewright.".

@@ -1,7 +1,8 @@
-"""Tensors of an optimised graph while it is built: buffers, views of them, constants, and copies if nothing else works.
+"""Tensors of an optimised graph while it is built: buffers, views of them, constants, and copies where views are not enough.
 
-A value of the exported graph becomes a buffer of the new graph and a `View` of it. Our calls state the memory layout of their
-result, so a chain of views after one costs nothing, whatever it does. If no strides can express the layout, it is copied once.
+A value of the exported graph becomes a buffer of the new graph and a `View` of it. The memory layout of each call's result is
+known, so any chain of views after a call becomes a single view and costs nothing. If no strides can express the layout, the
+value is copied once.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Value:
-    """What a node of the old graph has become in the new one."""
+    """The value of a node of the old graph, as it is represented in the new graph."""
 
     node: Node | None
     """The buffer; None for a constant."""
@@ -42,7 +43,7 @@ class Value:
 
 
 class Buffers:
-    """A graph under construction, and the place of each value of the old graph in it.
+    """A graph under construction, and the position of each value of the old graph in it.
 
     Args:
         weights: the parameters.
@@ -53,15 +54,15 @@ class Buffers:
         self.weights, self.report = weights, report
         self.graph = fx.Graph()
         self.values: dict[Node, Any] = {}
-        """Node of the old graph -> `Value`, or a node of the new one that is not a tensor."""
+        """Node of the old graph -> `Value`. For values that are not tensors: a node of the new graph."""
         self.memory: dict[Node, View] = {}
         """Buffer -> its layout, relative to the tensor that the new node returns."""
         self.made: dict[tuple[Node, View], Node] = {}
-        """Views made so far, so that each is made once."""
+        """Views made so far, so that each is made only once."""
         self.merged: dict[Node, Value] = {}
-        """Anchor of a linear -> the merged product that it is a part of."""
+        """Anchor of a linear -> the merged matrix product that computes it."""
         self.grown: dict[Node, Node] = {}
-        """Last of several growing concatenations -> the rows of their buffer, after the last append so far."""
+        """The last of several growing concatenations -> the rows of their buffer, after the last append so far."""
 
     # ---- tensors
 
@@ -74,7 +75,7 @@ class Buffers:
         return Value(node, view)
 
     def tensor(self, value: Any) -> Any:
-        """A node of the new graph whose tensor has the value's shape; values that are not tensors are returned unchanged."""
+        """A node of the new graph whose tensor has the value's shape. Values that are not tensors are returned unchanged."""
         if not isinstance(value, Value):
             return value
         if value.constant is not None:
@@ -109,7 +110,7 @@ class Buffers:
         return node
 
     def opened(self, value: Value) -> Value:
-        """The value as a view of a buffer, also if it is a constant."""
+        """The value as a view of a buffer; a constant is turned into a buffer."""
         if value.constant is None:
             return value
         node = self.tensor(value)
@@ -122,13 +123,17 @@ class Buffers:
         return self.buffer(calls.as_dense, (self.tensor(value), last), view, None)
 
     def arranged(self, value: Value, last: bool) -> Value:
-        """The value itself if it has this layout, otherwise a copy."""
+        """The value in channels-last (`last`) or contiguous layout: the value itself if it has this layout, or a copy."""
         value = self.opened(value)
         wanted = channels_last(value.shape) if last else dense(value.shape)
         return value if value.view.strides == wanted.strides else self.copied(value, last)
 
     def rows(self, value: Value) -> tuple[Node, View, bool]:
-        """(a tensor of rows [R, K], the leading dims as view of a buffer [R, 1], whether rows are in their logical order)."""
+        """The value [..., K] as rows. Returns three values.
+
+        A tensor of rows [R, K] in memory order; the leading dims as a view of a buffer [R, 1]; and whether the memory order is
+        the logical order.
+        """
         value = self.opened(value)
         count = 1
         for size in value.shape[:-1]:
@@ -144,7 +149,7 @@ class Buffers:
         return self.tensor(Value(value.node, plain)), dense(value.shape[:-1]), True
 
     def behind(self, group: Group, value: Value) -> Value:
-        """The value seen through the views of a group's chain."""
+        """The value after the views of a group's chain are applied to it."""
         for node in group.chain:
             if is_view(node):
                 view = follow(node, value.view)

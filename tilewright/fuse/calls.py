@@ -1,7 +1,7 @@
 """The calls of an optimised graph: our public operators with the known arguments fixed, and a few memory operations.
 
-The layout of each result is known: convolutions and pools are channels-last, everything else is contiguous. The graph relies on
-this (`views.View`).
+The layout of each result is known: results of convolutions and pools are channels-last, all others are contiguous. The graph
+relies on this (`views.View`).
 """
 
 import math
@@ -34,7 +34,7 @@ Choice = tuple[str, Config]
 
 
 def run(op: Op, args: tuple[Any, ...], choice: Choice | None) -> Any:
-    """Call an op, or the implementation and config that were chosen for it."""
+    """Call an op. With a choice, launch this implementation with this config."""
     if choice is None:
         return op(*args)
     impl = next(impl for impl in op.impls if impl.name == choice[0])
@@ -45,7 +45,7 @@ _CONVS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 def _for_inductor(x: Tensor) -> bool:
-    """On a CPU under torch.compile: calls are torch's own, because Inductor packs and fuses its convolutions and products."""
+    """Whether torch.compile compiles for a CPU. Then torch's operators are called, because Inductor packs and fuses them."""
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 
@@ -63,7 +63,7 @@ def enter(x: Tensor, dtype: torch.dtype | None, last: bool) -> Tensor:
 
 
 def as_dense(x: Tensor, last: bool) -> Tensor:
-    """x contiguous, or channels-last; x itself if it is so already."""
+    """x in contiguous or channels-last layout; x itself if it already has this layout."""
     if not last:
         return x.contiguous()
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
@@ -80,10 +80,10 @@ def strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: in
 
 
 def gathered(patches: Tensor, rows: Tensor, first: int) -> Tensor:
-    """Patches [B, ..., K's dims] written into rows [B, T, K], starting at row `first` of each image; rows [B T, K].
+    """Write patches into rows [B, T, K], starting at row `first` of each image. Returns the rows as [B T, K].
 
-    A CUDA graph writes to the rows in place, because its callers take turns. Otherwise calls of several threads may overlap, so
-    each writes to a copy.
+    The last dims of `patches` [B, ..., *dims] together have K elements. A CUDA graph writes to the rows in place, because its
+    callers take turns. Otherwise calls of several threads may overlap, so each call writes to a copy.
     """
     if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
         rows = rows.clone()
@@ -95,7 +95,7 @@ def conv_operands(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], groups: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The arguments of `conv_op`: channels-last, which is a view for tensors of this graph."""
+    """The arguments of `conv_op`, with channels as the last dim. For tensors of this graph this needs no copy."""
     window = window_of("conv", x, weight, stride, padding, dilation)
     x, weight, residual = x.movedim(1, -1), weight.movedim(1, -1), None if residual is None else residual.movedim(1, -1)
     return (
@@ -120,7 +120,7 @@ def linear(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, activation: str, shape: Sequence[int],
     choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """ops.linear for rows [R, K]; the result has dims `shape`."""
+    """ops.linear for rows [R, K]; the result has the shape `shape`."""
     if _for_inductor(x) and isinstance(weight, Tensor):
         y = ACTIVATION_FORMS[activation](F.linear(x, weight, bias))
         return (y if residual is None else y + residual).view(shape)
@@ -151,7 +151,7 @@ def attention(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int]) -> Tensor:
-    """ops.layer_norm for rows [R, D]; the result has dims `shape`."""
+    """ops.layer_norm for rows [R, D]; the result has the shape `shape`."""
     if _for_inductor(x):
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps).view(shape)
     return ops.layer_norm(x, weight, bias, eps).view(shape)
@@ -160,26 +160,26 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int], total: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """ops.add_layer_norm over the last dim of x and residual: (the norm with dims `shape`, the sum with dims `total`)."""
+    """ops.add_layer_norm over the last dim of x and residual. Returns (the norm of shape `shape`, the sum of shape `total`)."""
     width = x.shape[-1]
     y, summed = ops.add_layer_norm(x.reshape(-1, width), residual.reshape(-1, width), weight, bias, eps)
     return y.view(shape), summed.view(total)
 
 
 def added_in_place(x: Tensor, weight: Tensor, residual: Tensor, shape: Sequence[int]) -> Tensor:
-    """residual += x @ weight^T, by the library; returns the residual with dims `shape`."""
+    """residual += x @ weight^T, by the library. Returns the residual with the shape `shape`."""
     return residual.view(-1, residual.shape[-1]).addmm_(x, weight.t()).view(shape)
 
 
 def shifted_layer_norm(
     x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int]
 ) -> Tensor:  # fmt: skip
-    """The layer norm of x + shift [D], for rows [R, D]; the result has dims `shape`."""
+    """The layer norm of x + shift [D], for rows [R, D]; the result has the shape `shape`."""
     return add_layer_norm_op(x, shift.expand(x.shape), weight, bias, eps, False)[0].view(shape)
 
 
 def part(values: Sequence[Tensor], index: int) -> Tensor:
-    """One of the results of a call."""
+    """One of several results of a call."""
     return values[index]
 
 

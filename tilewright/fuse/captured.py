@@ -1,9 +1,9 @@
-"""A graph for known shapes, ready to be called: replayed as a CUDA graph on a GPU, called directly elsewhere.
+"""A graph for known shapes, ready to be called. On a GPU it is replayed as a CUDA graph, elsewhere it is called directly.
 
-A CUDA graph reads its inputs from fixed tensors and writes its results into others, so two calls must not overlap, whatever
-threads and streams they come from. `Turns` has a lock for threads and an event for streams. In one turn, inputs are copied in,
-the graph is replayed and results are copied out; the stream of the next turn waits for the one before. A graph that is called
-directly writes to nothing that another call reads, and needs no turns.
+A CUDA graph reads its inputs from fixed tensors and writes its results to fixed tensors. So two calls must not overlap, even if
+they come from different threads or streams. `Turns` ensures this with a lock for threads and an event for streams. In one turn,
+inputs are copied in, the graph is replayed, and results are copied out. The stream of the next turn waits until the previous
+turn has finished. A graph that is called directly needs no turns, because calls share no tensors that they write to.
 """
 
 import threading
@@ -20,15 +20,16 @@ from tilewright.kernels.launch.counters import own_tickets
 __all__ = ["Captured", "Turns", "plainly", "share_weights"]
 
 _WARM_UP = 2
-"""Calls before the capture. The first one compiles kernels and lets libraries choose theirs."""
+"""Number of calls before the capture. In the first one kernels are compiled, and libraries choose their kernels."""
 
 
 class Turns:
-    """The CUDA graphs of one model, which share memory and are replayed one after the other.
+    """Makes the CUDA graphs of one model, which share memory, run one after the other.
 
     Args:
         device: the GPU.
-        copies: whether results are copied out. If not, they belong to the first calling thread, until its next call.
+        copies: whether results are copied out. If not, only the first calling thread may call the graphs, and results are
+            valid until its next call.
     """
 
     def __init__(self, device: torch.device, copies: bool):
@@ -40,7 +41,7 @@ class Turns:
         self.owner: int | None = None
 
     def begin(self) -> torch.cuda.Stream:
-        """Let the current stream wait for the last turn. The caller holds the lock."""
+        """Let the current stream wait for the end of the last turn. The caller holds the lock."""
         stream = torch.cuda.current_stream(self.device)
         if self.done is not None and stream != self.stream:
             stream.wait_event(self.done)
@@ -49,7 +50,7 @@ class Turns:
         return stream
 
     def end(self, stream: torch.cuda.Stream) -> None:
-        """Record the end of the turn's work. The caller holds the lock."""
+        """Record the end of the turn's work in the stream. The caller holds the lock."""
         if self.done is None:
             with torch.cuda.device(self.device):
                 self.done = torch.cuda.Event()
@@ -67,7 +68,7 @@ class Turns:
 
 
 def plainly(device: torch.device) -> ExitStack:
-    """The scope of a call that computes the same in every mode of the caller: no gradients, no autocast, normal tensors."""
+    """A scope for calls, so that results do not depend on the caller's modes: no gradients, no autocast, no inference mode."""
     scope = ExitStack()
     scope.enter_context(torch.no_grad())
     if torch.is_inference_mode_enabled():
@@ -79,16 +80,16 @@ def plainly(device: torch.device) -> ExitStack:
 
 
 class Captured:
-    """A fused graph for inputs of the examples' shapes.
+    """A fused graph for inputs with the shapes of the example inputs.
 
     Args:
         fused: the graph: tensors -> a sequence of tensors.
-        called: what is called: the graph itself, or its compiled form.
-        inputs: the examples' tensors, in their own dtypes.
+        called: the function to call: the graph itself, or its compiled form.
+        inputs: the tensors of the example inputs, in their own dtypes.
         outputs: dtypes of the float model's outputs.
-        structure: of the user's result.
-        device: where it runs.
-        turns: on a GPU: a CUDA graph is captured, and replayed in these turns.
+        structure: the structure of the user's result.
+        device: the device on which the graph runs.
+        turns: on a GPU: a CUDA graph is captured, and replayed in these turns. None: the graph is called directly.
     """
 
     def __init__(
@@ -116,16 +117,16 @@ class Captured:
                     self.called(*self.given)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may continue with their own captures. The lock keeps them from replaying graphs that share the pool.
+            # thread_local: other threads may capture at the same time. The lock: no thread may replay a graph of this pool.
             capture = torch.cuda.graph(graph, pool=turns.pool, capture_error_mode="thread_local")
             with turns.lock, own_tickets(self.device) as self.tickets, capture:
                 results = self.called(*self.given)
-                # If nothing is copied out, casts of results are part of the graph.
+                # If results are not copied out, the CUDA graph includes their casts.
                 self.results = results if turns.copies else self._own(results)
         self.graph = graph
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """The user's call, with tensors that have the examples' shapes."""
+        """Run the graph on tensors with the shapes of the example inputs. Returns the result in the user's structure."""
         if self.graph is None or self.turns is None:
             with plainly(self.device):
                 results = self.called(*map(_laid, tensors, self.layout))
@@ -143,13 +144,13 @@ class Captured:
         return outputs[0] if self.single else rebuild(self.structure, outputs)
 
     def _own(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Results that the user may keep: those that depend on parameters alone belong to the graph, and are copied."""
+        """Results that the user may keep. A result that depends on parameters alone belongs to the graph, so it is copied."""
         each = zip(results, self.dtypes, self.constant, strict=True)
         return [r.to(d, copy=constant) for r, d, constant in each]
 
 
 def share_weights(fused: fx.GraphModule, others: Iterable[fx.GraphModule]) -> None:
-    """Make a graph use equal constants of the model's other graphs, so that all share one set of weights."""
+    """Replace a graph's constants by equal constants of the model's other graphs, so that all share one set of weights."""
     known: dict[Any, list[Tensor]] = {}
     for other in others:
         for held in (*other.buffers(), *other.parameters()):
@@ -166,11 +167,11 @@ def _placeholders(fused: fx.GraphModule) -> list[fx.Node]:
 
 
 def _laid(value: Tensor, layout: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
-    """A tensor with the example's dtype, strides and 16-byte alignment: launches were chosen for these."""
+    """A tensor with the example's dtype and strides, aligned to 16 bytes. The launches were chosen for such tensors."""
     dtype, stride = layout
     if value.stride() == stride and value.dtype == dtype and value.data_ptr() % 16 == 0:
         return value
-    if 0 in stride:  # elements share memory, so it cannot be written
+    if 0 in stride:  # elements share memory, so such a tensor cannot be written to
         return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
     return torch.empty_strided(value.shape, stride, dtype=dtype, device=value.device).copy_(value)
 
@@ -182,6 +183,9 @@ def _constants(fused: fx.GraphModule) -> list[bool]:
 
 
 def _static(value: Tensor, node: fx.Node) -> Tensor:
-    """A fixed tensor for an input, in the layout that the graph's first call wants, so that this call does nothing."""
+    """A fixed tensor for an input, in the dtype and layout to which the graph's first call converts inputs.
+
+    This call then has nothing to do.
+    """
     first = next((user for user in node.users if user.op == "call_function"), None)
     return value.clone() if first is None else first.target(value, *first.args[1:]).clone()  # pyright: ignore[reportCallIssue]

@@ -1,14 +1,17 @@
-"""Checks that an optimised model computes what the float model does; if it does not, finds the layer that is to blame.
+"""Checks that an optimised model computes the same outputs as the float model. If it does not, finds the faulty layer.
 
     check = verify(float_graph, fused_graph, inputs, want, precision="fp16")
 
-Outputs are compared with those of the model as the user calls it (differences.py). If torch's own model in the same precision
-is further off than the table allows, twice its error is allowed, up to CEILING. A tolerance given by the user is the allowed
-RMS error, and the allowed share of different integers. A larger error raises `Inaccurate`. The message names the first layer
-whose own error is too large (layer_errors.py), and says whether torch's own layer has that error as well. If so, the precision
-is too narrow for the model; otherwise one of our implementations is wrong.
+The outputs are compared with those of the model as the user calls it (differences.py). The table TOLERANCES limits the error.
+If an output exceeds the limit, torch's own model in the same precision is measured too, and twice its error is allowed, up to
+CEILING. A tolerance given by the user replaces the table: it is the allowed RMS error, and the allowed share of different
+integers.
 
-An output that float32 rounding errors alone would change completely is ignored.
+A larger error raises `Inaccurate`. The message names the first layer whose own error is too large (layer_errors.py). It also
+states whether torch's own layer has that error too. If so, the precision is too narrow for the model; otherwise one of our
+implementations is wrong.
+
+An output is ignored if float32 rounding errors alone would change it completely.
 
 Not here: whether two models are equally good at a task.
 """
@@ -44,11 +47,11 @@ __all__ = [
 ]
 
 _HALF_ULP = 2.0**-24
-"""Size of a float32 rounding error, relative."""
+"""Relative size of a float32 rounding error."""
 NOISE_WORDS = "noise in the float model"
-"""Said of an output that rounding errors alone would change."""
+"""Text for an output that rounding errors alone would change."""
 _OURS = 4.0
-"""An error this many times that of torch's own layer is not rounding, but a fault of the implementation."""
+"""If an error is this many times the error of torch's own layer, it is not rounding, but a fault of the implementation."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,13 @@ class Check:
     tolerance: Tolerance
     outputs: tuple[Difference, ...]
     layers: tuple[LayerError, ...] = ()
-    """Only if an output is out of tolerance."""
+    """The error of each layer; measured only if an output is out of tolerance."""
     native: tuple[Difference, ...] = ()
-    """Error of torch's own model in this precision; only if the table alone would not allow the outputs."""
+    """Errors of torch's own model in this precision; measured only if an output exceeds the limits of the table."""
     torchs: dict[str, float] = field(default_factory=dict)
-    """Own errors of torch's layers in this precision, by node of the float graph; filled with `layers`."""
+    """Node of the float graph -> the error of torch's own layer in this precision. Filled together with `layers`."""
     faults: tuple[LayerError, ...] = ()
-    """Layers that are wrong in float32 as well, although the fuser was told to leave them alone."""
+    """Layers that are wrong even in float32, and that removing their fusions did not correct."""
 
     @property
     def failed(self) -> tuple[Difference, ...]:
@@ -79,12 +82,12 @@ class Check:
 
     @property
     def guilty(self) -> LayerError | None:
-        """The first layer whose own error alone breaks the tolerance, otherwise the one that adds most."""
+        """The first layer whose own error exceeds the tolerance; if there is none, the layer with the largest own error."""
         over = (layer for layer in self.layers if not layer.own <= self.tolerance.rms)
         return next(over, max(self.layers, key=lambda layer: layer.own, default=None))
 
     def to_json(self) -> dict[str, Any]:
-        """As values for JSON; numbers that are not finite as text."""
+        """As values for JSON. Numbers that are not finite become text."""
         return {
             "precision": self.precision,
             "tolerance": self.tolerance._asdict(),
@@ -104,7 +107,7 @@ class Check:
 
 
 class Inaccurate(ValueError):
-    """An optimised model is too far from the float model; `check` has the numbers."""
+    """The outputs of an optimised model differ too much from those of the float model; `check` contains the numbers."""
 
     def __init__(self, check: Check):
         self.check = check
@@ -172,27 +175,28 @@ def verify(
 ) -> Check:  # fmt: skip
     """Compare an optimised model with the float model on the same inputs.
 
-    A deep model may be further off than `TOLERANCES` says, in any implementation. If torch's own model is, twice its error is
-    allowed, up to `CEILING`.
+    With a deep model, the error of any implementation may exceed `TOLERANCES`. If torch's own model exceeds it too, twice the
+    error of torch's model is allowed, up to `CEILING`.
 
     Args:
         float_graph: the float model as a graph.
-        fused: the optimised model as a graph, for finding the layer that is to blame.
+        fused: the optimised model as a graph, used to find the faulty layer.
         inputs: flat arguments of both.
-        want: the right outputs; None: those of the float graph.
+        want: the reference outputs; None: those of the float graph.
         precision: a key of `TOLERANCES`.
-        tolerance: allowed relative RMS error instead; the largest error may be 16 times that, and this share of an output's
-            integers may differ.
+        tolerance: replaces `TOLERANCES`: the allowed relative RMS error. The largest error may be 16 times as large, and this
+            share of an output's integers may differ.
         run: the function that computes the optimised outputs (compiled, captured); default: `fused` itself.
-        native: torch's own model in the precision, with the same inputs and the structure of `want`; called only if needed.
+        native: torch's own model in the precision. It accepts the same inputs, and its result has the structure of `want`. It
+            is called only if needed.
 
     Returns:
-        The comparison, which is within tolerance.
+        The comparison. All its outputs are within tolerance.
 
     Raises:
         Inaccurate: an output is out of tolerance.
-        ValueError: an unknown precision without a tolerance, a tolerance that is not a number of at least 0, or a float model
-            that draws random numbers.
+        ValueError: the precision is unknown and there is no tolerance; the tolerance is not a number of at least 0; or the
+            float model draws random numbers.
     """
     allowed = allowed_of(precision, tolerance)
     with torch.no_grad(), exact_float32():
@@ -219,7 +223,7 @@ def verify(
 
 
 def _jittered(float_graph: fx.GraphModule, inputs: Sequence[Any], want: Any) -> Any:
-    """The float model's outputs if each intermediate value is off by half an ulp of float32, up or down at random."""
+    """The float model's outputs if each intermediate value is changed by half an ulp of float32, up or down at random."""
     with torch.no_grad(), exact_float32():
         found = list(_Jitter(float_graph).run(*inputs, enable_io_processing=False))
     tensors, structure = flatten(want)
@@ -227,7 +231,7 @@ def _jittered(float_graph: fx.GraphModule, inputs: Sequence[Any], want: Any) -> 
 
 
 class _Jitter(fx.Interpreter):
-    """Runs a graph in float32 with an additional rounding error in each value."""
+    """Runs a graph in float32 and adds a rounding error to each value."""
 
     def __init__(self, graph: fx.GraphModule):
         super().__init__(graph)
@@ -242,10 +246,11 @@ class _Jitter(fx.Interpreter):
 
 
 def above_noise(check: Check, want: Any, jittered: Callable[[], Any]) -> Check:
-    """`check` without outputs that float32 rounding errors alone move by a tenth of their RMS and by half of the seen error.
+    """`check`, with the errors of noisy outputs set to 0.
 
-    Such an output is a difference of nearly equal values, like `x - x`. No precision preserves it, so it says nothing about an
-    implementation.
+    An output is noisy if float32 rounding errors alone change it by at least a tenth of its RMS, and by at least half of the
+    observed error. Such an output is a difference of nearly equal values, like `x - x`. No precision preserves it, so its error
+    does not show whether an implementation is right.
     """
     moved = {d.name: d for d in compare_outputs(want, jittered())}
     outputs = (
@@ -276,7 +281,10 @@ def allowed_of(precision: str, tolerance: float | None) -> Tolerance:
 
 
 def beside(check: Check, native: tuple[Difference, ...]) -> Check:
-    """`check` with twice the error of torch's own model allowed, if that is more than the table allows, up to the ceiling."""
+    """`check` with a tolerance of twice the error of torch's own model, if this is more than the table allows.
+
+    The RMS error that is allowed in this way is at most `CEILING`.
+    """
     rms, largest = (max((getattr(d, name) for d in native if not d.discrete), default=0.0) for name in ("rms", "largest"))
     apart = max((d.rms for d in native if d.discrete), default=0.0)
     check = replace(check, native=native)

@@ -1,12 +1,14 @@
-"""Chooses the implementation and config of each launch of an optimised graph, measured once on the current GPU by `optimize`.
+"""Chooses the implementation and config of each launch of an optimised graph, by measurements on the current GPU.
 
-For each distinct problem of the graph, all implementations that accept it are timed with their default configs, and a few more
-configs that the analytical model ranks first. They are timed in turns, in CUDA graphs. As in a model, weights come from memory
-and activations may be in L2. The fastest is written into the graph's calls. For products and convolutions, a measured row of
-the tuning database decides without measuring, and a process measures each problem only once; attention is measured in each
-graph.
+For each distinct problem of the graph, all implementations that accept it are timed with their default configs. A few more
+configs are timed too: the ones that the analytical performance model ranks first. All candidates are timed in turns, in CUDA
+graphs. As in a real model, weights come from memory and activations may be in L2. The fastest candidate is written into the
+graph's calls.
 
-Refuses devices other than a CUDA GPU.
+If the tuning database has a measured row for a matrix product or convolution, this row decides, and nothing is measured. A
+process measures each such problem only once. Attention is measured for each graph.
+
+Not supported: devices other than a CUDA GPU.
 """
 
 from collections.abc import Callable
@@ -37,13 +39,14 @@ from tilewright.tune.unmeasured import rank
 __all__ = ["Launch", "candidates", "choose", "launches_of", "recorded", "sets_of", "times_of"]
 
 _COLD_BYTES = 120_000_000
-"""Bytes of weights in a rotation, so that no launch finds its weight in an L2 of 50 MB; at most `_SETS` copies."""
+"""Total bytes of the copies of a weight, which successive launches use in turn, so that no launch finds its weight in an L2 of
+50 MB. There are at most `_SETS` copies."""
 _SETS = 24
 _JOBS = 8
-"""Compiling threads; each mostly waits for ptxas."""
+"""Number of threads that compile; each mostly waits for ptxas."""
 _LEAD = 0.98
-"""A candidate replaces the default if it takes at most this share of its time: two timings of one kernel differ by about 1
-%."""
+"""A candidate replaces the default if its time is at most this share of the default's. Two timings of the same kernel differ by
+about 1 %."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Launch:
 
     op: Op
     args: tuple[Any, ...]
-    """Arguments of its first call: real tensors, or meta tensors."""
+    """Arguments of the first call: real tensors, or meta tensors."""
     nodes: list[Node] = field(default_factory=list)
 
 
@@ -69,7 +72,7 @@ _OPERANDS: dict[Any, tuple[Op, Callable[..., tuple[Any, ...]]]] = {
     int8_calls.linear_int8_to_int8: (cast_linear_op, int8_calls.linear_int8_to_int8_operands),
     op_calls.biased_attention: (biased_attention_op, lambda *args: args),
 }
-"""Calls that take a choice -> their op, and a function from their arguments to the op's."""
+"""Call that accepts a choice -> (its op, a function that converts the call's arguments to the op's)."""
 _FIXED = {
     calls.conv: 9, calls.linear: 6, int8_calls.conv_int8_to_float: 11, int8_calls.conv_int8_to_int8: 10,
     int8_calls.linear_int8_to_float: 10, int8_calls.linear_int8_to_int8: 8, op_calls.biased_attention: 7,
@@ -90,7 +93,7 @@ class _Recorder(fx.Interpreter):
         if n.target in _OPERANDS:
             args, _ = self.fetch_args_kwargs_from_env(n)
             op, operands = _OPERANDS[n.target]
-            # Quantised weights have products of their own.
+            # Quantised weights are no tensors; other operators multiply by them.
             if all(isinstance(a, Tensor) for a in args[:2]):
                 given = operands(*args[: _FIXED[n.target]])
                 key = (op.name, op.problem(*given), given[0].shape)
@@ -117,9 +120,10 @@ def launches_of(fused: fx.GraphModule, inputs: list[Any]) -> list[Launch]:
 
 
 def candidates(launch: Launch, device: Device, ranked: int) -> list[tuple[Impl, Any]]:
-    """(implementation, config) pairs that are worth a measurement.
+    """The (implementation, config) pairs to measure.
 
-    First the choice of an untuned call, then every implementation's default, then the `ranked` best of the analytical model.
+    In order: the choice of an untuned call, the default config of every implementation, and the `ranked` best pairs according
+    to the analytical performance model.
     """
     op, problem = launch.op, launch.op.problem(*launch.args)
     now: Choice = op.choose(device, problem)
@@ -143,7 +147,7 @@ def candidates(launch: Launch, device: Device, ranked: int) -> list[tuple[Impl, 
 
 
 def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
-    """Whether a default needs no measurement, because another implementation accepts the same products and is always faster."""
+    """Whether a default need not be measured, because another implementation accepts the same problem and is always faster."""
     names = {i.name for i in allowed}
     if op is not linear_op:
         return impl.name in ("triton", "invariant") and "sm90" in names
@@ -153,7 +157,7 @@ def _hopeless(impl: Impl, op: Op, problem: Any, allowed: list[Impl]) -> bool:
 
 
 def sets_of(launch: Launch) -> list[tuple[Any, ...]]:
-    """Arguments for several launches, each with its own copy of the weight."""
+    """Arguments for several launches of the same problem, each with its own copy of the weight."""
     weight = launch.args[1]
     count = max(2, min(_SETS, _COLD_BYTES // max(1, weight.nbytes)))
     return [launch.args] + [
@@ -166,8 +170,8 @@ def _compile(wanted: list[tuple[Launch, Device, list[tuple[Impl, Any]]]]) -> Non
     if not wanted:
         return
     device = wanted[0][1]
-    # CPython 3.11 may fail to parse in several threads ("AST constructor recursion depth mismatch"). A kernel that is then not
-    # in the cache is compiled by its first launch, which also reports errors.
+    # CPython 3.11 may fail to parse in several threads ("AST constructor recursion depth mismatch"). If a kernel is missing in
+    # the cache for this reason, its first launch compiles it, and also reports errors.
     with suppress(CompileFailed), torch.no_grad(), on_card(device), compile_only(device.arch, _JOBS):
         for launch, _, found in wanted:
             args = [stand_in(a) for a in launch.args]
@@ -181,8 +185,9 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
 
     Args:
         fused: a graph on a GPU; its calls are changed in place.
-        inputs: flat examples.
-        ranked: how many of the model's best configs to try besides the defaults; each is a kernel to compile.
+        inputs: flat example inputs.
+        ranked: how many configs to measure in addition to the defaults: the best according to the analytical performance
+            model. Each must be compiled.
 
     Returns:
         One row for each distinct problem: op, problem, number of calls, microseconds of every candidate, and the choice.
@@ -219,12 +224,12 @@ def choose(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> list[dict[s
 
 
 _EVERY_CONFIG = ("short",)
-"""Implementations of attention whose configs are all measured: there are few, and the best depends on the number of keys."""
+"""Implementations of attention with few configs. All of them are measured, because the best depends on the number of keys."""
 _INVARIANT = "sm90_invariant"
 
 
 def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> dict[str, Any]:
-    """Measure the implementations of attention for one call, and write the fastest into the graph's calls."""
+    """Measure the implementations of attention for one problem, and write the fastest into the graph's calls."""
 
     def call(choice: calls.Choice | None) -> Callable[[int], Any]:
         q, k, v, causal, scale = args
@@ -254,7 +259,11 @@ def _attention(args: tuple[Any, ...], nodes: list[Node], watch: Stopwatch) -> di
 
 @dataclass(frozen=True)
 class _Summed:
-    """Times of a sum and the norm after it: sum by the product, in place, or by the norm with each of the products `pairs`."""
+    """Times of a matrix product, a residual sum and the norm after it, in the order of `sums.ways`.
+
+    The sum is computed by the product, in place, or by the norm. The last way has one entry for each choice in `pairs`, with
+    which the product is computed.
+    """
 
     pairs: list[tuple[Impl, Any]]
     us: list[float]
@@ -262,7 +271,7 @@ class _Summed:
 
     @property
     def best(self) -> int:
-        """The fastest way that is not in place."""
+        """The index of the fastest way, without "in place"."""
         apart = [i for i in range(len(self.us)) if i != 1]
         best = min(apart, key=lambda i: self.us[i])
         return best if self.us[best] <= _LEAD * self.us[0] else 0
@@ -295,7 +304,7 @@ def _sums(fused: fx.GraphModule, sums: list[Sum], watch: Stopwatch) -> list[dict
     found = {id(problem): _summed(problem, watch) for problem in sums}
     of = {product: found[id(problem)] for problem in sums for product, _ in problem.places}
     whole, rows = set[Node](), []
-    # "In place" uses the library, so not if rows must not depend on the other rows of a batch.
+    # "In place" uses the library. This is not allowed if the result of a row must not depend on the other rows of a batch.
     places = [] if scope().invariant else [place for problem in sums for place in problem.places]
     for run in streams(fused.graph, places):
         each = [of[product] for product, _ in run]
@@ -318,18 +327,20 @@ def _sums(fused: fx.GraphModule, sums: list[Sum], watch: Stopwatch) -> list[dict
 
 @dataclass(frozen=True)
 class _Known:
-    """What this process has measured for a problem; None: keep the default."""
+    """The result of this process's measurement for a problem."""
 
     pair: tuple[Impl, Any] | None
+    """The choice; None: keep the default."""
     row: dict[str, Any]
 
 
 _KNOWN: dict[Any, _Known] = {}
-"""With this, a second model with the same launches, or a part of a model timed beside it, gets the same kernels for free."""
+"""Results of this process. A second model with the same launches gets the same kernels without new measurements. So does a part
+of a model that is timed separately."""
 
 
 def times_of(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> dict[Node, float]:
-    """Call -> microseconds of its chosen implementation, all timed in the same way."""
+    """Call -> microseconds of its chosen implementation. All are timed in the same way."""
     found = dict[Node, float]()
     for launch in launches_of(fused, inputs):
         device = device_of(launch.args[0].get_device())
@@ -340,7 +351,10 @@ def times_of(fused: fx.GraphModule, inputs: list[Any], ranked: int) -> dict[Node
 
 
 def _alone_us(launch: Launch, device: Device) -> float:
-    """The time of a launch that a row of the database decided: the row's own figure was measured between other launches."""
+    """The time in microseconds of a launch whose choice came from a row of the database.
+
+    It is measured here, because the time in the row was measured between other launches.
+    """
     choice, sets = launch.op.choose(device, launch.op.problem(*launch.args)), sets_of(launch)
     return Stopwatch().in_turns([_call(choice.impl, choice.config, sets)], len(sets), rounds=7)[0].us
 

@@ -1,8 +1,8 @@
-"""Operators with a measured implementation and config, as custom operators that torch's compiler treats as one call.
+"""Custom operators whose first argument is a measured implementation and config. torch's compiler treats them as one call.
 
-`chosen(op)` is torch.ops.tilewright_chosen.<name>; its arguments are the choice as text (`spelled`), then the op's own.
-Otherwise a
-measured config would have to be in the tuning database, to which a compile must not write.
+`chosen(op)` returns torch.ops.tilewright_chosen.<name>. Its arguments are the choice as text (`spelled`), followed by the op's
+own arguments. Without such operators, a measured config would have to be stored in the tuning database, to which a compilation
+must not write.
 """
 
 import json
@@ -25,9 +25,9 @@ def spelled(choice: Choice) -> str:
 
 
 def chosen(op: Op) -> Any:
-    """Define the overload of an op that takes a choice before its arguments. Call it once per op, when a module is imported.
+    """Define a variant of an op that accepts a choice before its other arguments.
 
-    Code from Inductor's cache calls the overload by its name.
+    Call this function once per op, when a module is imported: code from Inductor's cache calls the variant by its name.
     """
 
     @cache

@@ -1,8 +1,9 @@
-"""Where the columns of a product, or the channels of a convolution, are in a value that is seen through views.
+"""Locates the columns of a matrix product, or the channels of a convolution, in a value after views.
 
-A factor, a bias or a batch norm after a product can be folded into the weight if each of its numbers applies to elements of one
-column only. The arithmetic of views (views.py) decides this. The result of the product is a dense buffer, in which columns have
-certain strides. After reshapes and permutations it is known which of these strides each dimension has.
+A factor, a bias or a batch norm after a product can be folded into the weight if each of its numbers applies to the elements of
+one column only. The arithmetic of views (views.py) decides this. The result of the product is a dense buffer, and its columns
+correspond to certain strides. After reshapes and permutations the strides of each dimension are still known, and so are the
+dimensions that run over columns.
 """
 
 import math
@@ -21,10 +22,10 @@ __all__ = ["Columns", "Spread", "columns_of"]
 
 @dataclass(frozen=True)
 class Spread:
-    """How the numbers of an operand map to columns, by the dimensions of the value that it is combined with."""
+    """Maps the elements of an operand to columns. The operand broadcasts against a value with these columns."""
 
     dims: tuple[tuple[Atom, ...], ...]
-    """For each dimension of the value: (size, stride) among the columns."""
+    """For each dimension of the value: its parts that run over columns, as (size, stride); a stride of 1 is one column."""
     count: int
     """The number of columns."""
 
@@ -33,12 +34,12 @@ class Spread:
         return [atom for dim in self.dims for atom in dim]
 
     def in_order(self, shape: Sequence[int]) -> bool:
-        """Whether an operand of that shape has one number for each column, in the columns' order."""
+        """Whether an operand of this shape has one number for each column, in the order of the columns."""
         strides = [stride for _, stride in self._flat]
         return math.prod(shape) == self.count and strides == sorted(strides, reverse=True)
 
     def vector(self, operand: Tensor) -> Tensor:
-        """[N] from an operand that broadcasts against the value."""
+        """Convert an operand that broadcasts against the value to a vector [N], with one number for each column."""
         sizes = [math.prod(size for size, _ in dim) for dim in self.dims]
         atoms = self._flat
         order = sorted(range(len(atoms)), key=lambda i: -atoms[i][1])
@@ -47,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Columns:
-    """A value seen through views of an anchor's result, and which strides of it belong to columns."""
+    """An anchor's result after views, and which of its strides belong to columns."""
 
     view: View
     count: int
@@ -68,7 +69,7 @@ class Columns:
         return _unknown(out.dim(), out.dim() - 1, self.count) if out.shape[-1] == self.count else None
 
     def spread(self, shape: Sequence[int]) -> Spread | None:
-        """How an operand of that shape, broadcast against the value, maps to the columns; None if it does not."""
+        """How an operand of this shape, broadcast against the value, maps to the columns; None if it does not."""
         high = self.step * self.count
         dims = tuple(
             tuple((size, stride // self.step) for size, stride in dim if size != 1 and self.step <= stride < high)

@@ -1,6 +1,6 @@
-"""The decisions of a fusion pass, as records; `optimize` and the torch.compile backend share them.
+"""The decisions of a fusion pass, as records. `optimize` and the torch.compile backend share them.
 
-A decision is about one node next to one anchor: whether it was fused into the anchor's launch, and why.
+A decision is about one node and one anchor: whether the node was fused into the anchor's launch, and why.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ __all__ = ["Decision", "table_of", "totals"]
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One possible fusion: done or not."""
+    """One possible fusion, and whether it was done."""
 
     anchor: str
-    """The layer whose launch it is about, by the user's name (`layer1.0.conv1`), or if it has none, the node's name."""
+    """The layer of the launch, with the user's name (`layer1.0.conv1`). If it has none: the name of the anchor's node."""
     kind: str
-    """What would be fused: anchor (the launch itself), bias, activation, residual, norm, layout, cast, quantise ..."""
+    """The operation to fuse: anchor (the launch itself), bias, activation, residual, norm, layout, cast, quantise ..."""
     node: str
-    """Name of the node that would be fused."""
+    """The name of the node to fuse."""
     taken: bool
     reason: str
-    """A sentence: why not, or what was done."""
+    """A sentence that states what was done, or why it was not done."""
     bytes_saved: int = 0
-    """Bytes that need not be written and read again; 0 if not fused."""
+    """Number of bytes that the fusion avoids writing and reading again; 0 if not fused."""
 
     def to_json(self) -> dict[str, Any]:
         """As values for JSON."""
@@ -32,13 +32,13 @@ class Decision:
 
 
 def totals(decisions: Sequence[Decision]) -> dict[str, int]:
-    """taken, refused, bytes_saved over all decisions."""
+    """The totals over all decisions: taken, refused, bytes_saved."""
     taken = sum(d.taken for d in decisions)
     return {"taken": taken, "refused": len(decisions) - taken, "bytes_saved": sum(d.bytes_saved for d in decisions)}
 
 
 def table_of(decisions: Sequence[Decision]) -> str:
-    """One line per decision, by anchor; refusals of the same kind with the same reason share a line."""
+    """The decisions as text, by anchor, with one line each. Refused ones of the same kind with the same reason share a line."""
     rows: dict[tuple[Any, ...], list[Decision]] = {}
     for d in decisions:
         rows.setdefault((d.anchor if d.taken else None, d.kind, d.taken, d.reason), []).append(d)

@@ -1,7 +1,8 @@
-"""How far outputs are from the right ones, and how far they may be.
+"""Measures the errors of outputs, and defines how large they may be.
 
-Each output has two errors relative to the RMS of the right output, however small that is: RMS error and largest error. NaNs and
-infinities must be in the same places. For integers and flags (of argmax, of a comparison), the share that differs counts.
+Each output has two errors. The RMS error is relative to the RMS of the reference output, however small that RMS is. The largest
+error of an element is relative to the sum of this RMS and the element's magnitude. NaNs and infinities must be at the same
+positions. For integers and flags (results of argmax or of a comparison), the error is the share of elements that differ.
 """
 
 import math
@@ -20,58 +21,59 @@ __all__ = ["CEILING", "LARGEST_OVER_RMS", "TOLERANCES", "Difference", "Tolerance
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one output is from the float model's; inf if its shape, NaNs or infinities differ."""
+    """The errors of one output, compared with the float model's. They are inf if the shape, NaNs or infinities differ."""
 
     name: str
-    """Its path in the model's result: "" for a single tensor, ['logits'], [0] ..."""
+    """The path of the output in the model's result: "" for a single tensor, ['logits'], [0] ..."""
     rms: float
-    """RMS error over the RMS of the right values; for integers and flags the share that differs."""
+    """RMS error divided by the RMS of the reference values; for integers and flags the share that differs."""
     largest: float
-    """The largest error, relative to the RMS plus the right value; for integers as `rms`."""
+    """The largest error of an element, relative to the RMS plus the element's magnitude; for integers the same as `rms`."""
     words: str = ""
-    """What is wrong, if a number does not say it."""
+    """A text that describes the error, if the numbers do not."""
     discrete: bool = False
     """Whether the output has integers or flags."""
 
 
 class Tolerance(NamedTuple):
-    """How far an output may be from the float model's, relative to its RMS."""
+    """Limits for the errors of an output, in the units of `Difference`."""
 
     rms: float
     largest: float
     apart: float = 0.0
-    """The share of an output's integers or flags that may differ."""
+    """The share of integers or flags that may differ."""
 
     @classmethod
     def given(cls, tolerance: float) -> "Tolerance":
-        """The tolerance for a number given by the user."""
+        """The tolerance that corresponds to a number given by the user."""
         return cls(tolerance, tolerance * LARGEST_OVER_RMS, tolerance)
 
     def allows(self, d: "Difference", margin: float = 1.0) -> bool:
-        """Whether an output is within this part of the tolerance."""
+        """Whether an output's errors are at most `margin` times the tolerance."""
         if d.discrete:
             return d.rms <= margin * self.apart
         return d.rms <= margin * self.rms and d.largest <= margin * self.largest
 
 
 LARGEST_OVER_RMS = 16.0
-"""Measured ratios are 0.5 to 4 for the models of docs/optimize.md#how-errors-are-judged; a single wrong value is far above."""
+"""The allowed largest error, divided by the allowed RMS error. For the models of docs/optimize.md#how-errors-are-judged, the
+measured ratios are 0.5 to 4. With a single wrong value the ratio is far higher."""
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-4 * LARGEST_OVER_RMS),
     "fp16": Tolerance(1e-2, 1e-2 * LARGEST_OVER_RMS),
     "bf16": Tolerance(5e-2, 5e-2 * LARGEST_OVER_RMS),
     "int8": Tolerance(1e-1, 1e-1 * LARGEST_OVER_RMS),
 }
-"""Precision -> what `verify` allows; torch's own models have 4e-4 to 2e-3 in fp16, 2e-3 to 2e-2 in bf16 (docs/optimize.md)."""
+"""Precision -> the errors that `verify` allows. For comparison, the RMS errors of torch's own models are 4e-4 to 2e-3 in fp16,
+and 2e-3 to 2e-2 in bf16 (docs/optimize.md)."""
 CEILING = 0.1
-"""Highest tolerance in any precision: an output that is off by more than a tenth of its RMS is useless. The largest error may
-be
-16 times that, as in the table."""
+"""The highest allowed RMS error in any precision: an output with an error of more than a tenth of its RMS is useless. The
+largest error may be 16 times as high, as in the table."""
 
 
 def difference(name: str, want: Any, got: Any) -> Difference:
     """The difference of one output, tensor or not, with its name."""
-    if isinstance(want, float) and isinstance(got, float):  # from `.item()` and `.tolist()`: rounded like tensors
+    if isinstance(want, float) and isinstance(got, float):  # results of `.item()` and `.tolist()` have rounding errors too
         want, got = torch.tensor(want, dtype=torch.float64), torch.tensor(got, dtype=torch.float64)
     if not isinstance(want, Tensor) or not isinstance(got, Tensor):
         same = type(want) is type(got) and want == got
@@ -92,7 +94,7 @@ def difference(name: str, want: Any, got: Any) -> Difference:
 
 
 def _not_finite(want: Tensor, got: Tensor) -> str:
-    """Which NaNs and infinities are in different places."""
+    """A text that describes which NaNs and infinities differ."""
     new = int((want.isfinite() & ~got.isfinite()).sum())
     kind = "NaN" if bool((want.isfinite() & got.isnan()).any()) else "infinite"
     if new:
@@ -101,14 +103,14 @@ def _not_finite(want: Tensor, got: Tensor) -> str:
 
 
 def compare_outputs(want: Any, got: Any) -> tuple[Difference, ...]:
-    """Compare all leaves of a model's result: tuples, dicts, dataclasses and plain numbers, too.
+    """Compare all leaves of two results, which may contain tuples, dicts, dataclasses and plain numbers.
 
     Args:
         want: the float model's result.
         got: the optimised model's result.
 
     Returns:
-        One `Difference` per leaf, in order; a single one of inf if the structures differ.
+        One `Difference` per leaf, in order. If the structures differ: a single one, with infinite errors.
     """
     wanted, structure = pytree.tree_flatten_with_path(opened(want))
     found, other = pytree.tree_flatten(opened(got))

@@ -1,9 +1,9 @@
-"""Products of one row that start while the launch before them still runs (programmatic dependent launch, sm_90 and later).
+"""Matrix products of one row that start while the preceding launch still runs (programmatic dependent launch, from sm_90 on).
 
-`gemv` fetches weights and bias before it waits for x (kernels/gemm/gemv.py). This is correct if nothing writes them, and in an
-optimised graph they are constants. It pays only after a launch that allows it to start early, a norm or another product of one
-row (launch/pdl.py); after others it would cost 0.4 us. The measurements of `choose` have no such launch before the product, so
-both variants are measured again, after a norm.
+`gemv` loads weight and bias before it waits for x (kernels/gemm/gemv.py). This is correct if no launch writes them; in an
+optimised graph they are constants. It saves time only if the preceding launch lets the next one start early. Norms and other
+products of one row do this (launch/pdl.py); after other launches it would cost 0.4 us. When `choose` measures a product, no
+such launch precedes it. So both variants are measured again here, after a norm.
 """
 
 import operator
@@ -32,13 +32,18 @@ _EARLY = next(impl for impl in linear_op.impls if "PDL" in impl.space.axes)
 _QUIET = (calls.strided, operator.getitem, torch.ops.aten.view.default)
 """Calls that launch nothing."""
 _CHOICE = 6
-"""Position of this argument of `calls.linear`."""
+"""Position of the argument `choice` of `calls.linear`."""
 _LEAD = 0.98
-"""The early variant is used if it takes at most this share of the other's time: two timings differ by about 1 %."""
+"""The early variant is used if its time is at most this share of the other variant's. Two timings differ by about 1 %."""
 
 
 def start_early(fused: fx.GraphModule, inputs: list[Any]) -> int:
-    """Write into a graph which products start early; returns how many do. `inputs`: flat examples, on a GPU."""
+    """Let products of a graph start early where this is faster. Returns the number of such products.
+
+    Args:
+        fused: the graph; its calls are changed in place.
+        inputs: flat example inputs, on a GPU.
+    """
     found = dict[Node, Launch]()
     for launch in launches_of(fused, inputs):
         if launch.op is linear_op and overlaps(device_of(launch.args[0].get_device())):
@@ -55,7 +60,7 @@ def start_early(fused: fx.GraphModule, inputs: list[Any]) -> int:
 
 
 _KNOWN: dict[Any, Choice | None] = {}
-"""Results of this process, so that a part of a model that is timed beside it gets the same kernels."""
+"""Results of this process. With them, a part of a model that is timed separately gets the same kernels as the whole model."""
 
 
 def _better(launch: Launch, usual: Choice) -> Choice | None:
@@ -67,7 +72,7 @@ def _better(launch: Launch, usual: Choice) -> Choice | None:
 
 
 def _measured(launch: Launch, usual: Choice) -> Choice | None:
-    """The fastest early product after a norm, if it is faster there than the usual one; otherwise None."""
+    """The fastest early variant after a norm, if it is faster than the usual choice there; otherwise None."""
     device, problem = device_of(launch.args[0].get_device()), linear_op.problem(*launch.args)
     if _EARLY.refusal(device, problem, scope()) is not None:
         return None
@@ -93,7 +98,15 @@ def _is_constant(argument: Any) -> bool:
 
 
 def mark(graph: fx.Graph, usual: dict[Node, Choice], early: Callable[[Node], Choice | None]) -> int:
-    """Write the choices of products that start early: those that may, if `early` has one. `usual`: choices of all products."""
+    """Write the choices of early products into a graph's calls. Returns their number.
+
+    A product may start early if the preceding launch allows it and if weight and bias are constants.
+
+    Args:
+        graph: the graph.
+        usual: product -> its usual choice.
+        early: a function that returns the choice with which a product starts early; None: it keeps the usual choice.
+    """
     releases, count = False, 0
     for node in graph.nodes:
         if node.op != "call_function" or node.target in _QUIET:

@@ -1,7 +1,7 @@
-"""Emits groups as calls of our operators: one function for each kind of anchor.
+"""Emits groups as calls of our operators, with one function for each kind of anchor.
 
-Each function takes the graph that is being built and a group whose operands are emitted already. It emits one launch and
-returns the value of the group's last call.
+Each function receives the graph under construction and a group whose operands have already been emitted. It emits one launch
+and returns the value of the group's last call.
 """
 
 import math
@@ -39,14 +39,17 @@ def dtype_of(node: Node) -> torch.dtype:
 
 
 def finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
-    """Apply the views of the chain, record the launch in the report, and record whose value it is for later comparison."""
+    """Apply the views of the group's chain, add the launch to the report, and record which value it computes.
+
+    The check compares this value with the float model's later (layer_errors.py).
+    """
     end = b.behind(group, value)
     b.launched(group, op, value, _what(group, end.shape))
     return end if group.plus else _compared(b, end, group.last, group.anchor.node)
 
 
 def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
-    """Record in a call which value it computes: the same tensor as in the old graph, or a view of its result."""
+    """Record in a call's `meta` which value of the old graph it computes: its whole result, or a view of its result."""
     assert end.node is not None, "a launch has a buffer"
     strides = end.view.strides
     if b.memory[end.node] == end.view:
@@ -61,7 +64,7 @@ def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
 
 
 def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Tensor | None] | None:
-    """(weight, bias) in float64 with everything folded in; None if one of them is computed."""
+    """(weight, bias) in float64 with everything folded in; None if weight or bias is computed in each call."""
     a = group.anchor
     if not b.weights.known(a.weight) or (a.bias is not None and not b.weights.known(a.bias)):
         return None
@@ -75,8 +78,8 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
 
 
 _LOST = 4e-3
-"""The share of a weight's RMS that rounding after folds may lose; bfloat16 loses 1.6e-3, float16 2e-4 of values in its
-range."""
+"""Limit for the rounding error of a folded weight, as a share of the weight's RMS. The rounding error is 1.6e-3 in bfloat16,
+and 2e-4 in float16 for values in its range."""
 
 
 def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tuple[Node, Node | None]:
@@ -130,14 +133,17 @@ def _conv(b: Buffers, group: Group) -> Value:
 
 
 def _is_product(group: Group, weight: Tensor) -> bool:
-    """Whether a convolution is a product over pixels for `linear`, which adds a residual after its activation."""
+    """Whether `linear` can compute a convolution as a matrix product over pixels.
+
+    `linear` adds a residual after the activation, a convolution before it. So there must not be both.
+    """
     o, plain = group.anchor.options, group.residual is None or group.activation == "none"
     ones = all(n == 1 for n in (*weight.shape[2:], *o["stride"])) and o["groups"] == 1
     return plain and ones and (o["padding"] in ("same", "valid") or not any(o["padding"]))
 
 
 def channel_rows(b: Buffers, value: Value) -> Node:
-    """A value [N, C, *S] as rows [N * S, C]."""
+    """A value [N, C, *S] as rows of channels [N * S, C]."""
     value = b.arranged(value, True)
     width = value.shape[1]
     view = value.view.permute((0, *range(2, len(value.shape)), 1)).reshape((_count(value.shape) // max(1, width), width))
@@ -148,7 +154,7 @@ def channel_rows(b: Buffers, value: Value) -> Node:
 def _pointwise(
     b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None], shape: tuple[int, ...]
 ) -> Value:  # fmt: skip
-    """A 1 x 1 convolution with stride 1 as a product of rows of channels."""
+    """Emit a 1 x 1 convolution with stride 1 as a matrix product of rows of channels."""
 
     weight, bias = _stored(b, group, (pair[0].flatten(1), pair[1]))
     x = channel_rows(b, b.values[group.anchor.x])
@@ -159,11 +165,14 @@ def _pointwise(
 
 
 def _is_patches(group: Group, weight: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether the filter's positions cover the image without overlap: after copying patches out, this is a product."""
+    """Whether the filter's positions cover the image without overlap.
+
+    If so, the patches can be copied to rows, and the convolution becomes a matrix product.
+    """
     o, kernel = group.anchor.options, tuple(weight.shape[2:])
     plain = group.residual is None and o["groups"] == 1 and tuple(o["stride"]) == kernel and set(o["dilation"]) == {1}
     whole = all(size % k == 0 for size, k in zip(shape[2:], kernel, strict=True))
-    # Few channels only: a convolution of many channels reads them without a copy.
+    # Only with few channels: with many channels, the convolution operator needs no copy.
     return plain and whole and math.prod(kernel) > 1 and shape[1] <= 16 and not any(_sides(o["padding"]))
 
 
@@ -174,7 +183,7 @@ def _sides(padding: Any) -> list[int]:
 def _patches(
     b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None], shape: tuple[int, ...]
 ) -> Value:  # fmt: skip
-    """A convolution of non-overlapping patches: one copy that gathers each patch, and one product."""
+    """Emit a convolution of non-overlapping patches: one copy that gathers the patches, and one matrix product."""
     a, dims = group.anchor, len(shape) - 2
     x = b.opened(b.values[a.x])
     kernel = list(pair[0].shape[2:])
@@ -197,7 +206,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
-# ---- products
+# ---- matrix products
 
 
 def _linear(b: Buffers, group: Group) -> Value:
@@ -214,7 +223,7 @@ def _linear(b: Buffers, group: Group) -> Value:
 
 
 def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
-    """Weight [N, K] and bias if they are not parameters."""
+    """Weight [N, K] and bias that are not parameters, but computed in each call."""
     a = group.anchor
     assert a.weight is not None, "a product has a weight"
     value = b.opened(b.values[a.weight])
@@ -223,7 +232,7 @@ def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
 
 
 def _computed_bias(b: Buffers, group: Group) -> Node | None:
-    """The bias for a weight that is not a parameter: the anchor's own, or the one that was folded."""
+    """The bias that belongs to a computed weight: the anchor's own, or a sum after the anchor that the plan lists as a fold."""
     node = group.folds[0].operands[0] if group.folds else group.anchor.bias
     if node is None:
         return None
@@ -236,7 +245,7 @@ def _computed_bias(b: Buffers, group: Group) -> Node | None:
 def _product(
     b: Buffers, group: Group, weight: Node, bias: Node | None, n: int, width: int, activation: str
 ) -> Value:  # fmt: skip
-    """One launch of ops.linear: rows in the order of memory, the result viewed in the required order."""
+    """Emit one launch of ops.linear. It computes rows in memory order; the returned value views them in their logical order."""
     value = b.values[group.anchor.x]
     x, lead, in_order = b.rows(value)
     count = 1
@@ -251,11 +260,13 @@ def _product(
 
 
 def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> Node:
-    """The other operand of the sum, as rows in the order of the product's, without a copy. Raises Unbuilt if that is
-    impossible."""
+    """The other operand of the sum as rows, in the same order as the product's rows, and without a copy.
+
+    Raises Unbuilt if that is impossible.
+    """
     assert group.residual is not None, "the caller has looked"
     other = b.opened(b.values[group.residual])
-    # Where each element of the sum will be in the product's buffer.
+    # The position of each element of the sum in the product's buffer.
     probe = b.behind(group, Value(other.node, lead.with_columns(width, width)))
     if probe.node is other.node and _steps(probe.view) is not None and _steps(probe.view) == _steps(other.view):
         return b.tensor(Value(other.node, View((((count, width),), ((width, 1),)), other.view.offset)))
@@ -267,13 +278,13 @@ def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> N
 
 
 def _steps(view: View) -> list[int] | None:
-    """Strides of the dims that have any."""
+    """Strides of all dims with a size other than 1."""
     strides = view.strides
     return None if strides is None else [step for step, size in zip(strides, view.shape, strict=True) if size != 1]
 
 
 def emit_gate(b: Buffers, gate: Gate) -> Value:
-    """act(gate) * up as one product, with the weights stacked."""
+    """Emit act(gate) * up as one matrix product, with the weights stacked."""
     group = gate.groups[0]
     pairs = [_parameters(b, g, False) for g in gate.groups]
     weight, bias = b.weights.joined([p for p in pairs if p is not None])
@@ -287,7 +298,7 @@ def emit_gate(b: Buffers, gate: Gate) -> Value:
 
 
 def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
-    """The columns of one group in a product that several groups share; it is emitted at the first of them."""
+    """The columns of one group in a matrix product that several groups share. The product is emitted with the first group."""
     sizes = [tensor_of(g.anchor.node).shape[-1] for g in batch]  # pyright: ignore[reportOptionalMemberAccess]
     whole = next((b.merged[g.anchor.node] for g in batch if g.anchor.node in b.merged), None)
     if whole is None:

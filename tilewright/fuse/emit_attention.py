@@ -1,4 +1,4 @@
-"""Emits attention with masks and biases as one launch: masks are combined to one operand, or a causal mask to `causal`."""
+"""Emits attention with masks and biases as one launch. Masks are combined into one operand; a causal mask becomes `causal`."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def emit_attention(b: Buffers, group: Group) -> Value:
-    """One launch of `biased_attention`, or of `attention` if there is no mask or a causal one."""
+    """Emit one launch of `biased_attention`; without a mask or with a causal one, of `attention`."""
     a, o = group.anchor, group.anchor.options
     q, k, v = (_operand(b, group, b.values[n], turned) for n, turned in zip((a.x, *a.others[:2]), (False, o["turned"], False)))
     shape = (*q.shape[:3], v.shape[-1])
@@ -64,7 +64,7 @@ def _operand(b: Buffers, group: Group, value: Value, turned: bool) -> Value:
 
 
 def _seen(value: Value, shape: tuple[int, ...]) -> Value:
-    """A mask as [N, H | 1, S | 1, T | 1]."""
+    """A mask as [N, H or 1, S or 1, T or 1]."""
     if value.constant is not None:
         constant = value.constant.reshape(shape)
         return Value(None, dense(shape), constant)
@@ -75,7 +75,7 @@ def _seen(value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _combined(masks: list[Tensor], kinds: list[str], fill: float) -> Tensor | None:
-    """Constant masks combined: bool, True if a query sees a key, or numbers to add."""
+    """Constant masks combined into one: either bool, True if a query attends to a key, or numbers to add to the scores."""
     seen: Tensor | None = None
     added: Tensor | None = None
     for mask, kind in zip(masks, kinds, strict=True):
@@ -90,7 +90,7 @@ def _combined(masks: list[Tensor], kinds: list[str], fill: float) -> Tensor | No
 
 
 def _bias(b: Buffers, masks: list[Value], kinds: list[str], fill: float) -> Any:
-    """The same for masks that are computed in each call."""
+    """The same as `_combined`, for masks that are computed in each call."""
     nodes = [b.tensor(mask) for mask in masks]
     seen: Any = None
     added: Any = None
@@ -106,9 +106,9 @@ def _bias(b: Buffers, masks: list[Value], kinds: list[str], fill: float) -> Any:
 
 
 def _is_causal(mask: Tensor, fill: float, queries: int, keys: int) -> bool:
-    """Whether a constant mask is causal: each query sees the keys up to its own, and the last query's is the last key."""
+    """Whether a constant mask is causal: each query attends to the keys up to its own, and the last query to all keys."""
     if queries > keys:
-        return False  # the first queries would see nothing, and the two operators differ for such queries
+        return False  # the first queries would attend to no key, and the two operators differ for such queries
     lower = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
     if mask.dtype == torch.bool:
         hidden = fill == -math.inf or fill <= _LEAST
@@ -120,11 +120,12 @@ def _is_causal(mask: Tensor, fill: float, queries: int, keys: int) -> bool:
 
 
 _LEAST = -1e30
-"""With such a number, or -inf, a score does not matter: adding it to a float32 changes nothing, and its weight is 0."""
+"""A mask value up to this one, or -inf, hides a key: the sum of score and mask equals the mask value in float32, whatever the
+score, and the weight of the key is 0."""
 
 
 def _hides_all(mask: Tensor, fill: float) -> bool:
-    """Whether a constant mask leaves only -inf for some query."""
+    """Whether a constant mask sets all scores of some query to -inf."""
     if mask.dtype == torch.bool:
         return fill == -math.inf and bool((~mask).all(-1).any())
     return bool((mask == -math.inf).all(-1).any())

@@ -1,4 +1,4 @@
-"""Emits groups with anchors of anchors_ops.py as calls of op_calls.py."""
+"""Emits groups whose anchors come from anchors_ops.py, as calls of op_calls.py."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ __all__ = ["EMIT", "IMAGES"]
 
 
 def _vector(b: Buffers, node: Node | None) -> Node | None:
-    """A weight or bias [C], or a vector that is added to channels, without gaps."""
+    """A contiguous weight or bias [C], or a contiguous vector that is added to the channels."""
     return None if node is None else b.tensor(b.arranged(b.values[node], False))
 
 
@@ -32,7 +32,7 @@ def _out(group: Group) -> tuple[int, ...]:
 
 
 def _image(b: Buffers, group: Group, target: Callable[..., Any], *args: Any) -> Value:
-    """A call on [N, C, *S] whose result is channels-last."""
+    """Emit a call on [N, C, *S] whose result is channels-last."""
     x = b.tensor(b.arranged(b.values[group.anchor.x], True))
     value = b.buffer(target, (x, *args), channels_last(_out(group)), group.anchor.node)
     return emit.finish(b, group, group.anchor.kind, value)
@@ -48,7 +48,7 @@ def _channel_norm(b: Buffers, group: Group) -> Value:
 
 
 def _statistics(b: Buffers, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(mean, variance, weight, bias) of a batch norm, in float64. Raises Unbuilt if they are computed."""
+    """(mean, variance, weight, bias) of a batch norm, in float64. Raises Unbuilt if one of them is computed in each call."""
     a = group.anchor
     if not all(b.weights.known(node) for node in (a.weight, a.bias, *a.others) if node is not None):
         raise Unbuilt("its statistics or parameters are computed", *a.inside, a.node)
@@ -62,7 +62,7 @@ def _vectors(b: Buffers, group: Group, *values: Tensor) -> list[Node]:
 
 
 def _batch_norm(b: Buffers, group: Group) -> Value:
-    """A batch norm in evaluation that is not folded into a weight, with its activation."""
+    """Emit a batch norm in evaluation mode that is not folded into a weight, with its activation."""
     a, shape = group.anchor, _out(group)
     vectors = _vectors(b, group, *_statistics(b, group))
     x = b.opened(b.values[a.x])
@@ -73,7 +73,10 @@ def _batch_norm(b: Buffers, group: Group) -> Value:
 
 
 def _growing_batch_norm(b: Buffers, group: Group) -> Value:
-    """A batch norm of a growing concatenation: its operands are appended to the buffer in the same launch."""
+    """Emit a batch norm of a growing concatenation. The same launch appends the new operand to the buffer.
+
+    If there are several new operands, the others are appended before, by a copy each.
+    """
     a, shape = group.anchor, _out(group)
     growth: Growth = a.options["growth"]
     mean, variance, weight, bias = _statistics(b, group)
@@ -105,7 +108,7 @@ def _conv_transpose(b: Buffers, group: Group) -> Value:
     a, o = group.anchor, group.anchor.options
     assert a.weight is not None, "a convolution has a weight"
     if b.weights.known(a.weight) and (a.bias is None or b.weights.known(a.bias)):
-        # As [O, C, *K] while channels are folded in; columns.py allows this for a single group only.
+        # [O, C, *K] during folding; columns.py allows folding only if the convolution has a single group.
         weight, bias = b.weights.folded(a.weight, a.bias, group.folds, True)
         dtype = emit.dtype_of(a.node)
         weight = weight.transpose(0, 1).to(dtype).movedim(1, -1).contiguous().movedim(-1, 1)
@@ -142,7 +145,7 @@ def _softmax(b: Buffers, group: Group) -> Value:
 
 
 def _activation(b: Buffers, group: Group) -> Value:
-    """An activation of dense memory, channels-last or contiguous."""
+    """Emit an activation of a dense tensor, channels-last or contiguous."""
     a, shape = group.anchor, _out(group)
     x = b.opened(b.values[a.x])
     last = len(shape) > 2 and x.view.strides == channels_last(shape).strides != dense(shape).strides
@@ -168,4 +171,4 @@ EMIT: dict[str, Callable[[Buffers, Group], Value]] = {
 }
 """Kind of anchor -> function that emits such a group."""
 IMAGES = ("adaptive_avg_pool", "avg_pool", "conv_transpose", "group_norm", "instance_norm", "upsample")
-"""Kinds that read channels-last [N, C, *S]."""
+"""Kinds of anchors that need channels-last inputs [N, C, *S]."""

@@ -1,4 +1,4 @@
-"""Recognises act(a) * b as one gated product: of two linears with the same input, or of the halves of one linear's result."""
+"""Recognises act(a) * b as one gated matrix product. a and b are two linears with one input, or the halves of one linear."""
 
 import operator
 from collections.abc import Callable, Mapping
@@ -82,7 +82,7 @@ def _halves(node: Node, gate: Any, up: Any, tips: Mapping[Node, Tip], parameter:
 
 
 def _part(node: Any) -> tuple[Node, View | None, tuple[Node, ...]] | None:
-    """(the whole value, where the elements are in it, the calls in between) if a value is a part of another; otherwise None."""
+    """(the whole value, the part as a view of it, the calls in between) if a value is a part of another one, otherwise None."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     source, index, between = node, None, (node,)

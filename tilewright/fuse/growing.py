@@ -1,12 +1,13 @@
-"""Concatenations that grow: each has the operands of the one before and a few more, as in DenseNet. They share one buffer.
+"""Growing concatenations: each has the operands of the previous one and a few more, as in DenseNet. They share one buffer.
 
     b = norm(cat(x, a)),   c = norm(cat(x, a, b')),   d = norm(cat(x, a, b', c')) ...
 
-Copied anew, the channels of all layers take a number of bytes that is quadratic in the layers. Here each layer's new channels
-are appended to a buffer as wide as the last concatenation, in the launch that normalises all channels so far
-(kernels/norm/channel/append_affine.py). A channel is never written twice, so the order of later reads does not matter.
+If every concatenation copied all its operands, the number of copied bytes would be quadratic in the number of layers. Here all
+concatenations share one buffer that is as wide as the last one. The launch that normalises all channels so far also appends the
+new channels of its layer to the buffer (kernels/norm/channel/append_affine.py). A channel is never written twice, so the order
+of later reads does not matter.
 
-Taken: concatenations of channels that only a batch norm reads. Not here: other readers, which get a copy by torch.
+This applies to concatenations of channels that only a batch norm reads. For other readers torch makes a copy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ __all__ = ["GROWING", "Growth", "share_buffers"]
 aten = torch.ops.aten
 
 GROWING = "growing_batch_norm"
-"""Kind of an anchor that is a batch norm of such a concatenation."""
+"""The kind of an anchor that is a batch norm of a growing concatenation."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,20 @@ class Growth:
     """A concatenation in a shared buffer."""
 
     buffer: Node
-    """The last concatenation, which stands for the buffer."""
+    """The last concatenation of the chain; it identifies the buffer."""
     width: int
     """Channels of the last concatenation."""
     start: int
-    """Channels that are in the buffer before."""
+    """Number of channels that are already in the buffer."""
     pieces: tuple[Node, ...]
-    """The operands that are appended."""
+    """The operands that are appended to the buffer."""
 
 
 def share_buffers(plan: Plan) -> None:
-    """Change batch norms of growing concatenations in a plan into anchors of the kind `GROWING`. Its groups are in order."""
+    """In a plan, change batch norms of growing concatenations into anchors of the kind `GROWING`.
+
+    The plan's groups must already be in order.
+    """
     norms = {group.anchor.x: group for group in plan.groups if group.anchor.kind == "batch_norm"}
     chains: list[list[Node]] = []
     for cat in filter(_joins_channels, norms):
@@ -59,7 +63,7 @@ def share_buffers(plan: Plan) -> None:
 def _share(plan: Plan, norms: Mapping[Node, Group], chain: Sequence[Node]) -> None:
     order, first = list(norms), _operands(chain[0])[0]
     if first in norms and order.index(first) < order.index(chain[0]):
-        chain = (first, *chain)  # the first operand is normalised by itself before: it is appended there
+        chain = (first, *chain)  # the first operand has its own, earlier norm, which appends it to the buffer
     old: tuple[Node, ...] = ()
     for value in chain:
         group, operands = norms[value], (first,) if value is first else _operands(value)

@@ -1,4 +1,4 @@
-"""Compiles a graph by Inductor, and does without where Inductor fails or its code is wrong."""
+"""Compiles a graph with Inductor. If Inductor fails or its code is wrong, the graph is used without it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +14,17 @@ __all__ = ["compiled", "compiled_if_right", "copied"]
 
 
 def compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report, packed: bool = True) -> Any:
-    """The graph compiled by Inductor, with weights packed as constants (torch.compile loses `freezing` if it is an option).
+    """The graph compiled by Inductor, with weights packed as constants.
 
-    If Inductor fails to pack them (torch 2.13: convolutions of single pixels in 16 bits, which are products), the graph is
-    compiled without packing, and the report says so. There are no guards: the code is called with tensors in the examples'
-    layout, and must not be compiled again without packing because a caller is in another mode.
+    `freezing` is set in Inductor's config, because torch.compile loses it if it is passed as an option. If Inductor fails to
+    pack the weights, the graph is compiled without packing, and the report states this. (In torch 2.13 this happens with 16-bit
+    convolutions of single pixels, which are matrix products.) Guards are disabled. They are not needed, because all inputs have
+    the layout of the examples. And if a caller is in another mode, they would trigger a second compilation, without packing.
 
-    Raises RuntimeError if Inductor cannot compile it.
+    Raises RuntimeError if Inductor cannot compile the graph.
     """
     from torch._dynamo.exc import BackendCompilerFailed
-    from torch._inductor import config  # the import takes seconds, and is needed on CPUs only
+    from torch._inductor import config  # imported here, because it takes seconds and is needed on CPUs only
 
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     called = torch.compile(fused, fullgraph=True, options=options)
@@ -44,9 +45,9 @@ def compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report, packed: 
 def compiled_if_right(
     fused: fx.GraphModule, flat: Sequence[Any], found: Report, checked: Callable[[Callable[..., Any]], tuple[Captured, Check]]
 ) -> tuple[Captured, Check]:
-    """The graph compiled by Inductor, or its calls one by one if Inductor fails or its code is wrong.
+    """The graph compiled by Inductor; if Inductor fails or its code is wrong, the graph itself, which runs call by call.
 
-    Raises Inaccurate if the calls one by one are wrong too.
+    Raises Inaccurate if the graph itself is wrong too.
     """
     try:
         return checked(compiled(fused, flat, found))
@@ -68,7 +69,7 @@ def compiled_if_right(
 
 
 def copied(fused: fx.GraphModule) -> fx.GraphModule:
-    """The same calls on the same parameters, as a separate graph."""
+    """A copy of a graph with the same calls. It shares the parameters."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(fused.graph, {}))
     return fx.GraphModule(fused, graph)

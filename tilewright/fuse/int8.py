@@ -1,11 +1,12 @@
 """Makes an int8 version of an optimised graph, if it is accurate and faster, and records the decisions.
 
-Candidates and plan come from quantise.py, the graph from int8_graph.py. Whether int8 pays is decided by times: of each product
-in
-16 bits and in int8, and of the conversions that a set of products needs. Products are removed from the set, alone or with those
-that share an input, as long as this saves time. Then the whole graphs are timed in turns.
+quantise.py finds the candidates and makes the plan, int8_graph.py makes the graph. Times decide which products run in int8: the
+time of each product in 16 bits and in int8, and the estimated time of the conversions that a set of products needs. Starting
+with all candidates, products are removed from the set, alone or with others that share their input, as long as this saves time.
+Then the whole graphs are timed in turns.
 
-If the outputs are too far from the float model's, the products with the largest errors stay in 16 bits, step by step.
+If the outputs differ too much from those of the float model, the limit for the error of a single product is lowered in steps,
+so that the products with the largest errors stay in 16 bits.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,13 @@ from tilewright.tune.measure import Stopwatch
 __all__ = ["in_int8"]
 
 _LIMITS = (LARGEST_ERROR, 0.012, 0.008)
-"""Limits for the errors of single products, tried in this order until the outputs are right."""
+"""Limits for the errors of single products, tried in this order until the outputs are accurate."""
 _MARGIN = 0.9
-"""Share of the allowed error that is used: in other calls the error may be a little larger."""
+"""The error on the example inputs must be within this share of the tolerance, because it may be a little larger in other
+calls."""
 _LAUNCH_US, _BYTES_A_US = 1.5, 2.2e6
-"""Time of a conversion on an H100: 2 bytes read and 1 written, or the other way round."""
+"""To estimate the time of a conversion on an H100: microseconds per launch, and bytes per microsecond. A conversion reads
+2 bytes and writes 1 byte per element, or vice versa."""
 
 
 def _conversions_us(found: Found, plan: Plan) -> float:
@@ -46,7 +49,7 @@ def _takes_us(found: Found, products: frozenset[Node], sixteen: dict[Node, float
 
 
 def _paying(found: Found, sixteen: dict[Node, float], eight: dict[Node, float]) -> frozenset[Node]:
-    """The products that are faster in int8, including the conversions that they need."""
+    """The products that save time in int8 if the conversions that they need are included."""
     products = frozenset(found.candidates)
     known = {n: us for n, us in eight.items() if n in sixteen}
     best = _takes_us(found, products, sixteen, known)
@@ -64,12 +67,12 @@ def _paying(found: Found, sixteen: dict[Node, float], eight: dict[Node, float]) 
 
 
 def _in_order(nodes: frozenset[Node]) -> list[Node]:
-    """Sorted, because the order of a set of nodes differs between processes."""
+    """The nodes sorted by name, because the order of a set of nodes differs between processes."""
     return sorted(nodes, key=lambda n: n.name)
 
 
 def _written(n: Node, plan: Plan, found: Found) -> str:
-    """Which call quantises the input of a product."""
+    """A text that states which call quantises the input of a product."""
     source = found.candidates[n].source
     if source in plan.quantised:
         return "a launch of its own"
@@ -100,15 +103,15 @@ def _whole_us(graphs: Sequence[fx.GraphModule], inputs: Sequence[Any]) -> list[f
 def in_int8(
     plain: fx.GraphModule, fused: fx.GraphModule, inputs: list[Any], want: Sequence[Any], report: Report, settings: Settings
 ) -> fx.GraphModule:
-    """The graph with those products in int8 that are accurate and pay, or `fused` if there are none.
+    """The graph with int8 for all products that are accurate and faster in int8. If there are none, `fused`.
 
     Args:
         plain: the graph in 16 bits, as it was lowered.
-        fused: the same after choosing implementations.
-        inputs: flat examples.
+        fused: the same graph after implementations were chosen.
+        inputs: flat example inputs.
         want: the float model's outputs, flat.
         report: records decisions, and on a GPU the measurements.
-        settings: the allowed error; whether to measure.
+        settings: contain the allowed error, and whether to measure.
     """
     allowed = TOLERANCES["int8"] if settings.tolerance is None else Tolerance.given(settings.tolerance)
     for limit in _LIMITS:
@@ -146,7 +149,7 @@ def in_int8(
 def _built(
     fused: fx.GraphModule, found: Found, inputs: list[Any], settings: Settings, notes: Report
 ) -> tuple[fx.GraphModule, Plan, dict[Node, str]]:
-    """(the graph in int8, its plan, reasons of candidates that are not in it)."""
+    """(the graph in int8, its plan, the reasons why candidates are not in the plan)."""
     plan, why_not = planned(found, frozenset(found.candidates)), dict[Node, str]()
     dtype, ranked = settings.dtype, settings.search
     graph, made = int8_graph(fused, found, plan, dtype)

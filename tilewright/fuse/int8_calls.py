@@ -1,7 +1,7 @@
-"""Further calls of a graph that runs in int8: products of quantised values, operators that quantise their result, conversions.
+"""Further calls for graphs in int8: products of quantised values, operators that quantise their result, and conversions.
 
-As in calls.py, the layout of each result is known: quantised values are laid out like the tensor that they stand for. A tensor
-has one scale, found on the example inputs, or one per row if a layer norm quantises it.
+As in calls.py, the layout of each result is known: quantised values have the layout of the float tensor that they represent. A
+tensor has one scale, which is determined on the example inputs. If a layer norm quantises it, it has one scale per row.
 """
 
 import math
@@ -31,10 +31,10 @@ _WIDEST = 4096
 
 
 def quantise(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantise a dense tensor, contiguous or channels-last; scale: one float32, [].
+    """Quantise a dense tensor, contiguous or channels-last. `scale` is one float32 number, [].
 
-    If a row contains a number that is not finite, its quantised values are 0; rows belong to one entry of the batch, so other
-    entries are not affected.
+    The tensor is quantised in rows. If a row contains a number that is not finite, all its quantised values are 0. A row
+    belongs to a single entry of the batch, so other entries are not affected.
     """
     flat = x if x.is_contiguous() else x.movedim(1, -1)
     width = math.gcd(math.prod(flat.shape[1:]), _WIDEST)
@@ -47,8 +47,8 @@ def quantise(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes * scale (one float32, []): the tensor that they stand for. The scale may be too small a number for 16 bits."""
-    if torch.compiler.is_compiling():  # Dynamo accepts no `out` that is channels-last; Inductor makes one loop of this anyway
+    """codes * scale, the tensor that the codes represent. `scale` is one float32 number, []; 16 bits may not represent it."""
+    if torch.compiler.is_compiling():  # Dynamo does not accept a channels-last `out`; Inductor makes a single loop anyway
         return (codes * scale).to(dtype)
     return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
 
@@ -65,7 +65,10 @@ def linear_int8_to_float(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str,
     residual: Tensor | None, dtype: torch.dtype, chained: bool, shape: Sequence[int], choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """A product of quantised rows [R, K]; result in `dtype` with dims `shape`. chained: the launch before quantised them."""
+    """A matrix product of quantised rows [R, K]. The result has dtype `dtype` and shape `shape`.
+
+    chained: whether the preceding launch quantised the rows.
+    """
     args = linear_int8_to_float_operands(
         x, weight, x_scales, w_scales, bias, activation, residual, dtype, chained, shape
     )  # fmt: skip
@@ -84,7 +87,7 @@ def linear_int8_to_int8(
     x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, bias: Tensor | None, activation: str, y_scale: Tensor,
     shape: Sequence[int], choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with a quantised result, in rows whose width is a multiple of 16."""
+    """As `linear_int8_to_float`, but with a quantised result. The width of its rows must be a multiple of 16."""
     args = linear_int8_to_int8_operands(x, weight, x_scales, w_scales, bias, activation, y_scale, shape)
     return run(cast_linear_op, args, choice).view(shape)
 
@@ -112,7 +115,7 @@ def conv_int8_to_float(
     padding: list[int] | str, dilation: list[int], x_scales: Tensor, w_scales: Tensor, dtype: torch.dtype,
     choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """A convolution of quantised values; residual and result in `dtype`, all channels-last."""
+    """A convolution of quantised values. Residual and result have dtype `dtype`. All tensors are channels-last."""
     args = conv_int8_to_float_operands(
         x, weight, bias, residual, activation, stride, padding, dilation, x_scales, w_scales, dtype
     )  # fmt: skip
@@ -132,7 +135,7 @@ def conv_int8_to_int8(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, stride: list[int],
     padding: list[int] | str, dilation: list[int], w_scales: Tensor, factors: Tensor, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same with quantised residual and result; scales are folded (kernels/conv/int8.py)."""
+    """As `conv_int8_to_float`, but with quantised residual and result. The scales are folded (kernels/conv/int8.py)."""
     args = conv_int8_to_int8_operands(x, weight, bias, residual, activation, stride, padding, dilation, w_scales, factors)
     return run(conv_codes_op, args, choice).movedim(-1, 1)
 
@@ -140,6 +143,11 @@ def conv_int8_to_int8(
 def layer_norm_quantise(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, shape: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(quantised norm with dims `shape`, scales of rows [R], the norm with dims `shape`, or without rows if not `keep`)."""
+    """A layer norm that quantises its result.
+
+    Returns:
+        (the quantised norm, of shape `shape`; the scales of its rows [R]; the norm in 16 bits, of shape `shape`). The last is
+        empty unless `keep` is true.
+    """
     codes, scales, y = layer_norm_quantize_op(x, weight, bias, eps, keep)
     return codes.reshape(shape), scales.reshape(-1), y.view(shape) if keep else y

@@ -1,4 +1,4 @@
-"""Rewrites a graph in 16 bits according to an int8 plan (quantise.py): some calls are replaced, the others copied."""
+"""Makes an int8 graph from a graph in 16 bits and a plan (quantise.py): some calls are replaced, the others are copied."""
 
 import operator
 from typing import Any
@@ -15,7 +15,7 @@ from tilewright.kernels.conv.int8 import folded_scales
 __all__ = ["int8_graph"]
 
 _ACTIVATION, _RESIDUAL, _SHAPE = 4, 3, 5
-"""Positions of arguments of `calls.linear`; those of `calls.conv` are the same up to the activation."""
+"""Positions of arguments of `calls.linear`. Up to the activation, the positions in `calls.conv` are the same."""
 
 
 class _Builder:
@@ -29,7 +29,7 @@ class _Builder:
         self.named = 0
 
     def run(self) -> tuple[fx.GraphModule, dict[Node, Node]]:
-        """The new graph, and the new call of each product."""
+        """Build the new graph. Returns (its module, product -> its new call)."""
         made: dict[Node, Node] = {}
         for node in self.fused.graph.nodes:
             if node in self.plan.products:
@@ -67,7 +67,7 @@ class _Builder:
             return self.graph.get_attr(name)
 
     def _sixteen(self, node: Node) -> Node:
-        """The node in 16 bits; dequantised if there is no such value."""
+        """The new node for a value in 16 bits. If only a quantised value exists, it is dequantised."""
         if node in self.plain:
             return self.plain[node]
         if node.target is calls.strided:
@@ -78,7 +78,7 @@ class _Builder:
         return self.plain[node]
 
     def _quantised(self, node: Node) -> Node:
-        """The node's quantised values, seen through its views."""
+        """The new node for a value's quantised form. Views are applied to the quantised buffer."""
         if node not in self.codes:
             inner = self._quantised(node.args[0])  # pyright: ignore[reportArgumentType]
             self.codes[node] = self.graph.call_function(calls.strided, (inner, *node.args[1:]))
@@ -145,12 +145,15 @@ class _Builder:
 def int8_graph(
     fused: fx.GraphModule, found: Found, plan: Plan, dtype: torch.dtype
 ) -> tuple[fx.GraphModule, dict[Node, Node]]:  # fmt: skip
-    """The graph with quantisation as planned, with the same parameters, and each product's new call.
+    """Make the graph with quantisation according to a plan. It shares the parameters.
 
     Args:
-        fused: a graph in 16 bits, which is not changed; quantised weights and scales become buffers of its module.
+        fused: a graph in 16 bits. It is not changed, but quantised weights and scales are added to its module as buffers.
         found: facts about its products.
         plan: which calls quantise.
         dtype: dtype of values that are not quantised.
+
+    Returns:
+        (the new graph, product -> its new call).
     """
     return _Builder(fused, found, plan, dtype).run()

@@ -1,9 +1,9 @@
-"""The reference for an optimised graph: outputs and time of the model as the user calls it; and which fusions are wrong.
+"""The reference for an optimised graph: outputs and time of the model as the user calls it. Also finds wrong fusions.
 
-The right outputs are those of `model(*args)` in evaluation, without TF32. The exported graph's outputs may differ. If the
-difference comes from torch's fast path of nn.TransformerEncoder (which puts zeros in padded places), the graph computes what
-the layers do, and the report says how far that is from the fast path. Any other difference means that the module cannot be
-represented as a graph.
+The reference outputs are those of `model(*args)` in evaluation mode, without TF32. The exported graph's outputs may differ from
+them. One accepted cause is torch's fast path of nn.TransformerEncoder, which writes zeros at padded positions. In this case the
+graph computes the same as the layers without the fast path, and the report states the difference. Any other difference means
+that the module cannot be represented as a graph.
 """
 
 import time
@@ -38,31 +38,31 @@ __all__ = [
 ]
 
 _SECONDS = 0.5
-"""Limit for the time of a measurement, beyond one call of each side."""
+"""Time limit for a measurement in seconds, in addition to one call of each candidate."""
 _ROUNDS = 30
 _NAMES = 4
-"""Most attributes that a message names."""
+"""The maximum number of attributes that a message names."""
 
 
 class Right(NamedTuple):
-    """The right outputs."""
+    """The reference outputs."""
 
     outputs: Any
     tensors: list[Tensor]
     structure: Structure
     layers_only: bool = False
-    """Whether they are computed without torch's fast path."""
+    """Whether the outputs were computed without torch's fast path."""
     words: str = ""
-    """How far the outputs of the fast path are from them."""
+    """A sentence that states how much the outputs of the fast path differ from them."""
 
 
 def called_on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's own call, on copies of its inputs; its buffers and attributes stay as they are."""
+    """Call the model on copies of the inputs. Its buffers and attributes do not change."""
     return called(with_own_state(model), args, kwargs)
 
 
 def called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The model's own call, on copies of its inputs. Random numbers are the same in every such call."""
+    """Call the model on copies of the inputs. Random numbers are the same in every such call."""
     tensors, structure = flatten((tuple(args), dict(kwargs)))
     device = _device_of(tensors)
     given, named = rebuild(structure, [t.clone() for t in tensors])
@@ -71,13 +71,13 @@ def called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """Where the tensors are."""
+    """The device of the first tensor; the CPU if there is none."""
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside this scope torch's generators start from a seed; afterwards they are as before."""
+    """A scope in which torch's random generators start from a seed. Their state is restored afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -87,11 +87,11 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
-    """The model's outputs as the user calls it.
+    """The outputs of the model as the user calls it.
 
     Raises:
-        ValueError: it fails; the message has the user's line.
-        Untraceable: they depend on earlier calls.
+        ValueError: the model fails; the message contains the user's source line.
+        Untraceable: the outputs depend on earlier calls.
     """
     own = with_own_state(model)
     before = attributes(own)
@@ -111,17 +111,22 @@ def right_outputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 def _no_state(
     model: nn.Module, own: nn.Module, right: Right, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[str]
 ) -> None:
-    """Raises Untraceable if what a call has written changes the outputs of later ones. Otherwise it is a table, and is filled.
+    """Check that the attributes which a call has written do not change the outputs of later calls.
+
+    If they do not, they are a table, and the model is called once to fill it.
 
     Args:
-        model: as it was before the call.
-        own: its copy, after the call.
+        model: the model as it was before the call.
+        own: a copy of it, after the call.
         right: outputs of the call.
-        args: of the call.
-        kwargs: of the call.
+        args: arguments of the call.
+        kwargs: arguments of the call, by name.
         written: attributes that the call has written.
+
+    Raises:
+        Untraceable: they change the outputs of later calls.
     """
-    with suppress(Exception):  # not every model takes every value
+    with suppress(Exception):  # not every model accepts all values
         called(own, *other_values((tuple(args), dict(kwargs))))
     again = called(own, args, kwargs)
     if (
@@ -134,14 +139,14 @@ def _no_state(
 
 
 def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Right:
-    """The right outputs, after checking that the exported graph gives the same.
+    """The reference outputs, after checking that the exported graph computes the same.
 
     Raises:
-        Untraceable: the graph gives others, or draws random numbers.
-        ValueError: the model gives other outputs at every call, though torch's random numbers are the same.
+        Untraceable: the graph computes other outputs, or draws random numbers.
+        ValueError: the model returns other outputs in every call, although torch's random numbers are the same.
     """
     tensors, _ = flatten((tuple(args), dict(kwargs)))
-    # Other random numbers than those of the model's call.
+    # A different seed than for the model's own call, so that a graph with random numbers gives other outputs.
     with torch.no_grad(), exact_float32(), _seeded(_device_of(tensors), 1):
         found = list(exact.module(*tensors))
     if len(found) != len(right.tensors):
@@ -171,7 +176,7 @@ def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[
 
 
 def apart_from(want: Any, got: Any) -> Difference | None:
-    """The first output that differs by more than rounding errors of its dtype."""
+    """The first output that differs by more than rounding errors of its dtype; None if there is none."""
     narrow = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     kinds = {narrow[t.dtype] for t in flatten(want)[0] if t.dtype in narrow}
     allowed = TOLERANCES["bf16" if "bf16" in kinds else "fp16" if kinds else "fp32"]
@@ -179,7 +184,7 @@ def apart_from(want: Any, got: Any) -> Difference | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether a call draws random numbers: attention without dropout, for example, does not."""
+    """Whether a call draws random numbers. Attention without dropout, for example, does not."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     arguments = node.target._schema.arguments
@@ -192,7 +197,7 @@ def _words(apart: Difference) -> str:
 
 
 def _where(layers: Any, right: Right) -> str:
-    """Which part of the values differs."""
+    """A text that states which share of the values differs, and where the first one is."""
     for want, got in zip(flatten(layers)[0], right.tensors, strict=True):
         if want.shape == got.shape and want.is_floating_point():
             far = (want - got).abs() > 1e-3 * want.double().square().mean().sqrt()
@@ -202,15 +207,15 @@ def _where(layers: Any, right: Right) -> str:
     return ""
 
 
-# ---- who is at fault
+# ---- wrong fusions
 
 
 def faults_of(float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequence[Tensor]) -> list[LayerError]:
-    """The fusions that compute something else than the float model does, apart from rounding.
+    """The fusions whose results differ from the float model's by more than rounding.
 
     Args:
         float_graph: the model in float32.
-        fused: the graph lowered in float32 too, so that precision is not the reason.
+        fused: the graph lowered in float32 too, so that a low precision cannot be the reason.
         inputs: inputs of both.
     """
     allowed = TOLERANCES["fp32"]
@@ -221,13 +226,13 @@ def faults_of(float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequen
 def torchs_own(
     float_graph: fx.GraphModule, traced: Traced, inputs: Sequence[Tensor], given: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Own errors of torch's layers in a precision, by node of the float graph.
+    """Node of the float graph -> the error that torch's own layer has in a precision.
 
     Args:
         float_graph: the float model.
-        traced: the same in the precision.
+        traced: the same model in the precision.
         inputs: inputs of the float model.
-        given: the same in the precision.
+        given: the same inputs in the precision.
     """
     names = {n.name for n in float_graph.graph.nodes if n.op == "call_function"}
     for node in traced.graph.nodes:
@@ -236,11 +241,14 @@ def torchs_own(
     return {e.computes: e.own for e in layer_errors(float_graph, traced.module, inputs, given)}
 
 
-# ---- how fast
+# ---- time
 
 
 def timed_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Microseconds of calls, each the median of several taken in turns, including the transfer of results."""
+    """The time of each call in microseconds, as the median of several rounds. Each round times every call once.
+
+    A time includes the wait until the GPU has finished.
+    """
     wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
 
     def once(call: Callable[[], Any]) -> float:
@@ -252,11 +260,11 @@ def timed_us(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[f
 
     scope: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with scope:
-        first = sum(once(call) for call in calls)  # the preparations of a first call do not count
+        first = sum(once(call) for call in calls)  # a first call may include preparations, so it does not count
         rounds = max(3, min(_ROUNDS, int(_SECONDS * 1e6 / max(first, 1.0))))
         taken = [[once(call) for call in calls] for _ in range(rounds)]
     return [median(each) for each in zip(*taken, strict=True)]
 
 
 def _nothing() -> None:
-    """A CPU call has finished when it returns."""
+    """For a CPU: a call has finished when it returns, so there is no need to wait."""

@@ -1,8 +1,8 @@
-"""The error that each layer of a fused graph adds to the outputs.
+"""Measures the own error of each layer of a fused graph: the error that the layer itself causes.
 
-Both graphs are run node by node, and each node of the fused graph gets the float model's values as inputs, rounded to its own
-type. So an error shows at the node that causes it. A node is compared if it records whose value it computes:
-`node.meta[FLOAT_NODE]` is the name of a node in the float graph (parts.py: of several).
+Both graphs are run node by node. Each node of the fused graph gets the float model's values as inputs, rounded to its own type.
+So an error appears only at the node that causes it. A node is compared if it records which value it computes:
+`node.meta[FLOAT_NODE]` is the name of a node in the float graph. For a node that computes several values, see parts.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,31 +20,31 @@ from tilewright.hw.tf32 import exact_float32
 __all__ = ["ANCHOR_NODE", "FLOAT_NODE", "LayerError", "layer_errors"]
 
 FLOAT_NODE = "float_node"
-"""Key of a fused node's `meta`: the name of the float graph's node whose value it computes."""
+"""Key in a fused node's `meta`: the name of the node in the float graph whose value it computes."""
 ANCHOR_NODE = "anchor_node"
-"""Optional second key: the name of the node after which the layer is called (for a convolution and a relu, the convolution)."""
+"""Optional second key: the name of the node that gives the layer its name (for a convolution and a relu, the convolution)."""
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """The error that one node of the fused graph adds."""
+    """The error that one node of the fused graph causes."""
 
     node: str
-    """Name in the fused graph."""
+    """The node's name in the fused graph."""
     layer: str
-    """The user's name (`layer1.0.conv1`), or the float graph's."""
+    """The user's name for the layer (`layer1.0.conv1`), or the name of the node in the float graph."""
     line: str
-    """The user's line, "model.py:12", or "" if it is unknown."""
+    """The user's source line, such as "model.py:12", or "" if it is unknown."""
     own: float
-    """RMS error with the float model's values as inputs, relative to the RMS of the right values."""
+    """RMS error with the float model's values as inputs, relative to the RMS of the reference values."""
     words: str = ""
-    """What is wrong, if a number does not say it."""
+    """A text that describes the error, if the numbers do not."""
     largest: float = 0.0
-    """The largest error, relative to the RMS plus the right value."""
+    """The largest error of an element, relative to the RMS plus the element's magnitude."""
     computes: str = ""
     """The node of the float graph whose value it computes."""
     anchor: str = ""
-    """The node after which the fusion is named."""
+    """The node of the float graph that gives the fusion its name."""
 
 
 class _Recorder(fx.Interpreter):
@@ -57,16 +57,16 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.name in self.keep:
-            # A later in-place node would change it.
+            # Copied, because a later in-place node would change the value.
             self.values[n.name] = value.clone() if isinstance(value, Tensor) else value
         return value
 
 
-_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, which part has its value (None: all)
+_Pair = tuple[fx.Node, str, Part | None]  # node of the float graph, its anchor's name, the part with its value (None: all)
 
 
 class _Forced(fx.Interpreter):
-    """Runs the fused graph; after a node is compared, its value is replaced by the float model's."""
+    """Runs the fused graph. After a node is compared, its value is replaced by the float model's value."""
 
     def __init__(
         self, graph: fx.GraphModule, pairs: Mapping[str, list[_Pair]], values: Mapping[str, Any], named: Mapping[str, fx.Node]
@@ -91,7 +91,10 @@ class _Forced(fx.Interpreter):
 
 
 def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list[_Pair]]:
-    """Node of the fused graph -> nodes of the float graph that it computes. Raises ValueError if there is no such node."""
+    """Node of the fused graph -> nodes of the float graph whose values it computes.
+
+    Raises ValueError if the float graph has no such node.
+    """
     nodes = {n.name: n for n in float_graph.graph.nodes}
     found = dict[str, list[_Pair]]()
     for n in fused.graph.nodes:
@@ -108,16 +111,16 @@ def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list
 def layer_errors(
     float_graph: fx.GraphModule, fused: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Any] | None = None
 ) -> list[LayerError]:
-    """The own error of every node of the fused graph that records whose value it computes, in order.
+    """The own error of every node of the fused graph that records which value it computes, in order.
 
     Args:
-        float_graph: the original model, functional.
+        float_graph: the original model as a functional graph.
         fused: the optimised graph, before it is compiled or captured.
         inputs: flat inputs of both.
-        given: inputs of the optimised graph, if it does not cast them itself.
+        given: inputs of the fused graph, if it does not cast them itself.
 
     Raises:
-        ValueError: a node refers to one that the float graph does not have.
+        ValueError: a node refers to a node that the float graph does not have.
     """
     pairs = _pairs(float_graph, fused)
     with torch.no_grad(), exact_float32():

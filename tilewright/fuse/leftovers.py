@@ -1,12 +1,13 @@
-"""Lets Inductor compile neighbouring calls for which there is no operator of ours, if that is faster. For GPUs.
+"""Lets Inductor compile groups of calls that none of our operators computes, if that is faster. For GPUs.
 
-Between our launches an optimised graph calls torch operation by operation: custom activations, masks, embeddings and their
-sums. Two or more such calls that are not separated by one of ours become one module (torch.fx's CapabilityBasedPartitioner),
-also if they do not read each other. torch.compile turns it into few kernels. Both ways are timed on the example inputs, and the
-module is kept if it is faster. It is captured with the rest of the graph.
+Between our launches, an optimised graph runs torch's own calls one by one: custom activations, masks, embeddings and their
+sums. If two or more such calls are not separated by one of our launches, they become one module (with torch.fx's
+CapabilityBasedPartitioner), even if they do not read each other's results. torch.compile compiles the module to a few kernels.
+Both versions are timed on the example inputs, and the compiled module is kept if it is faster. It is captured together with the
+rest of the graph.
 
-Refuses random numbers, and calls other than plain arithmetic, gathering or reduction. A part that Inductor cannot compile, or
-whose compiled code gives other outputs, stays as it was, and the reason is recorded.
+Not supported: random numbers, and calls other than plain arithmetic, gathering or reduction. If Inductor cannot compile a part,
+or if the compiled code gives other outputs, the part does not change, and the reason is recorded.
 """
 
 import operator
@@ -39,7 +40,7 @@ _GATHERED = frozenset(
         aten.group_norm.default, aten.instance_norm.default, aten.rms_norm.default,
     }
 )  # fmt: skip
-"""In addition to the calls that torch tags as pointwise."""
+"""Calls that may go to Inductor, in addition to the calls that torch tags as pointwise."""
 _MOVES = frozenset(
     {
         aten.slice.Tensor, aten.select.int, aten.expand.default, aten.reshape.default, aten.unsqueeze.default,
@@ -47,9 +48,9 @@ _MOVES = frozenset(
         aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
     }
 )  # fmt: skip
-"""Included in a part, but two of them alone do not make one."""
+"""Calls that only move data. They may be in a part, but they do not count as its two or more calls."""
 _LEAD = 0.95
-"""The part is kept if Inductor's kernels take at most this share of the time of the calls."""
+"""A compiled part is kept if its time is at most this share of the time of its calls run one by one."""
 
 
 def _computes(node: Node) -> bool:
@@ -78,12 +79,12 @@ class _Part(nn.Module):
         self.compiled = compiled
 
     def forward(self, *args: Any) -> Any:
-        """The part's call."""
+        """Run the compiled part."""
         return self.compiled(*args)
 
 
 class _Decider(fx.Interpreter):
-    """Runs a graph and decides about each part when it is reached, because its operands exist then."""
+    """Runs a graph. It decides about each part when it reaches the part, because the operands are then available."""
 
     def __init__(self, module: fx.GraphModule, report: Report):
         super().__init__(module)
@@ -102,12 +103,12 @@ def _timed(ways: Sequence[Any], args: tuple[Any, ...]) -> list[float]:
 
 
 def compile_leftovers(fused: fx.GraphModule, inputs: list[Any], report: Report) -> fx.GraphModule:
-    """The graph with parts compiled if that is faster; it is changed in place.
+    """Compile parts of a graph where this is faster. The graph is changed in place, and returned.
 
     Args:
-        fused: a graph on a GPU whose other launches are chosen already.
-        inputs: flat examples.
-        report: gets a decision for each part.
+        fused: a graph on a GPU. The implementations of our launches must have been chosen before.
+        inputs: flat example inputs.
+        report: records a decision for each part.
     """
     partitioner = CapabilityBasedPartitioner(fused, _Support(), allows_single_node_partition=False)
     found = [part for part in partitioner.propose_partitions() if sum(map(_computes, part.nodes)) > 1]
@@ -120,7 +121,7 @@ def compile_leftovers(fused: fx.GraphModule, inputs: list[Any], report: Report) 
 
 
 def _decide(fused: fx.GraphModule, target: str, args: tuple[Any, ...], report: Report) -> None:
-    from torch._dynamo.exc import TorchDynamoException  # seconds to import
+    from torch._dynamo.exc import TorchDynamoException  # imported here, because it takes seconds
     from torch._inductor.exc import InductorError
 
     part = fused.get_submodule(target)

@@ -1,7 +1,7 @@
-"""Turns an exported graph into a graph of our operators: a group is emitted at its last call, and views become strides.
+"""Turns an exported graph into a graph of our operators. A group is emitted at its last call, and views become strides.
 
-Calls that are not anchors are emitted unchanged, on tensors of the shapes they expect; their results are made dense (which they
-nearly always are). Values that depend on parameters alone are computed here, once.
+Calls that belong to no group are emitted unchanged, on tensors of the shapes that they expect. Their results are made dense,
+which rarely needs a copy. Values that depend on parameters alone are computed here, once.
 """
 
 import math
@@ -37,19 +37,19 @@ aten = torch.ops.aten
 
 
 def beside(conv: Anchor, x: Tensor) -> bool:
-    """Whether non-overlapping patches of an image with few channels are convolved (`_patches` in emit.py)."""
+    """Whether a convolution is over non-overlapping patches of an image with few channels (`_patches` in emit.py)."""
     weight = tensor_of(conv.weight)
     kernel = () if weight is None else tuple(weight.shape[2:])
     return math.prod(kernel) > 1 and tuple(conv.options["stride"]) == kernel and x.shape[1] <= 16
 
 
 def _reads_channels(group: Group, node: Node, value: Tensor) -> bool:
-    """Whether a group reads an input of the model channels-last."""
+    """Whether a group needs an input of the model in channels-last format."""
     anchor = group.anchor
     if anchor.kind == "conv":
         if value.dim() != len(anchor.options["stride"]) + 2:
             return False
-        # Patches are gathered from rows of pixels in the user's layout.
+        # A convolution of patches gathers them directly from the user's layout.
         return node is group.residual or (node is anchor.x and not beside(anchor, value))
     return node is anchor.x and (
         anchor.kind in emit_ops.IMAGES or (anchor.kind in ("max_pool", "global_mean") and value.dim() == 4)
@@ -62,8 +62,8 @@ _EMIT = {**EMIT, **emit_ops.EMIT}
 class Lowering:
     """Turns a traced model into the new graph.
 
-    If a fusion cannot be built, the graph is planned and built again without it: its calls are then torch's, and the report
-    says why.
+    If a fusion cannot be built, the graph is planned and built again without it. Its calls are then left to torch, and the
+    report states the reason.
 
     Args:
         traced: the model in the graph's dtype.
@@ -74,14 +74,14 @@ class Lowering:
 
     def __init__(self, traced: Traced, exact: dict[str, Tensor], report: Report, refused: Collection[str] = frozenset()):
         self.traced, self.exact, self.report = traced, exact, report
-        # Casts leave type assertions behind, which always hold, and which would count as readers of a value.
+        # Traced casts include type assertions. These always hold, but they would count as readers of a value.
         for node in [n for n in traced.graph.nodes if n.target is aten._assert_tensor_metadata.default]:
             traced.graph.erase_node(node)
             traced.module.recompile()
         self.refused = dict.fromkeys(refused, "the caller wants it to be left to torch")
 
     def run(self) -> fx.GraphModule:
-        """The new graph, in a module."""
+        """Build the new graph. Returns it as a module."""
         while True:
             build = _Build(self.traced, self.exact, plan(self.traced.graph, self.refused))
             module = build.run()
@@ -101,18 +101,18 @@ _FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AssertionError)
 
 
 class _Build(Buffers):
-    """One attempt, by one plan."""
+    """One attempt to build the graph, from one plan."""
 
     def __init__(self, traced: Traced, exact: dict[str, Tensor], found: Plan):
         self.root, self.traced, self.plan = nn.Module(), traced, found
         super().__init__(Weights(exact, traced.state, self.root, found.constant), Report())
         self.trial = Trial(self.root)
         self.failed: dict[str, str] = {}
-        """Names that must not be planned again, and why."""
+        """Names that the next plan must not fuse -> the reason."""
         move_biases(found.groups, self.report)
 
     def run(self) -> fx.GraphModule:
-        """The graph; unusable if `failed` is not empty."""
+        """Build the graph. The result is unusable if `failed` is not empty."""
         gates = {gate.node: gate for gate in self.plan.gates}
         merged = {group.last: batch for batch in self.plan.merges for group in batch}
         gated = {group.last for gate in self.plan.gates for group in gate.groups}
@@ -164,7 +164,7 @@ class _Build(Buffers):
             self._run_new()
 
     def _run_new(self, like: Node | None = None) -> None:
-        """Run the calls that were emitted since the last time on fake tensors."""
+        """Run all calls that were emitted since the previous run on fake tensors."""
         new = list(takewhile(lambda node: node not in self.trial.values, reversed(self.graph.nodes)))
         for node in reversed(new):
             self.trial.run(node, self.memory.get(node), None if like is None else like.meta.get("val"))
@@ -172,7 +172,7 @@ class _Build(Buffers):
     # ---- everything else
 
     def plain(self, node: Node) -> None:
-        """A node that is in no group."""
+        """Emit a node that is in no group."""
         if node.op == "placeholder":
             self.values[node] = self._placeholder(node)
         elif node.op == "get_attr":
@@ -211,7 +211,10 @@ class _Build(Buffers):
         return self._leftover(node, tensors)
 
     def _as_traced(self, node: Node) -> Node:
-        """The operand of a call that reads memory directly, in the model's layout. Raises Untraceable for a view of more."""
+        """The operand of as_strided, in the memory layout that it has in the model, because as_strided addresses memory.
+
+        Raises Untraceable if the operand is a view of a larger tensor.
+        """
         source: Any = node.args[0]
         value, known = self.opened(self.values[source]), tensor_of(source)
         if known is not None and known.untyped_storage().nbytes() == known.numel() * known.element_size():
@@ -223,7 +226,7 @@ class _Build(Buffers):
         raise Untraceable(f"{source_line(node) or node.name}: as_strided of a view reads memory that a graph does not have")
 
     def _leftover(self, node: Node, tensors: Sequence[Value]) -> Any:
-        """The ATen call itself, on tensors of the shapes that it expects; its result is made dense."""
+        """Emit the ATen call itself, on tensors of the shapes that it expects. Its result is made dense."""
         target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.tensor(self.values[n]))
         if node.target is aten.as_strided.default:

@@ -1,11 +1,10 @@
-"""Moves a bias from a product to the layer norm before it, so that a library can add the residual in its one launch.
+"""Moves a bias from a matrix product to the layer norm before it, so that one library launch can add the residual.
 
     r = norm(x) * g + s;  y = W z + b + r;  u = V r + c        becomes
     r' = norm(x) * g + (s + b);  y = W z + r';  u = V r' + (c - V b)
 
-This occurs in post-norm transformers. cuBLAS adds either a bias or a matrix to its product, not both (our own kernels can).
-Possible
-only if everything that reads r is a product with a parameter, or that one sum.
+This occurs in post-norm transformers. cuBLAS can add either a bias or a matrix to its product, but not both (our own kernels
+can). The bias is moved only if every call that reads r is a matrix product with a parameter, or this one sum.
 """
 
 from torch.fx import Node
@@ -20,7 +19,7 @@ __all__ = ["move_biases"]
 
 
 def _readers(node: Node) -> list[tuple[Node, Node]]:
-    """(the value read, the call) for all calls that read a node's value through views."""
+    """(the value that is read, the reading call) for all calls that read a node's value, directly or through views."""
     found = []
     for user in node.users:
         found += _readers(user) if is_view(user) else [(node, user)]
@@ -32,13 +31,13 @@ def _parameter(node: Node | None) -> bool:
 
 
 def _movable(group: Group) -> bool:
-    """Whether it is a product with a bias that adds a residual, with nothing in between."""
+    """Whether a group is a matrix product with a bias, and no operation comes between the product and its residual."""
     plain = group.activation == "none" and not group.folds and not group.minus
     return group.anchor.kind == "linear" and plain and _parameter(group.anchor.bias) and _parameter(group.anchor.weight)
 
 
 def move_biases(groups: list[Group], report: Report) -> None:
-    """Record in groups which norm adds which product's bias, and which products subtract it again."""
+    """Move biases where possible: record in the groups which norm adds a bias, and which products subtract it again."""
     norms = {group.last: group for group in groups if group.anchor.kind == "layer_norm"}
     products = {group.anchor.node: group for group in groups if group.anchor.kind == "linear"}
     for group in groups:

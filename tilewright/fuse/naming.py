@@ -17,7 +17,7 @@ _FUSE = str(Path(__file__).parent)
 
 
 def layer_name(node: fx.Node) -> str:
-    """The user's name of the module that a node comes from, `layer1.0.conv1`; or the node's name if there is none."""
+    """The user's name of the module that a node comes from, such as `layer1.0.conv1`. Without a module: the node's name."""
     stack = node.meta.get("nn_module_stack") or {}
     names = [path for path, _ in stack.values()]
     last = names[-1] if names else ""
@@ -25,7 +25,7 @@ def layer_name(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line for a node, "model.py:12"; "" if it is unknown."""
+    """The user's source line for a node, such as "model.py:12"; "" if it is unknown."""
     lines = (line.strip() for line in (node.meta.get("stack_trace") or "").splitlines())
     trace = [line for line in lines if line.startswith("File ") and _TORCH not in line and _FUSE not in line]
     if not trace:

@@ -1,13 +1,13 @@
-"""Brings the calls after an anchor into a normal form with a small vocabulary, the same for every kind of graph.
+"""Converts the calls after an anchor to a normal form with four kinds of steps, which is the same for every kind of graph.
 
-    activation    act(y), by the name that our operators use
-    batch_norm    in evaluation, (weight, bias, mean, variance, eps)
+    activation    act(y), with the name that our operators use
+    batch_norm    in evaluation mode: (weight, bias, mean, variance, eps)
     factor        y * other, y / number
     sum           y + other
 
-All arguments that matter are checked (alpha, approximate, a rounding mode, a change of type or shape); a call that does not
-qualify is read as a sentence that says why. In exported graphs each of these is one call. In Inductor's graphs activations are
-decomposed (activations.py), and there are no batch norms.
+All arguments that matter are checked (alpha, approximate, a rounding mode, a change of type or shape). For a call that does not
+qualify, the result is a sentence that states the reason. In exported graphs each step is one call. In Inductor's graphs
+activations are decomposed (activations.py), and there are no batch norms.
 
 Not here: whether an operator can fuse such a step (rules.py).
 """
@@ -34,9 +34,9 @@ class Step:
     kind: str
     """activation, batch_norm, factor, sum."""
     node: Node
-    """The node that has the result."""
+    """The node whose value is the result."""
     inside: tuple[Node, ...] = ()
-    """Other calls that belong to it."""
+    """Other calls that belong to the step."""
     name: str = ""
     """Name of the activation."""
     operand: Any = None
@@ -49,7 +49,7 @@ class Activation(NamedTuple):
 
     name: str
     node: Node
-    """Its last node, which has the result."""
+    """Its last node, whose value is the result."""
     inside: frozenset[Node]
     """All of its nodes, including the last one."""
 
@@ -65,7 +65,10 @@ _ACTIVATIONS: dict[Any, str] = {
 
 
 def activation_of(node: Any) -> str | None:
-    """The name of an activation; those in rules.ACTIVATIONS can be in the epilogue of our operators."""
+    """The name of the activation that a call computes; None for other calls.
+
+    Our operators can compute those in rules.ACTIVATIONS in their epilogue.
+    """
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is aten.gelu.default:
@@ -101,9 +104,10 @@ BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_nor
 
 
 def step_behind(here: Node, node: Node) -> Step | str | None:
-    """The operation of a call that reads `here`; a sentence if no epilogue can compute it; None if it is unrelated to any rule.
+    """The step that a call on the value `here` computes.
 
-    Activations are read by `activation_behind`.
+    Returns a sentence with the reason if no epilogue can compute the call, and None if no rule is about such calls. Activations
+    are not recognised here, but by `activation_behind`.
     """
     if node.target in BATCH_NORMS:
         return _batch_norm(here, node)
@@ -130,7 +134,7 @@ def step_behind(here: Node, node: Node) -> Step | str | None:
 
 
 def _batch_norm(here: Node, node: Node) -> Step | str:
-    """For both forms: aten.batch_norm, and the functional one, whose first result is the value."""
+    """The step for a batch norm in either form: aten.batch_norm, or the functional call, whose first result is the value."""
     if node.args[0] is not here:
         return "its parameters are computed from the value"
     whole = node.target is aten.batch_norm.default

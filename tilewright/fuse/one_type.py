@@ -1,9 +1,9 @@
-"""Gives operands one type, if a module that was cast to 16 bits creates float32 values itself and passes them to its layers.
+"""Casts operands of a call to one dtype, for modules that were cast to 16 bits but create float32 values themselves.
 
-A float32 model may call `x.to(torch.float32)` on an image of bytes, positions or scores, and pass the result to a layer. After
-a cast to float16, that layer has 16-bit weights and a 32-bit input; torch refuses this when it runs, but not while tracing. The
-input is cast just before the layer, not where the module creates it, so that the computation in between keeps the intended
-precision.
+A float32 model may call `x.to(torch.float32)` on an image of bytes, on positions or on scores, and pass the result to a layer.
+After the model is cast to float16, this layer has 16-bit weights and a 32-bit input. Tracing accepts this, but at run time
+torch raises an error. So the input is cast, directly before the layer and not where the module creates it: in this way the
+computation in between keeps the intended precision.
 """
 
 from typing import Any
@@ -26,23 +26,26 @@ _PRODUCTS = frozenset(
         aten.lstm.input, aten.gru.input,
     }
 )  # fmt: skip
-"""Calls for which torch raises unless all floating operands have one type."""
+"""Calls for which torch raises an error unless all floating-point operands have the same dtype."""
 _NORMS = frozenset(
     {
         aten.layer_norm.default, aten.native_layer_norm.default, aten.group_norm.default, aten.batch_norm.default,
         aten._native_batch_norm_legit_no_training.default, aten.instance_norm.default,
     }
 )  # fmt: skip
-"""Calls whose weights may be wider than their input, but not narrower."""
+"""Calls whose weights may have a wider dtype than their input, but not a narrower one."""
 
 
 def one_type(graph: fx.Graph) -> int:
-    """Cast operands that are too wide, in a functional ATen graph with `val` in the nodes' meta. Returns the number of
-    casts."""
+    """Cast operands whose dtype is too wide. Returns the number of casts.
+
+    Args:
+        graph: a functional ATen graph with `val` in the nodes' meta; it is changed in place.
+    """
     count = 0
     for node in list(graph.nodes):
         if count and node.target is aten._assert_tensor_metadata.default:
-            graph.erase_node(node)  # it states a type that has changed
+            graph.erase_node(node)  # it asserts a dtype that may have changed
             continue
         for wide, dtype in _too_wide(node).items():
             with graph.inserting_before(node):
@@ -61,7 +64,7 @@ def _floats(node: Node) -> dict[Node, torch.dtype]:
 
 
 def _too_wide(node: Node) -> dict[Node, torch.dtype]:
-    """Operands of a call that must be narrower -> their new type."""
+    """Operand of a call that must be cast to a narrower dtype -> that dtype."""
     if node.target not in _PRODUCTS | _NORMS:
         return {}
     found = _floats(node)
@@ -73,7 +76,7 @@ def _too_wide(node: Node) -> dict[Node, torch.dtype]:
 
 
 def _propagate(node: Node) -> None:
-    """Compute the value of a call again, because its operands may have changed their type."""
+    """Compute a call's fake value again, because the dtypes of its operands may have changed."""
     if node.op != "call_function":
         return
 

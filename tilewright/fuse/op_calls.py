@@ -1,8 +1,8 @@
-"""Further calls of an optimised graph: operators that replace one call of torch, with torch's own kernel as the alternative.
+"""Further calls of an optimised graph: operators that replace one call of torch. torch's own kernel is the alternative.
 
-The last argument of each, `library`, selects torch's kernel. On a GPU both are timed (op_race.py) and the faster one is used;
-on a CPU Inductor compiles torch's call anyway. The layout of results is known: images are channels-last, everything else is
-contiguous.
+Their last argument, `library`, selects torch's kernel. On a GPU both kernels are timed (op_race.py), and the faster one is
+used. On a CPU Inductor compiles torch's call anyway. The layout of results is known: images are channels-last, everything else
+is contiguous.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ __all__ = [
 
 
 def _by_torch(x: Tensor, library: bool) -> bool:
-    """Whether torch's own kernel is called: because it was chosen, or for Inductor on a CPU."""
+    """Whether to call torch's own kernel: because it was chosen, or because Inductor compiles the call for a CPU."""
     return library or (torch.compiler.is_compiling() and x.device.type == "cpu")
 
 
 def biased_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, fill: float, empty_nan: bool, choice: Choice | None = None
 ) -> Tensor:
-    """Attention of [B, S, H, D] with a mask or bias [N, H | 1, S | 1, T | 1] (kernels/attention/biased.py)."""
+    """Attention of [B, S, H, D] with a mask or bias [N, H or 1, S or 1, T or 1] (kernels/attention/biased.py)."""
     args = (q, k, v, bias, scale, fill, empty_nan)
     if _by_torch(q, False):
         return biased_attention_op.reference(*args)
@@ -45,7 +45,7 @@ ACTIVATIONS = {
 
 
 def activation(x: Tensor, kind: str, alpha: float, last: bool, library: bool = False) -> Tensor:
-    """ops.activation of dense memory, contiguous or channels-last."""
+    """ops.activation of a dense tensor, contiguous or channels-last."""
     if _by_torch(x, library):
         f = ACTIVATIONS[kind]
         return as_dense(f(x, alpha) if kind in ("elu", "leaky_relu") else f(x), last)
@@ -53,14 +53,14 @@ def activation(x: Tensor, kind: str, alpha: float, last: bool, library: bool = F
 
 
 def softmax(x: Tensor, log: bool, library: bool = False) -> Tensor:
-    """ops.softmax or log_softmax over the last dim of contiguous memory."""
+    """ops.softmax or log_softmax over the last dim of a contiguous tensor."""
     if _by_torch(x, library):
         return F.log_softmax(x, -1) if log else F.softmax(x, -1)
     return ops.log_softmax(x) if log else ops.softmax(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, shape: Sequence[int], library: bool = False) -> Tensor:
-    """ops.rms_norm for rows [R, D]; the result has dims `shape`."""
+    """ops.rms_norm for rows [R, D]; the result has the shape `shape`."""
     if _by_torch(x, library):
         return F.rms_norm(x, x.shape[-1:], weight, eps).view(shape)
     return ops.rms_norm(x, weight, eps).view(shape)
@@ -70,7 +70,7 @@ def group_norm(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, added: Tensor | None, activation: str,
     library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.group_norm of channels-last [N, C, *S], after adding `added` [N, C, 1, ...], with its activation."""
+    """activation(ops.group_norm(x + added)) for channels-last x [N, C, *S]; `added` is [N, C, 1, ...] or None."""
     if _by_torch(x, library):
         y = F.group_norm(x if added is None else x + added, groups, weight, bias, eps)
         return as_dense(y if activation == "none" else ACTIVATIONS[activation](y), True)
@@ -81,7 +81,7 @@ def group_norm(
 def instance_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, library: bool = False
 ) -> Tensor:  # fmt: skip
-    """ops.instance_norm of channels-last [N, C, *S], by its own statistics."""
+    """ops.instance_norm of channels-last [N, C, *S], with the statistics of the input itself."""
     if _by_torch(x, library):
         return as_dense(F.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
     return as_dense(ops.instance_norm(x, weight=weight, bias=bias, eps=eps), True)
@@ -91,7 +91,7 @@ def batch_norm(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, activation: str, last: bool,
     library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.batch_norm of [N, C, *S], contiguous or channels-last, by float32 [C] vectors, with its activation."""
+    """activation(ops.batch_norm(x)) for x [N, C, *S], contiguous or channels-last. The vectors are float32 [C]."""
     if _by_torch(x, library):
         y = F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
         return as_dense(y if activation == "none" else ACTIVATIONS[activation](y), last)
@@ -99,12 +99,12 @@ def batch_norm(
 
 
 def room(like: Tensor, count: int, width: int) -> Tensor:
-    """A buffer of rows [count, width] for channels that are appended; for Inductor without columns."""
+    """A buffer of rows [count, width], to which channels are appended. For Inductor it has no columns at first."""
     return like.new_empty(count, 0 if _by_torch(like, False) else width)
 
 
 def append(rows: Tensor, new: Tensor, start: int) -> Tensor:
-    """The buffer after its columns from `start` on are new [R, J]."""
+    """Write new [R, J] into the buffer's columns, starting at column `start`. Returns the buffer."""
     if _by_torch(rows, False):
         return torch.cat((rows, new), 1)
     rows[:, start : start + new.shape[1]] = new
@@ -112,7 +112,10 @@ def append(rows: Tensor, new: Tensor, start: int) -> Tensor:
 
 
 def append_affine(rows: Tensor, new: Tensor, scale: Tensor, shift: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Append new [R, J], so that C columns are filled: (activation(columns * scale [C] + shift [C]), the buffer)."""
+    """Append new [R, J] to the buffer, in which C columns are then filled.
+
+    Returns (activation(columns * scale [C] + shift [C]), the buffer).
+    """
     if _by_torch(rows, False):
         rows = torch.cat((rows, new), 1)
         return activated(rows * scale + shift, activation).to(rows.dtype), rows
@@ -147,7 +150,7 @@ def adaptive_avg_pool(x: Tensor, size: list[int], library: bool = False) -> Tens
 def upsample(
     x: Tensor, size: list[int], factors: list[float] | None, mode: str, corners: bool | None, library: bool = False
 ) -> Tensor:  # fmt: skip
-    """ops.upsample of channels-last [N, C, *S]; `factors` determine the steps if given, otherwise the sizes do."""
+    """ops.upsample of channels-last [N, C, *S]. `factors` are the scale factors; None: they follow from the sizes."""
     given = {"size": size} if factors is None else {"scale_factor": factors}
     if _by_torch(x, library):
         return as_dense(F.interpolate(x, **given, mode=mode, align_corners=corners), True)  # pyright: ignore[reportArgumentType]
@@ -162,7 +165,7 @@ def conv_transpose(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, stride: list[int], padding: list[int],
     output_padding: list[int], groups: int, dilation: list[int], library: bool = False,
 ) -> Tensor:  # fmt: skip
-    """ops.conv_transpose1d, 2d or 3d of channels-last [N, C, *S], with its activation."""
+    """activation(ops.conv_transpose1d(x)), or 2d or 3d, for channels-last x [N, C, *S]."""
     dims, window = x.dim() - 2, (stride, padding, output_padding, groups, dilation)
     if _by_torch(x, library):
         y = _TRANSPOSED[dims](x, weight, bias, *window)

@@ -1,7 +1,7 @@
-"""Decides whether our operator or torch's own kernel computes a call of op_calls.py: both are timed once per problem.
+"""Decides whether our operator or torch's own kernel computes a call of op_calls.py. Both are timed once per problem.
 
-If torch's kernel takes clearly less, the graph's call gets `library=True`. Inside `with invariant():` or `prefer(...)` the
-operator is always used. Refuses devices other than a CUDA GPU.
+If torch's kernel is clearly faster, the graph's call gets `library=True`. Inside `with invariant():` or `prefer(...)` our
+operator is always used. Not supported: devices other than a CUDA GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ RACED = {
 }  # fmt: skip
 """Calls -> position of the argument `library`."""
 _LEAD = 0.98
-"""torch's kernel is used if it takes at most this share of the operator's time: two timings differ by about 1 %."""
+"""torch's kernel is used if its time is at most this share of our operator's. Two timings of one kernel differ by about 1 %."""
 
 Timed = Callable[[Sequence[Callable[[int], Any]]], list[float]]
-"""Calls -> microseconds of each."""
+"""A function that times several calls, and returns the microseconds of each."""
 
 
 def _on_gpu(ways: Sequence[Callable[[int], Any]]) -> list[float]:
@@ -35,14 +35,14 @@ def _on_gpu(ways: Sequence[Callable[[int], Any]]) -> list[float]:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and records the distinct problems of its raced calls."""
+    """Runs a graph and records the distinct problems of the calls to time."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
         self.found: dict[Any, tuple[tuple[Any, ...], list[Node]]] = {}
 
     def run_node(self, n: Node) -> Any:
-        """The node's value."""
+        """Run a node and return its value. A call with two variants is recorded."""
         if n.target in RACED:
             args = tuple(self.fetch_args_kwargs_from_env(n)[0][: RACED[n.target]])
             key = (n.target, *map(_summary, args))
@@ -60,8 +60,8 @@ def race(fused: fx.GraphModule, inputs: list[Any], timed: Timed = _on_gpu) -> li
     """Time both variants of each distinct call, and write the faster one into the graph.
 
     Args:
-        fused: its calls are changed in place.
-        inputs: flat examples.
+        fused: the graph; its calls are changed in place.
+        inputs: flat example inputs.
         timed: function that times calls.
 
     Returns:

@@ -2,12 +2,12 @@
 
     model -> traced (trace.py) -> groups of calls (walk.py) -> calls of our operators (lower.py, emit.py)
           -> implementations measured (choose.py) -> one CUDA graph (captured.py) -> compared with the float model (check.py)
-          -> timed beside it (judge.py) -> called by shapes (optimized.py)
+          -> timed against it (judge.py) -> selected in each call by the input shapes (optimized.py)
 
-The user's model is never changed: a copy is cast to the precision, and folding uses the float model's own parameters. A model
-that cannot be traced as a graph is optimised child by child (partial.py).
+The user's model is never changed: a copy is cast to the precision. Folding uses the parameters of the float model. A model that
+cannot be traced as one graph is optimised child by child (partial.py).
 
-Refuses training, and models on several devices.
+Not supported: training, and models on several devices.
 """
 
 import time
@@ -57,34 +57,37 @@ def optimize(
 
     Args:
         model: any torch.nn.Module; it is copied, and not changed.
-        example_inputs: its arguments: a single tensor, a tuple of arguments, or a dict of arguments by name.
-        precision: of weights and activations: fp32, fp16, bf16, or int8 (fp16 with quantised products, see quantise.py). None:
-            fp16 on a GPU, fp32 on a CPU.
+        example_inputs: arguments for the model: a single tensor, a tuple of arguments, or a dict of arguments by name.
+        precision: precision of weights and activations: fp32, fp16, bf16, or int8 (fp16 with quantised matrix products, see
+            quantise.py). None: fp16 on a GPU, fp32 on a CPU.
         example_kwargs: further arguments by name, in addition to a tuple.
-        report: print the report when done; in any case it is in `.report`, as text and JSON.
+        report: print the report at the end. It is always available in `.report`, as text and JSON.
         tolerance: allowed relative RMS error of outputs; None: the tolerance of the precision (check.TOLERANCES).
-        dynamic: which dimensions may differ from the examples' in calls that get a graph of their own: True for all, False for
-            none, {0: [0], "mask": [0, 1]} for dimensions of arguments by position or name. Other calls run the original model.
-        max_shapes: the highest number of combinations of shapes with a graph; each graph is made at the first such call.
-        measure: time the graph beside the original model, and use the faster one. None: yes, except with compiled=False on a
-            CPU, which runs the operators one by one.
-        graph: whether to capture a CUDA graph; None: on a GPU.
+        dynamic: which dimensions may differ from those of the example inputs: True for all, False for none, or dimensions of
+            arguments by position or name, as in {0: [0], "mask": [0, 1]}. A call that differs only in these dimensions gets
+            its own graph; other calls run the original model.
+        max_shapes: the maximum number of shape combinations that get a graph. Each graph is made in the first call with its
+            shapes.
+        measure: time the graph and the original model, and use the faster one. None: yes, except on a CPU with
+            compiled=False, where the operators run one by one.
+        graph: whether to capture a CUDA graph; None: yes on a GPU, no on a CPU.
         copy_outputs: whether results stay valid after the next call. False saves one launch per result, but then all calls must
             come from one thread.
-        search: on a GPU: for each launch, measure all implementations that accept it, and this many of the model's best configs
-            in addition; 0: implementations only; None: measure nothing.
-        tune: on a GPU: first search every launch of the model thoroughly (takes minutes); results go into the user's tuning
-            database (tuning.py).
+        search: on a GPU: for each launch, measure all implementations that accept it, with their default configs. In addition,
+            measure this many configs: the best ones according to the analytical performance model (choose.py). 0: default
+            configs only; None: measure nothing.
+        tune: on a GPU: first search the configs of every launch thoroughly. This takes minutes. The results are stored in the
+            user's tuning database (tuning.py).
         compiled: on a CPU: whether Inductor compiles the whole graph, with packed weights; None: yes. Otherwise operators run
             one by one.
-        progress: called with a text as `tune` advances; None: no messages.
+        progress: called with a text that describes the progress of `tune`; None: no messages.
 
     Raises:
         ValueError: `model` is not a torch.nn.Module, or it is TorchScript, which has no Python code to trace; an invalid
-            option; no inputs; parameters without a shape; several devices; a model that fails, or a call that torch does not
-            support in the precision.
-        Untraceable: no part of the model can be traced; the message has the user's line.
-        check.Inaccurate: the outputs are too far from the float model's; the message names the layer that is to blame.
+            option; no inputs; parameters without a shape; several devices; the model itself fails on the example inputs;
+            torch does not support one of its calls in the precision.
+        Untraceable: no part of the model can be traced; the message contains the user's source line.
+        check.Inaccurate: the outputs differ too much from those of the float model; the message names the faulty layer.
     """
     _checked(model)
     args, kwargs = _arguments(example_inputs, example_kwargs)
@@ -100,7 +103,7 @@ def optimize(
 def _optimized(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
-    """Optimise a copy of the model. Raises as `optimize`."""
+    """Optimise a copy of the model. Raises the same errors as `optimize`."""
     start = time.perf_counter()
     model = copy_of(model).eval().requires_grad_(False)
     # Streams, graphs and launches belong to the current device.
@@ -114,7 +117,7 @@ def _optimized(
 
 
 def _arguments(inputs: Any, named: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of the example inputs."""
+    """The example inputs as (args, kwargs)."""
     if isinstance(inputs, Mapping):
         return (), {**inputs, **(named or {})}
     if not isinstance(inputs, Tensor | tuple | list):
@@ -160,12 +163,12 @@ def _settings(device: torch.device, precision: str | None, **asked: Any) -> Sett
 def _whole_or_parts(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
-    """Optimise the model as one graph, or child by child. Raises as `optimize`."""
+    """Optimise the model as one graph, or child by child. Raises the same errors as `optimize`."""
     try:
         return _whole(model, args, kwargs, settings, device)
     except Untraceable as error:
         why = error
-    except NotImplementedError as error:  # on a CPU torch lacks some kernels for 16 bits
+    except NotImplementedError as error:  # torch lacks some 16-bit CPU kernels
         reason = str(error).strip().split("\n")[0]
         words = f"optimize: torch cannot run the model in {settings.precision} on {device}: {reason}; take another"
         raise ValueError(words) from error
@@ -173,7 +176,7 @@ def _whole_or_parts(
 
 
 def _facts(settings: Settings, device: str) -> dict[str, Any]:
-    """How the model is called, for its report."""
+    """Facts for the report: precision, device, and how inputs and outputs are handled."""
     graph = settings.graph
     return {
         "precision": settings.precision,
@@ -195,8 +198,11 @@ def _checked(model: Any) -> None:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy. Tensors that a module has computed and stored (torch.nn.utils.weight_norm) are copied without autograd
-    history."""
+    """A deep copy of the model.
+
+    Some modules compute tensors and store them as attributes (torch.nn.utils.weight_norm). These are copied without their
+    autograd history.
+    """
     kept = (v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf)
     return copied_model(model, {id(v): v.detach().clone() for v in kept})
 
@@ -214,7 +220,7 @@ def _device(model: nn.Module, inputs: Any) -> torch.device:
 def _whole(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings, device: torch.device
 ) -> Optimized:
-    """A module that can be traced, optimised as one graph. Raises Untraceable."""
+    """Optimise a module as one graph. Raises Untraceable if it cannot be traced."""
     done = Optimized(model, settings, device, _made)
     done.first_call(args, dict(kwargs))
     done.report = replace(done.made[0].report, own_shapes=done.report.own_shapes)
@@ -222,7 +228,7 @@ def _whole(
 
 
 def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Made:
-    """A graph of a module for these arguments, checked and timed. Raises as `optimize`."""
+    """Make a graph of a module for these arguments, check it and time it. Raises the same errors as `optimize`."""
     model, settings = owner.model, owner.settings
     tensors, _ = flatten((args, dict(kwargs)))
     right = right_outputs(model, args, kwargs)
@@ -258,14 +264,17 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def _checked_capture(
     owner: Optimized, exact: Traced, fused: fx.GraphModule, traced: Traced, tensors: list[Tensor], right: Right, found: Report
 ) -> tuple[Captured, Check]:
-    """The lowered graph with implementations chosen, captured, and compared with the right outputs. Raises Inaccurate."""
+    """Choose implementations for the lowered graph, capture it, and compare its outputs with the reference outputs.
+
+    Raises Inaccurate if an output is out of tolerance.
+    """
     settings = owner.settings
     fused = _chosen(fused, tensors, right, found, settings)
     share_weights(fused, (made.captured.fused for made in owner.made if made.captured is not None))
     dtypes = [t.dtype for t in right.tensors]
 
     def native(*given: Tensor) -> Any:
-        """torch's own calls in the precision."""
+        """Run torch's own operators in the chosen precision."""
         return rebuild(right.structure, traced.module(*(cast(settings.dtype, t) for t in given)))
 
     def checked(called: Callable[..., Any]) -> tuple[Captured, Check]:
@@ -282,10 +291,10 @@ def _checked_capture(
 
 
 def _chosen(fused: fx.GraphModule, flat: list[Tensor], right: Right, found: Report, settings: Settings) -> fx.GraphModule:
-    """The graph after all decisions that need measurements."""
+    """Make all decisions that need measurements, and return the resulting graph."""
     if not settings.compiled:
         assemble(fused, found)
-    # Before measuring moves sums into norms: in int8, norms quantise instead.
+    # Copied here, because `choose` may move sums into the norms after them. In int8 the norms quantise their results instead.
     plain = copied(fused) if settings.quantised else None
     if settings.tune:
         found.tuned = tune_calls(lambda: fused(*flat), progress=settings.progress)
@@ -305,7 +314,7 @@ def _to_blame(
     model: nn.Module, exact: Traced, traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], settings: Settings,
     refused: frozenset[str],
 ) -> tuple[list[LayerError], dict[str, float]]:  # fmt: skip
-    """(fusions that are wrong in float32 too, own errors of torch's layers in the precision)."""
+    """(fusions that are wrong even in float32, the error that each layer has in torch's own model in the precision)."""
     tensors, _ = flatten((tuple(args), dict(kwargs)))
     wide, right = lowered(model, exact, args, kwargs, torch.float32, Report(), refused)
     faults = faults_of(right.module, wide, [cast(torch.float32, t) for t in tensors])
@@ -316,7 +325,7 @@ def _faster(
     owner: Optimized, captured: Captured, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any],
     found: Report, rivals: Rivals | None,
 ) -> Made:  # fmt: skip
-    """The fastest of the graph, torch's own calls in the precision, and the original model."""
+    """Select the fastest of three: the graph, torch's own operators in the precision, and the original model."""
     if not owner.settings.measure:
         return Made(captured, "", found)
     ours, given = timed_us((lambda: captured(tensors), lambda: owner.as_given(*args, **kwargs)), owner.device)
@@ -338,7 +347,7 @@ def lowered(
     model: nn.Module, exact: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype, report: Report,
     refused: frozenset[str] = frozenset(),
 ) -> tuple[fx.GraphModule, Traced]:  # fmt: skip
-    """(the optimised graph, without fusions whose anchors are refused; the model traced in `dtype`)."""
+    """(the optimised graph, the model traced in `dtype`). Anchors in `refused` are not fused."""
     to_dtype = partial(cast, dtype)
     given = flatten((tuple(args), dict(kwargs)))[0]
     traced = exact

@@ -1,14 +1,15 @@
 """The result of `optimize`: a module that is called like the user's, from any number of threads and streams.
 
-Each combination of input shapes, dtypes and other arguments has its own graph (captured.py). The first one is made from the
-example inputs. A call with a new combination makes another, up to `max_shapes`, and if `dynamic` allows these dimensions to
-vary; like the first, it is checked against the original model on that call's inputs. All other calls run the original model:
-the float model, in evaluation, in its own dtype. `report.shapes` has a row for each combination, with the reason and the number
-of calls.
+Each combination of input shapes, dtypes and other arguments has its own graph (captured.py). The first graph is made from the
+example inputs. A call with a new combination makes another graph if `dynamic` allows these dimensions to vary, for up to
+`max_shapes` combinations. Like the first graph, it is checked against the original model, on the inputs of that call. All other
+calls run the original model: the float model, in evaluation mode, in its own dtype. `report.shapes` has a row for each
+combination, with the reason and the number of calls.
 
-Floating-point inputs are cast to the examples' dtype; outputs have the dtypes of the float model's outputs.
+Floating-point inputs are cast to the dtype of the example inputs. Outputs have the dtypes of the float model's outputs.
 
-Refuses gradients, moves to another device or dtype, other weights, copies and pickling (`save` writes a file instead).
+Not supported: gradients, moving to another device or dtype, loading other weights, copying, and pickling (`save` writes a file
+instead).
 """
 
 import threading
@@ -30,7 +31,7 @@ from tilewright.fuse.trace import without_fast_path
 __all__ = ["BUILDING", "Made", "Optimized", "described"]
 
 BUILDING = threading.RLock()
-"""Held while a graph is made, because torch.export, Inductor's settings and TF32 flags are global to the process."""
+"""A lock that is held while a graph is made, because torch.export, Inductor's settings and TF32 flags are process-wide."""
 
 
 class Made(NamedTuple):
@@ -39,7 +40,7 @@ class Made(NamedTuple):
     captured: Captured | None
     """None if the original model is faster."""
     reason: str
-    """How fast it is, if this was measured."""
+    """A text that states how fast the graph is; empty if this was not measured."""
     report: Report
 
 
@@ -50,16 +51,17 @@ class Optimized(nn.Module):
     """The user's model, running on our operators.
 
     Args:
-        model: the original float model: a copy of the user's, in evaluation. It runs calls without a graph.
+        model: the original float model: a copy of the user's model in evaluation mode. Calls without a graph run it.
         settings: settings of all graphs.
-        device: where the model is.
-        make: makes a graph of the model for given arguments. An error that it raises is the reason to run the original model.
+        device: the device of the model.
+        make: a function that makes a graph of the model for given arguments. If it raises an error, such calls run the original
+            model, and the error is reported as the reason. The first call raises the error instead.
     """
 
     model: nn.Module
     report: Report
     shared_by_copies = True
-    """For `state.with_own_state`."""
+    """Tells `state.with_own_state` to share this module instead of copying it."""
 
     def __init__(self, model: nn.Module, settings: Settings, device: torch.device, make: Make):
         super().__init__()
@@ -90,7 +92,7 @@ class Optimized(nn.Module):
     # ---- calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model as the user's.
+        """Call the optimised model, with the same arguments as the user's model.
 
         Raises:
             ValueError: an input requires a gradient or is on another device, or an argument cannot be compared.
@@ -107,7 +109,7 @@ class Optimized(nn.Module):
         return self.as_given(*args, **kwargs) if captured is None else captured(tensors)
 
     def as_given(self, *args: Any, **kwargs: Any) -> Any:
-        """The original float model's call, without gradients."""
+        """Call the original float model, without gradients."""
         tensors, structure = flatten((args, kwargs))
         moved = [t.clone() if self.writes else t for t in self._placed(tensors, always=True)]
         args, kwargs = rebuild(structure, moved)
@@ -115,7 +117,7 @@ class Optimized(nn.Module):
             return self._own(self.model(*args, **kwargs))
 
     def _own(self, outputs: Any) -> Any:
-        """Outputs that the user may change: those that are a weight of the model, or a view of one, are copied."""
+        """Outputs that the user may modify: an output that is a weight of the model, or a view of one, is copied."""
         if self._held is None:
             weights = (*self.model.parameters(), *self.model.buffers())
             self._held = {t.untyped_storage().data_ptr() for t in weights if t.numel()}
@@ -125,7 +127,10 @@ class Optimized(nn.Module):
         return rebuild(structure, [t.clone() for t in tensors])
 
     def _placed(self, tensors: Sequence[Tensor], always: bool = False) -> Sequence[Tensor]:
-        """The checked tensors; host tensors are moved to the GPU if nothing else copies them."""
+        """Check the tensors and return them. With `always`, tensors on the host are moved to the model's device.
+
+        Without it, a CUDA graph copies them.
+        """
         if torch.is_grad_enabled():
             for at, t in enumerate(tensors):
                 if t.requires_grad:
@@ -143,12 +148,12 @@ class Optimized(nn.Module):
     # ---- shapes
 
     def first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make the graph for the example inputs. Raises as `make` does."""
+        """Make the graph for the example inputs. Raises the same errors as `make`."""
         tensors, structure = flatten((args, kwargs))
         self._first_seen((structure, tuple([(t.shape, t.dtype) for t in tensors])), args, kwargs)
 
     def _first_seen(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Shape, Captured | None]:
-        """The graph or original model for a call with an unknown combination of inputs."""
+        """The row of the report and the graph for a new combination of inputs; None instead of a graph: the original model."""
         named = {name: kwargs[name] for name in sorted(kwargs)}
         tensors, structure = flatten((args, named))
         whole = structure, tuple((t.shape, "float" if t.is_floating_point() else t.dtype) for t in tensors)
@@ -168,7 +173,7 @@ class Optimized(nn.Module):
             return self._known[whole]
 
     def _refusal(self, structure: Structure, tensors: Sequence[Tensor]) -> str | None:
-        """Why no graph is made for a new combination of inputs; None if one is made."""
+        """The reason why no graph is made for a new combination of inputs; None if a graph is made."""
         if self._example is None:
             return None
         dynamic, (like, shapes) = self.settings.dynamic, self._example
@@ -190,7 +195,7 @@ class Optimized(nn.Module):
         return None
 
     def _other(self, why: str) -> Shape:
-        """The row for all calls that get no graph for the same reason."""
+        """The row of the report for all calls that get no graph for this reason."""
         if why not in self._others:
             self._others[why] = Shape("others", False, why)
             self.report.own_shapes.append(self._others[why])
@@ -199,14 +204,17 @@ class Optimized(nn.Module):
     def _made(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], structure: Structure
     ) -> tuple[Shape, Captured | None]:
-        """A graph for a new combination of inputs, or the reason why there is none. Errors of the first one are raised."""
+        """Make a graph for a new combination of inputs. Returns (the row of the report, the graph or None).
+
+        An error for the first combination is raised. For later ones it is the reason in the row.
+        """
         first, words = self._example is None, described(tensors, structure)
         args, kwargs = rebuild(structure, [t.to(self.device) for t in tensors])
         if first:
             made = self.make(self, args, kwargs)
             self._example = structure, tuple(t.shape for t in tensors)
         else:
-            self.as_given(*args, **kwargs)  # an error of the user's own code is raised, and is not a reason
+            self.as_given(*args, **kwargs)  # errors of the user's own code are raised here
             try:
                 made = self.make(self, args, kwargs)
             except (ValueError, RuntimeError) as error:
@@ -220,12 +228,12 @@ class Optimized(nn.Module):
     # ---- other methods of a module
 
     def keep_examples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Keep copies of the example inputs on the host, for `save`."""
+        """Store copies of the example inputs on the host, for `save`."""
         tensors, structure = flatten((args, dict(kwargs)))
         self.examples = [t.detach().to("cpu", copy=True) for t in tensors], structure
 
     def __getattr__(self, name: str) -> Any:
-        """Data and modules of the original model (`config`, `weight`). Raises AttributeError for its methods."""
+        """Attributes of the original model (`config`, `weight`, submodules). Raises AttributeError for its methods."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -241,7 +249,7 @@ class Optimized(nn.Module):
         return found
 
     def train(self, mode: bool = True) -> Self:
-        """Does nothing: an optimised model is for inference, whatever the mode of the model around it."""
+        """Does nothing: an optimised model is for inference only, even inside a model in training mode."""
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,14 +257,17 @@ class Optimized(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Called by `load_state_dict` of this module or of one around it. Raises ValueError, because weights are folded."""
+        """Raises ValueError, because weights are folded into the graphs.
+
+        `load_state_dict` of this module, or of a module that contains it, calls this method.
+        """
         raise ValueError(
             "optimized model: its weights are folded into its graphs, so others cannot be loaded: load them into the model "
             "that it came from, and optimise that one again"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A move or cast, which must change nothing. Raises ValueError if it would, because graphs use the present tensors."""
+        """Accepts moves and casts that change nothing. Raises ValueError for others, because graphs use the current tensors."""
         held = {(t.dtype, t.device) for t in (*self.model.parameters(), *self.model.buffers())}
         for dtype, device in held:
             probe = torch.empty(0, dtype=dtype, device=device)
@@ -268,14 +279,14 @@ class Optimized(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises TypeError: CUDA graphs belong to this process."""
+        """Raises TypeError, because CUDA graphs exist only in this process."""
         raise TypeError(
             "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing): save(path) writes "
             "a file that tilewright.load_optimized(path, model) reads in any process; threads can share the one that is there"
         )
 
     def save(self, path: str | Path) -> None:
-        """Write a file for `load_optimized` (saved.py). Raises ValueError if something cannot be written."""
+        """Write a file that `load_optimized` can load (saved.py). Raises ValueError if something cannot be written."""
         from tilewright.fuse.saved import save  # imports this class
 
         save(self, path)
@@ -301,7 +312,7 @@ def _unhashable(structure: Structure) -> list[str]:
 
 
 def described(tensors: Sequence[Tensor], structure: Structure) -> str:
-    """Inputs as text: `[3, 8] float32, scale 2.0`."""
+    """The inputs as text, such as `[3, 8] float32, scale 2.0`."""
     texts = iter([f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors])
     return ", ".join(
         ("" if isinstance(place, int) else f"{place} ") + _described(given, list(islice(texts, count(given))))
@@ -313,5 +324,5 @@ def _described(given: Structure, texts: list[str]) -> str:
     """An argument as text."""
     try:
         return str(rebuild(given, texts))
-    except (TypeError, ValueError, AttributeError, RuntimeError):  # of a class that wants tensors
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # raised by a class that accepts only tensors
         return f"{getattr(given.spec.context, '__name__', 'object')}({', '.join(texts)})"

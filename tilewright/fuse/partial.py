@@ -1,11 +1,11 @@
-"""Optimises a model that cannot be traced as a whole: its children, one by one; the rest runs as the user wrote it.
+"""Optimises a model that cannot be traced as a whole. Its children are optimised one by one; its own code runs unchanged.
 
-Each child's arguments are recorded in one call of the model. If a child cannot be traced either, its own children are tried.
-What stays eager keeps the user's own dtype, and is listed in the report with the reason. Like a whole model, an optimised child
-makes graphs for further shapes, and uses the original child for all others.
+The arguments of each child are recorded in one call of the model. If a child cannot be traced either, its own children are
+tried. Parts that stay eager keep the user's own dtype. The report lists them with the reason. Like a whole model, an optimised
+child makes graphs for further shapes, and runs the original child for all other calls.
 
-Refuses children that write to their inputs (an optimised child works on copies), that are called in other ways than
-`child(...)`, or whose methods the model's own code calls.
+Not supported: children that write to their inputs (an optimised child works on copies), children that are not called as
+`child(...)`, and children whose methods the model's own code calls.
 """
 
 import copy
@@ -37,9 +37,9 @@ class Partial(Optimized):
     """The user's own module with some optimised children.
 
     Args:
-        model: a copy of the user's.
-        settings: settings of its children.
-        device: where it is.
+        model: a copy of the user's module, in which children have been replaced.
+        settings: settings of the children.
+        device: the device of the model.
         report: the decisions.
     """
 
@@ -48,7 +48,7 @@ class Partial(Optimized):
         self.report, self.turns = report, None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model as the user's."""
+        """Call the model, with the same arguments as the user's."""
         self._placed(flatten((args, kwargs))[0])
         with plainly(self.device):
             return self.model(*args, **kwargs)
@@ -60,7 +60,7 @@ def _never(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 class _Calls(NamedTuple):
-    """What happened in a call of a model."""
+    """A record of one call of a model."""
 
     of: dict[nn.Module, list[Call]]
     """Arguments of every call of every child."""
@@ -69,7 +69,7 @@ class _Calls(NamedTuple):
 
 
 def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Calls, Any]:
-    """(the calls of the children, the model's result)."""
+    """Call a copy of the model. Returns (the calls of its children, its result)."""
     calls, copied = _Calls({}, set()), with_own_state(model)
     original = dict(zip(copied.modules(), model.modules(), strict=True))
 
@@ -92,14 +92,14 @@ def _copies(value: Any) -> Any:
 
 
 class _Children:
-    """Goes through a model's children and replaces them by optimised ones."""
+    """Visits a model's children and replaces them by optimised ones."""
 
     def __init__(
         self, calls: _Calls, settings: Settings, device: torch.device, whole: Whole, report: Report
     ):  # fmt: skip
         self.calls, self.settings, self.device, self.whole, self.report = calls, settings, device, whole, report
         self.done: dict[nn.Module, Optimized | None] = {}
-        """The result for each module, which may be a child in several places."""
+        """Module -> its optimised form, or None. A module may be a child in several places."""
 
     def visit(self, parent: nn.Module, path: str) -> None:
         """Optimise the children of a module that cannot be traced itself."""
@@ -124,7 +124,7 @@ class _Children:
             return self._eager(where, "the model does not call it")
         if not flatten(calls[0])[0]:
             return self._eager(where, "it is called without tensors")
-        # The model may read the result of one call after the next call.
+        # If a child is called several times, the model may read the result of one call after the next call.
         settings = self.settings._replace(copy_outputs=self.settings.copy_outputs or len(calls) > 1)
         try:
             done = self.whole(child, *calls[0], settings, self.device)
@@ -157,9 +157,9 @@ class _Children:
 
 
 def _counts(launch: Mapping[str, Any]) -> bool:
-    """Whether a launch is worth a graph: one of an operator of this package that is not a mere activation.
+    """Whether a launch justifies a graph: its operator is from this package, and it is more than an activation.
 
-    The names of other calls have a namespace, as in aten.cat.default.
+    Calls of other operators have a namespace in their names, as in aten.cat.default.
     """
     return "." not in launch["op"] and launch["op"] != "inductor" and launch["op"] not in ACTIVATIONS
 
@@ -171,17 +171,17 @@ def optimize_children(
     """Optimise those children of a model that can be traced.
 
     Args:
-        model: a copy of the user's; it is changed.
+        model: a copy of the user's model; it is changed.
         args: example arguments.
         kwargs: example arguments by name.
-        settings: for each child.
-        device: where the model is.
-        why: why the model itself cannot be traced.
-        whole: function that optimises a module that can be traced.
+        settings: settings for each child.
+        device: the device of the model.
+        why: the reason why the model itself cannot be traced.
+        whole: a function that optimises a module that can be traced.
 
     Raises:
-        Untraceable: no part of it can be traced.
-        Inaccurate: the outputs are too far from the float model's.
+        Untraceable: no part of the model can be traced, or its code reads attributes that optimised children do not have.
+        Inaccurate: the outputs differ too much from those of the float model.
     """
     report = Report()
     report.add(type(model).__name__, "capture", type(model).__name__, False, str(why))

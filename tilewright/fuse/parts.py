@@ -1,8 +1,7 @@
-"""Values of the float graph that are only a part of the result of one node of the fused graph.
+"""Describes values of the float graph that are only a part of the result of a fused node.
 
-A product of merged linears gives the columns of each of them; its rows may be in another order than in the float model. The
-node's
-`meta[FLOAT_PARTS]` says where each value is, so that it can be compared (check.layer_errors).
+A matrix product of merged linears computes the columns of all these linears. Its rows may be in another order than in the float
+model. The node's `meta[FLOAT_PARTS]` lists the position of each value, so that the values can be compared (check.layer_errors).
 """
 
 from typing import NamedTuple
@@ -12,20 +11,20 @@ from torch import Tensor
 __all__ = ["FLOAT_PARTS", "Part"]
 
 FLOAT_PARTS = "float_parts"
-"""Key of a fused node's `meta`: a list of `Part`."""
+"""Key in a fused node's `meta`: a list of `Part`."""
 
 
 class Part(NamedTuple):
-    """One value, and where it is."""
+    """One value and its position in a fused node's result."""
 
     node: str
-    """Name in the float graph."""
+    """The name of the value's node in the float graph."""
     anchor: str
-    """The name of the node after which its layer is called."""
+    """The name of the node that gives the layer its name."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Positions of its elements in the fused node's memory."""
+    """`size`, `stride` and `offset` locate the elements in the memory of the fused node's result, as in as_strided."""
 
     def of(self, given: Tensor) -> Tensor:
         """The value within the result of the fused node, as a view."""

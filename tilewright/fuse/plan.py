@@ -1,4 +1,4 @@
-"""The plan for a graph, as data: which calls go into one launch, and the decision about every call.
+"""The fusion plan of a graph, as data: which calls are computed in one launch, and the decision about every call.
 
 walk.py makes a plan; lower.py and post_grad.py build it.
 """
@@ -17,15 +17,15 @@ from tilewright.fuse.naming import layer_name
 __all__ = ["FUSED", "LEFT", "QUIET", "Fold", "Gate", "Group", "Plan", "Unbuilt", "merge_name"]
 
 FUSED = "anchor"
-"""Kind of a decision about an anchor itself."""
+"""Kind of a decision about an anchor."""
 LEFT = "torch"
-"""Kind of a decision about a call that remains torch's and is not part of an epilogue."""
+"""Kind of a decision about a call that torch computes, and that is not part of an epilogue."""
 QUIET = ("view", "constant", "unread", "inside", "inductor")
-"""Kinds of decisions that a summary omits: about calls that cost nothing, or belong to something else."""
+"""Kinds of decisions that a summary omits: the calls cost nothing, or belong to another decision."""
 
 
 class Unbuilt(ValueError):
-    """A fusion that cannot be built as planned: these nodes must not be fused, for this reason."""
+    """A fusion cannot be built as planned. Contains the reason, and the nodes that must not be fused."""
 
     def __init__(self, reason: str, *nodes: Node):
         super().__init__(reason)
@@ -33,7 +33,7 @@ class Unbuilt(ValueError):
 
 
 def merge_name(linear: Node) -> str:
-    """The name by which a plan refuses to merge a linear with others."""
+    """The name of the decision to merge a linear with others, for the names that `walk.plan` must not fuse."""
     return f"{linear.name} with others"
 
 
@@ -46,10 +46,10 @@ class Fold:
     operands: tuple[Any, ...]
     """batch_norm: (weight, bias, mean, variance); scale and bias: one operand. Nodes, numbers or None."""
     spread: Spread | None = None
-    """How the operands' numbers map to the columns; None for a number."""
+    """How the operands' elements map to the columns of the result; None if the operand is a number."""
     eps: float = 0.0
     node: Node
-    """The call whose value includes it."""
+    """The call whose result includes this operation."""
 
 
 @dataclass
@@ -58,22 +58,22 @@ class Group:
 
     anchor: Anchor
     folds: list[Fold] = field(default_factory=list)
-    """In the order in which they apply."""
+    """In the order in which they are applied."""
     activation: str = "none"
     residual: Node | None = None
-    """The other operand of the sum."""
+    """The other operand of the residual addition."""
     moved: bool = False
     """Whether the anchor's bias is added elsewhere (moved_bias.py)."""
     plus: list[Node] = field(default_factory=list)
-    """For a norm: biases of products that it adds to its own."""
+    """For a norm: biases of matrix products that the norm adds to its own bias (moved_bias.py)."""
     minus: list[Node] = field(default_factory=list)
-    """For a product: biases that its input contains in addition, and that it has to subtract."""
+    """For a matrix product: moved biases that its input contains, and that it has to subtract."""
     chain: list[Node] = field(default_factory=list)
-    """Calls after the anchor, in order, including views; the last one's value is the group's."""
+    """Calls after the anchor, in order, including views. The group computes the value of the last one."""
 
     @property
     def name(self) -> str:
-        """The anchor's layer."""
+        """The name of the anchor's layer."""
         return layer_name(self.anchor.node)
 
     @property
@@ -83,12 +83,12 @@ class Group:
 
     @property
     def plain(self) -> bool:
-        """Whether it consists of its anchor alone."""
+        """Whether the group consists of its anchor alone."""
         return not self.chain
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All calls that belong to it, in the graph's order, except for calls inside of the anchor."""
+        """All calls of the group in the graph's order, except those inside the anchor."""
         return (*reversed(self.anchor.inside), self.anchor.node, *self.chain)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,13 +109,13 @@ class Gate:
     node: Node
     """The multiplication."""
     groups: tuple[Group, ...]
-    """(gate, up), or the one linear of which they are the halves."""
+    """(gate, up), or the single linear whose result has both as its halves."""
     activation: str
     """silu_mul or gelu_mul."""
     gate_first: bool = True
-    """For one linear: whether its first half is the gate."""
+    """For a single linear: whether the first half of its result is the gate."""
     inside: tuple[Node, ...] = ()
-    """For one linear: the calls between it and the multiplication, in the graph's order."""
+    """For a single linear: the calls between it and the multiplication, in the graph's order."""
 
     def to_json(self) -> dict[str, Any]:
         """As values for JSON."""
@@ -127,10 +127,10 @@ class Plan:
     """The plan of a whole graph."""
 
     groups: list[Group] = field(default_factory=list)
-    """In the order of their last calls, including those of gates and merges."""
+    """In the order of their last calls, including groups that belong to gates and merges."""
     gates: list[Gate] = field(default_factory=list)
     merges: list[list[Group]] = field(default_factory=list)
-    """Linears with the same input that become one product, in order."""
+    """Lists of linears with the same input, in order. Each list becomes one matrix product."""
     decisions: dict[Node, Decision] = field(default_factory=dict)
     """A decision about every call of the graph."""
     under: dict[Node, Node] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class Plan:
         return node.op == "get_attr" or (node in self.decisions and self.decisions[node].kind == "constant")
 
     def listed(self, nodes: Sequence[Node]) -> list[Decision]:
-        """The decisions of a summary, in the graph's order, grouped by anchor."""
+        """The decisions that a summary shows, in the graph's order, grouped by anchor."""
         place = {node: i for i, node in enumerate(nodes)}
         found = [n for n in self.decisions if self.decisions[n].kind not in QUIET]
         found.sort(key=lambda n: (place[self.under.get(n, n)], place[n]))

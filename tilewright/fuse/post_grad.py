@@ -1,17 +1,18 @@
-"""The torch.compile backend's pass: puts operators into a graph after autograd and Inductor's decompositions.
+"""The pass of the torch.compile backend. It inserts our operators into a graph after autograd and Inductor's decompositions.
 
-The graph is planned by the same rules as every graph (walk.py, rules.py). Its particulars: activations are decomposed
-(activations.py), weights are inputs, so nothing can be folded into them, and an epilogue reaches through reshapes only. Each
-group of the plan becomes a call of its operator, if that is faster.
+The rules for planning are the same as for all graphs (walk.py, rules.py), with three differences. Activations are decomposed
+(activations.py). Weights are inputs, so nothing can be folded into them. The only views allowed between an anchor and its
+epilogue are reshapes. Each group of the plan becomes a call of its operator, if that is faster.
 
-Left to Inductor, with the reason: values that something else reads too, especially those kept for the backward pass; calls that
-the operator would pass to the vendor's library, as Inductor does; on a GPU, calls measured to be slower than that (race.py);
-convolutions with unknown sizes; everything on a CPU unless asked for. Inductor fuses the rest as usual.
+These are left to Inductor, with the reason: values that other calls read too, especially values kept for the backward pass;
+calls that the operator would pass to the vendor's library, as Inductor does; on a GPU, calls that were measured to be slower
+than what Inductor runs (race.py); convolutions with unknown sizes; and everything on a CPU, unless `cpu` is set. Inductor fuses
+the rest as usual.
 
-The graph stays functional and keeps its inputs, outputs and their order. Strides of values may become channels-last; Inductor
-restores those of the outputs.
+The graph stays functional and keeps its inputs, outputs and their order. Values may become channels-last; Inductor restores the
+strides of the outputs.
 
-Not here: batch norm. Only Inductor with `config.freezing` folds it, because weights are inputs of such a graph.
+Not here: batch norm. Weights are inputs of such a graph, so only Inductor with `config.freezing` can fold it.
 """
 
 import operator
@@ -47,15 +48,14 @@ _KEPT_META = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "source_f
 
 
 def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
-    """Put the operators into a graph, in place.
+    """Insert our operators into a graph, in place.
 
     Args:
-        graph: functional ATen, decomposed as Inductor does, with `val` in the nodes' meta.
-        cpu: also replace calls on CPU tensors, for which the operators are torch's own calls.
+        graph: a functional ATen graph after Inductor's decompositions, with `val` in the nodes' meta.
+        cpu: also replace calls on CPU tensors, where the operators run torch's own calls.
 
     Returns:
         Every fusion that was done or refused, in the graph's order.
-        Every fusion taken or refused, in the graph's order.
     """
     nodes = list(graph.nodes)
     found = plan(
@@ -63,9 +63,9 @@ def fuse_graph(graph: Graph, *, cpu: bool = False) -> list[Decision]:
     )
     groups = {group.last: group for group in found.groups}
     moved: dict[Node, tuple[int, ...]] = {}
-    """Nodes whose strides differ from those they were traced with -> the new strides."""
+    """Node whose strides have changed since tracing -> the strides with which it was traced."""
     now: dict[Node, Node] = {}
-    """Replaced values -> their replacements."""
+    """Replaced value -> its replacement."""
     for node in nodes:
         _restride(node, moved)
         if node in groups:
@@ -85,7 +85,7 @@ def _reshape(node: Node) -> bool:
 
 
 def _read(node: Node, cpu: bool) -> Anchor | str | None:
-    """The anchor that a node is, if it is replaced here; otherwise why not."""
+    """The anchor for a node if it can be replaced here; otherwise the reason. None for nodes that are never replaced."""
     if node.target is aten.baddbmm.default:
         return "a product with a bias for each entry of a batch"
     if node.target is aten.bmm.default:
@@ -101,7 +101,7 @@ def _read(node: Node, cpu: bool) -> Anchor | str | None:
 
 
 def _refusal(anchor: Anchor, cpu: bool) -> str | None:
-    """Why the operator is not used here, apart from how it would run the anchor; None if it may be."""
+    """The reason why the operator cannot be used here, before its implementation is considered; None if it can be used."""
     x, weight, out = (tensor_of(n) for n in (anchor.x, anchor.weight, anchor.node))
     assert x is not None, "an anchor has operands"
     if x.device.type == "cpu" and not cpu:
@@ -114,13 +114,13 @@ def _refusal(anchor: Anchor, cpu: bool) -> str | None:
 
 
 def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]], now: dict[Node, Node]) -> None:
-    """Replace a group's calls, or the anchor alone if that is faster, or nothing; decisions are updated."""
+    """Replace a group's calls, or its anchor alone, or nothing, depending on which is faster. The decisions are updated."""
     emit = {"linear": _linear, "conv": _conv, "attention": _attention}[group.anchor.kind]
     launch = _Launch(group, now)
     reason, value = emit(launch, cpu)
     lost = group.chain
     if value is None and group.chain:
-        # An anchor may be slower with everything that follows, and faster alone.
+        # Even if the operator is slower with the whole epilogue, it may be faster for the anchor alone.
         launch = _Launch(Group(group.anchor), now)
         alone, value = emit(launch, cpu)
         reason, why = (reason, reason) if value is None else (alone, reason)
@@ -136,7 +136,7 @@ def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]
         if lost:
             decided[node] = replace(decided[node], taken=False, reason=why, bytes_saved=0)
         elif i:
-            # The first step saves storing the product and reading it again; Inductor fuses the others anyway.
+            # The first step avoids storing the product and reading it again. Inductor would fuse the other steps anyway.
             decided[node] = replace(decided[node], bytes_saved=0)
     if value is not None:
         now[launch.last] = value
@@ -147,7 +147,7 @@ def _put(group: Group, found: Plan, cpu: bool, moved: dict[Node, tuple[int, ...]
 
 @dataclass
 class _Launch:
-    """A group that is put into the graph, with its operands as they are in the graph now."""
+    """A group to insert into the graph, with its operands as they are in the graph now."""
 
     group: Group
     now: dict[Node, Node]
@@ -155,7 +155,7 @@ class _Launch:
     def __post_init__(self) -> None:
         self.anchor, self.last = self.group.anchor, self.group.last
         self.before = self.last
-        """The node before which its calls are inserted."""
+        """The node before which the group's new calls are inserted."""
         self.x = self._now(self.anchor.x)
         self.residual = None if self.group.residual is None else self._now(self.group.residual)
         bias = self.group.folds[0].operands[0] if self.group.folds else self.anchor.bias
@@ -173,7 +173,7 @@ class _Launch:
 
     @property
     def others(self) -> list[Node]:
-        """Keys and values."""
+        """The keys and values of attention."""
         return [self._now(n) for n in self.anchor.others]
 
 
@@ -181,19 +181,19 @@ class _Launch:
 
 
 def _call(before: Node, target: Callable[..., Any], *args: Any, like: Node) -> Node:
-    """Insert a call before a node, with the shape and strides of the node's value."""
+    """Insert a call before the node `before`. Its `val` is computed, and other meta data come from the node `like`."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args)
     node.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
     values = map_arg(args, lambda n: n.meta["val"])
     node.meta["val"] = target(*values)  # pyright: ignore[reportArgumentType]
-    # Otherwise Inductor may give memory of any strides to an operator that a pass has inserted.
+    # Without this, Inductor may pass tensors with any strides to an operator that a pass has inserted.
     node.meta["eager_input_vals"] = (values, {})
     return node
 
 
 def _choice(op: Op, args: list[Any]) -> Choice | str | None:
-    """What the operator will run; a sentence if it refuses; None if sizes are not known yet."""
+    """The implementation that the operator will run; a sentence if it refuses; None if sizes are not known yet."""
     if symbolic(*(t.shape for t in args if isinstance(t, Tensor))):
         return None
     device = args[0].device
@@ -206,7 +206,7 @@ def _choice(op: Op, args: list[Any]) -> Choice | str | None:
 
 
 def _empty(t: Tensor) -> Tensor:
-    """A tensor like t without memory, whose address counts as aligned."""
+    """A meta tensor like t, which has no memory; its address counts as aligned."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
@@ -214,7 +214,7 @@ _CHOSEN = {op.name: chosen(op) for op in (linear_op, conv_op, attention_op)}
 
 
 def _free(launch: _Launch) -> bool:
-    """Whether Inductor computes what follows an anchor in a kernel that it launches anyway, because another call reads it."""
+    """Whether Inductor could compute the epilogue in a kernel that it launches anyway, to compute a reader of the result."""
     readers, seen = list(launch.last.users), set[Node]()
     while readers:
         reader = readers.pop()
@@ -237,7 +237,7 @@ _VIEWS = (
 def _why(op: Op, launch: _Launch, cpu: bool, *args: Any) -> tuple[str, Callable[..., Any] | None, tuple[str, ...]]:
     """(the reason; the function to call, or None if the operator is not used; arguments to insert before the others)."""
     tensors = [a.meta["val"] if isinstance(a, Node) else a for a in args]
-    # Inside `with invariant():` or `prefer(...)` the user wants the operator in any case.
+    # Inside `with invariant():` or `prefer(...)` the user has requested the operator, so it is not timed.
     wanted = scope().invariant or scope().preferred is not None
     with unset_fake_temporarily():
         choice = _choice(op, tensors)
@@ -286,14 +286,14 @@ def _linear(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
 
 
 def _behind(launch: _Launch, value: Node) -> Node:
-    """The value in the shape after the reshapes of the group's chain."""
+    """The value, reshaped to its shape after the reshapes of the group's chain."""
     if not launch.views:
         return value
     return _call(launch.before, aten.reshape.default, value, launch.views[-1].args[1], like=launch.anchor.node)
 
 
 def _bias(launch: _Launch, count: int) -> Node | None:
-    """[N], in memory without gaps."""
+    """The bias as a contiguous vector [N]; None if there is no bias."""
     if launch.bias is None:
         return None
     bias, like = launch.bias, launch.anchor.node
@@ -303,7 +303,7 @@ def _bias(launch: _Launch, count: int) -> Node | None:
 
 
 def _contiguous(before: Node, node: Node, like: Node) -> Node:
-    """The value in row-major order, copied if necessary."""
+    """The value in row-major order; it is copied if necessary."""
     if node.meta["val"].is_contiguous():
         return node
     with before.graph.inserting_before(before):
@@ -314,7 +314,7 @@ def _contiguous(before: Node, node: Node, like: Node) -> Node:
 
 
 def _laid(before: Node, node: Node, strides: tuple[int, ...]) -> Node:
-    """A copy of a value with these strides, which have no gaps."""
+    """A copy of a value with the given strides, which must have no gaps."""
     order = sorted(range(len(strides)), key=lambda d: -strides[d])
     inside = _contiguous(before, _call(before, aten.permute.default, node, order, like=node), node)
     return _call(before, aten.permute.default, inside, [order.index(d) for d in range(len(order))], like=node)
@@ -371,11 +371,11 @@ def _attention(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
 
 
 def _replace(launch: _Launch, value: Node, moved: dict[Node, tuple[int, ...]]) -> None:
-    """Replace the computed value by the launch's. Nodes without readers are erased at the end."""
+    """Replace the value of a group by the value of its launch. Nodes without readers are erased at the end."""
     before = launch.last.meta.get("val")
     launch.last.replace_all_uses_with(value)
     if launch.anchor.kind == "attention":
-        # torch's call counts as impure, because it may draw random numbers, so dead-code elimination would keep it.
+        # torch's call may draw random numbers, so it counts as impure, and dead-code elimination would keep it.
         node = launch.anchor.node
         for one in (*node.users, node):
             node.graph.erase_node(one)
@@ -384,11 +384,11 @@ def _replace(launch: _Launch, value: Node, moved: dict[Node, tuple[int, ...]]) -
 
 
 def _restride(node: Node, moved: dict[Node, tuple[int, ...]]) -> None:
-    """The new strides of a pointwise call after a value that has become channels-last."""
+    """Update the strides of a pointwise call on a value that has become channels-last. as_strided gets a copy instead."""
     if node.op != "call_function" or not any(n in moved for n in node.all_input_nodes):
         return
     if node.target is aten.as_strided.default:
-        # It reads memory directly.
+        # as_strided addresses memory directly, so it needs the strides with which its input was traced.
         source: Any = node.args[0]
         node.replace_input_with(source, _laid(node, source, moved[source]))
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:

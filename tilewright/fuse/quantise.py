@@ -1,21 +1,22 @@
-"""Decides which products and convolutions of an optimised graph run in int8, and which calls quantise their inputs.
+"""Decides which matrix products and convolutions of an optimised graph run in int8, and which calls quantise their inputs.
 
     candidates -> a plan of which calls quantise -> the graph -> measured -> the plan that takes the least time
 
-Weights are quantised with one scale per row. An activation has one scale, found on the example inputs (the one with the least
-squared error, so single large numbers may saturate). If a layer norm quantises it, it has one scale per row; this requires that
-all products that read it read all of its rows in order. The error of each product alone (relative RMS) is measured on those
-inputs before it is decided.
+In this module a "product" is a matrix product or a convolution. Weights are quantised with one scale per row. An activation has
+one scale, which is determined on the example inputs. It is the scale with the least squared error, so single large numbers may
+saturate. If a layer norm quantises the activation, it has one scale per row. This requires that all quantised products that
+read it read all its rows in order. Before the decision, the error of each product alone (relative RMS) is measured on these
+inputs.
 
-A value is quantised by the layer norm, the quantised product or the quantised convolution that computes it, if something reads
-it quantised; otherwise by a separate launch. The residual of a quantised convolution is then quantised, too, so a chain of
-convolutions never leaves int8.
+If a value is read in quantised form, the call that computes it also quantises it, if possible: a layer norm, or a product in
+int8. Otherwise a separate launch quantises it. If a convolution quantises its result, its residual is quantised too, so that a
+chain of convolutions stays in int8.
 
-On a GPU each product is measured in int8 and in 16 bits. It stays in 16 bits if int8 does not pay together with the conversions
-that it needs; if the whole graph is not faster in int8, all of it stays in 16 bits. On a CPU nothing is measured.
+On a GPU each product is measured in int8 and in 16 bits. It stays in 16 bits if int8 is not faster when the necessary
+conversions are included. If the whole graph is not faster in int8, all of it stays in 16 bits. On a CPU nothing is measured.
 
-Refused: groups, channels or columns that are not multiples of 16, products that save nothing, activations that are not finite,
-and products that read a quantised layer norm in another way than by rows.
+Not supported in int8: convolutions with groups; channels or columns that are not multiples of 16; products that save nothing;
+activations that are not finite; and products that do not read a quantised layer norm by rows.
 """
 
 import math
@@ -35,13 +36,14 @@ from tilewright.ops.linear import FEW_ROWS
 __all__ = ["LARGEST_ERROR", "Candidate", "Plan", "candidates_of", "planned"]
 
 LARGEST_ERROR = 0.03
-"""Limit for one product, relative to the RMS of the float product. 8-bit quantisation of normal numbers gives 0.01."""
+"""Limit for the error of one product, relative to the RMS of the float product. 8-bit quantisation of normally distributed
+numbers gives 0.01."""
 _NARROW = 32
-"""Products with fewer rows of the weight, or with a smaller K, save nothing."""
+"""Products save nothing if the weight has fewer rows than this, or if K is smaller."""
 _SAMPLE = 1 << 18
-"""How many numbers of an activation are used to find its scale."""
+"""The number of elements of an activation that are used to determine its scale."""
 _CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
-"""Candidates for the largest representable value, as shares of the largest magnitude."""
+"""Candidates for the largest representable value, as shares of the largest magnitude in the activation."""
 
 
 @dataclass(frozen=True)
@@ -51,41 +53,41 @@ class Candidate:
     node: Node
     """A call of `calls.linear` or `calls.conv`."""
     source: Node
-    """The buffer of which its activation is a view."""
+    """The buffer that contains its activation; the activation may be a view of it."""
     codes: Tensor
     """The quantised weight, in the layout of the float weight."""
     w_scales: Tensor
     """Scales of the weight: [N] or [O], float32."""
     images: int
-    """Rows or images of the activation."""
+    """Number of rows or images of the activation."""
     error: float
-    """Error of the product alone."""
+    """The error of this product alone, relative to the RMS of its result."""
     rows: bool
-    """Whether the activation has one scale per row: then a layer norm quantises it, for all products that read it."""
+    """Whether the activation has one scale per row. If so, a layer norm quantises it, for all products that read it."""
 
 
 @dataclass
 class Found:
-    """Facts from a run on the example inputs."""
+    """Facts found by a run on the example inputs."""
 
     candidates: dict[Node, Candidate] = field(default_factory=dict)
     scales: dict[Node, Tensor] = field(default_factory=dict)
     """Buffer -> its scale, [] float32."""
     bytes: dict[Node, int] = field(default_factory=dict)
-    """Buffer -> its size in bytes in 16 bits."""
+    """Buffer -> its size in bytes, if it is not quantised."""
     readers: dict[Node, list[tuple[Node, int]]] = field(default_factory=dict)
     """Buffer -> its `readers_of`."""
 
 
 def source_of(node: Any) -> Any:
-    """The buffer of which a node is a view."""
+    """The buffer of which a node is a view; the node itself if it is no view."""
     while isinstance(node, Node) and node.target is calls.strided:
         node = node.args[0]
     return node
 
 
 def readers_of(node: Node) -> list[tuple[Node, int]]:
-    """(call, position of the argument) of all readers of a buffer, through views; the output is (output, 0)."""
+    """All readers of a buffer, directly or through views, as (call, position of the argument). The output is (output, 0)."""
     found = []
     for user in node.users:
         if user.target is calls.strided:
@@ -97,7 +99,7 @@ def readers_of(node: Node) -> list[tuple[Node, int]]:
 
 
 def _by_rows(product: Node, norm: Node) -> bool:
-    """Whether a product reads all rows of a layer norm, one by one in order, so that each row may have its own scale."""
+    """Whether a product reads all rows of a layer norm's result in order. Only then may each row have its own scale."""
     if product.target is not calls.linear:
         return False
     rows: Any = product.args[0]
@@ -190,7 +192,7 @@ class _Observer(fx.Interpreter):
 
 
 def _refusal(n: Node, args: Sequence[Any]) -> str | None:
-    """Why a product cannot run in int8, whatever its numbers are; None if it can."""
+    """The reason why a product cannot run in int8, apart from its values; None if there is no such reason."""
     x, weight, source = args[0], args[1], n.args[1]
     if not x.numel():
         return "nothing to multiply"
@@ -214,7 +216,14 @@ def _refusal(n: Node, args: Sequence[Any]) -> str | None:
 
 
 def candidates_of(fused: fx.GraphModule, inputs: Sequence[Any], report: Report, limit: float = LARGEST_ERROR) -> Found:
-    """The products of a graph in 16 bits that may run in int8; refusals are recorded in the report."""
+    """Find the products of a graph in 16 bits that may run in int8. For all others the report records the reason.
+
+    Args:
+        fused: the graph.
+        inputs: flat example inputs.
+        report: records the reasons.
+        limit: the largest allowed error of a single product.
+    """
     observer = _Observer(fused, report, limit)
     with torch.no_grad():
         observer.run(*inputs)
@@ -229,13 +238,13 @@ class Plan:
     products: frozenset[Node]
     """Products with quantised inputs."""
     outputs: frozenset[Node]
-    """Those of them whose only result is quantised."""
+    """Those of `products` that write only a quantised result."""
     norms: dict[Node, bool]
-    """Layer norms that quantise -> whether they also write their result in 16 bits."""
+    """Layer norm that quantises its result -> whether it also writes the result in 16 bits."""
     quantised: frozenset[Node]
     """16-bit buffers that a separate launch quantises."""
     dequantised: frozenset[Node]
-    """Those of `outputs` that something reads in 16 bits."""
+    """Those of `outputs` that a call reads in 16 bits, so that a separate launch dequantises them."""
 
 
 def planned(found: Found, products: frozenset[Node]) -> Plan:
@@ -274,14 +283,18 @@ def _worth(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[
 
 
 def _whole_columns(found: Found, n: Node) -> bool:
-    """Whether quantised rows have no gaps, and none of their readers needs one scale per row."""
+    """Whether the rows of a matrix product's quantised result have no gaps: their width must be a multiple of 16."""
     weight = found.candidates[n].w_scales.shape[0]
     gated = str(n.args[4]).endswith("_mul")
     return (weight // 2 if gated else weight) % 16 == 0
 
 
 def _residual_fits(found: Found, n: Node, products: frozenset[Node], outputs: frozenset[Node]) -> bool:
-    """Whether the residual is quantised with one scale anyway. With another activation than relu it must have 16 bits."""
+    """Whether the residual of a convolution allows a quantised result.
+
+    The residual must be quantised with one scale anyway. With an activation other than relu, the residual must be in 16 bits,
+    so the result cannot be quantised.
+    """
     if n.target is not calls.conv or n.args[3] is None:
         return True
     source = source_of(n.args[3])

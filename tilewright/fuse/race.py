@@ -1,10 +1,12 @@
-"""Times an operator's launch against what Inductor would run instead, on the current GPU, while a model is compiled.
+"""Times our operator against the kernels that Inductor would run instead, on the current GPU, while a model is compiled.
 
-Inductor is represented by the vendor's library without our epilogue, plus one pass over its result if anything follows: this is
-what its fused pointwise kernel reads and writes at least. If Inductor would compute what follows in a kernel that it launches
-anyway, such as a norm after a residual, that pass costs nothing. On our side are all implementations that accept the call, with
-their default configs. All are timed in turns, in CUDA graphs, on random numbers of the call's shapes and strides, with weights
-that come from memory as in a model. A process times each distinct call once.
+Inductor's side is the vendor's library without an epilogue. If there is an epilogue, one pass over the library's result is
+added, because Inductor's fused pointwise kernel must at least read and write this result. Inductor may be able to compute the
+epilogue in a kernel that it launches anyway, such as a norm after a residual. Then this pass costs nothing, and is not added.
+Our side consists of all implementations that accept the call, with their default configs.
+
+All candidates are timed in turns, in CUDA graphs, on random numbers with the shapes and strides of the call. Weights come from
+memory, as in a real model. A process times each distinct call once.
 
 Not here: configs other than the defaults; those come from the tuning database.
 """
@@ -24,19 +26,21 @@ from tilewright.tune.measure import Stopwatch
 __all__ = ["Race", "race"]
 
 _EPILOGUE = {"linear": (3, 4), "conv": (4, 3, 2)}
-"""Op -> positions of the arguments that Inductor adds after the library: cuBLAS adds a bias itself; for cuDNN it is a pass."""
+"""Op -> positions of the arguments that Inductor applies in a pass after the library. cuBLAS adds a bias itself; after cuDNN, a
+bias needs this pass too."""
 _ROUNDS = 9
 _JOBS = 8
-"""Compiling threads; each mostly waits for ptxas."""
+"""Number of threads that compile; each mostly waits for ptxas."""
 _COLD_BYTES = 120_000_000
-"""Bytes of weights in a rotation, so that no launch finds its weight in an L2 of 50 MB."""
+"""Total bytes of the copies of a weight, which successive launches use in turn, so that no launch finds its weight in an L2 of
+50 MB."""
 _SETS = 12
 _LEAD = 0.97
-"""Our operator is used if it takes at most this share of the library's time: two timings differ by some per cent."""
+"""Our operator is used if its time is at most this share of the library's: timings of one kernel differ by some per cent."""
 
 
 class Race(NamedTuple):
-    """Microseconds of a call."""
+    """The times of a call in microseconds."""
 
     ours: float
     theirs: float
@@ -45,7 +49,7 @@ class Race(NamedTuple):
 
     @property
     def won(self) -> bool:
-        """Whether ours is faster."""
+        """Whether our operator is faster."""
         return self.ours <= _LEAD * self.theirs
 
     def __str__(self) -> str:
@@ -60,10 +64,10 @@ def race(op: Op, choice: Choice, args: tuple[Any, ...], *, free: bool = False) -
 
     Args:
         op: linear, conv or attention.
-        choice: what it would launch untuned.
-        args: arguments of the call. Tensors, also fake ones, are examples of shape, stride, dtype and device. No fake mode may
-            be active.
-        free: whether Inductor computes what follows in a kernel that it launches anyway.
+        choice: the implementation and config that the op would launch without tuning.
+        args: arguments of the call. Of tensors, only shape, strides, dtype and device are used, so they may be fake tensors. No
+            fake mode may be active.
+        free: whether Inductor could compute the epilogue in a kernel that it launches anyway.
 
     Returns:
         None if nothing can be timed: no GPU, a graph is being captured, or the vendor's library does not accept the call.
@@ -83,7 +87,10 @@ def _summary(value: Any) -> Any:
 
 
 def _entrants(op: Op, device: Device, problem: Any, choice: Choice) -> list[Choice]:
-    """The choices to time, the untuned one first; without the vendor's, and without those that another one always beats."""
+    """The choices to time: the untuned choice first, then the default config of every other implementation.
+
+    Not included: the vendor's library, and implementations that are always slower than another one.
+    """
     allowed = [impl for impl in op.impls if impl.refusal(device, problem, scope()) is None]
     names = {impl.name for impl in allowed}
     portable = {"triton", "triton_tma"} if "sm90" in names and op.name != "attention" else set[str]()
@@ -93,7 +100,7 @@ def _entrants(op: Op, device: Device, problem: Any, choice: Choice) -> list[Choi
 
 
 def _compiled(entrants: list[Choice], device: Device, args: list[Any]) -> None:
-    """Compile in parallel into Triton's cache; errors are reported by the first launch."""
+    """Compile all entrants in parallel, into Triton's cache. Failures are ignored here; the first launch reports them."""
     with suppress(CompileFailed), on_card(device), compile_only(device.arch, _JOBS):
         meta = [stand_in(a) for a in args]
         for entrant in entrants:
@@ -111,7 +118,7 @@ def _launching(impl: Impl, config: Any, sets: list[list[Any]], passes: bool = Fa
 
 def _timed(op: Op, choice: Choice, args: tuple[Any, ...], free: bool) -> Race | None:
     device = device_of(args[0].device.index or 0)
-    # A separate generator, so that the program's random numbers do not change.
+    # A separate generator, so that the random numbers of the user's program do not change.
     generator = torch.Generator(args[0].device).manual_seed(0)
     real = [_drawn(a, generator) if isinstance(a, Tensor) else a for a in args]
     plain, follows = {}, False
@@ -139,6 +146,6 @@ def _timed(op: Op, choice: Choice, args: tuple[Any, ...], free: bool) -> Race | 
 
 def _drawn(t: Tensor, generator: torch.Generator) -> Tensor:
     made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    # Fill the memory, not the tensor: an expanded tensor has several elements in one place, and cannot be written.
+    # Fill the memory instead of the tensor: in an expanded tensor, elements share memory, and it cannot be written to.
     made.as_strided((made.untyped_storage().nbytes() // made.itemsize,), (1,)).normal_(generator=generator)
     return made

@@ -1,4 +1,4 @@
-"""The report of `optimize`: decisions, reasons, savings, and the calls it has served, as text and as JSON."""
+"""The report of `optimize`: decisions, reasons, savings, and the number of calls, as text and as JSON."""
 
 import json
 import threading
@@ -11,17 +11,18 @@ from tilewright.fuse.decisions import Decision, table_of
 __all__ = ["LAUNCH", "Report", "Shape"]
 
 LAUNCH = "launch"
-"""Key of a node's `meta`: its row in `Report.launches`. Code that removes the node must remove the row."""
+"""Key in a node's `meta`: the node's row in `Report.launches`. Code that removes the node must also remove the row."""
 
 
 class Shape:
-    """Calls with inputs of certain shapes: what runs them, and their number.
+    """Calls with one combination of input shapes: how they are run, and their number.
 
     Args:
-        inputs: as text, `[3, 8] float32`.
-        optimised: whether our graph runs them; otherwise the original model does.
-        reason: why the original model runs them; or how fast our graph is, if this was measured.
-        report: report of the graph that was made for them, for all graphs after the first one; its own decisions.
+        inputs: the inputs as text, such as `[3, 8] float32`.
+        optimised: whether our graph runs these calls; otherwise the original model does.
+        reason: why the original model runs them, or how fast our graph is, if this was measured.
+        report: the report of the graph that was made for them, with its own decisions; None for the first graph of a model,
+            and if there is no graph.
     """
 
     def __init__(self, inputs: str, optimised: bool, reason: str, report: "Report | None" = None):
@@ -30,7 +31,7 @@ class Shape:
         self._lock = threading.Lock()
 
     def count(self) -> None:
-        """Count one more call, from any thread."""
+        """Count one more call. Threads may call this at the same time."""
         with self._lock:
             self.calls += 1
 
@@ -42,27 +43,27 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Report:
-    """All decisions of one `optimize`, and facts about the result."""
+    """All decisions of one call of `optimize`, and facts about the result."""
 
     decisions: list[Decision] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
     """The decision about every call of the graph (`plan.Plan.to_json`)."""
     launches: list[dict[str, Any]] = field(default_factory=list)
-    """One for each call of the optimised graph that is not a view, in order: layer, op, and what is fused into it."""
+    """One row for each call of the optimised graph that is not a view, in order: layer, op, and the fused operations."""
     choices: list[dict[str, Any]] = field(default_factory=list)
-    """Measurements for choosing implementations and configs, a row for each distinct problem (choose.py)."""
+    """Measurements that decided between implementations and configs, one row for each distinct problem (choose.py)."""
     tuned: list[dict[str, Any]] = field(default_factory=list)
-    """Results of a thorough search, a row for each distinct problem (tuning.py)."""
+    """Results of a thorough search, one row for each distinct problem (tuning.py)."""
     provenance: list[dict[str, Any]] = field(default_factory=list)
-    """Where the implementations of the other launches come from (tuning.choices)."""
+    """How the implementations of the other launches were chosen (tuning.choices)."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Precision, device, how inputs and outputs are copied, whether a CUDA graph is replayed, seconds spent."""
     error: dict[str, Any] | None = None
     """Errors of the outputs against the float model (`Check.to_json`), if they were measured."""
     own_shapes: list[Shape] = field(default_factory=list)
-    """Shapes of calls, for a model that is one graph; in order of first use."""
+    """For a model that was optimised as a whole: the shapes of its calls, in order of first use."""
     children: dict[str, "Report"] = field(default_factory=dict)
-    """For a model that was taken apart: the reports of its children, whose shapes are still being counted."""
+    """For a model whose children were optimised: their reports, which continue to count calls."""
 
     def add(self, anchor: str, kind: str, node: str, taken: bool, reason: str, bytes_saved: int = 0) -> None:
         """Record a decision."""
@@ -72,12 +73,12 @@ class Report:
         )  # fmt: skip
 
     def count(self, kind: str, taken: bool = True) -> int:
-        """How many decisions of a kind were to fuse, or not to fuse."""
+        """The number of decisions of a kind in favour of a fusion, or against it with taken=False."""
         return sum(d.kind == kind and d.taken == taken for d in self.decisions)
 
     @property
     def shapes(self) -> list[Shape]:
-        """All shapes of calls, of the model or of its optimised children."""
+        """The shapes of all calls, of the model or of its optimised children."""
         return self.own_shapes + [shape for found in self.children.values() for shape in found.shapes]
 
     @property
@@ -90,7 +91,7 @@ class Report:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The whole report as values for JSON."""
         return {
             "facts": self.facts,
             "shapes": [shape.as_dict() for shape in self.own_shapes]
@@ -106,11 +107,11 @@ class Report:
         }
 
     def json(self) -> str:
-        """`as_dict` as text."""
+        """The whole report as JSON text."""
         return json.dumps(self.as_dict(), indent=1)
 
     def text(self) -> str:
-        """For a terminal: facts, the error, every fusion by layer, the calls."""
+        """The report as text for a terminal: facts, the error, every fusion by layer, the calls."""
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
         lines += [
             f"output{row['name']}: RMS error {row['rms']:.2e}, largest {row['largest']:.2e}, of the float model's RMS"

@@ -1,7 +1,8 @@
-"""torch's own calls in the same precision, captured like an optimised graph: the rivals that the graph must beat.
+"""Rivals of an optimised graph: torch's own calls in the same precision, captured in the same way.
 
-There are two: the traced calls, images channels-last, in a CUDA graph; and the same compiled by Inductor with frozen weights.
-If one of them is faster than our graph, and its outputs are within the same tolerance, it answers the user's calls.
+There are two rivals. The first is the traced calls in a CUDA graph, with channels-last images. The second is the same calls
+compiled by Inductor, with frozen weights. If a rival is faster than our graph, and its outputs are within the same tolerance,
+the user's calls run the rival.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ from tilewright.fuse.trace import Traced
 __all__ = ["NOISE", "Rivals", "fastest", "torchs_calls"]
 
 NOISE = 1.03
-"""A rival must take at most this share of the graph's time, otherwise the graph is not known to be slower."""
+"""A rival replaces the graph if the graph's time is more than this many times the rival's. Smaller differences are noise."""
 _CLEAR = 1.5
-"""Inductor, which takes half a minute, is skipped if the graph is this many times as fast as torch's own calls."""
+"""Compiling with Inductor takes half a minute. It is skipped if the graph is this many times as fast as torch's own calls."""
 _GRAPH, _INDUCTOR = "a CUDA graph of torch's own calls", "Inductor on torch's own calls"
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -33,30 +34,30 @@ class Rivals(NamedTuple):
     """Makes the rivals of a captured graph, on a GPU."""
 
     traced: Traced
-    """The model in the precision."""
+    """The model, traced in the precision."""
     dtype: torch.dtype
     inputs: Sequence[Tensor]
-    """The examples' tensors, in their own dtypes."""
+    """The tensors of the example inputs, in their own dtypes."""
     right: Right
-    """The float model's outputs for them."""
+    """The float model's outputs for these inputs."""
     check: Check
-    """The optimised graph's errors, and what was allowed."""
+    """The optimised graph's errors, and the tolerance."""
     device: torch.device
     copies: bool
     """Whether results are copied out."""
 
     def graph(self) -> Captured:
-        """The traced calls in a CUDA graph."""
+        """Capture the traced calls in a CUDA graph. Raises RuntimeError if the outputs are not within the tolerance."""
         plain = torchs_calls(self.traced, self.dtype)
         return self._captured(plain, plain)
 
     def compiled(self, compiler: Compiler) -> Captured:
-        """The traced calls, compiled."""
+        """Compile the traced calls and capture them. Raises RuntimeError if this fails or the outputs are inaccurate."""
         plain = torchs_calls(self.traced, self.dtype)
         return self._captured(plain, compiler(plain, self.inputs))
 
     def _captured(self, plain: fx.GraphModule, called: Callable[..., Any]) -> Captured:
-        # Separate turns, so that the memory of a slower rival is freed.
+        # Each rival has its own `Turns`, and so its own memory pool. The memory of a slower rival is then freed.
         turns, dtypes = Turns(self.device, self.copies), [t.dtype for t in self.right.tensors]
         rival = Captured(plain, called, self.inputs, dtypes, self.right.structure, self.device, turns)
         self.verify(rival(self.inputs))
@@ -73,19 +74,21 @@ class Rivals(NamedTuple):
 def fastest(
     captured: Captured, tensors: Sequence[Tensor], rivals: Rivals, found: Report, compiler: Compiler
 ) -> tuple[Captured, str]:
-    """(the fastest of the optimised graph and its rivals, the rival's name or ""). Their times are added to the report.
+    """(the fastest of the optimised graph and its rivals, the rival's name or "" for the graph).
+
+    The times are added to the report.
 
     Args:
         captured: the optimised graph.
-        tensors: of the examples' call.
+        tensors: the tensors of the example inputs.
         rivals: makes the rivals.
-        found: report of the model.
-        compiler: Inductor: function of a graph and its inputs.
+        found: the report of the model.
+        compiler: a function that compiles a graph with Inductor, given the graph and its inputs.
     """
     made = {"": captured}
     try:
         made[_GRAPH] = rivals.graph()
-    except RuntimeError as error:  # for example too little memory for a second graph
+    except RuntimeError as error:  # for example, there is too little memory for a second graph
         found.facts["no rival"] = f"{_GRAPH} fails: {_first_line(error)}"
         return captured, ""
     ours, graph = timed_us([partial(each, tensors) for each in made.values()], rivals.device)
@@ -106,9 +109,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def torchs_calls(traced: Traced, dtype: torch.dtype) -> fx.GraphModule:
-    """The traced calls on inputs of any floating-point dtype; if there are convolutions, images and filters are channels-last.
+    """A graph of the traced calls that accepts inputs of any floating-point dtype.
 
-    Parameters are shared with the traced model, except for the filters.
+    If there are convolutions, images and filters are channels-last. Parameters are shared with the traced model, except for the
+    filters.
     """
     graph = _calls_alone(traced.graph)
     copied = fx.GraphModule(traced.module, graph)
@@ -132,7 +136,8 @@ def torchs_calls(traced: Traced, dtype: torch.dtype) -> fx.GraphModule:
 
 
 def _calls_alone(traced: fx.Graph) -> fx.Graph:
-    """A copy without export's checks of inputs; views copy if channels-last memory requires it."""
+    """A copy of a traced graph without export's checks of inputs. Views become reshapes, which copy channels-last memory if
+    necessary."""
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in traced.nodes:
         if node.op == "call_module":

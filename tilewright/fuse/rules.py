@@ -2,14 +2,14 @@
 
     conv      folds: batch norm, factors, biases  ->  residual  ->  activation
     linear    folds: batch norm, factors, biases  ->  activation  ->  residual
-    conv_transpose    folds, of one group of channels  ->  activation
+    conv_transpose    folds, only with groups=1  ->  activation
     group_norm, batch_norm        activation
 
-A step after an anchor (normal.py) goes into the first slot that takes it, unless the group has already used a later slot. If a
-slot does not take it, there is a reason. A graph whose weights are inputs (Inductor's) has no folds, except for a bias that is
-one number per column, which is an operand of the operator.
+A step after an anchor (normal.py) goes into the first slot that accepts it, unless the group has already used a later slot. A
+slot that rejects a step returns the reason. In Inductor's graphs the weights are inputs, so nothing can be folded into them.
+One case remains: a bias with one number per column becomes an operand of the operator.
 
-A kind without a row has no epilogue. Not here: the order in which calls are considered (walk.py).
+Kinds that are not in the table have no epilogue. Not here: the order in which calls are considered (walk.py).
 """
 
 import math
@@ -28,21 +28,21 @@ from tilewright.fuse.plan import Fold, Group
 __all__ = ["ACTIVATIONS", "EPILOGUES", "MERGED", "Dialect", "Slot", "Tip", "slot_of"]
 
 ACTIVATIONS = frozenset({"relu", "gelu", "gelu_tanh", "silu"})
-"""Activations that convolutions and products have in their epilogue."""
+"""Activations that convolutions and matrix products can compute in their epilogue."""
 
 
 class Dialect(NamedTuple):
     """Differences between the kinds of graphs that are planned."""
 
     read: Callable[[Node], Anchor | str | None]
-    """Function: the anchor that a call is, or why it is none."""
+    """Function: the anchor for a call, or a sentence that states why the call is no anchor."""
     activation: Callable[[Node], Activation | None]
     """Function: the activation applied to a value."""
     view: Callable[[Node], bool]
-    """Function: whether an epilogue reaches through a call."""
+    """Function: whether a call is a view, so that calls after it can still go into the epilogue."""
     parameters: bool
-    """Whether weights are known: then they can be folded into and joined, and values that depend on them alone are computed
-    once."""
+    """Whether the values of weights are known. If so, other operations can be folded into them, weights can be stacked, and
+    values that depend on weights alone are computed once."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,33 @@ class Tip:
     group: Group
     here: Node
     columns: Columns | None
-    """Where the anchor's columns are in it; None if this is unknown."""
+    """The positions of the anchor's columns in this value; None if they are unknown."""
     views: tuple[Node, ...] = ()
     """Views from the group's last value to this one."""
     kept: str | None = None
-    """Why it must be stored in any case: something besides these views reads it."""
+    """Why the value must be stored even if it is fused: a call other than these views reads it. None if it need not be."""
 
 
 class Slot(NamedTuple):
-    """A place in an epilogue."""
+    """A position in an epilogue, for steps of certain kinds."""
 
     name: str
     steps: tuple[str, ...]
-    """Kinds of steps that it takes."""
+    """Kinds of steps that the slot accepts."""
     refuses: Callable[[Tip, Step, Callable[[Any], bool]], str | None]
-    """Function: why it does not take a step, given which operands are parameters; None if it does."""
+    """Function: the reason why the slot rejects a step; None if it accepts it. The last argument is a function that returns
+    whether a value is a parameter."""
     apply: Callable[[Tip, Step], tuple[str, str]]
-    """Function: adds the step to the group; returns (kind and text of the decision)."""
+    """Function: adds the step to the group; returns (kind of the decision, text of the decision)."""
     many: bool = False
-    """Whether it takes several steps."""
+    """Whether the slot accepts several steps."""
 
 
 # ---- folding into weight and bias
 
 
 def _spread(tip: Tip, step: Step) -> Spread | None:
-    """How the numbers of a step map to the columns; None if they do not."""
+    """How the elements of a step's operand map to the anchor's columns; None if they do not map to columns."""
     here, shaped = tensor_of(tip.here), tensor_of(step.operand[2] if step.kind == "batch_norm" else step.operand)
     if tip.columns is None or here is None or shaped is None:
         return None
@@ -101,7 +102,7 @@ def _fold_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str
 
 
 def _bias_refuses(tip: Tip, step: Step) -> str | None:
-    """For a weight that is not a parameter: a bias may be an operand of the call."""
+    """`refuses` if weight or bias is not a parameter: only a bias is accepted, as an operand of the call."""
     if step.kind != "sum" or tip.group.folds or tip.group.anchor.bias is not None or not isinstance(step.operand, Node):
         return "the weight or the bias is computed, not a parameter"
     spread, here, other = _spread(tip, step), tensor_of(tip.here), tensor_of(step.operand)
@@ -169,11 +170,11 @@ MERGED: dict[str, Callable[[Anchor], tuple[Node, ...]]] = {
     "attention": lambda anchor: (anchor.x, *anchor.others),
     MASKED: lambda anchor: (anchor.x, *anchor.others[:2]),
 }
-"""Kind of anchor -> operands that become one product if they are linears with the same input."""
+"""Kind of anchor -> its operands that can be merged into one matrix product if they are linears with the same input."""
 
 
 def _at(group: Group, slots: tuple[Slot, ...]) -> int:
-    """The last slot that a group has used; -1 for none."""
+    """The index of the last slot that a group has used; -1 for none."""
     used = {
         _FOLD.name: bool(group.folds),
         _ACTIVATION.name: group.activation != "none",
@@ -183,7 +184,7 @@ def _at(group: Group, slots: tuple[Slot, ...]) -> int:
 
 
 def slot_of(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> Slot | str:
-    """The slot that takes a step after a tip, or the reason why none does."""
+    """The slot that accepts a step after a tip, or the reason why no slot does."""
     kind = tip.group.anchor.kind
     slots = EPILOGUES.get(kind, ())
     at, reason = _at(tip.group, slots), f"{kind} has no {step.kind} in its epilogue"

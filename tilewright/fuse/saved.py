@@ -3,14 +3,12 @@
     fast.save("model.safetensors")
     fast = tilewright.load_optimized("model.safetensors", UsersModel())
 
-The file is in safetensors format: the float model's weights with the user's names, the example inputs, and as JSON the options
-of
-`optimize`. It contains no code: the caller passes a module of the same class, and its weights are replaced by the file's.
-Graphs,
-compiled code and measurements belong to a machine, and are made again when the file is loaded. The results of a thorough search
-(`tune=True`) are in the tuning database.
+The file has the safetensors format. It contains the float model's weights with the user's names, the example inputs, and the
+options of `optimize` as JSON. It contains no code: the caller passes a module of the same class, and its copy gets the weights
+of the file. Graphs, compiled code and measurements are specific to a machine, and are made again when the file is loaded. The
+results of a thorough search (`tune=True`) are in the tuning database.
 
-Refuses example inputs that are or contain objects of the user's classes.
+Not supported: example inputs that are or contain objects of the user's classes.
 """
 
 import json
@@ -46,7 +44,7 @@ def save(model: Optimized, path: str | Path) -> None:
     held, names = dict[str, Tensor](), dict[str, str]()
     first: dict[Any, str] = {}
     for name, value in model.state_dict().items():
-        # A weight with two names is written once.
+        # A weight that has two names is written once.
         key = value.data_ptr(), value.shape, value.stride(), value.dtype
         names[name] = first.setdefault(key if value.numel() else name, name)
         if names[name] == name:
@@ -67,17 +65,18 @@ def save(model: Optimized, path: str | Path) -> None:
 
 
 def load_optimized(path: str | Path, model: nn.Module, *, report: bool = True) -> Optimized:
-    """Load an optimised model from a file of `Optimized.save`.
+    """Load an optimised model from a file written by `Optimized.save`.
 
     Args:
         path: the file.
-        model: a module of the class that was optimised, with any weights, on the device on which it is to run; it is not
-            changed.
+        model: a module of the class that was optimised, on the device where it will run. Its weights may have any values. It is
+            not changed.
         report: print the report.
 
     Raises:
-        ValueError: the file does not exist or is something else; the module has another class or other weights.
-        Untraceable, check.Inaccurate: as `optimize`.
+        ValueError: the file does not exist or has another format; the module has another class, or its weights have other names
+            or shapes.
+        Untraceable, check.Inaccurate: as in `optimize`.
     """
     said, held = _read(Path(path))
     if said["class"] != _class_of(model):
@@ -108,7 +107,7 @@ def _number(item: tuple[str, Any]) -> int:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the description in a file, its tensors). Raises ValueError if the file is not one of ours."""
+    """(the description in a file, its tensors). Raises ValueError if the file was not written by `save`."""
     try:
         with safe_open(str(path), framework="pt") as file:
             said = json.loads((file.metadata() or {}).get(_KEY, "{}"))

@@ -1,4 +1,4 @@
-"""The settings of a call of `optimize`, after defaults are filled in."""
+"""The settings of a call of `optimize`, with defaults filled in."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ from torch import Tensor
 __all__ = ["MAX_SHAPES", "PRECISIONS", "Dynamic", "Settings", "cast"]
 
 Dynamic = bool | Mapping[int | str, Sequence[int]]
-"""Which dimensions of the inputs may differ from the examples': all, none, or those of arguments by position or name."""
+"""Which dimensions may differ from those of the example inputs: all, none, or certain ones of arguments by position or name."""
 MAX_SHAPES = 8
 """The default of `max_shapes`. Each shape costs as much time and memory as the first one."""
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.float16}
-"""The precisions of `optimize`, with the dtype of everything that is not quantised."""
+"""The precisions of `optimize` -> the dtype of all values that are not quantised."""
 
 
 class Settings(NamedTuple):
@@ -29,23 +29,23 @@ class Settings(NamedTuple):
     compiled: bool = False
     """Whether Inductor compiles the whole graph (on a CPU)."""
     progress: Callable[[str], None] = lambda words: None
-    """Called with a text as a search (`tune`) advances."""
+    """Called with a text that describes the progress of a search (`tune`)."""
     measure: bool = False
-    """Whether each graph is timed beside the original model, which is used if it is faster."""
+    """Whether each graph is timed against the original model, so that the faster of the two is used."""
     dynamic: Dynamic = True
     max_shapes: int = MAX_SHAPES
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and activations."""
+        """The dtype of weights and activations that are not quantised."""
         return PRECISIONS[self.precision]
 
     @property
     def quantised(self) -> bool:
-        """Whether products are quantised."""
+        """Whether matrix products and convolutions are quantised."""
         return self.precision == "int8"
 
 
 def cast(dtype: torch.dtype, leaf: Any) -> Any:
-    """A floating-point tensor cast to `dtype`; anything else unchanged."""
+    """Cast a floating-point tensor to `dtype`; anything else is returned unchanged."""
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

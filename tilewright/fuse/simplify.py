@@ -1,13 +1,15 @@
-"""Removes calls from a graph that repeat another call or change nothing, before it is planned.
+"""Removes calls that repeat another call or change nothing. This happens before a graph is planned.
 
-    pad(x, zeros), roll(x, zeros)      x
-    cat([x])                           x
-    f(x), and f(x) again               one call
+    pad(x, zeros), roll(x, zeros)      becomes x
+    cat([x])                           becomes x
+    f(x), and f(x) again               becomes one call
 
-Published models pad to a multiple although the size is one already, and apply the same activation to the same vector in each
-block. Inductor and eager calls of a compiled graph do the same. A value that is a result of the graph stays a separate tensor.
+Such calls occur in published models. For example, some pad a size to a multiple although it already is a multiple, or apply the
+same activation to the same vector in each block. Inductor makes the same simplifications. torch's own calls, against which an
+optimised graph is timed, run the simplified graph too (rivals.py). A value that is a result of the graph stays a separate
+tensor.
 
-Refuses random numbers, calls that write, and calls without inputs.
+Not changed: calls with random numbers, calls that write, and calls without inputs.
 """
 
 from collections.abc import Hashable
@@ -24,7 +26,7 @@ aten = torch.ops.aten
 
 
 def simplify(graph: fx.Graph) -> int:
-    """Remove such calls from a functional ATen graph, in place. Returns how many."""
+    """Remove such calls from a functional ATen graph, in place. Returns the number of removed calls."""
     seen: dict[Hashable, Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -40,7 +42,7 @@ def simplify(graph: fx.Graph) -> int:
 
 
 def _input_of(node: Node) -> Node | None:
-    """The input that a call returns unchanged; None if it does not."""
+    """The input that a call returns unchanged; None if there is no such input."""
     if node.target is aten.cat.default:
         joined: Any = node.args[0]
         return joined[0] if len(joined) == 1 else None
@@ -52,7 +54,7 @@ def _input_of(node: Node) -> Node | None:
 
 
 def _key(node: Node) -> Hashable | None:
-    """A key that is equal for calls with equal values; None if that is unknown."""
+    """A key that is equal for calls with equal results; None if the results may differ."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
         return None
@@ -63,5 +65,5 @@ def _key(node: Node) -> Hashable | None:
 
 
 def _leaf(value: Any) -> Hashable:
-    """Distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
+    """A key for an argument. It distinguishes 1, 1.0 and True, and also 0.0 and -0.0."""
     return value if isinstance(value, Node) else (type(value), repr(value))

@@ -1,7 +1,7 @@
-"""The arguments of an op call as JSON, and new arguments like them from it, for tuning.
+"""Writes the arguments of an op call as JSON, and makes similar arguments from it, for tuning.
 
-A tensor is written as its shape, strides and dtype; its values are drawn at random. Lists, numbers, strings, None and dtypes
-are written as they are. Refused: tensors of indices (int16 to int64, bool), because their values decide what is read.
+Of a tensor, shape, strides and dtype are written. New values are drawn at random. Lists, numbers, strings, None and dtypes are
+written as they are. Not supported: tensors of indices (int16 to int64, bool), because their values decide which memory is read.
 """
 
 import json
@@ -16,17 +16,17 @@ from tilewright.op import Inputs
 __all__ = ["MAX_BYTES", "Unspoken", "arguments_of", "spelled"]
 
 MAX_BYTES = 16 << 30
-"""Limit for one argument: it must fit beside the model."""
+"""Limit in bytes for one argument, because it must fit into memory in addition to the model."""
 
 _CODES = (torch.int8, torch.uint8)
 
 
 class Unspoken(ValueError):
-    """These arguments cannot be drawn from their shapes."""
+    """Arguments cannot be made from shapes and dtypes alone."""
 
 
 def spelled(args: Sequence[Any]) -> str:
-    """JSON with sorted keys. Raises Unspoken."""
+    """The arguments as JSON with sorted keys. Raises Unspoken."""
     return json.dumps([_spelled(a) for a in args], sort_keys=True, separators=(",", ":"))
 
 
@@ -49,7 +49,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def arguments_of(text: str, inputs: Inputs) -> tuple[Any, ...]:
-    """The arguments that `spelled` wrote, with tensors from `inputs`: normal numbers, or quantised values over the full range.
+    """Arguments like those that `spelled` wrote. Tensors come from `inputs`.
+
+    Their values are normally distributed numbers, or quantised values over the full range.
 
     Raises:
         ValueError: the text is not from `spelled`, or a tensor is larger than MAX_BYTES.

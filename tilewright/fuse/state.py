@@ -1,7 +1,8 @@
-"""Data that a model keeps from call to call in attributes and buffers of its modules.
+"""State that a model keeps between calls, in attributes and buffers of its modules.
 
-A graph keeps none. A table that is filled at the first call is harmless; a hidden state is not. They are told apart by calling
-the model on other values in between (`judge.right_outputs`).
+A graph keeps no such state. This is harmless if the state is a table that the first call fills. It is not if it is a hidden
+state. To distinguish the two cases, the model is called on other values, and then on the example inputs again
+(`judge.right_outputs`).
 """
 
 import copy
@@ -18,11 +19,11 @@ __all__ = ["attributes", "changed", "copied_model", "other_values", "with_own_st
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 _DEPTH = 4
-"""Levels of containers and objects that are looked into."""
+"""How many levels of containers and objects are searched for values."""
 
 
 def with_own_state(model: nn.Module) -> nn.Module:
-    """A copy that has the same parameters and optimised parts, but buffers and other attributes of its own.
+    """A copy that shares the parameters and optimised parts, but has its own buffers and other attributes.
 
     Raises:
         ValueError: an attribute cannot be copied, such as a lock.
@@ -77,7 +78,7 @@ def _leaves(value: Any, depth: int) -> Iterator[_Leaf]:
 
 
 def changed(before: Mapping[str, list[_Leaf]], after: Mapping[str, list[_Leaf]]) -> list[str]:
-    """Paths of attributes that are new or have other values."""
+    """Paths of attributes that are new or have changed values."""
     return [path for path, leaves in after.items() if not _same(before.get(path), leaves)]
 
 
@@ -91,7 +92,7 @@ def _same(before: list[_Leaf] | None, after: list[_Leaf]) -> bool:
 
 
 def other_values(value: Any) -> Any:
-    """Arguments with other values in the same shapes: numbers halved and shifted, ids and flags in another order."""
+    """The same arguments with other values: floats are halved and shifted, integers and flags are reordered."""
     tensors, structure = flatten(value)
     return rebuild(
         structure, [t * 0.5 + 0.25 if t.is_floating_point() else torch.flip(t, (0,)) if t.dim() else t for t in tensors]

@@ -1,12 +1,12 @@
-"""Arguments and results of a model as a flat list of tensors, and the structure that puts them together again.
+"""Converts arguments and results of a model to a flat list of tensors and a structure, and back.
 
     tensors, structure = flatten((args, kwargs))
     args, kwargs = rebuild(structure, tensors)
 
-Tuples, lists, dicts and everything else that is registered with torch's pytree (including outputs of Hugging Face's models) are
-flattened by pytree. Other objects with data in attributes, such as dataclasses and Hugging Face's caches, are flattened by
-their attributes, and rebuilt as the same class without calling the constructor. Everything that is not a tensor is a constant,
-and part of the structure. Structures can be compared and hashed if their constants can.
+pytree flattens tuples, lists, dicts, and all other classes that are registered with it (including outputs of Hugging Face's
+models). Other objects with data in attributes, such as dataclasses and Hugging Face's caches, are flattened by their
+attributes. They are rebuilt as the same class, without calling the constructor. All other values that are not tensors are
+constants, and part of the structure. Structures can be compared and hashed if their constants can.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,29 +31,29 @@ class Constant(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """How a value is composed."""
+    """The structure of a value: everything except its tensors."""
 
     spec: pytree.TreeSpec
     """pytree's structure of the leaves below."""
     leaves: tuple["Constant | Opened | None", ...]
-    """None for a tensor."""
+    """The leaves of `spec` in order; None for a tensor."""
 
 
 class Opened(NamedTuple):
-    """An object that was flattened by its attributes."""
+    """A leaf of pytree that was flattened by its attributes."""
 
     kind: type
     names: tuple[str, ...]
     inside: Structure
-    """Structure of the list of attribute values."""
+    """The structure of the list of its attribute values."""
 
 
 _WHOLE = (nn.Module, torch.dtype, torch.device, torch.Size, Enum, type, ModuleType, str, bytes, int, float, complex)
-"""Objects of these types are constants, whatever attributes they have."""
+"""Objects of these types are constants, even if they have attributes."""
 
 
 def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """The attributes of an object to flatten, by name; None for a constant."""
+    """The attributes by which an object is flattened, by name; None for a constant."""
     if leaf is None or isinstance(leaf, _WHOLE) or callable(leaf):
         return None
     if is_dataclass(leaf):
@@ -65,8 +65,8 @@ def flatten(value: Any, around: tuple[int, ...] = ()) -> tuple[list[Tensor], Str
     """(the tensors of a value in order, its structure).
 
     Args:
-        value: anything.
-        around: ids of the objects that contain the value as an attribute; a reference back to one of them is a constant.
+        value: any value.
+        around: ids of the objects that contain the value as an attribute. A reference back to one of them is a constant.
     """
     leaves, spec = pytree.tree_flatten(value)
     tensors, found = list[Tensor](), list[Constant | Opened | None]()
@@ -84,8 +84,10 @@ def flatten(value: Any, around: tuple[int, ...] = ()) -> tuple[list[Tensor], Str
 
 
 def rebuild(structure: Structure, tensors: Iterable[Any]) -> Any:
-    """The value with these tensors in its places. Other objects may stand there, unless a class checks what it is made of, as
-    PackedSequence does."""
+    """The value with this structure and these tensors.
+
+    Other objects may be passed instead of tensors, unless a class checks the types of its parts, as PackedSequence does.
+    """
     return _rebuilt(structure, iter(tensors))
 
 
@@ -108,7 +110,7 @@ def arguments(structure: Structure) -> list[tuple[int | str, Structure]]:
     """The structure of each argument of a call, by position or name.
 
     Args:
-        structure: of (args, kwargs).
+        structure: the structure of (args, kwargs).
     """
     args, kwargs = structure.spec.children()
     specs = [*enumerate(args.children()), *zip(kwargs.context, kwargs.children(), strict=True)]
@@ -117,17 +119,17 @@ def arguments(structure: Structure) -> list[tuple[int | str, Structure]]:
 
 
 def count(structure: Structure) -> int:
-    """Number of its tensors."""
+    """The number of tensors in a structure."""
     return sum(leaf is None or (count(leaf.inside) if isinstance(leaf, Opened) else 0) for leaf in structure.leaves)
 
 
 def _is_mapping(value: Any) -> bool:
-    """Whether it is a mapping, whose keys pytree's own paths would not contain."""
+    """Whether a value is a mapping whose keys would be missing in pytree's own paths."""
     return isinstance(value, Mapping) and type(value) is not dict
 
 
 def opened(value: Any) -> Any:
-    """The value as plain dicts, lists and tuples, so that pytree can name each place in a comparison."""
+    """The value as plain dicts, lists and tuples, so that pytree can give each leaf a name in a comparison."""
 
     def each(leaf: Any) -> Any:
         if _is_mapping(leaf):

@@ -1,18 +1,19 @@
-"""Decides where the sum of a residual block is computed: in the product before it, or in the layer norm after it.
+"""Decides where the sum of a residual block is computed: in the matrix product before it, or in the layer norm after it.
 
     linear(x, w, b, residual) -> layer_norm      or      linear(x, w, b) -> add_layer_norm(., residual) -> (norm, sum)
 
-A product with a residual reads it in its epilogue, which costs little if one of our own kernels is the fastest. A library adds
-either a bias or a matrix, not both; after it the sum would be a launch of its own, whose result the norm then reads again. In
-that case the norm computes it. Both ways are timed as a whole (choose.py), each with the best choice for the product.
+If one of our own kernels computes the product, it reads the residual in its epilogue, which costs little. A library can add
+either a bias or a matrix, but not both. So after a library product the sum would be a separate launch, and the norm would read
+its result again. In this case it is better if the norm computes the sum. Both ways are timed as a whole (choose.py), each with
+the best choice for the product.
 
-A third way is for a whole stream of such sums, x1 = x0 + W1 a + b1, x2 = x1 + W2 c + b2 ...: the library adds each product,
-without its bias, to the stream in place, and each norm adds all biases so far to its input:
+There is a third way for a whole sequence of such sums, the residual stream x1 = x0 + W1 a + b1, x2 = x1 + W2 c + b2 ... The
+library adds each product, without its bias, to the stream in place. Each norm adds all biases so far to its input:
 
     x1' = x0 + W1 a;   norm(x1' + b1);   x2' = x1' + W2 c;   norm(x2' + (b1 + b2)) ...
 
-Refuses sums of which a norm does not read all rows in order, and streams that anything except its norms reads (including the
-product that is added to it).
+Not supported: sums whose rows are not all read by a norm, in order; and streams that are read by a call other than their norms,
+such as the product that is added to them.
 """
 
 from collections.abc import Callable
@@ -30,25 +31,25 @@ from tilewright.kernels.gemm.linear import linear_op
 __all__ = ["Sum", "in_place", "note_sum", "rewrite", "streams", "ways"]
 
 _COMPARED = (FLOAT_NODE, ANCHOR_NODE, FLOAT_PARTS)
-"""Keys of a node's `meta` that say whose values it computes."""
+"""Keys in a node's `meta` that record which values it computes."""
 _RESIDUAL = 3
-"""Position of this argument of `calls.linear`."""
+"""Position of the argument `residual` of `calls.linear`."""
 
 
 @dataclass
 class Sum:
-    """A product with a residual and the norm that reads it, as a problem of a graph."""
+    """A matrix product with a residual and the norm that reads its result, as a distinct problem of a graph."""
 
     linear: tuple[Any, ...]
-    """x, weight, bias, activation, residual: `linear_op`'s arguments at its first occurrence."""
+    """x, weight, bias, activation, residual: the arguments of `linear_op` at the first occurrence."""
     norm: tuple[Tensor, Tensor | None, float]
     """The norm's weight, bias and eps."""
     places: list[tuple[Node, Node]] = field(default_factory=list)
-    """(product, norm) of the graph."""
+    """All (product, norm) pairs of the graph with this problem."""
 
     @property
     def key(self) -> Any:
-        """Equal for equal problems."""
+        """A key that is equal for equal problems."""
         weight, bias, eps = self.norm
         return linear_op.problem(*self.linear), self.linear[0].shape, weight.dtype, bias is None, eps
 
@@ -70,7 +71,7 @@ def _whole_rows(node: Node, of: Node) -> bool:
 
 
 def norm_behind(product: Node) -> Node | None:
-    """The one layer norm that reads a product's sum; None if there is none."""
+    """The layer norm that reads a product's sum; None if there is none, or several."""
     if product.target is not calls.linear or product.args[_RESIDUAL] is None:
         return None
     readers = [reader for user in product.users for reader in (user, *user.users)]
@@ -80,7 +81,7 @@ def norm_behind(product: Node) -> Node | None:
 
 
 def note_sum(found: dict[Any, Sum], product: Node, args: tuple[Any, ...], value_of: Callable[[Any], Any]) -> None:
-    """Add a product, with `linear_op`'s arguments, to the problems, if a norm reads its sum."""
+    """Add a product to the problems `found` if a norm reads its sum. `args` are the arguments of `linear_op`."""
     norm = norm_behind(product)
     if norm is None:
         return
@@ -89,20 +90,22 @@ def note_sum(found: dict[Any, Sum], product: Node, args: tuple[Any, ...], value_
 
 
 def _rows_of(node: Any) -> Any:
-    """The node of which this one has all the rows."""
+    """The product whose rows this node contains, all of them and in order; None if there is no such product."""
     base = node.args[0] if isinstance(node, Node) and node.target is calls.strided else node
     return base if isinstance(base, Node) and base.target is calls.linear and _whole_rows(node, base) else None
 
 
 def _readers(node: Node) -> list[Node]:
-    """The readers of a node, also through views of all its rows."""
+    """The calls that read a node, directly or through views of all its rows."""
     views = [user for user in node.users if user.target is calls.strided and _whole_rows(user, node)]
     return [user for user in node.users if user not in views] + [reader for view in views for reader in view.users]
 
 
 def streams(graph: fx.Graph, places: list[tuple[Node, Node]]) -> list[list[tuple[Node, Node]]]:
-    """Sequences of (product, norm) in which each residual is the sum before, read by nothing else: they may be added in
-    place."""
+    """The sequences of (product, norm) that may be computed in place.
+
+    In such a sequence the residual of each product is the previous sum, and no other call except norms reads that sum.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     norms, after = dict(places), dict[Node, Node]()
     for product in norms:
@@ -126,7 +129,7 @@ def streams(graph: fx.Graph, places: list[tuple[Node, Node]]) -> list[list[tuple
 
 
 def in_place(module: fx.GraphModule, run: list[tuple[Node, Node]]) -> None:
-    """Compute the sums of a stream in place."""
+    """Rewrite a graph so that the sums of a stream are computed in place."""
     due: Tensor | None = None
     for product, norm in run:
         bias = getattr(module, str(product.args[2].target)).double()  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
@@ -149,7 +152,11 @@ def in_place(module: fx.GraphModule, run: list[tuple[Node, Node]]) -> None:
 def ways(
     problem: Sum, sets: list[tuple[Any, ...]], before: calls.Choice | None, apart: list[calls.Choice]
 ) -> list[Callable[[int], Any]]:
-    """The ways to time: the product adds; in place; then each of `apart` without the residual. All are timed with the norm."""
+    """The functions to time, each of which includes the norm.
+
+    In order: the product computes the sum; the sum is computed in place; and for each choice in `apart`, a product with this
+    choice and without the residual, after which the norm computes the sum.
+    """
     weight, bias, eps = problem.norm
 
     def product_adds(i: int) -> Any:
@@ -175,7 +182,7 @@ def ways(
 
 
 def rewrite(graph: fx.Graph, product: Node, norm: Node, choice: calls.Choice) -> None:
-    """Let the norm compute the sum."""
+    """Rewrite a graph so that the norm computes the sum, and the product has the given choice."""
     args = list(product.args)
     residual, args[_RESIDUAL] = args[_RESIDUAL], None
     product.args = (*args[:6], choice)
@@ -189,7 +196,7 @@ def rewrite(graph: fx.Graph, product: Node, norm: Node, choice: calls.Choice) ->
     for made, old in ((total, product), (normed, norm)):
         made.meta = {key: old.meta[key] for key in _COMPARED if key in old.meta}
     for key in _COMPARED:
-        product.meta.pop(key, None)  # its value is no longer that of the float model
+        product.meta.pop(key, None)  # the product's value no longer equals a value of the float model
     product.replace_all_uses_with(total, delete_user_cb=lambda user: user is not both)
     norm.replace_all_uses_with(normed)
     rows = norm.args[0]

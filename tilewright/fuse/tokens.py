@@ -1,15 +1,14 @@
-"""Assembles the tokens of a vision transformer (patches, class token, positions) in the launches of one product.
+"""Assembles the tokens of a vision transformer (patches, class token, positions) in the launches of one matrix product.
 
     cat([class, product(patches)], 1) + positions      becomes      product(rows, residual)
 
-`rows` are the patches, with rows of zeros before those of each image for the class token. These are zeroed once, and the copy
-that gathers patches leaves them alone. `residual`, which the product adds, depends on parameters alone: positions, and in the
-first rows the class token minus the product's bias. So nothing is copied only for concatenation, and there is no separate
-addition.
+`rows` contains the patches. Before the patches of each image it has rows of zeros, for the class token. These rows are set to
+zero only once, and the copy that gathers patches does not write to them. The product adds `residual`, which depends on
+parameters alone: it is the positions, plus in the first rows the class token minus the product's bias. So concatenation needs
+no copy, and there is no separate addition.
 
-Refuses graphs in which values in between are read elsewhere. Not for graphs that Inductor compiles, because the copy writes
-into
-`rows` in place.
+Not supported: graphs in which other calls read the values in between. Not for graphs that Inductor compiles, because the copy
+writes to `rows` in place.
 """
 
 from math import prod
@@ -30,7 +29,7 @@ aten = torch.ops.aten
 
 
 def _one(node: Any, target: Any) -> bool:
-    """Whether a node is a call of this target with one reader."""
+    """Whether a node is a call of this target, and exactly one call reads it."""
     return isinstance(node, Node) and node.target is target and len(node.users) == 1
 
 
@@ -40,7 +39,7 @@ def _constant(module: fx.GraphModule, node: Any) -> Tensor | None:
 
 
 def _summands(module: fx.GraphModule, node: Node) -> tuple[Any, Tensor] | None:
-    """(the cat, the constant) of a dense sum of a cat and a constant."""
+    """(the cat, the constant) if a node is the dense sum of a cat and a constant; otherwise None."""
     if node.target is not calls.as_dense or not _one(node.args[0], aten.add.Tensor):
         return None
     total: Any = node.args[0]
@@ -54,7 +53,7 @@ def _summands(module: fx.GraphModule, node: Node) -> tuple[Any, Tensor] | None:
 
 
 def _parts(module: fx.GraphModule, cat: Any) -> tuple[Tensor, Any, Any] | None:
-    """(the first rows, the product, the view with which its patches are gathered) of a cat along tokens."""
+    """(the first rows, the product, the view from which its patches are copied) if a cat joins tokens; otherwise None."""
     given, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
     if dim != 1 or not isinstance(given, list | tuple) or len(given) != 2:
         return None
@@ -77,7 +76,7 @@ def _parts(module: fx.GraphModule, cat: Any) -> tuple[Tensor, Any, Any] | None:
 
 
 def assemble(module: fx.GraphModule, report: Report) -> None:
-    """Rewrite all such places in a graph, in place, and record them in the report."""
+    """Rewrite all such calls of a graph, in place, and record this in the report."""
     done = False
     for node in list(module.graph.nodes):
         found = _summands(module, node)

@@ -1,10 +1,10 @@
-"""Traces a user's module as a functional ATen graph of its tensors, and explains why if that is impossible.
+"""Traces a user's module as a functional ATen graph. If this is impossible, the error states the reason.
 
-`torch.export` traces it in evaluation with the shapes of the example inputs; calls for which we have an operator are not
-decomposed (convolution, linear, norms, attention). The graph takes the tensors in the arguments and returns those in the
-result, in the order of
-`structure.flatten`; other arguments are constants of the graph. If a module cannot be traced (a branch on a tensor's value,
-`.item()`, calls that leave torch), `Untraceable` is raised, with the user's line.
+`torch.export` traces the module in evaluation mode, with the shapes of the example inputs. Calls for which we have an operator
+are not decomposed (convolution, linear, norms, attention). The graph's inputs are the tensors in the arguments, and its outputs
+are the tensors in the result, both in the order of `structure.flatten`. Other arguments are constants of the graph. If a module
+cannot be traced (a branch on a tensor's value, `.item()`, calls outside torch), `Untraceable` is raised. Its message contains
+the user's source line.
 
 Not here: dynamic shapes. A graph is for the examples' shapes only.
 """
@@ -35,7 +35,7 @@ __all__ = ["Known", "Traced", "Untraceable", "line_of", "quietly", "trace", "wit
 
 
 class Untraceable(ValueError):
-    """A module that cannot be traced; the message has the user's line and the reason."""
+    """A module cannot be traced. The message contains the reason and, where there is one, the user's source line."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,21 @@ class Traced:
     """An exported module."""
 
     module: fx.GraphModule
-    """Called with the tensors of (args, kwargs), returns a sequence of the result's tensors; parameters are attributes."""
+    """Its arguments are the tensors of (args, kwargs); it returns a sequence of the result's tensors. Parameters are
+    attributes."""
     state: dict[str, Tensor]
     """Parameters, buffers and constants, by the names in the graph's get_attr nodes."""
     mutated: tuple[str, ...] = ()
-    """Inputs that the module writes to, by their path: args[0], kwargs['x']."""
+    """Inputs to which the module writes, as paths: args[0], kwargs['x']."""
 
     @property
     def graph(self) -> fx.Graph:
-        """Functional: placeholders, get_attr, ATen calls, output."""
+        """The functional graph. Its nodes are placeholders, get_attr, ATen calls and the output."""
         return self.module.graph
 
 
 class Known(nn.Module, ABC):
-    """A module that already has its graph, for the dtype it was cast to: `trace` uses it instead of tracing."""
+    """A module that already has a graph for the dtype to which it was cast. `trace` uses this graph instead of tracing."""
 
     @abstractmethod
     def as_traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
@@ -65,7 +66,7 @@ class Known(nn.Module, ABC):
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Inside this scope, torch's fused inference kernels of nn.TransformerEncoder (one opaque call per layer) are disabled."""
+    """A scope in which torch's fused inference kernels of nn.TransformerEncoder (one opaque call per layer) are disabled."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -79,7 +80,7 @@ _FUSE = str(Path(__file__).parent)
 
 
 def line_of(error: BaseException, *ours: str) -> str:
-    """The user's line behind an error: the innermost frame that is neither torch's nor in one of the folders `ours`."""
+    """The user's source line that caused an error: the innermost frame that is neither in torch nor in a folder of `ours`."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OWN, _FUSE, "<", *ours))]
     if not frames:
         return "an unknown line"
@@ -89,14 +90,16 @@ def line_of(error: BaseException, *ours: str) -> str:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Suppresses the partial graph that torch.export prints on standard error before it raises, and torch's own deprecation
-    warnings; keeps all other output."""
+    """A scope that suppresses torch's own deprecation warnings, and the partial graph that torch.export prints on an error.
+
+    All other output to standard error is kept.
+    """
     said = StringIO()
     failed = True
     try:
         with redirect_stderr(said), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-            # Whether that is state, `judge.right_outputs` has found out.
+            # `judge.right_outputs` has already checked whether such attributes are state.
             warnings.filterwarnings("ignore", r"The tensor attributes? .* assigned during export", UserWarning)
             yield
         failed = False
@@ -109,9 +112,9 @@ class _Flat(nn.Module):
     """A module as a function from tensors to a tuple of tensors.
 
     Args:
-        module: the user's.
-        structure: of (args, kwargs).
-        copies: whether it gets copies of its inputs, because it writes to them.
+        module: the user's module.
+        structure: the structure of (args, kwargs).
+        copies: whether the module gets copies of its inputs, because it writes to them.
     """
 
     def __init__(self, module: nn.Module, structure: Structure, copies: bool):
@@ -119,18 +122,21 @@ class _Flat(nn.Module):
         self.user, self.structure, self.copies = module, structure, copies
 
     def forward(self, *input: Tensor) -> tuple[Tensor, ...]:
-        """The module's own call. The graph's placeholders are called input_0, input_1 ..."""
+        """Call the module. Because of the parameter's name, the graph's placeholders are called input_0, input_1 ..."""
         given = [t.clone() for t in input] if self.copies else input
         args, kwargs = rebuild(self.structure, given)
         return tuple(flatten(self.user(*args, **kwargs))[0])
 
 
 _USER = "user"
-"""The name of the module in `_Flat`, a prefix of all names in the graph."""
+"""The name of the module in `_Flat`. In the graph it is a prefix of all names."""
 
 
 class _NoDropout(TorchFunctionMode):
-    """Dropout in evaluation returns its own input, as in a call. torch.export copies it, so later writes would be lost."""
+    """Makes dropout in evaluation mode return its input itself, as in a normal call.
+
+    torch.export would copy the input, so later writes to the result would not change the input.
+    """
 
     _KINDS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
@@ -145,7 +151,7 @@ class _NoDropout(TorchFunctionMode):
 
 _BY_VALUE = "this depends on the value of a tensor, which a graph does not know"
 _WORDS = {"GuardOnDataDependentSymNode": _BY_VALUE, "DataDependentOutputException": _BY_VALUE}
-"""What errors of tracing mean, by the names of their classes."""
+"""Name of an error class -> the meaning of such an error during tracing."""
 
 
 def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.ExportedProgram:
@@ -157,8 +163,8 @@ def _exported(module: _Flat, tensors: Sequence[Tensor]) -> torch.export.Exported
     with without_fast_path(), torch.no_grad(), quietly(), _NoDropout():
         try:
             return torch.export.export(module, tuple(tensors)).run_decompositions({})
-        # Every error of the user's code on fake tensors means that it cannot be traced, as does every error of torch.export,
-        # some of whose classes derive from Exception alone.
+        # Any error means that the module cannot be traced: errors of the user's code on fake tensors, and errors of
+        # torch.export. Some of torch.export's error classes are direct subclasses of Exception.
         except Exception as e:
             reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
             words = _WORDS.get(type(e).__name__, f"{type(e).__name__}: {reason}")
@@ -169,12 +175,12 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     """Trace a module.
 
     Args:
-        module: in evaluation.
+        module: a module in evaluation mode.
         args: example inputs.
         kwargs: example inputs by name.
 
     Raises:
-        Untraceable: it cannot be traced; the message has the user's line.
+        Untraceable: the module cannot be traced; the message contains the user's source line.
     """
     if isinstance(module, Known):
         return module.as_traced(args, kwargs or {})
@@ -208,7 +214,7 @@ def _place(given: Any, index: int) -> str:
 
 
 def _with_users_names(whole: fx.GraphModule) -> None:
-    """Restore the user's names of weights and modules, without the prefix of `_Flat`."""
+    """Restore the user's names of weights and modules: remove the prefix that `_Flat` adds."""
     inside = getattr(whole, _USER, None)
     for node in whole.graph.nodes:
         target = str(node.target)
@@ -227,10 +233,10 @@ def _with_users_names(whole: fx.GraphModule) -> None:
 
 
 def _reshaped(whole: fx.GraphModule) -> None:
-    """Let views copy if they must: real strides may differ from those of the fake tensors in tracing.
+    """Replace views by reshapes, which copy if necessary: real strides may differ from those of the fake tensors in tracing.
 
-    This is so for `roll` (torch 2.11 to 2.13): on a CPU its result is contiguous, but the fake result has its input's layout.
-    Nothing in the graph is written in place, so a copy is equivalent.
+    This happens with `roll` (torch 2.11 to 2.13): on a CPU its result is contiguous, but the fake result has its input's
+    layout. No call of the graph writes in place, so a copy is equivalent to a view.
     """
     for node in whole.graph.nodes:
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
@@ -239,7 +245,7 @@ def _reshaped(whole: fx.GraphModule) -> None:
 
 
 def _known_sizes(module: nn.Module, graph: fx.Graph) -> None:
-    """Raises Untraceable if a result's size depends on values, as for `nonzero` and `x[mask]`."""
+    """Raises Untraceable if the size of a result depends on values, as with `nonzero` and `x[mask]`."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             unknown = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)

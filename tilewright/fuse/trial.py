@@ -1,7 +1,8 @@
-"""Runs a graph under construction on tensors without memory, to see whether operators accept its calls and to check layouts.
+"""Runs a graph under construction on fake tensors, to check that operators accept its calls, and to check layouts.
 
-An operator checks its arguments when it is called; for an optimised model, that would be the user's first call. Here each new
-call runs at once on fake tensors. If an operator refuses a fusion, it can then still be left to torch.
+An operator checks its arguments when it is called. Without this module, an error would appear only in the user's first call.
+Here each new call is immediately run on fake tensors, which have no memory. If an operator rejects a fusion, the fusion can
+still be left to torch.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from tilewright.fuse.views import View
 __all__ = ["Trial"]
 
 _ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""Errors of calls that cannot run without values: istft reads its window, to check it."""
+"""Errors of calls that cannot run without values. For example, istft reads its window to check it."""
 
 
 def _empty_like(value: Any) -> Any:
@@ -32,7 +33,7 @@ def _empty_like(value: Any) -> Any:
 
 
 class Trial:
-    """The values of a new graph's nodes, without memory.
+    """The values of a new graph's nodes, as fake tensors.
 
     Args:
         root: the module with the tensors that the graph reads.
@@ -42,18 +43,19 @@ class Trial:
         self.root, self.mode = root, FakeTensorMode(allow_non_fake_inputs=True)
         self.values: dict[Node, Any] = {}
         self.traced: dict[Node, Any] = {}
-        """Fake results, from tracing, of torch's own calls."""
+        """For torch's own calls: their fake results, from tracing."""
 
     def run(self, node: Node, view: View | None, like: Any = None) -> None:
         """Run one call.
 
         Args:
-            node: node of the new graph; its inputs were run before, or belong to the module.
-            view: the expected layout of its result; None if there is no expectation.
+            node: a node of the new graph. Its inputs have been run before, or belong to the module.
+            view: the expected layout of the result; None: any layout.
             like: for a placeholder: its fake tensor from tracing.
 
         Raises:
-            ValueError: the result has another shape or layout; and every error of the call itself.
+            ValueError: the result has another shape or layout.
+            Exception: any error of the call itself.
         """
         with self.mode, torch.no_grad():
             try:

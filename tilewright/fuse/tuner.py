@@ -1,9 +1,9 @@
-"""The processes behind `tilewright.fuse.tuning`: `python -m tilewright.fuse.tuner search`, which starts `... measure`.
+"""The two processes that `tilewright.fuse.tuning` uses: `python -m tilewright.fuse.tuner search`, which starts `... measure`.
 
-`search` reads one JSON object on stdin, {"top", "limit_s", "wanted": [{"op", "problem", "arguments"}, ...]}, and writes a line
-of JSON for each answer, and {"progress": text} and {"failed": text} in between. It does not use the GPU, because it forks
-compilers.
-`measure` uses it, with the protocol of `tilewright.tune.worker`; arguments are drawn by `tilewright.fuse.spec`.
+`search` reads one JSON object from stdin, {"top", "limit_s", "wanted": [{"op", "problem", "arguments"}, ...]}. It writes a line
+of JSON for each answer, and in between {"progress": text} and {"failed": text}. It does not use the GPU, because it forks
+compilers. `measure` uses the GPU. It has the protocol of `tilewright.tune.worker`, and gets its arguments from
+`tilewright.fuse.spec`.
 """
 
 import json
@@ -38,7 +38,7 @@ def _say(**words: Any) -> None:
 
 
 def task_of(wanted: dict[str, str], device: Any) -> Task:
-    """The problem to search. Raises ValueError if arguments drawn from shapes make another problem."""
+    """The search task for a problem. Raises ValueError if the arguments made from the shapes belong to another problem."""
     op = _OPS[wanted["op"]]
     args = arguments_of(wanted["arguments"], Inputs("meta"))
     task = Task(
@@ -72,11 +72,12 @@ def _search() -> None:
         except ValueError as reason:
             problem = json.loads(wanted["problem"])
             _say(op=wanted["op"], problem=problem, how="refused", best=None, us=None, notes=[str(reason)])
-    # As if on the card: implementations that call another op (conv calls `linear`) then choose and compile it as when measured.
+    # on_card: an implementation may call another op (conv calls `linear`). This op must be chosen and compiled for the GPU,
+    # exactly as in the measurement.
     with Database() as rows, on_card(device):
         fresh = [task for task in tasks if len(task.impls) and not settled(task, rows)]
         firsts = [(c.impl, c.config, task.args) for task in fresh for c in planned(task, top=order["top"]).first]
-        # Compiling everything at once keeps all cores busy; each search then finds its kernels in Triton's cache.
+        # Compiling for all problems at once keeps all cores busy. Each search then finds its kernels in Triton's cache.
         for done, _ in enumerate(compile_all(firsts, device, **limits)):
             _say(progress=f"compiled {done + 1} of {len(firsts)} configs of {len(fresh)} problems")
         with Measurer(_COMMAND, limit_s=limits["limit_s"]) as measurer:

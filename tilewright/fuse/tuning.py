@@ -1,11 +1,12 @@
-"""Tunes the ops of a model, in the shapes of its calls, before it runs: `optimize(..., tune=True)`.
+"""Tunes the ops of a model for the shapes of its calls, before it runs: `optimize(..., tune=True)`.
 
-    calls of the model -> distinct problems -> searched by another process -> rows of the user's database -> chosen from now on
+    calls of the model -> distinct problems -> search in another process -> rows of the user's database -> chosen from then on
 
-The search is that of `tilewright tune` (`tilewright.tune.search`): certified configs in the model's order, compiled on all
-cores, each checked against the definition and timed, the best in turns, libraries included. Results that were measured earlier
-with the same versions are not measured again, so the second time takes seconds. If arguments cannot be drawn from their shapes
-(tables of indices), the op keeps its default, and the answer says so.
+The search is the same as in `tilewright tune` (`tilewright.tune.search`). It tries certified configs in the order of the
+analytical performance model, and compiles them on all cores. Each config is checked against the definition of the op and timed.
+The best configs are then timed in turns, together with libraries. Results that were measured earlier with the same versions are
+not measured again, so a second run takes only seconds. If arguments cannot be made from their shapes (tables of indices), the
+op keeps its default, and the answer states this.
 """
 
 import json
@@ -33,21 +34,21 @@ _OPS = {op.name: op for op in ALL}
 
 @dataclass(frozen=True)
 class Called:
-    """An op with certain arguments, and how often a run called it."""
+    """An op with certain arguments, and the number of its calls in a run."""
 
     op: Op
     args: tuple[Any, ...]
     """The arguments, with tensors on the meta device."""
     problem: Any
     text: str
-    """The problem as in rows of the database."""
+    """The problem as text, as in the rows of the database."""
     index: int
-    """Index of the CUDA device; negative on a CPU."""
+    """Index of the CUDA device; negative for a CPU."""
     count: int
 
 
 class _Listener(TorchDispatchMode):
-    """Records every call of our ops, and lets it run."""
+    """Records every call of our ops, and runs it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,9 +83,10 @@ def calls_of(run: Callable[[], Any]) -> list[Called]:
 
 
 def choices(run: Callable[[], Any]) -> list[dict[str, Any]]:
-    """What each op of a run launches, and why: {"op", "problem", "count", "impl", "config", "source", "us"}.
+    """The choice for each op of a run, and its source: {"op", "problem", "count", "impl", "config", "source", "us"}.
 
-    source: "exact" or "bucket" for a measured row, whose microseconds are in "us"; otherwise "default" or "fixed".
+    "source" is "exact" or "bucket" if a measured row decided; its microseconds are then in "us". Otherwise it is "default" or
+    "fixed".
     """
     return [
         {
@@ -104,20 +106,20 @@ def choices(run: Callable[[], Any]) -> list[dict[str, Any]]:
 def tune(
     run: Callable[[], Any], *, top: int = 6, limit_s: float = 25.0, progress: Callable[[str], None] = lambda words: None
 ) -> list[dict[str, Any]]:
-    """Search the best implementation and config for every op that a run calls, on the GPU that it runs on.
+    """Search for the best implementation and config of every op in a run, on the GPU on which it runs.
 
     Args:
-        run: calls the model once, not captured in a graph.
-        top: configs to measure for each problem, besides its default and libraries.
-        limit_s: seconds for compiling one config, and for measuring one.
-        progress: called with a text as the search advances.
+        run: a function that calls the model once. The call must not be captured in a graph.
+        top: number of configs to measure for each problem, in addition to its default and libraries.
+        limit_s: time limit in seconds for compiling one config, and for measuring one.
+        progress: called with a text that describes the progress of the search.
 
     Returns:
-        One row per problem: {"op", "problem", "how", "best", "us", "notes"}; "how" is "search", "verified again", "known", or
-        "refused" with the reason in "notes". Empty if nothing runs on a GPU.
+        One row per problem: {"op", "problem", "how", "best", "us", "notes"}. "how" is "search", "verified again", "known", or
+        "refused"; in the last case "notes" contains the reason. Empty if no op runs on a GPU.
 
     Raises:
-        RuntimeError: the searching process failed; its output has the reason.
+        RuntimeError: the search process failed; its output contains the reason.
     """
     wanted, refused = [], []
     for called in calls_of(run):
@@ -138,7 +140,7 @@ def tune(
 
 
 def _searched(wanted: list[dict[str, Any]], top: int, limit_s: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """The answers of `python -m tilewright.fuse.tuner`, a process without a CUDA context, which may fork compilers."""
+    """The answers of `python -m tilewright.fuse.tuner`. This process has no CUDA context, so that it may fork compilers."""
     torch.cuda.empty_cache()
     order = json.dumps({"top": top, "limit_s": limit_s, "wanted": wanted})
     command = [sys.executable, "-m", "tilewright.fuse.tuner", "search"]

@@ -1,6 +1,6 @@
-"""ATen's view calls: which calls are views, and how each changes the dimensions of a `View`.
+"""ATen's view calls: which calls are views, and how each of them changes the dimensions of a `View`.
 
-This is determined from the node's arguments and the shape in tracing.
+This is determined from the arguments of the node and from the shapes that tracing has stored.
 """
 
 from collections.abc import Callable
@@ -106,9 +106,9 @@ _CASTS = (aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_la
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call only rearranges elements: each element of its input is one of its result, and nothing is computed.
+    """Whether a call only rearranges elements: every element of its input is in its result once, and nothing is computed.
 
-    This includes dropout in evaluation, and casts to the type that a value already has.
+    This includes dropout in evaluation mode, and casts to the dtype that a value already has.
     """
     if node.op != "call_function":
         return False
@@ -121,19 +121,19 @@ def is_view(node: Node) -> bool:
 
 
 def is_part(node: Node) -> bool:
-    """Whether a call reads only some elements of its input, or some several times, and computes nothing."""
+    """Whether a call computes nothing, but reads only some elements of its input, or reads elements several times."""
     return node.op == "call_function" and (node.target in _NARROWING or node.target in PARTS)
 
 
 def plain_source(node: Any) -> Any:
-    """The value before views."""
+    """The value to which a chain of views is applied; the node itself if it is no view."""
     while isinstance(node, Node) and is_view(node):
         node = node.args[0]
     return node
 
 
 def follow(node: Node, view: View) -> View | None:
-    """The view after a view call on a value with `view`; None if atoms cannot express it."""
+    """The layout of a view call's result, if its input has the layout `view`; None if atoms cannot express it."""
     found = _FOLLOW.get(node.target, _same if is_view(node) else None)
     return None if found is None else found(node, view)
 
@@ -143,7 +143,7 @@ PARTS = (aten.unbind.int, aten.split.Tensor, aten.split_with_sizes.default, aten
 
 
 def parts_of(node: Node, view: View) -> tuple[View, ...] | None:
-    """The views that a call of `PARTS` returns; None if atoms cannot express one of them."""
+    """The layouts of the results of a call in `PARTS`; None if atoms cannot express one of them."""
     of = node.meta.get("val")
     if not isinstance(of, list | tuple):
         return None

@@ -1,11 +1,13 @@
-"""Views as arithmetic on one dense buffer: what chains of reshape, transpose, select ... read, and whether strides express it.
+"""The arithmetic of views: describes the result of a chain of reshape, transpose, select ... as positions in one dense buffer.
 
-For each dimension, a `View` has a list of atoms: (size, stride) pairs, slowest first, whose sizes multiply to the dimension. A
-reshape regroups atoms and splits them if necessary; a permutation reorders dimensions; a copy changes nothing, because memory
-is only read when a tensor is needed. So [S, B, 3 E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D], for which torch
-needs a copy in the middle, becomes strides of the first buffer.
+For each dimension, a `View` has a list of atoms. An atom is a pair (size, stride). The first atom varies slowest, and the
+product of the sizes is the size of the dimension. A reshape regroups atoms, and splits them if necessary. A permutation
+reorders dimensions. A copy changes nothing, because memory is only read when a tensor is needed. In this way this chain, for
+which torch needs a copy in the middle, becomes strides of the first buffer:
 
-`strides` merges each dimension's atoms into one stride if possible; otherwise it is None, and a copy is needed.
+    [S, B, 3 E] -> [S, B, 3, E] -> ... -> [S, B H, D] -> [B, H, S, D]
+
+`strides` merges the atoms of each dimension into one stride if possible. Otherwise it is None, and a copy is needed.
 """
 
 import math
@@ -20,7 +22,7 @@ Atom = tuple[int, int]
 
 @dataclass(frozen=True)
 class View:
-    """Where the elements of a tensor are in a buffer."""
+    """The positions of a tensor's elements in a buffer."""
 
     dims: tuple[tuple[Atom, ...], ...]
     offset: int = 0
@@ -36,7 +38,7 @@ class View:
         found = [_merged(dim) for dim in self.dims]
         if any(atom is None for atom in found):
             return None
-        # A dim of size 1 may have any stride; kernels derive alignment from strides, so it gets that of a dense tensor.
+        # A dim of size 1 may have any stride. Kernels derive alignment from strides, so it gets the stride of a dense tensor.
         steps, reach = [], 1
         for size, stride in reversed([atom for atom in found if atom is not None]):
             steps.append(stride if size != 1 else reach)
@@ -45,15 +47,15 @@ class View:
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """The atoms of all dimensions: the sizes and strides of a tensor that can be reshaped to `shape`."""
+        """The atoms of all dimensions. They are sizes and strides of a tensor that can be reshaped to `shape`."""
         return tuple(atom for dim in self.dims for atom in dim)
 
     def is_dense(self) -> bool:
-        """Whether the elements are in order, without gaps, from the buffer's start."""
+        """Whether the elements are in order and without gaps, beginning at the start of the buffer."""
         return self.offset == 0 and dense(self.shape).strides == self.strides
 
     def reshape(self, sizes: Sequence[int]) -> "View | None":
-        """The same elements in order with other sizes; None if atoms cannot be split in this way."""
+        """The same elements in the same order, with other sizes; None if the atoms cannot be split in this way."""
         if 0 in sizes or 0 in self.shape:
             return None
         rest = [atom for atom in reversed(self.atoms) if atom[0] != 1]
@@ -78,11 +80,11 @@ class View:
         return View(tuple(dims), self.offset) if not rest else None
 
     def permute(self, order: Sequence[int]) -> "View":
-        """Dimension i of the result is dimension order[i]."""
+        """Reorder dimensions: dimension i of the result is dimension order[i] of this view."""
         return View(tuple(self.dims[d] for d in order), self.offset)
 
     def narrow(self, dim: int, start: int, length: int, step: int = 1) -> "View | None":
-        """Elements start, start + step ... of a dimension; None if it has several strides."""
+        """Select elements start, start + step ... of a dimension; None if this dimension has several strides."""
         atom = _merged(self.dims[dim])
         if atom is None:
             return None
@@ -119,11 +121,11 @@ class View:
         return tuple(atom for dim in self.dims[:-1] for atom in dim if atom[0] != 1), last[0]
 
     def memory_order(self) -> "tuple[View, View] | None":
-        """The rows of the last dimension in the order of memory, if they fill it without gaps.
+        """The rows along the last dimension, in memory order; None unless the rows fill a range of memory without gaps.
 
         Returns:
-            ([R, K] dense from `offset`, and the view of an [R, 1] buffer with this view's leading dims), or None. An operation
-            on rows may run on the first, and the second reads its result.
+            (the rows as a dense view [R, K] from `offset`, a view of an [R, 1] buffer that has the leading dims of this view).
+            An operation on rows can run on the first view; the second view locates its results.
         """
         found = self.rows()
         if found is None:
@@ -139,13 +141,16 @@ class View:
         return View((((count, k),), ((k, 1),)), self.offset), View(back)
 
     def with_columns(self, n: int, base: int) -> "View":
-        """For a view of rows (`memory_order`): the view of an [R, base] buffer with its first n columns as last dimension."""
+        """Append a last dimension: the first n columns of an [R, base] buffer.
+
+        This view must be the second result of `memory_order`, a view of an [R, 1] buffer.
+        """
         dims = tuple(tuple((size, stride * base) for size, stride in dim) for dim in self.dims)
         return View((*dims, ((n, 1),)), self.offset * base)
 
 
 def _merged(dim: tuple[Atom, ...]) -> Atom | None:
-    """The atoms of one dimension merged to one, or None."""
+    """The atoms of one dimension, merged into one atom; None if this is impossible."""
     real = [atom for atom in dim if atom[0] != 1]
     if not real:
         return (1, 1)
@@ -158,7 +163,7 @@ def _merged(dim: tuple[Atom, ...]) -> Atom | None:
 
 
 def dense(shape: Sequence[int]) -> View:
-    """Contiguous, as in torch."""
+    """The view of a contiguous tensor of this shape."""
     dims, stride = [], 1
     for size in reversed(shape):
         dims.append(((size, stride if size != 1 else 1),))
@@ -167,6 +172,6 @@ def dense(shape: Sequence[int]) -> View:
 
 
 def channels_last(shape: Sequence[int]) -> View:
-    """[N, C, *S] channels-last: [N, *S, C] in memory."""
+    """The view of a channels-last tensor [N, C, *S], whose order in memory is [N, *S, C]."""
     last = dense((shape[0], *shape[2:], shape[1]))
     return View((last.dims[0], last.dims[-1], *last.dims[1:-1]))

@@ -1,9 +1,10 @@
-"""Makes a plan from a graph: one walk in the graph's order, in which every call is decided once.
+"""Makes a plan from a graph. It visits all calls once, in the graph's order, and decides about each of them.
 
-An anchor opens a group. Its value is a tip, from which the group grows: if exactly one call reads a tip, it is a step, which
-goes into the anchor's epilogue if the rules have a slot for it (rules.py); views move a tip on. If two groups could take the
-same sum, the one with the later anchor does. If operands of an attention are linears with the same input, they become one
-product; act(a) * b of two linears, or of the halves of one, becomes a gated product (gates.py).
+An anchor starts a group. The anchor's value is the group's first tip: a value where the group can grow. If exactly one call
+reads a tip, that call is a step. The step goes into the anchor's epilogue if the rules have a slot for it (rules.py), and its
+value becomes the new tip. A view of a tip is a tip as well. If two groups could accept the same sum, the group with the later
+anchor gets it. If operands of an attention are linears with the same input, they become one matrix product. act(a) * b of two
+linears, or of the halves of one, becomes a gated product (gates.py).
 
 For each call there is a decision with a reason: fused, part of a view, a constant, or left to torch.
 """
@@ -36,15 +37,15 @@ EXPORTED = Dialect(read=read, activation=activation_behind, view=is_view, parame
 """Graphs of torch.export: activations are one call each, weights are known."""
 
 _CONSTANT_BYTES = 1 << 26
-"""Constants with larger results are computed in every call, because they may be expanded tensors."""
+"""Limit in bytes. Constants with larger results are computed in every call, because they may be expanded tensors."""
 
 
 def plan(graph: Graph, refused: Mapping[str, str] | None = None, dialect: Dialect = EXPORTED) -> Plan:
-    """Which calls of a graph go into one launch, and a decision about every call.
+    """Plan which calls of a graph are computed in one launch, and decide about every call.
 
     Args:
-        graph: functional ATen with `val` in the nodes' meta; it is not changed.
-        refused: names of layers or nodes that must not be fused, with the reason: an anchor with such a name is left to torch,
+        graph: a functional ATen graph with `val` in the nodes' meta; it is not changed.
+        refused: names of layers or nodes that must not be fused, with the reason. An anchor with such a name is left to torch;
             a step with such a name is not fused.
         dialect: the kind of graph.
     """
@@ -64,7 +65,7 @@ class _Walk:
         self.place = {node: i for i, node in enumerate(graph.nodes)}
         self.tips: dict[Node, Tip] = {}
         self.left = LEFT if dialect.parameters else "inductor"
-        """Kind of decisions about calls to which no rule applies. For Inductor's graphs they are not listed."""
+        """Kind of decisions about calls to which no rule applies. Summaries of Inductor's graphs do not list them."""
 
     # ---- calls
 
@@ -92,11 +93,11 @@ class _Walk:
         return self._step(node)
 
     def parameter(self, node: Any) -> bool:
-        """Whether a value is known before the call: a parameter, or a value that depends on parameters alone."""
+        """Whether a value is known before the model is called: a parameter, or a value that depends on parameters alone."""
         return self.dialect.parameters and isinstance(node, Node) and tensor_of(node) is not None and self.plan.constant(node)
 
     def _taken(self, node: Node) -> bool:
-        """Whether a group already has a call in its epilogue."""
+        """Whether a call has already been fused into a group."""
         return node in self.plan.decisions and self.plan.decisions[node].taken
 
     def _constant(self, node: Node) -> bool:
@@ -127,10 +128,10 @@ class _Walk:
         if anchor.kind in EPILOGUES:
             self._grow(Tip(group, anchor.node, columns_of(anchor)))
 
-    # ---- growth
+    # ---- growth of groups
 
     def _grow(self, tip: Tip) -> None:
-        """Add a tip; look for its activation at once, because no other group can have it."""
+        """Add a tip. If an activation reads it, decide about it immediately, because no other group could fuse it."""
         self.tips[tip.here] = tip
         found = self.dialect.activation(tip.here)
         if found is None or found.node in self.plan.decisions:
@@ -138,11 +139,11 @@ class _Walk:
         step = Step(kind="activation", node=found.node, inside=tuple(found.inside - {found.node}), name=found.name)
         reason = self._offer(tip, step, found)
         alone = found.name not in ACTIVATIONS and isinstance(self.dialect.read(found.node), Anchor)
-        if reason is not None and not alone:  # otherwise it becomes a launch by itself when it is visited
+        if reason is not None and not alone:  # if alone, it becomes a launch by itself when it is visited
             self._refuse(step, tip, reason)
 
     def _offer(self, tip: Tip, step: Step, found: Activation | None = None) -> str | None:
-        """Put a step into a group's epilogue; returns the reason if that is impossible."""
+        """Try to add a step to a group's epilogue. Returns the reason if that is impossible, otherwise None."""
         if step.node.name in self.refused:
             return self.refused[step.node.name]
         slot = slot_of(tip, step, self.parameter)
@@ -163,7 +164,7 @@ class _Walk:
         return None
 
     def _step(self, node: Node) -> None:
-        """A call that one of several groups may take, or that is left to torch."""
+        """Decide about a call that may go into the epilogue of a group; otherwise it is left to torch."""
         first = self._offered(node)
         if first is None:
             return
@@ -176,8 +177,11 @@ class _Walk:
             self._decide(node, self.left, False, f"{node.target}: {reason}", tip.group)
 
     def _offered(self, node: Node) -> tuple[Step | str, Tip | None, str] | None:
-        """Offer a call to the groups whose tips it reads, that of the last anchor first. None if one takes it; otherwise
-        (the step or why it is none, the first group's tip, the reason), without a tip if there is no such group."""
+        """Offer a call to the groups whose tips it reads, starting with the group of the last anchor.
+
+        Returns None if a group accepts the call. Otherwise returns three values: the step, or a sentence that states why the
+        call is no step; the tip of the first group, or None if the call reads no tip; and the reason.
+        """
         tips = [self.tips[n] for n in node.all_input_nodes if n in self.tips]
         tips.sort(key=lambda tip: self.place[tip.group.anchor.node], reverse=True)
         first: tuple[Step | str, Tip | None, str] | None = None
@@ -214,7 +218,7 @@ class _Walk:
         self._decide(gate.node, "gate", True, words, gate.groups[0], 4 * _bytes(gate.node))
 
     def _merge(self, operands: tuple[Node, ...]) -> None:
-        """Merge plain linears with the same input, for several operands of one anchor, into one product."""
+        """Among the operands of an anchor, merge plain linears with the same input into one matrix product."""
         inputs: dict[Node, list[Group]] = {}
         for source in map(plain_source, operands):
             tip = self.tips.get(source)
@@ -234,7 +238,7 @@ class _Walk:
                 self.plan.merges = [b for b in self.plan.merges if b not in joined] + [batch]
 
     def finish(self) -> None:
-        """Sort groups by their last calls, give growing concatenations a buffer, and record merges."""
+        """Sort groups by their last calls, assign a shared buffer to growing concatenations, and record merges."""
         self.plan.groups.sort(key=lambda g: self.place[g.last])
         if self.dialect.parameters:
             share_buffers(self.plan)
@@ -263,7 +267,7 @@ def _bytes(node: Node) -> int:
 
 
 def _kept(node: Node, inside: Collection[Node]) -> str | None:
-    """Why a value is stored even if it is fused: others read it."""
+    """Why a value must be stored even if it is fused: other calls read it. None if no other call does."""
     readers = [user for user in node.users if user not in inside]
     if not readers:
         return None

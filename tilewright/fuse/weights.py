@@ -1,6 +1,6 @@
-"""Prepares parameters for an optimised graph: folds into them, joins them, lays them out and casts them, once.
+"""Prepares parameters for an optimised graph, once: folds operations into weights and stacks weights.
 
-Folding is done in float64 from the float model's own parameters; the result is rounded to the graph's dtype once.
+Folding uses float64 and the float model's own parameters. The result is rounded to the graph's dtype only once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ class Weights:
     """Parameters and buffers by their names in a graph.
 
     Args:
-        exact: those of the float model.
+        exact: the parameters and buffers of the float model.
         cast: the same in the graph's dtype.
-        root: module that holds the tensors that the optimised graph reads.
-        constant: function: whether a node depends on parameters alone.
+        root: the module that contains the tensors which the optimised graph reads.
+        constant: a function that returns whether a node depends on parameters alone.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Weights:
         self._kept: dict[int, tuple[str, Any]] = {}
 
     def keep(self, value: Tensor | nn.Module, hint: str) -> str:
-        """Store a tensor, or a quantised weight, in the graph's module; returns its name there. An object is stored once."""
+        """Store a tensor or a quantised weight in the graph's module. Returns its name there. Each object is stored once."""
         if id(value) in self._kept:
             return self._kept[id(value)][0]
         name = f"{hint.replace('.', '_')}_{len(self._kept)}"
@@ -66,12 +66,12 @@ class Weights:
         return self._doubles[node]
 
     def folded(self, weight: Node, bias: Node | None, folds: Sequence[Fold], transposed: bool) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) in float64, with batch norms, factors and biases folded in, in their order.
+        """(weight, bias) in float64, with batch norms, factors and biases folded in, in the order of `folds`.
 
         Args:
             weight: [O, ...], or [K, O, ...] with `transposed`; the result is [O, K, ...].
             bias: [O].
-            folds: operations after the product.
+            folds: operations after the matrix product or convolution.
             transposed: see weight.
         """
         w = self.double(weight)
@@ -107,7 +107,7 @@ class Weights:
 
     @staticmethod
     def joined(parts: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-        """(weights, biases) of several linears with the same input, stacked; a missing bias is zeros."""
+        """(weights, biases) of several linears with the same input, stacked. A missing bias becomes zeros."""
         if all(b is None for _, b in parts):
             return torch.cat([w for w, _ in parts]), None
         biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in parts]
