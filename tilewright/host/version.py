@@ -289,7 +289,7 @@ class Version:
         if len(reply.errors) < len(batch.items):
             self._failures = 0
             self.circuit.worked()
-            self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds)
+            self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds, reply.traffic)
         else:
             self._failures += 1
             if self._failures >= self.config.max_failures and not instance.busy:  # else the next batch decides
