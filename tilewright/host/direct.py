@@ -224,8 +224,9 @@ class Direct:
                 self._rooms = [self._copies.room(self._nbytes) for _ in range(self._arenas)]
             mapped = self._locked(region.fd, begin, end)
         except (OSError, RuntimeError) as error:
+            why = str(error)  # the error itself would keep the mapping for as long as somebody keeps the log's record
             logger.warning(
-                "the shared memory region %r is not page-locked, so the processor copies its tensors: %s", region.name, error
+                "the shared memory region %r is not page-locked, so the processor copies its tensors: %s", region.name, why
             )
             return
         with self._guard:
