@@ -37,7 +37,7 @@ def test_copies_arrive_from_threads_of_their_own() -> None:
     found = room.clone()
     copies.wait()
     assert torch.equal(found.cpu(), torch.cat([memory[half:], memory[:half]]))
-    with pytest.raises(RuntimeError, match="cuMemHostRegister_v2 .*HOST_MEMORY_ALREADY_REGISTERED"):
+    with pytest.raises(RuntimeError, match=r"cuMemHostRegister_v2 .*HOST_MEMORY_ALREADY_REGISTERED"):
         copies.lock(address, size)
     in_thread(lambda: copies.unlock(address) or True)
     assert torch.ones(4, device=device).sum().item() == 4, "the error is not that of the next kernel"
