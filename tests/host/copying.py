@@ -68,8 +68,9 @@ class StandIn:
         with self._guard:
             self._does("begin")
             room = next(one for one in self.rooms if one.data_ptr() <= copies[0][0] < one.data_ptr() + len(one))
-            if any(event.memory is room and not event.done for event in self._pending):
-                self.wrong.append("a batch's memory is written while it is in use")
+            spans = [(to, to + size) for event in self._pending for to, _, size in event.copies]
+            if any(begin < to + size and to < end for begin, end in spans for to, _, size in copies):
+                self.wrong.append("memory is written to which another copy is under way")
             event = Event(copies, room)
             self._pending.append(event)
             return event

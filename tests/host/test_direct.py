@@ -42,8 +42,11 @@ def locking(gpu: StandIn, *added: Region, most_bytes: int | None = None) -> Dire
     return found
 
 
-def fetched(mine: Direct, *pieces: Piece | None, arena: int = 0) -> Fetched:
-    found = mine.fetch(arena, [piece for piece in pieces if piece is not None])
+def fetched(mine: Direct, *places: tuple[Part, int], arena: int = 0) -> Fetched:
+    """A batch of parts, and the bytes where they belong."""
+    gathering = mine.gather(arena)
+    assert all(gathering.take(part, at) for part, at in places)
+    found = gathering.end()
     assert found is not None
     return found
 
@@ -57,8 +60,8 @@ def test_a_region_is_locked_copied_from_and_unlocked_after_its_last_batch(shm: P
     gpu, one = StandIn(), region(shm, offset=PAGE + 40)
     mine = locking(gpu, one)
     assert mine.locked_bytes == 4 * ROW + 40, "the mapping begins with a page"
-    batch = fetched(mine, mine.piece(Part(one, PAGE + 40 + ROW, ROW), 2 * ROW))
-    other = fetched(mine, mine.piece(Part(one, PAGE + 40, ROW), 0), arena=1)
+    batch = fetched(mine, (Part(one, PAGE + 40 + ROW, ROW), 2 * ROW))
+    other = fetched(mine, (Part(one, PAGE + 40, ROW), 0), arena=1)
     mine.forget(one.number)
     mine.settle()
     assert gpu.locked, "two batches are under way"
@@ -78,7 +81,7 @@ def test_a_region_is_locked_copied_from_and_unlocked_after_its_last_batch(shm: P
 def test_what_the_processor_read_is_added_on_the_device(shm: Path) -> None:
     gpu, one = StandIn(), region(shm)
     mine = locking(gpu, one)
-    batch = fetched(mine, mine.piece(Part(one, 0, ROW), ROW), mine.piece(Part(one, 3 * ROW, ROW), 4 * ROW))
+    batch = fetched(mine, (Part(one, 0, ROW), ROW), (Part(one, 3 * ROW, ROW), 4 * ROW))
     arena = torch.full((8 * ROW,), 9, dtype=torch.uint8)
     batch.begin(arena, [(0, 3 * ROW), (4 * ROW, 5 * ROW), (5 * ROW + 64, 6 * ROW)])
     rows = [9, 1, 9, 0x55, 4]
@@ -88,16 +91,21 @@ def test_what_the_processor_read_is_added_on_the_device(shm: Path) -> None:
     batch.end()
 
 
-def test_neighbours_are_one_copy_but_not_across_regions(shm: Path) -> None:
+def test_neighbours_are_one_copy_but_not_across_regions(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = StandIn()
     mine = locking(gpu)
-    regions = [Mapped(1 << 20, 0, 8 * ROW), Mapped((1 << 20) + 2 * ROW, 0, 8 * ROW)]  # side by side in memory
+    side_by_side = [Mapped(1 << 20, 0, 8 * ROW), Mapped((1 << 20) + 2 * ROW, 0, 8 * ROW)]
     mine._rooms = [gpu.room(8 * ROW)]
+    gathering = mine.gather(0)
     places = [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (5, 4, 1), (6, 6, 1)]
-    pieces = [Piece(at * ROW, (1 << 20) + source * ROW, ROW, regions[which]) for at, source, which in places]
-    batch = fetched(mine, *pieces)
+    pieces = iter([Piece(at * ROW, (1 << 20) + source * ROW, ROW, side_by_side[which]) for at, source, which in places])
+    monkeypatch.setattr(mine, "piece", lambda *_: next(pieces))
+    one = region(shm)
+    assert all(gathering.take(Part(one, 0, ROW), 0) for _ in places)
+    batch = gathering.end()
+    assert batch is not None
     start, base = gpu.rooms[0].data_ptr(), 1 << 20
-    assert batch._event.copies == [
+    assert batch._events[0].copies == [
         (start, base, 2 * ROW),
         (start + 2 * ROW, base + 2 * ROW, 2 * ROW),
         (start + 5 * ROW, base + 4 * ROW, ROW),
@@ -105,6 +113,27 @@ def test_neighbours_are_one_copy_but_not_across_regions(shm: Path) -> None:
     ]
     assert batch.spans == [(0, 4 * ROW), (5 * ROW, 7 * ROW)]
     assert batch.nbytes == 6 * ROW
+
+
+def test_copies_begin_while_later_tensors_are_checked(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "TOGETHER", 3)
+    gpu, one = StandIn(), region(shm, rows=8)
+    mine = locking(gpu, one)
+    gathering = mine.gather(1)
+    order = [7, 0, 6, 1, 5, 2, 4, 3]
+    for at, row in enumerate(order):
+        assert gathering.take(Part(one, row * ROW, ROW), at * ROW)
+        assert gpu.log.count("begin") == (at + 1) // 3
+    batch = gathering.end()
+    assert batch is not None
+    assert gpu.log.count("begin") == 3
+    batch.begin(torch.zeros(8 * ROW, dtype=torch.uint8), [(0, 8 * ROW)])
+    assert batch.memory.view(8, ROW).tolist() == [[row + 1] * ROW for row in order]
+    batch.end()
+    assert not gpu.wrong
+    empty = mine.gather(0)
+    assert not empty.take(Part(one, 0, 8), 0)
+    assert empty.end() is None
 
 
 def test_small_tensors_and_bytes_outside_of_the_region_are_read(shm: Path) -> None:
@@ -134,7 +163,7 @@ def test_two_regions_of_one_file(shm: Path) -> None:
     gpu, one = StandIn(), region(shm)
     again = Region("again", "r", ROW, 2 * ROW, os.open(shm / "r", os.O_RDWR))
     mine = locking(gpu, one, again)
-    batch = fetched(mine, mine.piece(Part(one, ROW, ROW), 0), mine.piece(Part(again, ROW, ROW), ROW))
+    batch = fetched(mine, (Part(one, ROW, ROW), 0), (Part(again, ROW, ROW), ROW))
     mine.forget(one.number)
     mine.settle()
     batch.begin(torch.zeros(8 * ROW, dtype=torch.uint8), [(0, 2 * ROW)])
@@ -158,14 +187,14 @@ def test_what_the_driver_refuses_is_read(shm: Path, caplog: pytest.LogCaptureFix
 def test_after_a_copy_that_cannot_begin_all_is_read(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpu, one = StandIn(["begin"]), region(shm)
     mine = locking(gpu, one)
-    piece = mine.piece(Part(one, 0, ROW), 0)
-    assert piece is not None
-    assert mine.fetch(0, [piece]) is None
+    gathering = mine.gather(0)
+    assert gathering.take(Part(one, 0, ROW), 0)
+    assert gathering.end() is None
     assert mine.piece(Part(one, 0, ROW), 0) is None
     assert "so the processor does: begin is refused" in caplog.text
     gpu.refuses.add("unlock")
     mine.forget(one.number)
-    del piece
+    del gathering
     mine.settle()
     assert mapped(shm) == 1, "addresses that may be locked must not be used for anything else"
 
@@ -196,7 +225,7 @@ def test_pages_that_a_file_no_longer_has_are_not_copied(shm: Path, caplog: pytes
     gpu, one = StandIn(), region(shm)
     mine = locking(gpu, one)
     for number in range(1, direct.MAX_LOCKS + 1):
-        batch = fetched(mine, mine.piece(Part(one, ROW, ROW), 0))
+        batch = fetched(mine, (Part(one, ROW, ROW), 0))
         batch.begin(torch.zeros(8 * ROW, dtype=torch.uint8), [(0, ROW)])
         assert batch.memory[:ROW].eq(number + 9 if number > 1 else 2).all()
         with (shm / "r").open("r+b") as file:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tilewright.host.regions import Part, Region
 
-__all__ = ["MIN_BYTES", "Copies", "Direct", "Fetched", "Mapped", "Piece"]
+__all__ = ["MIN_BYTES", "Copies", "Direct", "Fetched", "Gathering", "Mapped", "Piece"]
 
 MIN_BYTES = 64 << 10
 """Least bytes of a tensor that the GPU copies by itself. Each such copy takes some microseconds to check and to begin. Smaller
@@ -38,6 +38,8 @@ MAX_LOCKED_BYTES = 16 << 30
 """Most bytes that one process locks, together. They count in the machine's memory once, whatever the number of processes."""
 MEMORY_SHARE = 4
 """It also locks at most this part (1/N) of the machine's memory, because locked pages cannot be moved or swapped out."""
+TOGETHER = 16
+"""Tensors whose copies are begun together."""
 MAX_LOCKS = 3
 """How often a region is locked whose file gets other pages again and again."""
 
@@ -80,11 +82,11 @@ class Fetched:
     Args:
         memory: [nbytes] uint8: the device's copy of the batch's memory.
         pieces: what was copied, in the order of their places.
-        copies, event: the device, and the end of the copies.
+        copies, events: the device, and the ends of the copies.
     """
 
-    def __init__(self, memory: Tensor, pieces: Sequence[Piece], copies: Copies, event: Any):
-        self.memory, self._copies, self._event = memory, copies, event
+    def __init__(self, memory: Tensor, pieces: Sequence[Piece], copies: Copies, events: Sequence[Any]):
+        self.memory, self._copies, self._events = memory, copies, events
         self.nbytes = sum(piece.size for piece in pieces)
         self.spans = list[tuple[int, int]]()
         """(first byte, byte behind the last) of what was copied."""
@@ -100,17 +102,21 @@ class Fetched:
             arena: [nbytes] uint8: the memory of the batch, on the host.
             inputs: (first byte, byte behind the last) of each input in it.
         """
-        self._copies.follow(self._event)
+        self._follow()
         for begin, end in _between(inputs, self.spans):
             self.memory[begin:end].copy_(arena[begin:end], non_blocking=True)
 
     def end(self) -> None:
         """Wait until neither a region, nor the memory of the batch or its copy is read any more. Raises RuntimeError."""
         try:
-            self._copies.follow(self._event)  # the batch may not have begun
+            self._follow()  # the batch may not have begun
             self._copies.wait()
         finally:
             self._held.clear()
+
+    def _follow(self) -> None:
+        for event in self._events:
+            self._copies.follow(event)
 
 
 def _between(inputs: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -294,15 +300,39 @@ class Direct:
                 MAX_LOCKS,
             )
 
-    def fetch(self, arena: int, pieces: Sequence[Piece]) -> Fetched | None:
-        """Begin to copy pieces, which are in the order of their places, to the device's copy of a batch's memory.
+    def gather(self, arena: int) -> "Gathering":
+        """Begin to collect what is copied for a batch."""
+        return Gathering(self, self._copies, self._rooms[arena] if self._rooms else None)
 
-        None: the device refuses, and the tensors have to be read; this process does not try again.
-        """
-        memory, copies, last = self._rooms[arena], list[tuple[int, int, int]](), None
-        start = memory.data_ptr()
-        for piece in pieces:
-            to, address, size = start + piece.at, piece.address, piece.size
+    def fails(self, error: Exception) -> None:
+        """Have the processor read everything from now on."""
+        self._on = False
+        logger.warning("the GPU cannot copy from shared memory, so the processor does: %s", error)
+
+
+class Gathering:
+    """Tensors of one batch that are copied to the device. Copies begin while later tensors are still being checked."""
+
+    def __init__(self, direct: Direct, copies: Copies, room: Tensor | None):
+        self._direct, self._copies, self._room = direct, copies, room
+        self._start = 0 if room is None else room.data_ptr()
+        self._pieces, self._begun, self._events = list[Piece](), 0, list[Any]()
+        self._failed = False
+
+    def take(self, part: Part, at: int) -> bool:
+        """Have bytes copied to byte `at` of the batch's memory; return whether they will be. Call it in the order of places."""
+        piece = None if self._room is None else self._direct.piece(part, at)
+        if piece is None:
+            return False
+        self._pieces.append(piece)
+        if len(self._pieces) - self._begun >= TOGETHER:
+            self._begin()
+        return True
+
+    def _begin(self) -> None:
+        copies, last = list[tuple[int, int, int]](), None
+        for piece in self._pieces[self._begun :]:
+            to, address, size = self._start + piece.at, piece.address, piece.size
             if (
                 last is not None
                 and last.mapped is piece.mapped
@@ -312,10 +342,17 @@ class Direct:
                 size += before
             copies.append((to, address, size))
             last = piece
+        self._begun = len(self._pieces)
         try:
-            event = self._copies.begin(copies)
+            self._events.append(self._copies.begin(copies))
         except RuntimeError as error:
-            self._on = False
-            logger.warning("the GPU cannot copy from shared memory, so the processor does: %s", error)
+            self._failed = True
+            self._direct.fails(error)
+
+    def end(self) -> Fetched | None:
+        """What was taken. None: nothing, or the device refuses a copy; then everything that was taken has to be read."""
+        if len(self._pieces) > self._begun:
+            self._begin()
+        if self._room is None or self._failed or not self._pieces:
             return None
-        return Fetched(memory, pieces, self._copies, event)
+        return Fetched(self._room, self._pieces, self._copies, self._events)

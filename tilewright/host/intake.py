@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from tilewright.host.arena import Arena
-from tilewright.host.direct import Direct, Fetched, Piece
+from tilewright.host.direct import Direct, Fetched
 from tilewright.host.regions import Part, Read, Region, read_large
 
 __all__ = ["FORGET", "MAX_PACKET", "SHARED", "Arrived", "Intake", "ToRead", "packed", "packets"]
@@ -196,7 +196,7 @@ class Intake:
         if not self._arenas[arena].may_begin(self._capacity, time.monotonic()):
             return {}, None, 0
         view, reads, unread = self._arenas[arena].view, list[Read](), dict[int, str]()
-        pieces, instead = list[Piece](), list[Read]()
+        gathering, instead = None if self._direct is None else self._direct.gather(arena), list[Read]()
         for i in range(0, len(table), FIELDS):
             request, number, begin, size, at = table[i : i + FIELDS]
             region, into = self._region(number), view[at : at + size]
@@ -205,11 +205,9 @@ class Intake:
                 unread[request] = "its shared memory region cannot be read: the model's process has too many open files"
                 continue
             part = Part(region, begin, size)
-            piece = None if self._direct is None else self._direct.piece(part, at)
-            (reads if piece is None else instead).append(Read(request, part, into))
-            if piece is not None:
-                pieces.append(piece)
-        fetched = self._direct.fetch(arena, pieces) if self._direct is not None and pieces else None
+            taken = gathering is not None and gathering.take(part, at)
+            (instead if taken else reads).append(Read(request, part, into))
+        fetched = None if gathering is None else gathering.end()
         if fetched is None:
             reads += instead
         return read_large(reads) | unread, fetched, sum([len(read.part) for read in reads])
