@@ -131,6 +131,14 @@ def test_copies_begin_while_later_tensors_are_checked(shm: Path, monkeypatch: py
     assert batch.memory.view(8, ROW).tolist() == [[row + 1] * ROW for row in order]
     batch.end()
     assert not gpu.wrong
+    monkeypatch.setattr(direct, "TOGETHER_BYTES", 2 * ROW)
+    gathering = mine.gather(0)
+    for at in (0, 2):
+        assert gathering.take(Part(one, at * ROW, 2 * ROW), at * ROW)
+    assert gpu.log.count("begin") == 5
+    last = gathering.end()
+    assert last is not None
+    last.end()
     empty = mine.gather(0)
     assert not empty.take(Part(one, 0, 8), 0)
     assert empty.end() is None

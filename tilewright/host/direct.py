@@ -38,10 +38,12 @@ MAX_LOCKED_BYTES = 16 << 30
 """Most bytes that one process locks, together. They count in the machine's memory once, whatever the number of processes."""
 MEMORY_SHARE = 4
 """It also locks at most this part (1/N) of the machine's memory, because locked pages cannot be moved or swapped out."""
-TOGETHER = 16
-"""Tensors whose copies are begun together."""
+TOGETHER, TOGETHER_BYTES = 16, 4 << 20
+"""Copies are begun together for so many tensors, or for so many bytes."""
 MAX_LOCKS = 3
 """How often a region is locked whose file gets other pages again and again."""
+
+_HIGHEST_BIT = bytes(range(0x80, 0x100))
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ class _Memory:
         first, last = address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE
         count = 8 * (last - first + 1)
         entries = os.pread(self._pages, count, 8 * first)  # 64 bits for each page; the highest one says that it is there
-        return len(entries) == count and min(entries[7::8]) >= 0x80
+        return len(entries) == count and not entries[7::8].translate(None, _HIGHEST_BIT)
 
 
 class Direct:
@@ -317,6 +319,8 @@ class Gathering:
         self._direct, self._copies, self._room = direct, copies, room
         self._start = 0 if room is None else room.data_ptr()
         self._pieces, self._begun, self._events = list[Piece](), 0, list[Any]()
+        self._bytes = 0
+        """Bytes of pieces whose copies have not begun."""
         self._failed = False
 
     def take(self, part: Part, at: int) -> bool:
@@ -325,7 +329,8 @@ class Gathering:
         if piece is None:
             return False
         self._pieces.append(piece)
-        if len(self._pieces) - self._begun >= TOGETHER:
+        self._bytes += piece.size
+        if len(self._pieces) - self._begun >= TOGETHER or self._bytes >= TOGETHER_BYTES:
             self._begin()
         return True
 
@@ -342,7 +347,7 @@ class Gathering:
                 size += before
             copies.append((to, address, size))
             last = piece
-        self._begun = len(self._pieces)
+        self._begun, self._bytes = len(self._pieces), 0
         try:
             self._events.append(self._copies.begin(copies))
         except RuntimeError as error:
