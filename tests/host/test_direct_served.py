@@ -150,7 +150,7 @@ def test_concurrent_clients_get_their_own_answers_and_may_write_at_once_after_th
 
         await asyncio.gather(*map(client, range(12)))
         stats = host.models["m"].versions[1].stats
-        assert stats.traffic.direct > 5 * stats.traffic.read
+        assert stats.traffic.direct > stats.traffic.read
         assert stats.executions < 12 * 60, "nothing was computed together"
         if device.stand_in is not None:
             gone = device.stand_in
