@@ -5,15 +5,17 @@
 `tilewright serve` serves ResNet-50 (from `tilewright compare`, random weights) in fp16 with dynamic batching and
 `--shared-memory`. `tilewright load` sends requests in a closed loop, several at a time, and from several processes where one
 process would be the bottleneck. Then the server ends, and one process measures the same optimised model: rows per second with
-all data on the device, and with copies from pinned host memory and back. Each result is appended to FOLDER/results.jsonl; the
-server's log is FOLDER/server.log.
+all data on the device, and with copies from pinned host memory and back. With `--offline-in-server` the model's process does
+this before the server ends, and nothing is loaded again. Each result is appended to FOLDER/results.jsonl; the server's log is
+FOLDER/server.log.
 
 The script ends after `--total` seconds. The most important measurements come first, and those that do not fit are left out. The
 last `--offline-seconds` are reserved for the measurement without a server.
 
 `--device cpu --model resnet18 --size 64 --sizes 1,8,16` runs the same on a machine without a GPU. `--model first` returns the
 first 1,000 numbers of each image, which costs next to nothing, so that the server is measured alone, also on a CPU. Each result
-has the processor time of the server, its fronts (`--fronts`), the model's process and the clients.
+has the processor time of the server, its fronts (`--fronts`), the model's process and the clients, and which share of the
+images' bytes the GPU copied from the clients' memory itself (`direct_share`; `--no-locks` has the processor copy all of them).
 """
 
 import argparse
@@ -29,7 +31,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,9 @@ from tilewright.bench.cpu_time import watched
 CODE = """
 import os, sys, threading, time, traceback
 import torch
+from pathlib import Path
 from tilewright.bench.compare.models import load_model
+from tilewright.bench.served_rate import wait_to_be_asked
 
 def say_where():
     main = threading.main_thread().ident
@@ -66,9 +70,11 @@ def build():
     net = net.to(dtype)
     shape = (1, 3, {size}, {size})
     generator = torch.Generator().manual_seed(0)
+    image = torch.rand(shape, generator=generator).to(dtype)
     if {uint8!r}:
-        return Bytes(net, dtype), torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return net, torch.rand(shape, generator=generator).to(dtype)
+        net, image = Bytes(net, dtype), torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    wait_to_be_asked(Path({folder!r}), image)
+    return net, image
 """
 NAME, FIRST = "images", "first"
 READY = "ready"
@@ -142,10 +148,11 @@ def written(asked: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Write the model's code and its repository; the environment of processes that need them."""
     sizes, fp16 = [int(n) for n in asked.sizes.split(",")], asked.precision == "fp16"
     fields = {"model": asked.model, "first": FIRST, "fp16": fp16, "size": asked.size, "uint8": asked.input == "uint8"}
-    code = CODE.format(**fields, ready=str(folder / READY))
+    code = CODE.format(**fields, ready=str(folder / READY), folder=str(folder))
     (folder / "served_images.py").write_text(code)
     (folder / "models" / NAME / "1").mkdir(parents=True)
     options = {"source": "served_images:build", "device": asked.device, "max_batch": max(sizes), "max_wait_s": 30}
+    options |= {"lock_regions": False} if asked.no_locks else {}
     options |= {} if asked.model == FIRST else {"precision": asked.precision, "preferred": sizes}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items())
     (folder / "models" / NAME / "model.toml").write_text("[model]\n" + text)
@@ -269,46 +276,32 @@ def offline(folder: Path, sizes: list[int], seconds: float) -> None:
     """Print the rates of the served model in this process, a JSON line each."""
     import dataclasses
 
-    import torch
-
     from tilewright.bench.provenance import environment
+    from tilewright.bench.served_rate import rates
     from tilewright.host.config import read_config
-    from tilewright.host.loaded import load, rows_of
+    from tilewright.host.loaded import load
 
     config = read_config(folder / "models" / NAME / "model.toml")
     loaded = load(dataclasses.replace(config, preferred=tuple(sizes), max_batch=max(sizes)), None)
-    cuda = loaded.device.type == "cuda"
-    print(json.dumps({"what": "environment", **environment(card=cuda)}), flush=True)
-    wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+    print(json.dumps({"what": "environment", **environment(card=loaded.device.type == "cuda")}), flush=True)
     _, example = __import__("served_images").build()
-    for rows in sizes:
-        host = rows_of(example, rows)
-        host = host.pin_memory() if cuda else host
-        device = host.to(loaded.device)
-        ways: dict[str, Callable[[], Any]] = {
-            "device": lambda device=device: loaded.module(device),
-            "host": lambda host=host: loaded.call([host]),
-        }
-        for way, call in ways.items():
-            rate = rate_of(call, wait, rows, seconds)
-            print(json.dumps({"what": "offline", "rows": rows, "tensors_in": way, "rows_per_s": round(rate, 1)}), flush=True)
+    for said in rates(loaded, example, sizes, seconds):
+        print(json.dumps(said), flush=True)
 
 
-def rate_of(call: Callable[[], Any], wait: Callable[[], None], rows: int, seconds: float) -> float:
-    """Rows a second of calls one behind the other, for so many seconds after a warm-up."""
-    import torch
+def offline_seconds(asked: argparse.Namespace) -> float:
+    """Seconds for each measurement without requests."""
+    return min(2.0, asked.seconds / 2)
 
-    with torch.no_grad():
-        for _ in range(3):
-            call()
-        wait()
-        count, began_s = 0, time.perf_counter()
-        while time.perf_counter() - began_s < seconds:
-            for _ in range(8):
-                call()
-            wait()
-            count += 8
-        return rows * count / (time.perf_counter() - began_s)
+
+def measure_in_server(run: Run, folder: Path) -> None:
+    """Measure without requests in the model's own process; other sizes than the served ones would need graphs of their own."""
+    from tilewright.bench.served_rate import ask
+
+    served, asked = run.asked.sizes.split(","), run.asked.offline_sizes.split(",")
+    sizes = [int(n) for n in asked if n in served]
+    for said in ask(folder, sizes, offline_seconds(run.asked), max(1.0, run.left_s() - 4)):
+        run.note(**said)
 
 
 def measure_offline(run: Run, folder: Path, env: dict[str, str]) -> None:
@@ -363,6 +356,12 @@ def arguments() -> argparse.Namespace:
         default=60.0,
         help="seconds of --total reserved for the measurement without a server; 0: none",
     )
+    parser.add_argument(
+        "--offline-in-server",
+        action="store_true",
+        help="measure without requests in the model's process, for those --offline-sizes that are among --sizes",
+    )
+    parser.add_argument("--no-locks", action="store_true", help="have the processor copy what is in shared memory")
     parser.add_argument("--offline", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out = asked.out.resolve()
@@ -374,7 +373,7 @@ def main() -> None:
     """Serve, ask, end the server, measure without it."""
     asked = arguments()
     if asked.offline is not None:
-        offline(asked.offline, [int(n) for n in asked.offline_sizes.split(",")], min(2.0, asked.seconds / 2))
+        offline(asked.offline, [int(n) for n in asked.offline_sizes.split(",")], offline_seconds(asked))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # in order: the server has its own session
     run = Run(asked)
@@ -390,8 +389,10 @@ def main() -> None:
                     run.note(what="left out", why="no time", rows=case[0], in_flight=case[1], shared_memory=case[3])
                     continue
                 load(run, url, env, case)
+            if url and asked.offline_seconds and asked.offline_in_server:
+                measure_in_server(run, folder)
         run.say("the server has ended")
-        if asked.offline_seconds:
+        if asked.offline_seconds and not asked.offline_in_server:
             measure_offline(run, folder, env)
 
 

@@ -15,6 +15,15 @@ from tilewright.bench.cpu_time import served, share_of, watched
 
 BUSY = "import sys\nprint(flush=True)\nwhile True: pass"
 
+METRICS = """# HELP tilewright_model_shared_bytes_direct_total Bytes
+tilewright_model_shared_bytes_direct_total{{model="m",version="1"}} {direct}.0
+tilewright_model_shared_bytes_direct_total{{model="mm",version="1"}} 5.0
+tilewright_model_shared_bytes_read_total{{model="m",version="1"}} {read}.0
+tilewright_model_shared_bytes_read_created{{model="m",version="1"}} 1.7e+09
+tilewright_model_shared_bytes_locked{{model="m",version="1"}} 4096.0
+tilewright_model_shared_bytes_locked{{model="m",version="2"}} 512.0
+"""
+
 
 @pytest.fixture
 def busy() -> Iterator["subprocess.Popen[bytes]"]:
@@ -49,9 +58,14 @@ def test_a_server_is_watched_from_its_first_answer_on() -> None:
 
     class Stats(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                return self.say(METRICS.format(direct=300 * len(asked), read=100 * len(asked)).encode())
             asked.append(self.path)
             rows = 0 if len(asked) < 4 else 100 * len(asked)
             body = json.dumps({"model_stats": [{"inference_count": rows, "execution_count": rows // 50}]}).encode()
+            self.say(body)
+
+        def say(self, body: bytes) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
@@ -65,6 +79,7 @@ def test_a_server_is_watched_from_its_first_answer_on() -> None:
         found = watched(url, "m", os.getpid(), [], 0.2)
         assert found["rows_per_batch"] == 50
         assert 0 < found["rows_per_s"] <= 500
+        assert (found["direct_share"], found["locked_bytes"]) == (0.75, 4096 + 512)
         assert found["cpu"]["server"]["us_per_row"] >= 0
         assert set(asked) == {"/v2/models/m/stats"}
         asked[:] = []

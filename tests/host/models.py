@@ -56,6 +56,16 @@ class Wide(nn.Module):
         return 2 * x
 
 
+class Writes(nn.Module):
+    """Rows of 256 kB, doubled in place, after which -2 in a row raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        if -2.0 in x[:, 0].tolist():
+            raise RuntimeError("a poisoned row")
+        return x[:, :64]
+
+
 class Slow(nn.Module):
     """Rows of 256 kB, doubled, in a tenth of a second without the processor; -2 in the first row ends the process."""
 
@@ -65,6 +75,10 @@ class Slow(nn.Module):
         if len(x) > 1:
             time.sleep(0.1)
         return 2 * x
+
+
+def writes() -> tuple[nn.Module, Tensor]:
+    return Writes(), torch.full((1, 1 << 16), 0.5)
 
 
 def slow() -> tuple[nn.Module, Tensor]:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.host.asking import ask, double, marked, served, until
-from tests.host.fakes import Fake, Makes
+from tests.host.fakes import Fake, Makes, array, wire
 from tilewright.host.errors import Expired, Failed, Unavailable
 from tilewright.host.host import Host
 from tilewright.host.version import Version
+from tilewright.host.waiting import Ask, Told
 
 Asked = asyncio.Future[np.ndarray]
 
@@ -204,3 +205,25 @@ def test_random_requests(places: int) -> None:
         assert (ahead > 0) == (places > 1), "no batch was recalled"
 
     served(makes, test, max_batch=4, max_wait_s=60.0)  # a machine that stalls must not have requests refused
+
+
+def test_a_free_instance_gets_its_next_batch_before_the_answers_of_the_last_one_are_made() -> None:
+    makes = Makes(double, 0.03)
+
+    async def test(host: Host) -> None:
+        version, handed = host.models["m"].versions[1], list[int]()
+
+        class Notes(Told):
+            def deliver(self, found: Any) -> None:
+                assert array(found)[0, 0] == 2
+                handed.append(len(makes.made[0].handed))
+
+        for _ in range(2):
+            version.begin(wire(), Ask(), Notes())
+        await until(lambda: makes.made[0].busy)
+        later = [asyncio.ensure_future(ask(host, value)) for value in (3, 4)]
+        assert values(await asyncio.gather(*later)) == [6, 8]
+        assert handed == [2, 2], "the model waited for the answers"
+        assert makes.made[0].batches == [[1, 1], [1, 1]]
+
+    served(makes, test, max_batch=2)

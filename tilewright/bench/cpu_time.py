@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 import urllib.request
 from collections import defaultdict
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Seconds", "served", "share_of", "watched"]
+__all__ = ["Seconds", "served", "share_of", "shared_bytes", "watched"]
 
 PROC = Path("/proc")
 ROLES = {"tilewright.server.v2.front\0": "fronts", "tilewright.host.nursery\0": "model"}
@@ -69,8 +70,9 @@ def watched(url: str, model: str, server: int, clients: Sequence[int], seconds: 
         wait_s: longest wait for the first answer.
 
     Returns:
-        {"rows_per_s": rows that were computed, "rows_per_batch": on average, "cpu": the result of `share_of`}; {} if no
-        request was answered in time.
+        {"rows_per_s": rows that were computed, "rows_per_batch": on average, "cpu": the result of `share_of`, "direct_share":
+        share of the bytes in clients' shared memory that a GPU copied itself, None if there were none, "locked_bytes": bytes of
+        it whose pages were locked}; {} if no request was answered in time.
     """
     end_s, first = time.monotonic() + wait_s, _counts(url, model)
     while _counts(url, model) == first:
@@ -78,13 +80,38 @@ def watched(url: str, model: str, server: int, clients: Sequence[int], seconds: 
             return {}
         time.sleep(LOOK_S)
     time.sleep(WARM_UP_S)
+    moved = shared_bytes(url, model)
     began_s, (rows, batches), before = time.monotonic(), _counts(url, model), served(server, clients)
     time.sleep(seconds)
     after, wall_s = served(server, clients), time.monotonic() - began_s
     rows_then, batches_then = _counts(url, model)
     rows, batches = rows_then - rows, batches_then - batches
-    cpu = share_of(before, after, wall_s, rows)
-    return {"rows_per_s": round(rows / wall_s, 1), "rows_per_batch": round(rows / max(1, batches), 1), "cpu": cpu}
+    moved_then = shared_bytes(url, model)
+    direct, read = (moved_then[way] - moved[way] for way in ("direct", "read"))
+    return {
+        "rows_per_s": round(rows / wall_s, 1),
+        "rows_per_batch": round(rows / max(1, batches), 1),
+        "cpu": share_of(before, after, wall_s, rows),
+        "direct_share": round(direct / (direct + read), 4) if direct + read else None,
+        "locked_bytes": moved_then["locked"],
+    }
+
+
+def shared_bytes(url: str, model: str) -> dict[str, int]:
+    """Bytes in clients' shared memory, of all versions of a model.
+
+    Returns:
+        {"direct": copied by a GPU so far, "read": read by a processor so far, "locked": whose pages are locked}.
+    """
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found: dict[str, int] = dict.fromkeys(("direct", "read", "locked"), 0)
+    for way, labels, value in re.findall(
+        r"^tilewright_model_shared_bytes_([a-z]+)(?:_total)?\{(.*)\} (\S+)$", text, re.MULTILINE
+    ):
+        if way in found and f'model="{model}"' in labels.split(","):
+            found[way] += int(float(value))
+    return found
 
 
 def _counts(url: str, model: str) -> tuple[int, int]:

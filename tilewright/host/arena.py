@@ -12,15 +12,32 @@ import mmap
 import os
 import struct
 from math import inf
+from typing import NamedTuple
 
-__all__ = ["ALIGN", "NOT_BEGUN", "SECONDS", "Arena", "aligned"]
+__all__ = ["ALIGN", "NOT_BEGUN", "NO_TRAFFIC", "SECONDS", "TRAFFIC", "Arena", "Traffic", "aligned"]
 
 ALIGN = 64
 """Tensors begin at multiples of this many bytes."""
 SECONDS = struct.Struct("<d")
 """The seconds that a batch took, which come before the text of a reply; without them, equal batches have equal replies."""
+TRAFFIC = struct.Struct("<3q")
+"""A `Traffic`, which comes before the seconds."""
 NOT_BEGUN = b"-"
 """The answer to a batch that could not begin in time."""
+
+
+class Traffic(NamedTuple):
+    """How the inputs of a batch came from clients' shared memory, in bytes."""
+
+    direct: int = 0
+    """Copied by the GPU, from locked pages."""
+    read: int = 0
+    """Read by a processor."""
+    locked: int = 0
+    """Locked by the model's process after the batch."""
+
+
+NO_TRAFFIC = Traffic()
 
 
 def aligned(size: int) -> int:

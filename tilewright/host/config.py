@@ -128,6 +128,8 @@ class ModelConfig:
     """After this many batches in a row without an answer, the process is replaced and the circuit breaker opens."""
     max_bytes: int = 64 << 20
     """Most bytes in the inputs of a batch, for models with open dimensions."""
+    lock_regions: bool = True
+    """On a GPU: lock the pages of clients' shared memory, so that the GPU copies large inputs without a processor."""
     versions: tuple[Member, ...] = ()
     """Versions that answer requests which name no version; (): the newest."""
     steps: tuple[Step, ...] = ()

@@ -2,7 +2,8 @@
 
 Everything runs on one event loop and never waits for the model: a batch is written into shared memory, a packet is sent, and
 the answer calls a function. Inputs in a client's shared memory are not copied here, unless a batch has a single small request:
-the model's process gets each region's file once, and for each batch a table of what to read from where.
+the model's process gets each region's file once, and for each batch a table of what to read from where. Nor is a large tensor,
+if the model's process has a GPU copy it.
 
 An instance with large inputs has room for two batches: while one is computed, the next is written and its packet is sent, so
 that the model continues without a pause. The second batch can be recalled until it begins. The model's process, not the server,
@@ -23,9 +24,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from tilewright.host.arena import NOT_BEGUN, SECONDS, Arena, aligned
+from tilewright.host.arena import NO_TRAFFIC, NOT_BEGUN, SECONDS, TRAFFIC, Arena, Traffic, aligned
 from tilewright.host.channel import Channel
 from tilewright.host.config import ModelConfig
+from tilewright.host.direct import MIN_BYTES
 from tilewright.host.errors import Refused
 from tilewright.host.forking import LoadFailed, Nursery
 from tilewright.host.intake import FORGET, MAX_PACKET, SHARED, ToRead, packets
@@ -51,6 +53,7 @@ class Reply(NamedTuple):
     seconds: float
     unread: Mapping[int, str] = MappingProxyType({})
     """Number of a request -> why its inputs could not be read from the shared memory that it names."""
+    traffic: Traffic = NO_TRAFFIC
 
 
 RECALLED = Reply((), {}, 0.0)
@@ -97,17 +100,30 @@ class _Place:
         self.replies = dict[bytes, _Answer]()
         self.used = False
 
-    def laid_out(self, parts: Sequence[int], batch: Sequence[Sequence[Wire]]) -> tuple[bytes, list[ToRead]]:
-        """Write a batch into the memory; return (its JSON, what the model's process has to read)."""
+    def laid_out(
+        self, parts: Sequence[int], batch: Sequence[Sequence[Wire]], *, direct: bool = False
+    ) -> tuple[bytes, list[ToRead], int]:
+        """Write a batch into the memory.
+
+        Args:
+            parts, batch: as for `Instance.run`.
+            direct: whether the model's process has a GPU copy large tensors from shared memory.
+
+        Returns:
+            (its JSON, what the model's process has to read, bytes of shared memory that were read here).
+        """
         view, at, inputs, rows, reads, several = self.arena.view, 0, [], sum(parts), list[ToRead](), len(batch) > 1
+        here = 0
         for column in range(len(batch[0])):
             began = at
             for number, request in enumerate(batch):
                 data = request[column].data
                 if isinstance(data, Part):
                     size = data.size
-                    if several or not _read_here(data, view[at : at + size]):
+                    if several or (direct and size >= MIN_BYTES) or not _read_here(data, view[at : at + size]):
                         reads.append((number, data, at))
+                    else:
+                        here += size
                 else:
                     size = len(data)
                     view[at : at + size] = data
@@ -119,7 +135,7 @@ class _Place:
         packet = self.packets.get(kind)
         if packet is None:
             packet = _kept(self.packets, kind, json.dumps({"parts": parts, "inputs": inputs}).encode())
-        return packet, reads
+        return packet, reads, here
 
     def read(self, text: bytes) -> "_Answer":
         """Parse a reply. A reply without errors is kept, because batches of the same shapes have the same replies."""
@@ -152,6 +168,8 @@ class _Handed(NamedTuple):
 
     place: _Place
     done: Done
+    read: int
+    """Bytes of shared memory that were read in this process."""
 
 
 class Instance:
@@ -173,6 +191,8 @@ class Instance:
         """Most rows of a batch, if the model was exported for a limited number."""
         self._out = self._ahead = Channel(channel, self.close)
         """Of batches for a process that has none; and of others, if it takes them, and of regions."""
+        self._direct = False
+        """Whether the process has a GPU copy large tensors from shared memory."""
         self._known = set[int]()
         """Numbers of the regions whose files the process has."""
         self._loop = asyncio.get_running_loop()
@@ -222,7 +242,7 @@ class Instance:
         if len(fds) > 1:
             self._ahead = Channel(socket.socket(fileno=fds.pop()), self.close)
         self._places = tuple(_Place(number, Arena(fd, said["bytes"])) for number, fd in enumerate(fds))
-        self.capacity, self.most = said["capacity"], said["most"]
+        self.capacity, self.most, self._direct = said["capacity"], said["most"], said["direct"]
         self._loop.add_reader(self._channel.fileno(), self._answered)
         return Signature.of(said["signature"])
 
@@ -252,18 +272,19 @@ class Instance:
         place.used = True
         if len(self._places) > 1:
             place.arena.begin_by(self.capacity, until_s)
-        words, reads = place.laid_out(parts, batch)
+        words, reads, here = place.laid_out(parts, batch, direct=self._direct)
         for region in {part.region for _, part, _ in reads}:
             if region.number not in self._known:
                 self._share(region)
         out = self._ahead if self._batches else self._out
-        self._batches.append(_Handed(place, done))
+        self._batches.append(_Handed(place, done, here))
         out.send(*packets(place.number, words, reads))
 
     def _share(self, region: Region) -> None:
         """Give the process a region's file, and take it back when nobody names the region any more."""
         self._known.add(region.number)
-        words = json.dumps({"number": region.number, "name": region.name}).encode()
+        about = {"number": region.number, "name": region.name, "offset": region.offset, "size": region.size}
+        words = json.dumps(about).encode()
         self._ahead.send(SHARED + words, region=region)
         weakref.finalize(region, _forget, weakref.ref(self), region.number).atexit = False
 
@@ -299,8 +320,10 @@ class Instance:
         if data == NOT_BEGUN:
             handed.done(RECALLED)
             return
-        outputs, errors, unread = handed.place.read(data[SECONDS.size :])
-        handed.done(Reply(outputs, errors, SECONDS.unpack_from(data)[0], unread))
+        outputs, errors, unread = handed.place.read(data[TRAFFIC.size + SECONDS.size :])
+        direct, read, locked = TRAFFIC.unpack_from(data)
+        seconds, traffic = SECONDS.unpack_from(data, TRAFFIC.size)[0], Traffic(direct, read + handed.read, locked)
+        handed.done(Reply(outputs, errors, seconds, unread, traffic))
 
     def close(self) -> None:
         """Kill the process. `done` of the running batch is called with None, that of a batch behind it with RECALLED."""

@@ -2,7 +2,7 @@
 
 | packet                             | meaning                                                                             |
 |------------------------------------|-------------------------------------------------------------------------------------|
-| SHARED, {"number", "name"}         | a region of shared memory; its file comes with the packet                           |
+| SHARED, {"number", "name", ...}    | a region of shared memory, and its place in the file that comes with the packet     |
 | FORGET, number                     | close this region's file                                                            |
 | READS, table                       | bytes to read for the next batch: rows of five numbers, which `packed` writes       |
 | arena, bytes of table, table, JSON | a batch (worker.py), with the last or only part of its table                        |
@@ -10,6 +10,8 @@
 A process with two arenas has two channels. Over the second one come regions, and batches that are sent ahead: a thread receives
 and reads them while the model computes. A batch for a model that has nothing to do comes over the first one and is not passed
 from thread to thread. A batch that may not begin any more is not read.
+
+What a GPU can copy from shared memory by itself is not read here: the copies are begun (direct.py).
 """
 
 import json
@@ -24,11 +26,13 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from tilewright.host.arena import Arena
+from tilewright.host.direct import Direct, Fetched
 from tilewright.host.regions import Part, Read, Region, read_large
 
-__all__ = ["FORGET", "MAX_PACKET", "SHARED", "Intake", "ToRead", "packed", "packets"]
+__all__ = ["FORGET", "MAX_PACKET", "SHARED", "Arrived", "Intake", "ToRead", "packed", "packets"]
 
 MAX_PACKET = 1 << 17
 """Most bytes of a message."""
@@ -41,10 +45,22 @@ FIELDS = 5
 
 ToRead = tuple[int, Part, int]
 """(request, what to read, the byte of the arena where it goes)."""
-Arrived = tuple[int, bytes, dict[int, str]]
-"""(arena of a batch, its JSON, requests that could not be read -> why)."""
-
 logger = logging.getLogger(__name__)
+
+
+class Arrived(NamedTuple):
+    """A batch."""
+
+    arena: int
+    """The number of the arena that it is in."""
+    words: bytes
+    """Its JSON."""
+    unread: dict[int, str]
+    """Requests that could not be read -> why."""
+    fetched: Fetched | None
+    """Inputs that are on their way to the GPU; its `end` must be called before the batch is answered."""
+    read: int
+    """Bytes of shared memory that were read."""
 
 
 def packed(reads: Sequence[ToRead]) -> Iterator[bytes]:
@@ -71,9 +87,18 @@ class Intake:
         ahead: the second channel of a process with two arenas.
         arenas: memory of batches.
         capacity: byte of an arena where the time stands until which its batch may begin.
+        direct: what a GPU copies from shared memory by itself.
     """
 
-    def __init__(self, channel: socket.socket, ahead: socket.socket | None, arenas: Sequence[Arena], capacity: int):
+    def __init__(
+        self,
+        channel: socket.socket,
+        ahead: socket.socket | None,
+        arenas: Sequence[Arena],
+        capacity: int,
+        direct: Direct | None = None,
+    ):
+        self._direct = direct
         self._channel, self._ahead, self._arenas, self._capacity = channel, ahead, arenas, capacity
         self._regions = dict[int, Region | None]()
         """By number; None: there was no room for another open file."""
@@ -125,22 +150,35 @@ class Intake:
             elif kind == SHARED:
                 self._share(json.loads(bytes(view[1:count])), ancillary)
             elif kind == FORGET:
-                self._regions.pop(int(bytes(view[1:count])), None)
+                self._forget(int(bytes(view[1:count])))
             else:
                 number, size = BATCH.unpack_from(buffer)
                 begin = BATCH.size + size
                 reads.frombytes(view[BATCH.size : begin])
-                yield number, bytes(view[begin:count]), self._read(self._arenas[number], reads) if reads else {}
+                unread, fetched, size = self._read(number, reads) if reads else ({}, None, 0)
+                yield Arrived(number, bytes(view[begin:count]), unread, fetched, size)
+                fetched = None  # otherwise a region would stay locked until the next batch
                 reads = array("q")
 
     def _share(self, said: dict[str, object], ancillary: list[tuple[int, int, bytes]]) -> None:
         """Keep a region's file. It is missing if this process has too many open files."""
-        number, name = said["number"], said["name"]
+        number, name, offset, size = said["number"], said["name"], said["offset"], said["size"]
         assert isinstance(number, int)
+        assert isinstance(offset, int)
+        assert isinstance(size, int)
         fds = array("i", ancillary[0][2]) if ancillary else array("i")
+        region = Region(str(name), "", offset, size, fds[0], number) if fds else None
+        if region is not None and self._direct is not None:
+            self._direct.add(region)
         with self._shared:
-            self._regions[number] = Region(str(name), "", 0, 0, fds[0]) if fds else None
+            self._regions[number] = region
             self._shared.notify_all()
+
+    def _forget(self, number: int) -> None:
+        """Close a region's file, and unlock its pages."""
+        self._regions.pop(number, None)
+        if self._direct is not None:
+            self._direct.forget(number)
 
     def _region(self, number: int) -> Region | None:
         """A region, whose file may still be on its way over the other channel."""
@@ -149,20 +187,30 @@ class Intake:
                 self._shared.wait_for(lambda: number in self._regions)
         return self._regions[number]
 
-    def _read(self, arena: Arena, table: "array[int]") -> dict[int, str]:
-        """Read a batch's inputs; return request -> why it could not be read."""
-        if not arena.may_begin(self._capacity, time.monotonic()):
-            return {}
-        view, reads, unread = arena.view, list[Read](), dict[int, str]()
+    def _read(self, arena: int, table: "array[int]") -> tuple[dict[int, str], Fetched | None, int]:
+        """Read a batch's inputs.
+
+        Returns:
+            (request -> why it could not be read, what the GPU copies, bytes that were read).
+        """
+        if not self._arenas[arena].may_begin(self._capacity, time.monotonic()):
+            return {}, None, 0
+        view, reads, unread = self._arenas[arena].view, list[Read](), dict[int, str]()
+        gathering, instead = None if self._direct is None else self._direct.gather(arena), list[Read]()
         for i in range(0, len(table), FIELDS):
             request, number, begin, size, at = table[i : i + FIELDS]
             region, into = self._region(number), view[at : at + size]
             if region is None:
                 into[:] = bytes(size)
                 unread[request] = "its shared memory region cannot be read: the model's process has too many open files"
-            else:
-                reads.append(Read(request, Part(region, begin, size), into))
-        return read_large(reads) | unread
+                continue
+            part = Part(region, begin, size)
+            taken = gathering is not None and gathering.take(part, at)
+            (instead if taken else reads).append(Read(request, part, into))
+        fetched = None if gathering is None else gathering.end()
+        if fetched is None:
+            reads += instead
+        return read_large(reads) | unread, fetched, sum([len(read.part) for read in reads])
 
 
 def _allow_files() -> None:

@@ -57,10 +57,19 @@ class Loaded(NamedTuple):
         return [found[spec.name].detach().cpu() for spec in self.signature.outputs]
 
     @property
+    def _given(self) -> Any:
+        """The module, with its own names of outputs."""
+        return self.module.module if isinstance(self.module, _Renamed) else self.module
+
+    @property
     def optimised(self) -> bool:
         """Whether the first call with a new number of rows makes a graph, which takes seconds."""
-        module = self.module.module if isinstance(self.module, _Renamed) else self.module
-        return isinstance(module, Optimized)
+        return isinstance(self._given, Optimized)
+
+    @property
+    def copies_inputs(self) -> bool:
+        """Whether a call copies its inputs on a GPU before it may write to them."""
+        return isinstance(self._given, Optimized | Exported)
 
     @property
     def most(self) -> int | None:

@@ -1,10 +1,10 @@
 """Tensors in memory that a client shares with the server: the system shared memory extension of the protocol.
 
-A client names a POSIX shared memory object, which is a file below /dev/shm, and the part of it that is a region. The server
-never maps that memory, because truncating a file kills the processes that have it mapped, by SIGBUS. Instead it keeps the file
-open and uses `preadv` and `pwritev`, for which a file that has become too short is an ordinary error of the request that names
-it. A tensor in a region is a `Part`. The model's process gets the open file and reads the bytes directly into its batch, so the
-server's process rarely copies them.
+A client names a POSIX shared memory object, which is a file below /dev/shm, and the part of it that is a region. No processor
+ever touches a mapping of that memory, because truncating a file kills the processes that do, by SIGBUS. The server keeps the
+file open and uses `preadv` and `pwritev`, for which a file that has become too short is an ordinary error of the request that
+names it. A tensor in a region is a `Part`. The model's process gets the open file and reads the bytes directly into its batch,
+or has a GPU copy them (direct.py), so the server's process rarely copies them.
 
 An object must be a regular file, not a link, and owned by the server's user. A file is closed when its region is unregistered
 and the last request that names it has ended.
@@ -56,11 +56,11 @@ class Place(NamedTuple):
 
 
 class Region:
-    """An open file, and the part of it that may be used. `number` is its own in this process."""
+    """An open file, and the part of it that may be used. `number` is its own in the server's process."""
 
-    def __init__(self, name: str, key: str, offset: int, size: int, fd: int):
+    def __init__(self, name: str, key: str, offset: int, size: int, fd: int, number: int | None = None):
         self.name, self.key, self.offset, self.size, self.fd = name, key, offset, size, fd
-        self.number = next(_NUMBERS)
+        self.number = next(_NUMBERS) if number is None else number
         self.close = weakref.finalize(self, os.close, fd)  # when the last part of the region is gone
 
     def json(self) -> dict[str, Any]:

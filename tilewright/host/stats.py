@@ -5,6 +5,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.host.arena import NO_TRAFFIC, Traffic
+
 __all__ = ["Duration", "Shadow", "Stats"]
 
 
@@ -54,6 +56,8 @@ class Stats:
     batches: dict[int, tuple[Duration, Duration]] = field(default_factory=lambda: defaultdict(lambda: (Duration(), Duration())))
     """Number of rows -> batches with so many rows: the time of transfers, and the model's time."""
     shadow: Shadow = field(default_factory=Shadow)
+    traffic: Traffic = NO_TRAFFIC
+    """How inputs came from shared memory, of all batches; locked: by the process that computed the last one."""
 
     def answered(self, count: int, queued_s: float, began_s: float, ended_s: float, model_s: float) -> None:
         """Add the answered requests of one batch. `queued_s`: their time in the queue, summed; other times are the batch's."""
@@ -66,9 +70,10 @@ class Stats:
         ):
             self.times[kind].add(seconds * count, count)
 
-    def batch(self, rows: int, whole_s: float, model_s: float) -> None:
+    def batch(self, rows: int, whole_s: float, model_s: float, traffic: Traffic = NO_TRAFFIC) -> None:
         """Add a batch."""
         self.executions += 1
+        self.traffic = Traffic(self.traffic.direct + traffic.direct, self.traffic.read + traffic.read, traffic.locked)
         self.last_ms = int(time.time() * 1e3)
         way, model = self.batches[rows]
         way.add(whole_s - model_s)

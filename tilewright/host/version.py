@@ -15,9 +15,8 @@ A request is tried a second time only if it shared its batch: a request that kil
 If a model with large inputs has a single instance, this gets its next batch while it computes one, provided that the batcher is
 certain of it (`take_ahead`). A batch behind another one has not begun. It is recalled if a more urgent request arrives or if
 nobody waits for it any more; its requests then return to their places in the queue, as they do if the process is lost before
-their turn. After a recall, and if the last batch failed, the next one waits until the instance is free. With several instances
-no batch is sent ahead: they overlap in any case, and a batch that is sent ahead could not go to the instance that is free
-first.
+their turn. After a recall, and if the last batch failed, the next one waits until the instance is free. With several instances,
+which overlap in any case, no batch is sent ahead: it could not go to the one that is free first.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ from tilewright.host.forking import LoadFailed
 from tilewright.host.instance import RECALLED, Reply, Runs
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, zeros
-from tilewright.host.waiting import Ask, Awaited, Plans, Run, Told, Waiting, fail
+from tilewright.host.waiting import Ask, Awaited, Plans, Run, Told, Waiting, fail, kept, may_be_kept
 
 __all__ = ["Ask", "Version"]
 
@@ -260,7 +259,7 @@ class Version:
         parts, inputs = [item.rows for item in batch.items], [item.payload.inputs for item in batch.items]
         instance.run(parts, inputs, done, until_s)
         if not ahead and not run.over:
-            # Not before: the time that this process takes to hand over a batch, or is kept waiting, is not the model's.
+            # Not before: the time that this process takes to hand over a batch is not the model's.
             run.late = self._loop.call_later(self.config.batch_timeout_s, self._hangs, instance)
 
     def _begins(self, instance: Runs, run: Run) -> None:
@@ -283,13 +282,16 @@ class Version:
 
     def _finished(self, instance: Runs, run: Run, reply: Reply) -> None:
         batch, ended_s = run.batch, time.monotonic()
+        if len(self._batcher) and not (instance.busy or reply.errors or self._failures) and may_be_kept(reply):
+            reply = kept(reply)
+            self._pump()  # the model computes its next batch while the answers are made
         self.answers_one = len(batch.items) == 1
         run.tell(reply, ended_s, self.label, self.signature, self.stats)
         self._batcher.took(batch, ended_s - run.began_s)
         if len(reply.errors) < len(batch.items):
             self._failures = 0
             self.circuit.worked()
-            self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds)
+            self.stats.batch(batch.rows, ended_s - run.began_s, reply.seconds, reply.traffic)
         else:
             self._failures += 1
             if self._failures >= self.config.max_failures and not instance.busy:  # else the next batch decides
@@ -331,8 +333,7 @@ class Version:
                 why = f"{self.label}: its process died, or hung and was killed, while it computed this request"
                 fail(item, Failed(why), self.stats)
             elif not waiting.done():
-                waiting.tried = True
-                number = next(_numbers)
+                waiting.tried, number = True, next(_numbers)
                 alone = Item(item.rows, item.arrival_s, item.priority, item.deadline_s, number, item.rows, waiting)
                 waiting.item = alone
                 try:

@@ -12,8 +12,10 @@ from tilewright.host.instance import Reply
 from tilewright.host.stats import Stats
 from tilewright.host.tensors import Signature, Wire, byte_size, checked
 
-__all__ = ["Ask", "Awaited", "Cut", "Plan", "Plans", "Run", "Told", "Waiting", "fail"]
+__all__ = ["Ask", "Awaited", "Cut", "Plan", "Plans", "Run", "Told", "Waiting", "fail", "kept", "may_be_kept"]
 
+MAX_KEPT_BYTES = 1 << 20
+"""Most bytes of outputs that are copied so that the next batch can begin before the answers are made."""
 MAX_PLANS = 1024
 """Number of kinds of requests that are remembered."""
 
@@ -186,6 +188,16 @@ def fail(item: Item, error: HostError, stats: Stats) -> None:
         if waiting.told:
             stats.times["fail"].add(time.monotonic() - item.arrival_s)
         waiting.set_exception(error)
+
+
+def may_be_kept(reply: Reply) -> bool:
+    """Whether the outputs are few enough for `kept`."""
+    return sum([len(wire.raw) for wire in reply.outputs]) <= MAX_KEPT_BYTES
+
+
+def kept(reply: Reply) -> Reply:
+    """A reply with outputs of its own: those in shared memory are overwritten by the instance's next batch."""
+    return reply._replace(outputs=tuple([wire._replace(data=bytes(wire.raw)) for wire in reply.outputs]))
 
 
 class Plan(NamedTuple):

@@ -1,11 +1,15 @@
 """The process of one instance of a model: it loads it, warms it up, and computes batches until it is told to end or killed.
 
 Messages are JSON, one per packet. The first is {"config", "folder", "threads"}. While the model is loaded, each stage is sent
-as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most"} with the descriptors of one arena, or of two and a
-second channel, or {"failed": sentence}. After that, each batch is {"parts": rows of each request, "inputs": [[offset, shape],
-...]}, in a packet with the number of its arena and what to read from clients' memory (intake.py). The answer is the seconds
-that the batch took as eight bytes, and {"outputs": [[offset, datatype, shape], ...], "errors": {request: sentence}, "unread":
-{request: sentence}, "bytes"}. Messages that occurred before are not parsed or written again.
+as {"stage": words}. Then follows {"signature", "bytes", "capacity", "most", "direct"} with the descriptors of one arena, or of
+two and a second channel, or {"failed": sentence}. After that, each batch is {"parts": rows of each request, "inputs": [[offset,
+shape], ...]}, in a packet with the number of its arena and what to read from clients' memory (intake.py). The answer is three
+numbers of bytes (`Traffic`), the seconds that the batch took as eight bytes, and {"outputs": [[offset, datatype, shape], ...],
+"errors": {request: sentence}, "unread": {request: sentence}, "bytes"}. Messages that occurred before are not parsed or written
+again.
+
+If "direct" is true, the process has its GPU copy large inputs in shared memory (direct.py). Their batch is then laid out on the
+device, and what the processor has read is added to it there.
 
 Batches are answered in the order in which they arrive; with two arenas, the second may arrive while the first is computed. An
 arena contains the time until which its batch may begin. A batch that cannot begin in time is answered by NOT_BEGUN only.
@@ -29,13 +33,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tilewright.host.arena import ALIGN, NOT_BEGUN, SECONDS, Arena, aligned
+from tilewright.host.arena import ALIGN, NOT_BEGUN, SECONDS, TRAFFIC, Arena, aligned
 from tilewright.host.config import ModelConfig
+from tilewright.host.direct import MIN_BYTES, Copies, Direct, Fetched
 from tilewright.host.intake import MAX_PACKET, Intake
 from tilewright.host.loaded import NAMES as DTYPE_NAMES
 from tilewright.host.loaded import Loaded, load
 from tilewright.host.regions import INLINE_BYTES
 from tilewright.host.tensors import DATATYPES, byte_size
+from tilewright.hw.copies import HostCopies
 from tilewright.hw.device import page_locked
 
 __all__ = ["main"]
@@ -72,15 +78,35 @@ def main(channel: socket.socket) -> None:
     for arena in arenas:
         arena.begin_by(capacity)
     instances = [_Instance(loaded, config, arena, capacity + ALIGN) for arena in arenas]
+    direct = _direct(loaded, config, len(arenas), capacity)
     said = {"signature": loaded.signature.json(), "bytes": arenas[0].size, "capacity": capacity, "most": loaded.most}
-    ahead = _ready(channel, said, arenas)
-    for number, packet, unread in Intake(channel, ahead, arenas, capacity):
+    ahead = _ready(channel, {**said, "direct": direct is not None}, arenas)
+    for number, packet, unread, fetched, read in Intake(channel, ahead, arenas, capacity, direct):
+        instance = instances[number]
         if not arenas[number].may_begin(capacity, time.monotonic()):
+            instance.settled(fetched)
             channel.send(NOT_BEGUN)
-            continue
-        channel.send(instances[number].answer(packet, unread))
-        if instances[number].broken:
+        else:
+            answer = instance.answer(packet, unread, fetched)
+            traffic = 0 if fetched is None else fetched.nbytes, read, 0 if direct is None else direct.locked_bytes
+            channel.send(TRAFFIC.pack(*traffic) + answer)
+        if instance.broken:
             return
+
+
+def _copies(device: torch.device) -> Copies | None:
+    """What copies from clients' memory to the device. Raises RuntimeError or OSError."""
+    return HostCopies(device) if device.type == "cuda" else None
+
+
+def _direct(loaded: Loaded, config: ModelConfig, arenas: int, capacity: int) -> Direct | None:
+    """What has the GPU copy from clients' memory; None: there is no GPU, or the config or the system forbids it."""
+    try:
+        copies = _copies(loaded.device) if config.lock_regions and capacity >= MIN_BYTES else None
+        return None if copies is None else Direct(copies, arenas, capacity)
+    except (RuntimeError, OSError) as error:
+        logger.warning("the processor copies tensors from shared memory: %s", error)
+        return None
 
 
 def _ready(channel: socket.socket, said: dict[str, Any], arenas: list[Arena]) -> socket.socket | None:
@@ -155,6 +181,10 @@ class _Asked(NamedTuple):
     """Rows of each request."""
     inputs: list[Tensor]
     """Views of shared memory."""
+    places: list[tuple[int, int]]
+    """(first byte, byte behind the last) of each input there."""
+    moved: list[Tensor]
+    """Views of the device's copy of it; [] until there is one."""
 
 
 class _Room(NamedTuple):
@@ -175,6 +205,8 @@ class _Instance:
         self._unlock: Callable[[], object] = self._locked()
         self._asked = dict[bytes, _Asked]()
         self._rooms = dict[tuple[Any, ...], _Room]()
+        self._kept = False
+        """Whether the model must not write to the inputs of its batch, because they may be needed for a second call."""
         self.broken = False
         """Whether the device is lost, so that every later call would fail, too."""
 
@@ -187,12 +219,22 @@ class _Instance:
                 logger.warning("inputs are copied to the GPU more slowly: %s", error)
         return lambda: None
 
-    def answer(self, packet: bytes, unread: Mapping[int, str] = MappingProxyType({})) -> bytes:
-        """Compute one batch. `unread`: requests whose inputs could not be read -> why; the server refuses them."""
+    def answer(self, packet: bytes, unread: Mapping[int, str] = MappingProxyType({}), fetched: Fetched | None = None) -> bytes:
+        """Compute one batch.
+
+        Args:
+            packet: its JSON.
+            unread: requests whose inputs could not be read -> why; the server refuses them.
+            fetched: inputs that are on their way to the device; it has ended when this returns.
+        """
         started = time.perf_counter()
-        parts, views = self._asked.get(packet) or self._read(packet)
-        inputs = [x.detach() for x in views]  # a model may unsqueeze_ its own
+        asked = self._asked.get(packet) or self._read(packet)
+        views = asked.inputs if fetched is None else self._moved(asked, fetched)
+        parts, inputs = asked.parts, [x.detach() for x in views]  # a model may unsqueeze_ its own
+        self._kept = fetched is not None and not self._loaded.copies_inputs
         outputs, errors = self._computed(inputs, parts)
+        if not self.settled(fetched) and outputs is not None:
+            outputs, errors = None, dict.fromkeys(range(len(parts)), "the device is lost")
         if outputs is not None and self._config.nan == "error":
             errors |= self._nans(inputs, outputs, parts)
         room = None if outputs is None else self._placed(outputs)
@@ -200,6 +242,28 @@ class _Instance:
         if room is not None and not (errors or unread):
             return SECONDS.pack(seconds) + room.said
         return SECONDS.pack(seconds) + self._words([] if room is None else room.placed, errors, unread)
+
+    def settled(self, fetched: Fetched | None) -> bool:
+        """Wait until nothing reads the clients' memory, or that of the batch, any more; return whether the device works.
+
+        Clients may change their memory as soon as they have their answer, and the server may write the next batch.
+        """
+        try:
+            if fetched is not None:
+                fetched.end()
+        except RuntimeError as error:
+            logger.error("the device is lost: %s", error)
+            self.broken = True
+            return False
+        return True
+
+    def _moved(self, asked: _Asked, fetched: Fetched) -> list[Tensor]:
+        """The inputs on the device, in its copy of this memory."""
+        fetched.begin(torch.frombuffer(self._arena.view, dtype=torch.uint8), asked.places)
+        if not asked.moved:
+            for (begin, end), x in zip(asked.places, asked.inputs, strict=True):
+                asked.moved.append(fetched.memory[begin:end].view(x.dtype).view(x.shape))
+        return asked.moved
 
     def _words(self, placed: list[tuple[int, str, list[int]]], errors: Mapping[int, str], unread: Mapping[int, str]) -> bytes:
         """An answer, without the time that its batch took."""
@@ -211,7 +275,8 @@ class _Instance:
         message = json.loads(packet)
         specs = self._loaded.signature.inputs
         views = [self._view(at, spec.datatype, shape) for spec, (at, shape) in zip(specs, message["inputs"], strict=True)]
-        read = _Asked(message["parts"], views)
+        places = [(at, at + x.nbytes) for x, (at, _) in zip(views, message["inputs"], strict=True)]
+        read = _Asked(message["parts"], views, places, [])
         _keep(self._asked, packet, read)
         return read
 
@@ -249,9 +314,11 @@ class _Instance:
 
     def _called(self, inputs: list[Tensor], rows: int) -> list[Tensor]:
         """The model's outputs for `rows` rows."""
+        padded = self._loaded.padded(rows) if self._loaded.signature.batched else rows
+        if self._kept and padded == rows:  # a padded batch is new memory anyway
+            inputs = [x.clone() for x in inputs]
         if not self._loaded.signature.batched:
             return self._loaded.call(inputs)
-        padded = self._loaded.padded(rows)
         if padded > rows:
             inputs = self._loaded.moved(inputs)  # before zeros are added: a concatenated tensor is not in locked memory
             inputs = [torch.cat([x, x.new_zeros((padded - rows, *x.shape[1:]))]) for x in inputs]

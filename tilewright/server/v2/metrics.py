@@ -37,6 +37,14 @@ class HostMetrics(Collector):
             "model_queue_seconds": ("Time in the queue, of all requests", lambda v: v.stats.times["queue"].ns / 1e9),
             "model_compute_seconds": ("Time in the model, of all requests", lambda v: v.stats.times["compute_infer"].ns / 1e9),
             "model_cache_hits": ("Requests that were answered from the cache", lambda v: v.stats.times["cache_hit"].count),
+            "model_shared_bytes_direct": (
+                "Bytes of inputs that a GPU copied from clients' shared memory",
+                lambda v: v.stats.traffic.direct,
+            ),
+            "model_shared_bytes_read": (
+                "Bytes of inputs that a processor read from clients' shared memory",
+                lambda v: v.stats.traffic.read,
+            ),
             "model_shadow_compared": ("Answers of a shadow version that were compared", lambda v: v.stats.shadow.compared),
             "model_shadow_different": ("Those that had another byte", lambda v: v.stats.shadow.different),
             "model_shadow_failed": ("Requests that a shadow version had no answer for", lambda v: v.stats.shadow.failed),
@@ -45,6 +53,10 @@ class HostMetrics(Collector):
             "model_ready": ("Whether the version takes requests", lambda v: int(v.ready)),
             "model_waiting": ("Requests in the queue", lambda v: v.waiting),
             "model_running": ("Requests that are being computed", lambda v: v.running),
+            "model_shared_bytes_locked": (
+                "Bytes of clients' shared memory that the process of the last batch had page-locked",
+                lambda v: v.stats.traffic.locked,
+            ),
             "model_shadow_largest_difference": (
                 "Of a number of a shadow version, relative to the largest of the answer",
                 lambda v: v.stats.shadow.largest_difference,

@@ -1,0 +1,86 @@
+"""Copies from locked memory of the host to a card: by the card itself (DMA), in a stream of their own.
+
+The processor only starts a copy, which takes a few microseconds whatever its size. It never reads the bytes.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tilewright.hw.driver import Driver
+
+__all__ = ["HostCopies"]
+
+
+class HostCopies:
+    """Copies from locked host memory to one CUDA device.
+
+    Memory of the host is given by addresses, because it need not belong to a tensor. All methods can be called from any thread.
+    The driver's functions are called rather than torch's, whose next kernel would report an error of theirs.
+
+    Raises:
+        RuntimeError: from every method, if the driver returns an error; the message has the driver's text.
+        OSError: there is no driver.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver, number = Driver(device), ctypes.c_int()
+        self.device = self._driver.device
+        self._context = ctypes.c_void_p()
+        self._driver("cuDeviceGet", ctypes.byref(number), ctypes.c_int(self.device.index))
+        self._driver("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
+        # Of torch's streams with priority: it hands out the others again and again, so that a graph may be captured in one.
+        self._stream = torch.cuda.Stream(self.device, priority=-1)
+        self._copy = ctypes.CDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+        self._copy.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Have torch's context of the device in the calling thread: a new thread has none, and torch would not give it one."""
+        with torch.cuda.device(self.device):
+            self._driver("cuCtxSetCurrent", self._context)
+            yield
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Lock mapped pages, so that the card can read them. They must be unlocked before they are unmapped."""
+        with self._here():
+            self._driver("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(0))
+
+    def unlock(self, address: int) -> None:
+        """Unlock pages from which no copy is under way."""
+        with self._here():
+            self._driver("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def room(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8 on the device, not initialised."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def begin(self, copies: Iterable[tuple[int, int, int]]) -> torch.cuda.Event:
+        """Begin copies; return the event of their end.
+
+        Args:
+            copies: (address on the device, address in locked memory of the host, bytes) of each. Nothing else may use the
+                memory on the device until the event.
+
+        If a copy cannot begin, those that have begun are complete when the error is raised.
+        """
+        copy, stream, event = self._copy, self._stream.cuda_stream, torch.cuda.Event()
+        with self._here():
+            for to, source, nbytes in copies:
+                code = copy(to, source, nbytes, stream)
+                if code:
+                    self._stream.synchronize()
+                    raise RuntimeError(f"a copy of {nbytes} bytes to {self.device} cannot begin: the driver's error {code}")
+            event.record(self._stream)
+        return event
+
+    def follow(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for an event."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def wait(self) -> None:
+        """Wait until the current stream has done all its work."""
+        torch.cuda.current_stream(self.device).synchronize()
