@@ -109,7 +109,7 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
-        self._masks = Masks(most=self.max_samples, device=self.device)
+        self.masks = Masks(most=self.max_samples, device=self.device)
         self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
@@ -196,7 +196,9 @@ class ModelRunner:
         if isinstance(graph, MixedGraph):  # captured without head and sampling
             inputs, graph = inputs.sampled(int(step.samples.sum())), None
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
-        if not step.masked:
+        if step.masked:
+            self.masks.wanted()
+        else:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
@@ -269,9 +271,7 @@ class ModelRunner:
         self.launching = True
         try:
             with self._entered(), self._told_apart():
-                ends = np.cumsum(ticket.step.samples)
-                rows = [at for i in ticket.step.masked for at in range(ends[i] - ticket.step.samples[i], ends[i])]
-                self._finish(ticket, self._masks.sent(rows, words, fill))
+                self._finish(ticket, self.masks.sent(ticket.step.masked_samples, words, fill))
         finally:
             self.launching = False
 
@@ -394,6 +394,6 @@ class ModelRunner:
         hidden = self._body(inputs)
         if self._adapts:
             hidden = self._adapted_body(inputs)
-        for mask in (None, self._masks.unused()):
+        for mask in (None, self.masks.unused()):
             self._head.plain(inputs, hidden, mask)
             self._head.full(inputs, hidden, mask)

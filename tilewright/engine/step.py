@@ -144,6 +144,14 @@ class Step:
             return False
         return bool((self.counts == 1).all() and self.samples.all())
 
+    @property
+    def masked_samples(self) -> list[int]:
+        """The indices of the samples of masked rows, among all samples of the step."""
+        if self.samples.size == len(self.masked) == int(self.samples.sum()):
+            return list(self.masked)
+        counts, ends = self.samples.tolist(), np.cumsum(self.samples).tolist()
+        return [at for i in self.masked for at in range(ends[i] - counts[i], ends[i])]
+
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """The step's rows as `Row` values; slower than the arrays."""
