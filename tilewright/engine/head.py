@@ -47,16 +47,16 @@ class Head:
     def __init__(self, model: Model, edits: LogitTables, last: Tensor, *, explains_draws: bool = False):
         self._model, self._edits, self._last, self._explains_draws = model, edits, last, explains_draws
 
-    def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """Tokens [R] of rows that only need a sample, masked or not."""
-        logits = self._logits(inputs, hidden)
+    def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None, logits: Tensor | None = None) -> Sampled:
+        """Tokens [R] of rows that only need a sample, masked or not. `logits`: the result of `logits`, which is overwritten."""
+        logits = self.logits(inputs, hidden) if logits is None else logits
         if mask is not None:
             ops.mask_logits(logits, mask.rows, mask.bits)
         return Sampled(self._sample(logits, inputs))
 
-    def full(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+    def full(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None, logits: Tensor | None = None) -> Sampled:
         """`plain` with edits: logits are edited, then masked. Log-probabilities are those of the unedited logits."""
-        logits = self._logits(inputs, hidden)
+        logits = self.logits(inputs, hidden) if logits is None else logits
         edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
         if mask is not None:
             ops.mask_logits(edited, mask.rows, mask.bits)
@@ -69,10 +69,12 @@ class Head:
             found = found._replace(drawn=drawn, kept=kept)
         return Sampled(tokens, found)
 
-    def in_turns(self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns) -> Sampled:
+    def in_turns(
+        self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns, logits: Tensor | None = None
+    ) -> Sampled:
         """`full` if a row with drafts edits its logits. A sample is counted if all samples of its row before it equal the
         drafts."""
-        logits = self._logits(inputs, hidden)
+        logits = self.logits(inputs, hidden) if logits is None else logits
         # A mask sets forbidden logits to -inf, which no edit changes; so it can be applied first, and only once.
         masked = logits
         if mask is not None:
@@ -93,7 +95,8 @@ class Head:
         self._last.index_copy_(0, inputs.sampled_slots[lines[0]], tokens[lines[0]])
         return Sampled(tokens, likelihoods(logits, tokens, inputs.alternatives))
 
-    def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+    def logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of the sampled rows."""
         if inputs.feed is None:  # derived inputs: each row has one token, which is sampled
             return self._model.logits(hidden)
         return self._model.logits(hidden[inputs.batch.logits_rows])

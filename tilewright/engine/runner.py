@@ -5,8 +5,8 @@ On a GPU, `launch` only enqueues, so the host prepares a step while the device r
 graphs; so do, as an option, steps with prompts and few tokens. Other steps run eagerly. On a CPU the same code runs at once.
 
 The head runs once per step, on the sampled rows. If a row edits its logits or requests log-probabilities, the whole step goes
-through the edits, which do not change the other rows. A step with masked rows replays the captured body but samples eagerly,
-because its masks are known late.
+through the edits, which do not change the other rows. A step with masked rows replays the captured body, but computes its logits
+eagerly behind it and samples when its masks are known.
 
 One thread may load a model and another run it. All launches are inside `on_device`, because device 0 is the current device of
 every new thread, and Triton launches on the current device, whatever device its arguments are on.
@@ -72,6 +72,7 @@ class _Waiting:
     hidden: Tensor
     graph: DecodeGraph | None
     turn: int
+    logits: Tensor | None = None
 
 
 def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
@@ -197,6 +198,7 @@ class ModelRunner:
             inputs, graph = inputs.sampled(int(step.samples.sum())), None
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
         if step.masked:
+            ticket.waiting.logits = self._head.logits(inputs, hidden)  # the device computes them while masks are filled
             self.masks.wanted()
         else:
             self._finish(ticket, None)
@@ -327,8 +329,7 @@ class ModelRunner:
         """hidden [T, E]; tokens sampled in the step before are read from `_last`."""
         if inputs.feed is None:
             return self.model(inputs.token_ids, inputs.batch, self.cache)
-        fed = self._last[inputs.feed.clamp_min(0)]
-        token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
+        token_ids = torch.where(inputs.feed >= 0, self._last[inputs.feed.clamp_min(0)], inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
 
     def _adapted_body(self, inputs: Inputs) -> Tensor:
@@ -345,11 +346,11 @@ class ModelRunner:
         count, explained = int(step.samples.sum()), self._packer.explained(step)
         edited = self._edits.edited[step.slots[step.samples > 0]].any()
         if any(self._edits.edited[step.slots[i]] for i in step.drafts):
-            drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device))
+            drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device), waiting.logits)
         elif mask is None and waiting.graph is not None:
             drawn = waiting.graph.sample(bool(explained or edited))
         else:  # captured graphs have no mask
-            drawn = (self._head.full if explained or edited else self._head.plain)(inputs, waiting.hidden, mask)
+            drawn = (self._head.full if explained or edited else self._head.plain)(inputs, waiting.hidden, mask, waiting.logits)
         tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[:count]
         ticket.tokens.copy_(drawn.tokens[:count], non_blocking=True)

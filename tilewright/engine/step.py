@@ -104,7 +104,7 @@ class Step:
     """The only changes in the block tables since an earlier step; None: unknown."""
     masked: tuple[int, ...] = ()
     """Indices of rows whose samples are restricted by masks, one mask per sample in order. The masks depend on the tokens of
-    the step before, so no row of the step is sampled before `Runner.sample`; everything before sampling runs meanwhile."""
+    the step before, so no row of the step is sampled before `Runner.sample`; everything up to the logits runs meanwhile."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], **others: Any) -> "Step":
