@@ -5,8 +5,8 @@ On a GPU, `launch` only enqueues, so the host prepares a step while the device r
 graphs; so do, as an option, steps with prompts and few tokens. Other steps run eagerly. On a CPU the same code runs at once.
 
 The head runs once per step, on the sampled rows. If a row edits its logits or requests log-probabilities, the whole step goes
-through the edits, which do not change the other rows. A step with masked rows replays the captured body, but computes its logits
-eagerly behind it and samples when its masks are known.
+through the edits, which do not change the other rows. A step with masked rows replays the captured body, and then computes its
+logits eagerly; it samples when its masks are known.
 
 One thread may load a model and another run it. All launches are inside `on_device`, because device 0 is the current device of
 every new thread, and Triton launches on the current device, whatever device its arguments are on.
