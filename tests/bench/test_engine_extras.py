@@ -40,6 +40,13 @@ def test_structured_requests_beside_plain_ones() -> None:
     assert all(row["tokens_out"] == 4 * 24 and row["output_tok_per_s"] > 0 for row in rows)
     assert [row["of_plain"] for row in rows if not row["structured"]] == [1.0, 1.0]
     assert any("1, 0.5" in line for line in said)
+    for row in rows:
+        asked = round(4 * row["structured"])
+        assert ("fill_ms" in row) is bool(asked)
+        if asked:
+            assert row["masks_per_step"] == asked
+            assert min(row["commit_ms"], row["fill_ms"], row["send_ms"]) > 0 == row["late"]
+    assert any("fill_ms" in line for line in said)
 
 
 def test_a_vocabulary_that_is_too_large_is_refused() -> None:

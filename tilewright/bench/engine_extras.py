@@ -5,6 +5,11 @@ help. Answers are sampled and have their full length; the time includes the prom
 
 With random weights an answer that has to be JSON consists of random tokens that the grammar allows. The schema asks for 1,000
 objects, so no answer ends early.
+
+For steps with masks, a row also says what the engine's thread spent on them, in milliseconds per such step: `wait_ms` for the
+step before (with the device's time; near 0, the host is slower than the device), `accept_ms` for its samples, `commit_ms` for
+following the grammars along the new tokens, `fill_ms` for the masks, and `send_ms` for sending them and launching the sampling.
+`late` is the share of these steps in which a GPU had ended the model's pass before the masks were filled.
 """
 
 import random
@@ -19,7 +24,9 @@ from tilewright.engine.config import EngineConfig
 from tilewright.engine.core import Engine
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.llm import load_engine
+from tilewright.engine.mask_times import MaskTimes
 from tilewright.engine.request import SamplingParams
+from tilewright.engine.runner import ModelRunner
 from tilewright.engine.tokenizer import Tokenizer
 from tilewright.models import ModelConfig
 from tilewright.models.adapter_config import AdapterConfig
@@ -132,16 +139,37 @@ def _turns(
     for run in range(runs):
         plain = 0.0
         for place, (label, params) in enumerate(wanted.items()):
+            before, late = engine.mask_times.copy(), _late(engine)
             seconds, tokens, steps = _run(engine, params, sizes, seed=1000 * run + place)
+            masks = _mask_columns(engine.mask_times.since(before), _late(engine) - late)
             rate = tokens / seconds
             plain = plain or rate
             row = {
                 "run": run, "streams": sizes.streams, "tokens_in": sizes.tokens_in, "tokens_out": tokens,
                 "seconds": round(seconds, 4), "output_tok_per_s": round(rate, 1), "steps": steps,
-                "of_plain": round(rate / plain, 4),
+                "of_plain": round(rate / plain, 4), **masks,
             }  # fmt: skip
             progress(f"run {run}, {label}: {rate:,.0f} tokens/s, {rate / plain:.3f} of the plain requests' rate")
+            if masks:
+                progress(", ".join(f"{name} {value}" for name, value in masks.items()))
             yield label, row
+
+
+def _late(engine: Engine) -> int:
+    """Number of steps so far whose masks came late."""
+    return engine.runner.masks.late if isinstance(engine.runner, ModelRunner) else 0
+
+
+def _mask_columns(times: MaskTimes, late: int) -> dict[str, float]:
+    """What masks cost per step that had any; {} if none had."""
+    steps = times.steps
+    if not steps:
+        return {}
+    parts = {
+        "wait": times.wait_s, "accept": times.accept_s, "commit": times.commit_s, "fill": times.fill_s, "send": times.send_s,
+    }  # fmt: skip
+    each = {f"{name}_ms": round(1e3 * seconds / steps, 3) for name, seconds in parts.items()}
+    return {"masks_per_step": round(times.masks / steps, 1), **each, "late": round(late / steps, 4)}
 
 
 def _run(engine: Engine, params: Params, sizes: Sizes, seed: int) -> tuple[float, int, int]:

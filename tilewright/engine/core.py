@@ -13,9 +13,9 @@ import itertools
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from tilewright.engine.accepting import Accepted
 from tilewright.engine.adapter_names import place_of
 from tilewright.engine.deltas import OutputState, StepDeltas, StepRows
 from tilewright.engine.grammar_masks import Constraint, GrammarError, Grammars
+from tilewright.engine.mask_times import MaskTimes
+from tilewright.engine.masking import StepMasks, with_masks
 from tilewright.engine.outputs import EngineStats
 from tilewright.engine.reader import Reader
 from tilewright.engine.request import Delta, Request, SamplingParams
@@ -90,6 +92,9 @@ class Engine:
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
         self._in_flight: deque[tuple[Step, Any]] = deque()  # launched steps with their tickets
+        self._unsampled: Step | None = None  # of these, the last one if it waits for its masks
+        self._waited_s = 0.0
+        self.mask_times = MaskTimes()
         self._rows = StepRows()  # not returned yet
         self._stream_of = np.zeros(scheduler.max_seqs, np.int64)  # by slot, set when the request's first sample arrives
         self._speculator: Speculator | None = None
@@ -207,17 +212,24 @@ class Engine:
         return deltas
 
     def advance(self) -> StepDeltas:
-        """Schedule and launch a step, then collect all steps in flight; with an asynchronous runner, all except the new one."""
+        """Schedule and launch a step, then collect all steps in flight; with an asynchronous runner, all except the new one.
+
+        With masks and an asynchronous runner, the new step is sampled in the next call, which collects the step before it,
+        fills the masks, and launches a further step right behind the samples. So while the host waits, reads results and fills
+        masks, the device has work.
+        """
         for request, retry_s in self.scheduler.expire():
             waited_s = (request.finished_s or request.arrival_s) - request.arrival_s
             request.error = f"it has waited for {waited_s:.1f} s and was not started; try again in {retry_s:.0f} s"
             self._end(request, retry_s)
+        if self._in_flight and self._in_flight[-1][0] is self._unsampled:
+            self._sample()
         self._speculate()
         step = self.scheduler.schedule()
         # Without a launch, every step in flight is collected. Otherwise a request that was preempted for a step that could not
         # be launched might start again before all its samples are known.
         launched = step is not None and self._launch(step)
-        stays = 1 if launched and self.runner.asynchronous else 0
+        stays = 0 if not launched or not self.runner.asynchronous else 1 if self._unsampled is None else 2
         while len(self._in_flight) > stays:
             self._collect()
         return self._rows.take()
@@ -243,7 +255,7 @@ class Engine:
         rest: Step | None = step
         while rest is not None:
             if self._constraints:
-                rest = self._masked(rest)
+                rest = with_masks(rest, self._constraints)
             try:
                 self._in_flight.append((rest, self.runner.launch(rest)))
             except RowFault as fault:
@@ -258,7 +270,8 @@ class Engine:
                 self._fail([rest], error)
                 return False
             else:
-                if rest.masked:
+                self._unsampled = rest if rest.masked else None
+                if rest.masked and len(self._in_flight) == 1:  # all tokens before it are known
                     self._sample()
                 return True
         return False
@@ -274,42 +287,36 @@ class Engine:
                 logger.warning("no tokens are guessed ahead any more: %s: %s", type(error).__name__, error)
                 self._speculator.give_up()
 
-    def _masked(self, step: Step) -> Step:
-        constraints = self._constraints
-        rows = enumerate(zip(step.requests, step.samples.tolist()))
-        return replace(step, masked=tuple(i for i, (request, samples) in rows if samples and request in constraints))
-
     def _sample(self) -> None:
         """Sample the step that was launched last. Its masks depend on the tokens of earlier steps, so collect these first.
         Meanwhile the device runs the model's pass of this step."""
+        self._unsampled, times, waited_s, start_s = None, self.mask_times, self._waited_s, time.perf_counter()
         while len(self._in_flight) > 1:
             self._collect()
+        waited_s, collected_s = self._waited_s - waited_s, time.perf_counter()
+        times.wait_s += waited_s
+        times.accept_s += collected_s - start_s - waited_s
         if not self._in_flight:  # an earlier step failed, and this one with it
             return
         step, ticket = self._in_flight[0]
-        failed: list[tuple[Request, str]] = []
-
-        def fill(bits: np.ndarray) -> None:
-            requests = [step.requests[i] for i in step.masked]
-            drafts = [step.drafts.get(i, ()) for i in step.masked]
-            # A request that has ended meanwhile has no constraint; its sample will be dropped.
-            constraints = [self._constraints.get(request) for request in requests]
-            failed.extend(self.grammars.fill(requests, constraints, bits, drafts))
-
+        masks = StepMasks(step, self._constraints, self.grammars, self.scheduler.decoders, times)
         try:
-            self.runner.sample(ticket, self.grammars.words, fill)
+            self.runner.sample(ticket, self.grammars.words, masks)
         except DeviceLost as error:
             self._lose(error)
         except RUNNER_ERRORS as error:
             self._in_flight.clear()
             self._fail([step], error)
-        for request, why in failed:
+        times.send_s += time.perf_counter() - collected_s - masks.took_s
+        for request, why in masks.failed:
             self._fail_request(request, f"{GRAMMAR_FAILED}: {why}")
 
     def _collect(self) -> None:
         step, ticket = self._in_flight.popleft()
+        start_s = time.perf_counter()
         try:
             result = self.runner.collect(ticket)
+            self._waited_s += time.perf_counter() - start_s
         except DeviceLost as error:
             self._lose(error)
         except RUNNER_ERRORS as error:

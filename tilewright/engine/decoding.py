@@ -18,7 +18,7 @@ from tilewright.engine.request import Request
 from tilewright.engine.step import Grown, Step, StepResult
 from tilewright.engine.tails import Tails
 
-__all__ = ["Crossing", "Decoders", "Turn"]
+__all__ = ["Crossing", "Decoders", "Newest", "Turn"]
 
 _STOPS = 8
 """Stop tokens per request that are compared in numpy; a request with more is checked in Python in each step."""
@@ -42,6 +42,15 @@ class Crossing(NamedTuple):
     rows: np.ndarray
     slots: np.ndarray
     requests: list[Request]
+
+
+class Newest(NamedTuple):
+    """The newest tokens of some requests, with one entry for each."""
+
+    counts: list[int]
+    """Number of known output tokens; below 0 if the token is not stored here, and must be read from the request."""
+    tokens: list[int]
+    """The last of them."""
 
 
 class Decoders:
@@ -116,6 +125,12 @@ class Decoders:
         """Give a request its newest tokens."""
         assert request.slot is not None
         self.tails.flush(request.slot, request)
+
+    def newest(self, slots: np.ndarray, leases: np.ndarray) -> Newest:
+        """The newest tokens of requests that decode, or have decoded, in `slots` with these leases."""
+        here = (self.lease.take(slots) == leases) & self.tails.has_newest(slots)
+        counts = np.where(here, self.known.take(slots) - self.prompt.take(slots), -1)
+        return Newest(counts.tolist(), self.tails.newest(slots).tolist())
 
     def grown(self, request: Request) -> None:
         """Note that a request has got more pages."""

@@ -1,22 +1,23 @@
 """Grammars, compiled by llguidance. Before each sample they fill a mask of the tokens that may come next, one bit per token.
 
-llguidance walks the tree of the vocabulary with a lexer and an Earley parser. Its work limits (`LIMITS`) apply to compiling and
-to each mask, so that a hostile grammar ends with an error after some tens of milliseconds. It is an optional dependency
-(`pip install tilewright[structured]`), imported for the first grammar.
+llguidance walks the tree of the vocabulary with a lexer and an Earley parser. Its work limits (`grammar_cache.LIMITS`) apply to
+compiling and to each mask, so that a hostile grammar ends with an error after some tens of milliseconds. It is an optional
+dependency (`pip install tilewright[structured]`), imported for the first grammar.
 
 The state of a request follows its `output_ids`: each mask first consumes the tokens that have arrived since the last mask. So
 nothing has to be undone when a request is preempted, or when a step is dropped.
 """
 
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tilewright.engine.decoding import Newest
 from tilewright.engine.grammar import Grammar
+from tilewright.engine.grammar_cache import KEPT, GrammarCache, GrammarError, processors, why
+from tilewright.engine.mask_times import MaskTimes
 from tilewright.engine.request import Request
 
 if TYPE_CHECKING:
@@ -24,38 +25,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Constraint", "GrammarError", "Grammars"]
 
-KEPT = 128
-"""Number of compiled grammars in the cache; each takes some 10 kB to 10 MB."""
-KEPT_CHARS = 1 << 21
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 100_000,
-    "max_grammar_size": 500_000,
-    "verbose_errors": False,
-}
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
-"""Allowed white space between two JSON tokens, unless the schema's `x-guidance` overrides it. Without a limit, a small model
-might never stop."""
 MAX_MASK_S = 0.2
 """Limit on the processor time of the first mask, because the whole batch waits for it. A usual mask takes some milliseconds."""
 MISSING = "a grammar needs llguidance, which is not installed: pip install 'tilewright[structured]'"
-
-
-class GrammarError(ValueError):
-    """A grammar is not valid, is too complex, or cannot be followed with this model."""
+WRONG_TOKEN = "a token came that the grammar does not allow"
 
 
 class Constraint:
-    """The grammar of one request, and the position of its answer in the grammar."""
+    """The grammar of one request, and the position of its answer in the grammar. `number`: that of its matcher's original."""
 
-    __slots__ = ("_begun", "_consumed", "_grammar", "_matcher")
+    __slots__ = ("__weakref__", "_begun", "_consumed", "_grammar", "_matcher", "_number")
 
-    def __init__(self, grammar: Grammar, matcher: "LLMatcher"):
+    def __init__(self, grammar: Grammar, matcher: "LLMatcher", number: int = 0):
         self._grammar = grammar
         self._matcher = matcher
+        self._number = number
         self._consumed = 0
         self._begun = not grammar.after
 
@@ -70,8 +54,15 @@ class Constraint:
         new = output_ids[self._consumed :]
         self._consumed = len(output_ids)
         if (new and not matcher.consume_tokens(list(new))) or matcher.is_error():
-            raise GrammarError(_why(matcher) or "a token came that the grammar does not allow")
+            raise GrammarError(why(matcher) or WRONG_TOKEN)
         return matcher
+
+    def one_more(self, count: int) -> "LLMatcher | None":
+        """The matcher, which the caller then gives one token: the last of `count` output tokens. None if it needs others."""
+        if not self._begun or count != self._consumed + 1:
+            return None
+        self._consumed = count
+        return self._matcher
 
     def agrees(self, output_ids: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the first `drafts` after these tokens are allowed. Returns 0 before the grammar begins, because it may
@@ -97,6 +88,21 @@ def _ends(ids: Sequence[int], stop: int, last: tuple[int, ...]) -> bool:
     return stop >= len(last) and tuple(ids[stop - len(last) : stop]) == last
 
 
+class _Row(NamedTuple):
+    """A request whose grammar fills masks from line `line` on: one, and one for each draft."""
+
+    request: Request
+    matcher: "LLMatcher"
+    line: int
+    drafts: Sequence[int]
+    token: int | None
+    """The token to consume first; None: it has all its tokens."""
+
+    @property
+    def lines(self) -> range:
+        return range(self.line, self.line + len(self.drafts) + 1)
+
+
 class Grammars:
     """Compiles grammars for one vocabulary and fills masks. `compiled` may be called from any thread, `fill` from one.
 
@@ -117,42 +123,31 @@ class Grammars:
             import llguidance
         except ImportError:
             raise GrammarError(MISSING) from None
-        self._lib: Any = llguidance
+        lib: Any = llguidance
         try:
-            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
+            tokenizer = lib.LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
         except ValueError as error:
             raise GrammarError(f"llguidance does not understand the model's tokenizer: {str(error)[:200]}") from None
-        self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._executor = llguidance.LLExecutor(threads)
-        self.words = -(-self._tokenizer.vocab_size // 32)
+        threads = max(1, min(32, processors() * 80 // 100)) if threads is None else threads
+        self._executor = lib.LLExecutor(threads)
+        self._cache = GrammarCache(lib, tokenizer, kept=kept, threads=threads)
+        self.words = -(-tokenizer.vocab_size // 32)
         """int32 words in a mask."""
-        self._lock = threading.Lock()
-        self._most = kept
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def compiled(self, grammar: Grammar) -> "LLMatcher":
         """A matcher at the beginning of the grammar, cached or compiled now. It is shared: copy it. Raises GrammarError."""
-        key = (grammar.kind, grammar.source)
-        with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-                return found
-        matcher = self._compile(grammar)
-        with self._lock:
-            self._kept[key] = matcher
-            while len(self._kept) > self._most or sum(len(source) for _, source in self._kept) > KEPT_CHARS:
-                self._kept.popitem(last=False)
-        return matcher
+        return self._cache.compiled(grammar).originals[0].matcher
 
     def known(self, grammar: Grammar) -> bool:
         """Whether the compiled grammar is in the cache."""
-        with self._lock:
-            return (grammar.kind, grammar.source) in self._kept
+        return self._cache.known(grammar)
 
     def start(self, grammar: Grammar) -> Constraint:
         """A new state for one request, at the beginning of the grammar. Raises GrammarError."""
-        return Constraint(grammar, self.compiled(grammar).deep_copy())
+        original = self._cache.original(grammar)
+        constraint = Constraint(grammar, original.matcher.deep_copy(), original.number)
+        original.users.add(constraint)
+        return constraint
 
     def check(self, grammar: Grammar) -> None:
         """Compile a grammar and make its first mask; call it in a process that does nothing else. Raises GrammarError."""
@@ -161,7 +156,7 @@ class Grammars:
         matcher.compute_bitmask()
         took_s = time.process_time() - start_s
         if matcher.is_error():
-            raise GrammarError(f"the {grammar.kind} cannot be followed: {_why(matcher)}")
+            raise GrammarError(f"the {grammar.kind} cannot be followed: {why(matcher)}")
         if took_s > MAX_MASK_S:
             raise GrammarError(f"the {grammar.kind} is too complex: its first mask takes {took_s:.2f} s, wanted {MAX_MASK_S:g}")
 
@@ -171,70 +166,97 @@ class Grammars:
         constraints: Sequence[Constraint | None],
         bits: np.ndarray,
         drafts: Sequence[Sequence[int]] | None = None,
+        *,
+        newest: Newest | None = None,
+        times: MaskTimes | None = None,
     ) -> list[tuple[Request, str]]:
         """Write the masks of requests into bits [masks, words] int32, C-contiguous.
 
         Each request has a mask for its next token, followed by one mask for the token after each of its `drafts`, which its
         grammar must allow. A mask allows all tokens if there is no constraint, if it has failed, or before its grammar begins.
+        With `newest`, the `output_ids` of a request are read only if they have more new tokens than the last. The seconds are
+        added to `times`.
 
         Returns:
             (request, reason) for each request whose grammar has failed.
         """
-        bits.fill(-1)
-        failed: list[tuple[Request, str]] = []
-        asked: list[tuple[LLMatcher, int, list[int]]] = []
-        owners: list[Request] = []
-        line = 0
-        for i, (request, constraint) in enumerate(zip(requests, constraints, strict=True)):
-            guessed = [] if drafts is None else list(drafts[i])
-            try:
-                matcher = constraint and constraint.advance(request.output_ids)
-            except GrammarError as error:
-                failed.append((request, str(error)))
-                matcher = None
-            if matcher is not None:
-                asked.append((matcher, line, guessed))
-                owners.append(request)
-            line += len(guessed) + 1
-        where = (bits.ctypes.data, 4 * bits.shape[1], bits.shape[0])
-        plain = [(matcher, line) for matcher, line, guessed in asked if not guessed]
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, *where)
-        if len(plain) < len(asked):
-            self._executor.unsafe_compute_mask_ptr_with_draft_token([one for one in asked if one[2]], *where)
-        for request, (matcher, line, guessed) in zip(owners, asked, strict=True):
-            if matcher.is_error():
-                failed.append((request, _why(matcher)))
-                bits[line : line + len(guessed) + 1] = -1
+        start_s = time.perf_counter()
+        rows, free, failed = self._rows(requests, constraints, drafts, newest)
+        rows = self._consumed(rows, free, failed)
+        committed_s = time.perf_counter()
+        # Of the masks of a row with drafts, those after the last possible token are not written.
+        free += [line for row in rows if row.drafts for line in row.lines]
+        if len(free) == len(bits):
+            bits.fill(-1)
+        elif free:
+            bits[free] = -1
+        self._write(rows, bits)
+        for row in rows:
+            if row.matcher.is_error():
+                failed.append((row.request, why(row.matcher)))
+                bits[row.lines] = -1
+        if times is not None:
+            times.commit_s += committed_s - start_s
+            times.fill_s += time.perf_counter() - committed_s
+            times.masks += len(bits)
         return failed
 
-    def _compile(self, grammar: Grammar) -> Any:
-        matcher_of, source = self._lib.LLMatcher, grammar.source
-        try:
-            if grammar.kind == "json_schema":
-                text = matcher_of.grammar_from_json_schema(source, defaults={"whitespace_pattern": WHITESPACE})
-            elif grammar.kind == "regex":
-                text = matcher_of.grammar_from_regex(source)
+    @staticmethod
+    def _rows(
+        requests: Sequence[Request],
+        constraints: Sequence[Constraint | None],
+        drafts: Sequence[Sequence[int]] | None,
+        newest: Newest | None,
+    ) -> tuple[list[_Row], list[int], list[tuple[Request, str]]]:
+        """(rows to fill, the lines of the others, failed requests)
+
+        Copies of one original wait for each other, and each thread gets neighbouring rows, so the copies are neighbours.
+        """
+        found: list[tuple[int, int, _Row]] = []
+        free: list[int] = []
+        failed: list[tuple[Request, str]] = []
+        line = 0
+        counts, tokens = ([-1] * len(requests), [-1] * len(requests)) if newest is None else newest
+        guesses: Sequence[Sequence[int]] = [()] * len(requests) if drafts is None else drafts
+        for request, constraint, guessed, count, token in zip(requests, constraints, guesses, counts, tokens, strict=True):
+            lines = len(guessed) + 1
+            matcher, last = None, None
+            if constraint is not None:
+                matcher = constraint.one_more(count)
+                if matcher is not None:
+                    last = token
+                else:
+                    try:
+                        matcher = constraint.advance(request.output_ids)
+                    except GrammarError as error:
+                        failed.append((request, str(error)))
+            if constraint is None or matcher is None:
+                free += range(line, line + lines)
             else:
-                text = matcher_of.grammar_from_lark(_as_lark(source))
-            matcher = matcher_of(self._tokenizer, text, log_level=0, limits=self._limits)
-        except (ValueError, LookupError, RecursionError) as error:  # what the converters raise
-            raise GrammarError(f"the {grammar.kind} is not valid: {str(error)[:300]}") from None
-        if matcher.is_error():
-            raise GrammarError(f"the {grammar.kind} is not valid: {_why(matcher)}")
-        return matcher
+                found.append((constraint._number, line, _Row(request, matcher, line, guessed, last)))
+            line += lines
+        found.sort()
+        return [row for _, _, row in found], free, failed
 
+    def _consumed(self, rows: list[_Row], free: list[int], failed: list[tuple[Request, str]]) -> list[_Row]:
+        """Let matchers consume the last token where it is new. Returns the rows that have not failed; adds to the lists."""
+        new = [row for row in rows if row.token is not None]
+        fine = self._executor.consume_token_par([(row.matcher, row.token) for row in new]) if new else []
+        if all(fine):
+            return rows
+        wrong = {id(row) for row, good in zip(new, fine, strict=True) if not good}
+        for row in new:
+            if id(row) in wrong:
+                failed.append((row.request, why(row.matcher) or WRONG_TOKEN))
+                free += row.lines
+        return [row for row in rows if id(row) not in wrong]
 
-def _as_lark(source: str) -> str:
-    """Converts a grammar in Lark or GBNF to Lark. Raises ValueError."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
-    try:
-        return any_to_lark(source)
-    except GbnfToLarkError as error:  # a plain Exception
-        raise ValueError(" ".join(str(error).split())) from None
-
-
-def _why(matcher: "LLMatcher") -> str:
-    words = " ".join(matcher.get_error().split())
-    return words if len(words) <= 300 else words[:297] + "..."
+    def _write(self, rows: list[_Row], bits: np.ndarray) -> None:
+        """Fill the masks of rows, in parallel."""
+        where = (bits.ctypes.data, 4 * bits.shape[1], bits.shape[0])
+        plain = [(row.matcher, row.line) for row in rows if not row.drafts]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if len(plain) < len(rows):
+            drafted = [(row.matcher, row.line, list(row.drafts)) for row in rows if row.drafts]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)

@@ -52,28 +52,28 @@ class Head:
 
     @property
     def tails(self) -> tuple[Callable[..., Sampled], ...]:
-        """The variants with a captured graph: `plain`, `scored` and `full`. A third argument is the mask."""
+        """The variants with a captured graph: `plain`, `scored` and `full`. Further arguments are the mask and the logits."""
         return self.plain, self.scored, self.full
 
-    def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
-        """Tokens [R] of rows that only need a sample, masked or not."""
-        logits = self._logits(inputs, hidden)
+    def plain(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None, logits: Tensor | None = None) -> Sampled:
+        """Tokens [R] of rows that only need a sample, masked or not. `logits`: the result of `logits`, which is overwritten."""
+        logits = self.logits(inputs, hidden) if logits is None else logits
         if mask is not None:
             ops.mask_logits(logits, mask.rows, mask.bits)
         return Sampled(self._sample(logits, inputs))
 
-    def scored(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+    def scored(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None, logits: Tensor | None = None) -> Sampled:
         """`plain` with log-probabilities, which are those of the unmasked logits."""
-        logits = allowed = self._logits(inputs, hidden)
+        logits = allowed = self.logits(inputs, hidden) if logits is None else logits
         if mask is not None:
             allowed = logits.clone()
             ops.mask_logits(allowed, mask.rows, mask.bits)
         tokens = self._sample(allowed, inputs)
         return Sampled(tokens, self._likelihoods(logits, allowed, tokens, inputs))
 
-    def full(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None) -> Sampled:
+    def full(self, inputs: Inputs, hidden: Tensor, mask: Mask | None = None, logits: Tensor | None = None) -> Sampled:
         """`scored` with edits: logits are edited, then masked. Log-probabilities are those of the unedited logits."""
-        logits = self._logits(inputs, hidden)
+        logits = self.logits(inputs, hidden) if logits is None else logits
         edited = self._edits.edit(logits, inputs.sampled_slots, inputs.sampled_at)
         if mask is not None:
             ops.mask_logits(edited, mask.rows, mask.bits)
@@ -81,10 +81,12 @@ class Head:
         self._edits.count(inputs.sampled_slots, tokens)
         return Sampled(tokens, self._likelihoods(logits, edited, tokens, inputs))
 
-    def in_turns(self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns) -> Sampled:
+    def in_turns(
+        self, inputs: Inputs, hidden: Tensor, mask: Mask | None, turns: Turns, logits: Tensor | None = None
+    ) -> Sampled:
         """`full` if a row with drafts edits its logits. A sample is counted if all samples of its row before it equal the
         drafts."""
-        logits = self._logits(inputs, hidden)
+        logits = self.logits(inputs, hidden) if logits is None else logits
         # A mask sets forbidden logits to -inf, which no edit changes; so it can be applied first, and only once.
         masked = logits
         if mask is not None:
@@ -114,7 +116,8 @@ class Head:
             found = found._replace(drawn=drawn, kept=kept)
         return found
 
-    def _logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+    def logits(self, inputs: Inputs, hidden: Tensor) -> Tensor:
+        """Logits [R, V] of the sampled rows."""
         if inputs.feed is None:  # derived inputs: each row has one token, which is sampled
             return self._model.logits(hidden)
         return self._model.logits(hidden[inputs.batch.logits_rows])

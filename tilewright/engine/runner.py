@@ -5,8 +5,8 @@ On a GPU, `launch` only enqueues, so the host prepares a step while the device r
 graphs; so do, as an option, steps with prompts and few tokens. Other steps run eagerly. On a CPU the same code runs at once.
 
 The head runs once per step, on the sampled rows. If a row edits its logits or requests log-probabilities, the whole step goes
-through the edits, which do not change the other rows. A step with masked rows replays the captured body but samples eagerly,
-because its masks are known late.
+through the edits, which do not change the other rows. A step with masked rows replays the captured body, and then computes its
+logits eagerly; it samples when its masks are known.
 
 One thread may load a model and another run it. All launches are inside `on_device`, because device 0 is the current device of
 every new thread, and Triton launches on the current device, whatever device its arguments are on.
@@ -72,6 +72,7 @@ class _Waiting:
     hidden: Tensor
     graph: DecodeGraph | None
     turn: int
+    logits: Tensor | None = None
 
 
 def scope_of(batch_invariant: bool) -> Callable[[], AbstractContextManager[None]]:
@@ -109,7 +110,7 @@ class ModelRunner:
         self._max_pages = -(-max_model_len // page_size)
         vocab = model.config.vocab_size
         self._edits = LogitTables(max_seqs=max_seqs, vocab_size=vocab, device=self.device)
-        self._masks = Masks(most=self.max_samples, device=self.device)
+        self.masks = Masks(most=self.max_samples, device=self.device)
         self._adapts = any(isinstance(module, LoraStack) for module in model.modules())
         self._packer = Packer(
             page_size=page_size, max_seqs=max_seqs, max_pages=self._max_pages, place=self._edits.place,
@@ -196,7 +197,10 @@ class ModelRunner:
         if isinstance(graph, MixedGraph):  # captured without head and sampling
             inputs, graph = inputs.sampled(int(step.samples.sum())), None
         ticket.waiting = _Waiting(inputs, hidden, graph, self._turn)
-        if not step.masked:
+        if step.masked:
+            ticket.waiting.logits = self._head.logits(inputs, hidden)  # the device computes them while masks are filled
+            self.masks.wanted()
+        else:
             self._finish(ticket, None)
         self._turn = (self._turn + 1) % 3
         return ticket
@@ -269,9 +273,7 @@ class ModelRunner:
         self.launching = True
         try:
             with self._entered(), self._told_apart():
-                ends = np.cumsum(ticket.step.samples)
-                rows = [at for i in ticket.step.masked for at in range(ends[i] - ticket.step.samples[i], ends[i])]
-                self._finish(ticket, self._masks.sent(rows, words, fill))
+                self._finish(ticket, self.masks.sent(ticket.step.masked_samples, words, fill))
         finally:
             self.launching = False
 
@@ -327,8 +329,7 @@ class ModelRunner:
         """hidden [T, E]; tokens sampled in the step before are read from `_last`."""
         if inputs.feed is None:
             return self.model(inputs.token_ids, inputs.batch, self.cache)
-        fed = self._last[inputs.feed.clamp_min(0)]
-        token_ids = torch.where(inputs.feed >= 0, fed, inputs.token_ids)
+        token_ids = torch.where(inputs.feed >= 0, self._last[inputs.feed.clamp_min(0)], inputs.token_ids)
         return self.model(token_ids, inputs.batch, self.cache)
 
     def _adapted_body(self, inputs: Inputs) -> Tensor:
@@ -344,14 +345,13 @@ class ModelRunner:
         step, inputs = ticket.step, waiting.inputs
         count, explained = int(step.samples.sum()), self._packer.explained(step)
         edited = self._edits.edited[step.slots[step.samples > 0]].any()
+        tail = FULL if edited else SCORED if explained else PLAIN
         if any(self._edits.edited[step.slots[i]] for i in step.drafts):
-            drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device))
-        else:
-            tail = FULL if edited else SCORED if explained else PLAIN
-            if mask is None and waiting.graph is not None:
-                drawn = waiting.graph.sample(tail)
-            else:  # captured graphs have no mask
-                drawn = self._head.tails[tail](inputs, waiting.hidden, mask)
+            drawn = self._head.in_turns(inputs, waiting.hidden, mask, turns_of(step, self.device), waiting.logits)
+        elif mask is None and waiting.graph is not None:
+            drawn = waiting.graph.sample(tail)
+        else:  # captured graphs have no mask
+            drawn = self._head.tails[tail](inputs, waiting.hidden, mask, waiting.logits)
         tokens, logprobs = self._arrivals[waiting.turn]
         ticket.tokens = tokens[:count]
         ticket.tokens.copy_(drawn.tokens[:count], non_blocking=True)
@@ -395,6 +395,6 @@ class ModelRunner:
         hidden = self._body(inputs)
         if self._adapts:
             hidden = self._adapted_body(inputs)
-        for mask in (None, self._masks.unused()):
+        for mask in (None, self.masks.unused()):
             for tail in self._head.tails:
                 tail(inputs, hidden, mask)

@@ -138,11 +138,20 @@ class Masks:
         self._device = device
         self._buffers: tuple[Mask, Mask] | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._passed: torch.cuda.Event | None = None
+        self.late = 0
+        """Number of steps whose pass had ended on the device before their masks were filled."""
 
     def unused(self) -> Mask:
         """A mask of row 0 that forbids everything, for warm-up."""
         rows = torch.zeros(1, dtype=torch.int64, device=self._device)
         return Mask(rows, torch.zeros(1, 1, dtype=torch.int32, device=self._device))
+
+    def wanted(self) -> None:
+        """The pass of a step has been enqueued, and `sent` follows."""
+        if self._device.type == "cuda":
+            self._passed = torch.cuda.Event()
+            self._passed.record()
 
     def sent(self, rows: Sequence[int], words: int, fill: FillMasks) -> Mask:
         """The masks that `fill` writes for these rows of the logits. Later launches on the current stream may use them."""
@@ -152,6 +161,7 @@ class Masks:
         fill(bits.numpy())
         if self._device.type != "cuda":
             return Mask(at, bits)
+        self.late += self._passed is not None and self._passed.query()
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         arrived = Mask(there.rows[: len(rows)], there.bits[: len(rows)])

@@ -104,7 +104,7 @@ class Step:
     """The only changes in the block tables since an earlier step; None: unknown."""
     masked: tuple[int, ...] = ()
     """Indices of rows whose samples are restricted by masks, one mask per sample in order. The masks depend on the tokens of
-    the step before, so no row of the step is sampled before `Runner.sample`; everything before sampling runs meanwhile."""
+    the step before, so no row of the step is sampled before `Runner.sample`; everything up to the logits runs meanwhile."""
 
     @classmethod
     def of(cls, rows: Sequence[Row], **others: Any) -> "Step":
@@ -143,6 +143,14 @@ class Step:
         if self.drafts or not self.slots.size:
             return False
         return bool((self.counts == 1).all() and self.samples.all())
+
+    @property
+    def masked_samples(self) -> list[int]:
+        """The indices of the samples of masked rows, among all samples of the step."""
+        if self.samples.size == len(self.masked) == int(self.samples.sum()):
+            return list(self.masked)
+        counts, ends = self.samples.tolist(), np.cumsum(self.samples).tolist()
+        return [at for i in self.masked for at in range(ends[i] - counts[i], ends[i])]
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:

@@ -56,6 +56,14 @@ class Tails:
         """The place of the next token of each of these slots, for `put`."""
         return (self._begins - self.first + self._known).take(slots)
 
+    def has_newest(self, slots: np.ndarray) -> np.ndarray:
+        """bool: whether the line of each of these slots contains the last known token."""
+        return self._known.take(slots) > self.first.take(slots)
+
+    def newest(self, slots: np.ndarray) -> np.ndarray:
+        """The last known token of each of these slots; any number where `has_newest` is False."""
+        return self._flat.take(self.places(slots) - 1)
+
     def put(self, places: np.ndarray, tokens: np.ndarray) -> None:
         """Write tokens to their places; there must be room for them."""
         self._flat[places] = tokens
