@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused() -> None:
     x, a, order = torch.zeros(3, 8), torch.zeros(2, 4, 8), ops.adapter_order(torch.tensor([0, 2, 1]))
     with pytest.raises(ValueError, match=r"got \[3, 8\] torch.float32 and \[2, 4, 9\]"):
         ops.lora_shrink(x, torch.zeros(2, 4, 9), order)
-    with pytest.raises(ValueError, match=r"adapters must be contiguous \[2, 3\] torch.int32"):
+    with pytest.raises(ValueError, match=r"adapters must be contiguous \[4, 3\] torch.int32"):
         ops.lora_shrink(x, a, order.long())
     y, h, b, scales = torch.zeros(3, 6), torch.zeros(1, 3, 4), torch.zeros(2, 6, 4), torch.ones(2, 1)
     with pytest.raises(ValueError, match="parts are"):

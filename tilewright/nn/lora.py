@@ -15,6 +15,7 @@ Not here: adapters of embeddings and heads, magnitudes (DoRA), ranks that are ch
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,11 @@ class Lora(nn.Module):
         """Whether anything is added for a batch with these adapter ids."""
         return self.enabled
 
-    def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
+    def start(self, x: Tensor) -> torch.cuda.Event | None:
+        """None: nothing runs beside the layer's own product, as `LoraStack.start` arranges it."""
+        return None
+
+    def add(self, y: Tensor, x: Tensor, adapters: Tensor | None, started: torch.cuda.Event | None = None) -> Tensor:
         """y [..., N of all parts] + the adapter applied to x [..., K]."""
         active = self.training and self.dropout > 0 and torch.is_grad_enabled()
         pieces = []
@@ -79,6 +84,18 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
+BESIDE = True
+"""In a captured step, multiply x by A beside the layer's own product, in another branch of the graph. This product is limited
+by memory bandwidth, and the layer's own product of hundreds of rows by the tensor cores. False: A follows the layer's own
+product, and the launch that multiplies by B starts while the one before it still runs (`chained` of `ops.lora_expand_add`)."""
+
+
+@cache
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which the other branch of a graph is captured."""
+    return torch.cuda.Stream(device)
+
+
 class LoraStack(nn.Module):
     """Adapters 1 to S of a layer, each of rank at most `rank`; smaller ones are padded with zeros, which add nothing.
 
@@ -104,11 +121,31 @@ class LoraStack(nn.Module):
         """Whether anything is added for a batch with these adapter ids."""
         return adapters is not None
 
-    def add(self, y: Tensor, x: Tensor, adapters: Tensor | None) -> Tensor:
-        """Add the result of each token's adapter to y [T, N of all parts], in place; adapters as in `Batch`."""
+    def start(self, x: Tensor) -> torch.cuda.Event | None:
+        """Call it before the layer's own product. In a captured step this is where the branch of the adapters begins."""
+        if not (BESIDE and x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        started = torch.cuda.Event()
+        started.record()
+        return started
+
+    def add(self, y: Tensor, x: Tensor, adapters: Tensor | None, started: torch.cuda.Event | None = None) -> Tensor:
+        """Add the result of each token's adapter to y [T, N of all parts], in place; adapters as in `Batch`.
+
+        started: the result of `start`; None: nothing runs beside the layer's own product. The bits are the same.
+        """
         assert adapters is not None
-        h = ops.lora_shrink(x, self.a, adapters)
-        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts)
+        if started is None:
+            h = ops.lora_shrink(x, self.a, adapters)
+        else:
+            # The layer's own product comes first in the graph: its large blocks would wait for an SM that small ones have
+            # filled. Memory of the branch is used again only in a later branch, which begins after this one has ended.
+            branch = _branch(x.device)
+            branch.wait_event(started)
+            with torch.cuda.stream(branch):
+                h = ops.lora_shrink(x, self.a, adapters)
+            torch.cuda.current_stream(x.device).wait_stream(branch)
+        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=not BESIDE)
 
     @torch.no_grad()
     def put(self, index: int, pairs: Mapping[int, tuple[Tensor, Tensor]], scales: Mapping[int, float]) -> None:
