@@ -16,6 +16,7 @@ Not here: adapters of embeddings and heads, magnitudes (DoRA), ranks that are ch
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -84,10 +85,15 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
-BESIDE = True
-"""In a captured step, multiply x by A beside the layer's own product, in another branch of the graph. This product is limited
-by memory bandwidth, and the layer's own product of hundreds of rows by the tensor cores. False: A follows the layer's own
-product, and the launch that multiplies by B starts while the one before it still runs (`chained` of `ops.lora_expand_add`)."""
+BESIDE: Literal["none", "first", "both"] = "both"
+"""What a captured step computes beside the layer's own product, in another branch of the graph. The products of adapters are
+limited by memory bandwidth, and the layer's own product of hundreds of rows by the tensor cores; it also leaves SMs idle.
+
+- "none": both products follow the layer's own.
+- "first": the product with A runs beside it.
+- "both": the products with A and B run beside it, and their result is added at the end.
+
+Where the product with B follows that with A, it starts early (`chained` of `ops.lora_expand_add`). The bits are the same."""
 
 
 @cache
@@ -123,7 +129,7 @@ class LoraStack(nn.Module):
 
     def start(self, x: Tensor) -> torch.cuda.Event | None:
         """Call it before the layer's own product. In a captured step this is where the branch of the adapters begins."""
-        if not (BESIDE and x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if BESIDE == "none" or not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
         started = torch.cuda.Event()
         started.record()
@@ -136,16 +142,21 @@ class LoraStack(nn.Module):
         """
         assert adapters is not None
         if started is None:
+            return self._expand(y, ops.lora_shrink(x, self.a, adapters), adapters)
+        # The layer's own product comes first in the graph: its large blocks would wait for an SM that small ones have filled.
+        # Memory of the branch is used again only in a later branch, which begins after this one has ended.
+        branch = _branch(x.device)
+        branch.wait_event(started)
+        with torch.cuda.stream(branch):
+            added = torch.zeros_like(y) if BESIDE == "both" else None
             h = ops.lora_shrink(x, self.a, adapters)
-        else:
-            # The layer's own product comes first in the graph: its large blocks would wait for an SM that small ones have
-            # filled. Memory of the branch is used again only in a later branch, which begins after this one has ended.
-            branch = _branch(x.device)
-            branch.wait_event(started)
-            with torch.cuda.stream(branch):
-                h = ops.lora_shrink(x, self.a, adapters)
-            torch.cuda.current_stream(x.device).wait_stream(branch)
-        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=not BESIDE)
+            if added is not None:
+                self._expand(added, h, adapters)
+        torch.cuda.current_stream(x.device).wait_stream(branch)
+        return y.add_(added) if added is not None else self._expand(y, h, adapters)
+
+    def _expand(self, y: Tensor, h: Tensor, adapters: Tensor) -> Tensor:
+        return ops.lora_expand_add(y, h, self.b, self.scales, adapters, self.parts, chained=BESIDE != "first")
 
     @torch.no_grad()
     def put(self, index: int, pairs: Mapping[int, tuple[Tensor, Tensor]], scales: Mapping[int, float]) -> None:

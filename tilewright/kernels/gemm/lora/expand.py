@@ -6,11 +6,12 @@
     y [T, N], b [S, N, R]: of the same dtype, bf16, fp16 or fp32; y is changed in place. h [C, T, P R] float32, the result of
     `lora_shrink`; scales [S, P] float32. The rows of B (columns of y) are divided into parts, which end at `first`, `second`
     and N. There is one part if both are N, and there are two if only `second` is N. A token without an adapter (0) keeps its
-    bits. The scaled sum of h is rounded to b's dtype, the product is float32, and its sum with y is rounded once.
+    bits. The scaled sum of h is rounded to b's dtype. The product is accumulated in float32 and rounded; then its sum with y is
+    rounded. So y may also be added later: the sum of y and what `lora_expand_add` makes of zeros has the same bits.
 
 Limited by memory bandwidth: y is read and written, and B is read for the adapters in use. Rows without an adapter cost nothing.
 A program has one tile of tokens, which have the same adapter, and STEPS blocks of BLOCK_N columns, for which it adds up h once.
-It first prefetches its rows of B, which are contiguous, into L2. So the memory is busy while the program reads h.
+It prefetches its rows of B, which are contiguous, into L2, four blocks ahead. So memory is busy while the program reads h.
 
 With `chained` (launch/pdl.py) the programs start while `lora_shrink` still runs, and prefetch B before they wait for it.
 
@@ -64,7 +65,7 @@ def _reference(
         for part, (begin, end) in enumerate(_spans(y.shape[1], first, second)):
             low = (total[tokens, part * rank : (part + 1) * rank] * scales[index, part]).to(b.dtype).to(h.dtype)
             delta = low @ b[index, begin:end].to(h.dtype).mT
-            y[tokens, begin:end] = (y[tokens, begin:end].to(h.dtype) + delta).to(y.dtype)
+            y[tokens, begin:end] += delta.to(y.dtype)
 
 
 def _cost(
@@ -94,6 +95,9 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
     return None
 
 
+_AHEAD = 4
+"""The number of blocks of B that a program prefetches. If all programs prefetched all that they read, h and y would wait."""
+
 SPACE = Space(
     default=_default,
     axes={"BLOCK_N": (64, 128, 256), "STEPS": (1, 2, 4, 8, 16), "num_warps": (4, 8)},
@@ -103,7 +107,7 @@ SPACE = Space(
 
 def _arguments(
     inputs: Inputs, *, M: int, N: int, R: int = 16, K: int = 4096, first: int = 0, second: int = 0, adapters: int = 8,
-    dtype: torch.dtype = torch.bfloat16, one: bool = False, row_stride: int = 0,
+    dtype: torch.dtype = torch.bfloat16, one: bool = False, row_stride: int = 0, chained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool]:  # fmt: skip
     """M tokens. first, second: the ends of parts; 0 means N. K: the features from which h was made. one: a single adapter."""
     first, second = first or N, second or N
@@ -113,7 +117,7 @@ def _arguments(
     b = inputs.randn(adapters, N, R, dtype=dtype, scale=R**-0.5)
     scales = inputs.randn(adapters, parts).abs() + 0.5
     order = adapter_order(inputs.tensor(some_order(M, adapters, one), torch.int64))
-    return y, h, b, scales, order, first, second, False
+    return y, h, b, scales, order, first, second, chained
 
 
 EXAMPLES = (
@@ -129,6 +133,7 @@ EXAMPLES = (
     ),
     Example("one adapter", lambda inputs: _arguments(inputs, M=33, N=136, R=16, K=1100, adapters=4, one=True)),
     Example("one", lambda inputs: _arguments(inputs, M=1, N=1, R=1, K=1, adapters=1, dtype=torch.float32, one=True)),
+    Example("chained", lambda inputs: _arguments(inputs, M=21, N=384, K=1024, first=256, adapters=2, chained=True)),
     Example("no rows", lambda inputs: _arguments(inputs, M=0, N=32)),
 )
 
@@ -149,19 +154,19 @@ def _span(pid, N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, SPAN:
 
 @triton.jit
 def _b_block(b_ptr, column, rank, stop, R: tl.constexpr, EVEN: tl.constexpr):
-    """A block of one adapter's B, transposed: [ranks, columns]. stop: the end of the columns."""
+    """A block of one adapter's B, transposed: [ranks, columns]. stop: the end of the columns; 0: nothing is loaded."""
     b_at = b_ptr + column[None, :] * R + rank[:, None]
-    if EVEN and R % rank.shape[0] == 0:
-        return tl.load(b_at)
+    if EVEN:
+        return tl.load(b_at, mask=tl.full(b_at.shape, stop, tl.int32) > 0, other=0.0)
     else:
         return tl.load(b_at, mask=(column[None, :] < stop) & (rank[:, None] < R), other=0.0)
 
 
 @triton.jit
 def _y_block(y_rows, column, held, stop, EVEN: tl.constexpr):
-    """[tokens, columns] of y."""
+    """[tokens, columns] of y. stop: as in `_b_block`."""
     if EVEN:
-        return tl.load(y_rows + column[None, :], mask=held[:, None], other=0.0)
+        return tl.load(y_rows + column[None, :], mask=held[:, None] & (stop > 0), other=0.0)
     else:
         return tl.load(y_rows + column[None, :], mask=held[:, None] & (column[None, :] < stop), other=0.0)
 
@@ -181,17 +186,20 @@ def _low(h_ptr, scale, tokens, held, n_tokens, rank, end, C: tl.constexpr, WIDTH
 def _expand_kernel(
     y_ptr, h_ptr, b_ptr, scales_ptr, adapters_ptr, n_tokens, y_row_stride,
     N: tl.constexpr, R: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
-    LINES: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr, PDL: tl.constexpr,
+    SECTORS: tl.constexpr, EVEN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     first, end, adapter = tile_at(adapters_ptr, tl.program_id(1), n_tokens)
     if tl.minimum(end - first, adapter) > 0:  # one condition, so that the loads do not wait for each other
         part, begin, stop = _span(tl.program_id(0), N, FIRST, SECOND, BLOCK_N * STEPS)
         index = (adapter - 1).to(tl.int64)
         b_ptr += index * (N * R)
-        LINE: tl.constexpr = 1024 // b_ptr.dtype.element_ty.primitive_bitwidth
-        lines = tl.arange(0, LINES) * LINE
-        fetch_ahead(b_ptr + begin * R + tl.minimum(lines, (tl.minimum(BLOCK_N * STEPS, stop - begin) * R) - 1))
+        SECTOR: tl.constexpr = 256 // b_ptr.dtype.element_ty.primitive_bitwidth
+        sectors = begin * R + tl.arange(0, SECTORS) * SECTOR
+        last = (begin + tl.minimum(BLOCK_N * STEPS, stop - begin)) * R - 1
+        for step in tl.static_range(AHEAD):
+            if step < STEPS:
+                fetch_ahead(b_ptr + tl.minimum(sectors + step * (BLOCK_N * R), last))
         place = first + tl.arange(0, BLOCK_T)
         held = place < end
         tokens = tl.load(adapters_ptr + place, mask=held, other=0).to(tl.int64)
@@ -207,28 +215,36 @@ def _expand_kernel(
             y = _y_block(y_rows, column, held, stop, EVEN)
             b = _b_block(b_ptr, column, r, stop, R, EVEN)
         low = _low(h_ptr, scale, tokens, held, n_tokens, part * R + r, part * R + R, CHUNKS, PARTS * R).to(b.dtype)
-        for step in tl.static_range(STEPS):
+        for step in tl.range(0, STEPS, num_stages=1):
             column = begin + step * BLOCK_N + tl.arange(0, BLOCK_N)
-            if step + 1 < STEPS:  # the loads of the next step
-                next_b = _b_block(b_ptr, column + BLOCK_N, r, stop, R, EVEN)
-                next_y = _y_block(y_rows, column + BLOCK_N, held, stop, EVEN)
+            # The loads of the next step, if there is one.
+            more = tl.where(step + 1 < STEPS, stop, 0)
+            if STEPS > AHEAD:
+                fetch_ahead(b_ptr + tl.minimum(sectors + (step + AHEAD) * (BLOCK_N * R), last))
+            next_b = _b_block(b_ptr, column + BLOCK_N, r, more, R, EVEN)
+            next_y = _y_block(y_rows, column + BLOCK_N, held, more, EVEN)
             acc = dot(low, b, tl.zeros([BLOCK_T, BLOCK_N], tl.float32))
             for start in tl.static_range(BLOCK_R, R, BLOCK_R):
                 rank = start + r
                 own = part * R + rank
-                more = _low(h_ptr, scale, tokens, held, n_tokens, own, part * R + R, CHUNKS, PARTS * R).to(b.dtype)
-                acc = dot(more, _b_block(b_ptr, column, rank, stop, R, EVEN), acc)
-            written = held[:, None] & (column[None, :] < stop)
-            if EVEN:
-                written = held[:, None]
-            tl.store(y_rows + column[None, :], (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=written)
-            if step + 1 < STEPS:
-                b = next_b
-                y = next_y
+                low_of = _low(h_ptr, scale, tokens, held, n_tokens, own, part * R + R, CHUNKS, PARTS * R).to(b.dtype)
+                acc = dot(low_of, _b_block(b_ptr, column, rank, stop, R, EVEN), acc)
+            written = held[:, None]
+            if not EVEN:
+                written = written & (column[None, :] < stop)
+            total = y.to(tl.float32) + acc.to(y.dtype).to(tl.float32)
+            tl.store(y_rows + column[None, :], total.to(y.dtype), mask=written)
+            b = next_b
+            y = next_y
     elif PDL:
         # Otherwise a launch without adapters might end before the one that it follows.
         if tl.program_id(1) == 0:
             gdc_wait()
+
+
+def _registers(config: Config, dtype: torch.dtype, width: int) -> int:
+    """The most registers of a thread. Without a limit, ptxas spills some to have 7 blocks per SM; with 80 there are 6."""
+    return 80 if dtype.itemsize == 2 and width == 16 and config["BLOCK_N"] <= 32 * config["num_warps"] else 255
 
 
 def _launch(
@@ -238,13 +254,13 @@ def _launch(
     held, n, rank = b.shape
     spans = _spans(n, first, second)
     if y.numel() and rank:
-        span = config["BLOCK_N"] * config["STEPS"]
+        span, width = config["BLOCK_N"] * config["STEPS"], dot_width(rank)
         grid = (sum(ceil_div(end - begin, span) for begin, end in spans), tiles_of(tokens, held))
         _expand_kernel[grid](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0], PARTS=len(spans), FIRST=first,
-            SECOND=second, LINES=next_pow2(ceil_div(span * rank * b.element_size(), 128)),
-            EVEN=all((end - begin) % span == 0 for begin, end in spans), BLOCK_R=dot_width(rank), BLOCK_T=TILE, **config,
-            **launch_options(chained and overlaps(card_of(y))),
+            SECOND=second, SECTORS=next_pow2(ceil_div(config["BLOCK_N"] * rank * b.element_size(), 32)), AHEAD=_AHEAD,
+            EVEN=rank % width == 0 and all((end - begin) % span == 0 for begin, end in spans), BLOCK_R=width, BLOCK_T=TILE,
+            maxnreg=_registers(config, y.dtype, width), **config, **launch_options(chained and overlaps(card_of(y))),
         )  # fmt: skip
 
 
@@ -259,7 +275,7 @@ lora_expand_add_op = Op(
     examples=EXAMPLES,
     make=_arguments,
     mutates=("y",),
-    roundings=2,
+    roundings=3,
     impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
 )
 
@@ -277,8 +293,8 @@ def lora_expand_add(
         scales: [S, P] float32, contiguous.
         adapters: [4, T] int32, as `adapter_order` returns it. Numbers above S cause reads out of bounds.
         parts: the number of rows of N in each of the P parts, at most 3 parts; None: one part.
-        chained: the launch before this one on the stream is `lora_shrink`, and what was launched before that wrote neither b,
-            nor scales, nor adapters, or has ended. The launch then starts early. The results have the same bits.
+        chained: the launch before this one on the stream is `lora_shrink`. Then this launch starts before that one has ended.
+            It reads b, scales and adapters early, which `lora_shrink` does not write. The results have the same bits.
 
     Raises:
         ValueError: shapes, dtypes or layouts do not fit.

@@ -97,7 +97,7 @@ _COMPILED = tl.constexpr(not env.interpreting())
 
 @triton.jit
 def fetch_ahead(ptrs):
-    """Prefetch the lines of 128 bytes at these addresses into L2. Ordinary loads would occupy registers until used."""
+    """Prefetch the sectors of 32 bytes at these addresses into L2. Ordinary loads would occupy registers until used."""
     if _COMPILED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1

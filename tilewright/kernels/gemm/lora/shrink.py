@@ -134,10 +134,10 @@ def _shrink_kernel(
         tokens = tl.load(adapters_ptr + place, mask=place < end, other=0).to(tl.int64)
         total = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
         if adapter > 0:
-            LINE: tl.constexpr = 1024 // a_ptr.dtype.element_ty.primitive_bitwidth
-            lines = tl.minimum(tl.program_id(0) * CHUNK_K + tl.arange(0, CHUNK_K // LINE) * LINE, K - 1)
+            SECTOR: tl.constexpr = 256 // a_ptr.dtype.element_ty.primitive_bitwidth
+            sectors = tl.minimum(tl.program_id(0) * CHUNK_K + tl.arange(0, CHUNK_K // SECTOR) * SECTOR, K - 1)
             a_ptr += (adapter - 1).to(tl.int64) * (M * K)
-            fetch_ahead(a_ptr + tl.minimum(column, M - 1)[:, None] * K + lines[None, :])
+            fetch_ahead(a_ptr + tl.minimum(column, M - 1)[:, None] * K + sectors[None, :])
             ks = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
             ks += tl.program_id(0) * CHUNK_K
             a_rows = a_ptr + column[None, :, None] * K
