@@ -97,8 +97,11 @@ Where the product with B follows that with A, it starts early (`chained` of `ops
 
 
 @cache
-def _branch(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which the other branch of a graph is captured."""
+def _branch(device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
+    """The stream on which the other branch of a graph is captured. torch loads the kernels of a dtype at their first call,
+    which must not be part of a capture."""
+    zeros = torch.zeros(1024, dtype=dtype, device=device)
+    zeros.add_(torch.zeros_like(zeros))
     return torch.cuda.Stream(device)
 
 
@@ -129,7 +132,10 @@ class LoraStack(nn.Module):
 
     def start(self, x: Tensor) -> torch.cuda.Event | None:
         """Call it before the layer's own product. In a captured step this is where the branch of the adapters begins."""
-        if BESIDE == "none" or not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if BESIDE == "none" or not x.is_cuda:
+            return None
+        _branch(x.device, x.dtype)
+        if not torch.cuda.is_current_stream_capturing():
             return None
         started = torch.cuda.Event()
         started.record()
@@ -145,7 +151,7 @@ class LoraStack(nn.Module):
             return self._expand(y, ops.lora_shrink(x, self.a, adapters), adapters)
         # The layer's own product comes first in the graph: its large blocks would wait for an SM that small ones have filled.
         # Memory of the branch is used again only in a later branch, which begins after this one has ended.
-        branch = _branch(x.device)
+        branch = _branch(x.device, x.dtype)
         branch.wait_event(started)
         with torch.cuda.stream(branch):
             added = torch.zeros_like(y) if BESIDE == "both" else None

@@ -242,9 +242,11 @@ def _expand_kernel(
             gdc_wait()
 
 
-def _registers(config: Config, dtype: torch.dtype, width: int) -> int:
+def _registers(config: Config, dtype: torch.dtype, width: int, even: bool) -> int:
     """The most registers of a thread. Without a limit, ptxas spills some to have 7 blocks per SM; with 80 there are 6."""
-    return 80 if dtype.itemsize == 2 and width == 16 and config["BLOCK_N"] <= 32 * config["num_warps"] else 255
+    if dtype.itemsize > 2 or width > 16 or config["BLOCK_N"] > 32 * config["num_warps"]:
+        return 255
+    return 80 if even else 128
 
 
 def _launch(
@@ -255,12 +257,13 @@ def _launch(
     spans = _spans(n, first, second)
     if y.numel() and rank:
         span, width = config["BLOCK_N"] * config["STEPS"], dot_width(rank)
+        even = rank % width == 0 and all((end - begin) % span == 0 for begin, end in spans)
         grid = (sum(ceil_div(end - begin, span) for begin, end in spans), tiles_of(tokens, held))
         _expand_kernel[grid](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0], PARTS=len(spans), FIRST=first,
             SECOND=second, SECTORS=next_pow2(ceil_div(config["BLOCK_N"] * rank * b.element_size(), 32)), AHEAD=_AHEAD,
-            EVEN=rank % width == 0 and all((end - begin) % span == 0 for begin, end in spans), BLOCK_R=width, BLOCK_T=TILE,
-            maxnreg=_registers(config, y.dtype, width), **config, **launch_options(chained and overlaps(card_of(y))),
+            EVEN=even, BLOCK_R=width, BLOCK_T=TILE, maxnreg=_registers(config, y.dtype, width, even), **config,
+            **launch_options(chained and overlaps(card_of(y))),
         )  # fmt: skip
 
 

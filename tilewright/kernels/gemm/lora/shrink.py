@@ -84,8 +84,8 @@ def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
         return "float32 has one slice, other dtypes have several"
     if c["SLICES"] != c["num_warps"] and not wide:
         return "each warp needs a slice of its own"
-    if (c["num_stages"] - 1) * c["SLICES"] * c["BLOCK_K"] > CHUNK:
-        return "more stages than steps of K"
+    if (c["num_stages"] - 1) * c["SLICES"] * c["BLOCK_K"] != CHUNK and not (wide and c["num_stages"] == 3):
+        return "the loads of all steps of K must be in flight at once, and no more"
     if c["BLOCK_M"] >= 2 * problem.rank and c["BLOCK_M"] > 16:
         return "BLOCK_M is at least twice the number of rows of A"
     return None
