@@ -242,11 +242,11 @@ def _expand_kernel(
             gdc_wait()
 
 
-def _registers(config: Config, dtype: torch.dtype, width: int, even: bool) -> int:
+def _limit(config: Config, dtype: torch.dtype, width: int, even: bool) -> dict[str, int]:
     """The most registers of a thread. Without a limit, ptxas spills some to have 7 blocks per SM; with 80 there are 6."""
     if dtype.itemsize > 2 or width > 16 or config["BLOCK_N"] > 32 * config["num_warps"]:
-        return 255
-    return 80 if even else 128
+        return {"maxnreg": 255}
+    return {"maxnreg": 80 if even else 128}
 
 
 def _launch(
@@ -262,7 +262,7 @@ def _launch(
         _expand_kernel[grid](
             y, h, b, scales, adapters, tokens, row_stride, N=n, R=rank, CHUNKS=h.shape[0], PARTS=len(spans), FIRST=first,
             SECOND=second, SECTORS=next_pow2(ceil_div(config["BLOCK_N"] * rank * b.element_size(), 32)), AHEAD=_AHEAD,
-            EVEN=even, BLOCK_R=width, BLOCK_T=TILE, maxnreg=_registers(config, y.dtype, width, even), **config,
+            EVEN=even, BLOCK_R=width, BLOCK_T=TILE, **config, **_limit(config, y.dtype, width, even),
             **launch_options(chained and overlaps(card_of(y))),
         )  # fmt: skip
 
