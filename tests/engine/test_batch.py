@@ -4,7 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
+from tilewright import ops
 from tilewright.engine.batch import Packer
 from tilewright.engine.layout import Layout
 from tilewright.engine.request import Request, SamplingParams
@@ -107,3 +109,16 @@ def test_tables_follow_growth_preemption_and_a_new_owner() -> None:
 def test_fields_start_at_multiples_of_16() -> None:
     for counts in ((1, 1, 1), (7, 3, 2), (18, 4, 0)):
         assert all(at % 16 == 0 for _, _, at, _ in Layout(*counts).fields)
+
+
+@pytest.mark.parametrize(("rows", "held"), [(1, 1), (5, 2), (16, 0), (40, 1), (77, 3), (64, 64)])
+def test_tokens_are_sorted_by_adapter_as_the_layers_expect(rows: int, held: int) -> None:
+    packer = Packer(page_size=PAGE, max_seqs=rows, max_pages=1)
+    packer._adapter[:rows] = np.random.default_rng(rows).integers(0, held + 1, rows)
+    packer._adapter[rows - 1] = held
+    got = packer.adapters(np.arange(rows)).reshape(4, rows)
+    if held:
+        wanted = ops.adapter_order(torch.from_numpy(packer._adapter[:rows].astype(np.int64)))
+        assert got.tolist() == wanted.tolist()
+    else:
+        assert not got.any()

@@ -7,8 +7,13 @@ from torch import Tensor
 
 from tests.conformance import LIMITS
 from tilewright import ops
-from tilewright.hw.device import device_of
+from tilewright.asm.compile import record, stand_in
+from tilewright.hw import env
+from tilewright.hw.device import device_named, device_of
+from tilewright.kernels.gemm.lora.expand import lora_expand_add_op
+from tilewright.kernels.gemm.lora.problem import tiles_of
 from tilewright.nn import Linear, LoraStack
+from tilewright.op import Inputs, on_card
 
 GPU = torch.cuda.is_available()
 TORCH_DEVICE = "cuda" if GPU else "cpu"
@@ -101,11 +106,41 @@ def test_what_an_adapter_holds_reaches_nobody_else() -> None:
     assert bool(y[ids == 2].isnan().all())
 
 
+@pytest.mark.parametrize(("tokens", "held"), [(0, 3), (1, 1), (16, 1), (17, 2), (100, 1), (100, 40), (64, 64)])
+def test_tiles_are_neighbours_with_one_adapter(tokens: int, held: int) -> None:
+    ids = torch.from_numpy(np.random.default_rng(tokens + held).integers(0, held + 1, tokens))
+    order, adapters, starts, numbers = (row.tolist() for row in ops.adapter_order(ids))
+    assert sorted(order) == list(range(tokens))
+    assert adapters == sorted(ids.tolist()) == ids[order].tolist()
+    count = sum(start < tokens for start in starts)
+    assert count <= tiles_of(tokens, held)
+    assert starts[count:] == [tokens] * (tokens - count)
+    assert numbers[count:] == [0] * (tokens - count)
+    for i in range(count):
+        end = starts[i + 1] if i + 1 < tokens else tokens
+        assert 1 <= end - starts[i] <= 16
+        assert set(adapters[starts[i] : end]) == {numbers[i]}
+
+
+@pytest.mark.skipif(env.interpreting(), reason="Triton interprets kernels in this process, and compiles none")
+@pytest.mark.parametrize(("card", "chained"), [("h100", True), ("h100", False), ("a100", True)])
+def test_what_is_chained_fetches_weights_before_it_waits(card: str, chained: bool) -> None:
+    device = device_named(card)
+    made = lora_expand_add_op.make(Inputs(), M=20, N=512, adapters=3, chained=chained)  # pyright: ignore
+    args = tuple(map(stand_in, made))
+    with on_card(device):
+        choice = lora_expand_add_op.choose(device, lora_expand_add_op.problem(*args))
+        (binary,) = record(choice.impl, choice.config, args, device.arch)
+    before, *after = binary.ptx.split("griddepcontrol.wait")
+    assert len(after) == (2 if chained and card == "h100" else 0)  # once more in programs without an adapter
+    assert "prefetch.global.L2" in before
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x, a, order = torch.zeros(3, 8), torch.zeros(2, 4, 8), ops.adapter_order(torch.tensor([0, 2, 1]))
     with pytest.raises(ValueError, match=r"got \[3, 8\] torch.float32 and \[2, 4, 9\]"):
         ops.lora_shrink(x, torch.zeros(2, 4, 9), order)
-    with pytest.raises(ValueError, match=r"adapters must be contiguous \[2, 3\] torch.int32"):
+    with pytest.raises(ValueError, match=r"adapters must be contiguous \[4, 3\] torch.int32"):
         ops.lora_shrink(x, a, order.long())
     y, h, b, scales = torch.zeros(3, 6), torch.zeros(1, 3, 4), torch.zeros(2, 6, 4), torch.ones(2, 1)
     with pytest.raises(ValueError, match="parts are"):

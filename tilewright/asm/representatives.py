@@ -72,6 +72,11 @@ _TABLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"N": 2, "C": 128, "H": 14, "O": 256, "dtype": torch.int8},
         {"N": 2, "C": 64, "H": 14, "O": 64, "dtype": torch.float32},
     ),
+    "lora_expand_add": ({"M": 20, "N": 4096, "adapters": 3}, {"M": 20, "N": 4096, "adapters": 3, "dtype": torch.float32}),
+    "lora_shrink": (
+        {"M": 20, "K": 1024, "parts": 3, "adapters": 3},
+        {"M": 20, "K": 1024, "parts": 3, "adapters": 3, "dtype": torch.float32},
+    ),
     "layer_norm_quantize": ({"M": 4, "N": 128}, {"M": 4, "N": 512}, {"M": 4, "N": 1024, "keep": True}),
     "conv_codes": (
         {"N": 2, "C": 128, "H": 14, "O": 256},

@@ -22,6 +22,8 @@ __all__ = ["LINE_WORDS", "Changes", "Packer"]
 
 LINE_WORDS = 5
 """int64 words of a slot's line; see `ops.decode_inputs`."""
+TILE_TOKENS = 16
+"""The most tokens of a tile of `Batch.adapters`, as in `ops.adapter_order`."""
 
 
 class Changes(NamedTuple):
@@ -230,8 +232,8 @@ class Packer:
         return tokens
 
     def adapters(self, slots: np.ndarray) -> np.ndarray:
-        """int32 [2 rows], as `Batch.adapters`, for rows of one token in these slots."""
-        out = np.zeros(2 * slots.size, np.int32)
+        """int32 [4 rows], as `Batch.adapters`, for rows of one token in these slots."""
+        out = np.zeros(4 * slots.size, np.int32)
         self._fill_adapters(out, slice(slots.size), slots)
         return out
 
@@ -307,14 +309,19 @@ class Packer:
         self._fill_sampled(out, step, begins + count)
 
     def _fill_adapters(self, out: np.ndarray, where: Any, owner: np.ndarray) -> None:
-        """Write token indices sorted by adapter, and their adapters; padding has adapter 0. where: indices of the tokens whose
-        slots are `owner`."""
+        """Write `Batch.adapters`; padding has adapter 0. where: indices of the tokens whose slots are `owner`."""
         if not (self._always_adapted or self._adapter.any()):
             return
-        ids = np.zeros(out.size // 2, np.int32)
+        ids = np.zeros(out.size // 4, np.int32)
         ids[where] = self._adapter[owner]
         order = np.argsort(ids, kind="stable")
-        out[: ids.size], out[ids.size :] = order, ids[order]
+        ids, places = ids[order], np.arange(ids.size)
+        first = np.diff(ids, prepend=-1) != 0
+        starts = np.flatnonzero((places - np.maximum.accumulate(np.where(first, places, 0))) % TILE_TOKENS == 0)
+        tokens, adapters, begins, numbers = out.reshape(4, -1)
+        tokens[:], adapters[:] = order, ids
+        begins[: starts.size], begins[starts.size :] = starts, ids.size
+        numbers[: starts.size], numbers[starts.size :] = ids[starts], 0
 
     def _fill_tokens(self, out: dict[str, np.ndarray], step: Step, ends: np.ndarray) -> None:
         ids, feed, fed = out["token_ids"], out["feed"], step.fed

@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
     sampled_at: Tensor
     """[R] int64: the position of the sample."""
     adapters: Tensor
-    """[2 T] int32, as `Batch.adapters`; without meaning if no row has an adapter."""
+    """[4 T] int32, as `Batch.adapters`; without meaning if no row has an adapter."""
 
     def padded(self) -> None:
         """Turn all tokens into padding: they are not written, and attend to nothing."""
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
     @property
     def adapted(self) -> Batch:
         """The batch for a step in which rows have adapters."""
-        return replace(self.batch, adapters=self.adapters.view(2, -1))
+        return replace(self.batch, adapters=self.adapters.view(4, -1))
 
 
 _SAMPLED = ("sampled_slots", "temperature", "top_k", "top_p", "min_p", "seed", "alternatives", "sampled_at")
@@ -78,7 +78,7 @@ _FIELDS = (
     ("temperature", "R", np.float32),
     ("top_p", "R", np.float32),
     ("min_p", "R", np.float32),
-    ("adapters", "2T", np.int32),
+    ("adapters", "4T", np.int32),
 )
 _SIZED = tuple((name, axis, np.dtype(dtype), np.dtype(dtype).itemsize) for name, axis, dtype in _FIELDS)
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
@@ -94,7 +94,7 @@ class Layout:
     def __init__(self, tokens: int, seqs: int, sampled: int, each: int | None = None, *, kinds: int = 1):
         self.seqs, self.each, self.kinds = seqs, each, kinds
         self.counts = (tokens, seqs, sampled, each or 0)
-        counts = {"T": tokens, "WT": tokens * (kinds - 1), "2T": 2 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
+        counts = {"T": tokens, "WT": tokens * (kinds - 1), "4T": 4 * tokens, "B": seqs, "B1": seqs + 1, "R": sampled}
         self.fields: list[tuple[str, Any, int, int]] = []
         at = 0
         for name, axis, dtype, each_bytes in _SIZED:

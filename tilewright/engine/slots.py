@@ -61,7 +61,7 @@ class SlotState:
     @staticmethod
     def nbytes(max_seqs: int, max_pages: int, kinds: int = 1) -> int:
         """The most bytes that one step sends."""
-        return 4 * max_seqs * (2 * LINE_WORDS + 12 + (1 + kinds) * max_pages) + 64
+        return 4 * max_seqs * (2 * LINE_WORDS + 14 + (1 + kinds) * max_pages) + 64
 
     def padding(self, rows: int, width: int) -> Inputs:
         """New inputs of `rows` padding rows, with block tables of `width` pages; see `row_inputs`."""
@@ -73,7 +73,7 @@ class SlotState:
     def tell(self, changes: Changes, rows: np.ndarray, adapters: np.ndarray, inputs: Inputs, staging: Tensor) -> None:
         """Update the state on the device with one copy.
 
-        rows: slots of the step's rows; [] if `inputs` contains them already. adapters: int32 [2 rows], or [] likewise.
+        rows: slots of the step's rows; [] if `inputs` contains them already. adapters: int32 [4 rows], or [] likewise.
         staging: pinned memory. It must not change before the device has executed the copy.
         """
         parts = (rows, adapters, changes.line_slots, changes.lines, changes.fed_slots, changes.fed, changes.cells)

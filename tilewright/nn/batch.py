@@ -22,8 +22,9 @@ class Batch:
     logits_rows: [R] int64, the rows (of T) to project to logits.
     window_slots, window_table: slots and block_table of layers with a sliding window, if these have separate pages. Entries
         for tokens that have left the window may be any page. None: all layers use the same pages.
-    adapters: [2, T] int32. Row 0: the tokens sorted by adapter. Row 1: the adapters of these tokens, in that order, numbered as
-        in `LoraStack` (0: no adapter). None: no token has an adapter.
+    adapters: [4, T] int32, as `ops.adapter_order` returns it. Row 0: the tokens sorted by adapter. Row 1: the adapters of these
+        tokens, in that order, numbered as in `LoraStack` (0: no adapter). Rows 2 and 3: where each tile of at most 16 tokens
+        with the same adapter starts in that order, and its adapter. None: no token has an adapter.
     """
 
     positions: Tensor

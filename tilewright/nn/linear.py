@@ -83,7 +83,9 @@ class Linear(nn.Module):
                 return ops.linear_straight_through(x, self.weight, self.quantized_weight, self.bias, activation)
             return ops.linear(x, self.weight, self.bias, activation)
         assert isinstance(x, Tensor)
-        return activated(self.adapter.add(ops.linear(x, self.weight, self.bias), x, adapters), activation)
+        started = self.adapter.start(x)
+        y = ops.linear(x, self.weight, self.bias)
+        return activated(self.adapter.add(y, x, adapters, started), activation)
 
     def extra_repr(self) -> str:
         rows, cols = self.weight.shape

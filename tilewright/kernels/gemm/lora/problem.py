@@ -8,15 +8,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.hw import env
 from tilewright.kernels.launch.shapes import next_pow2
 
-__all__ = ["CHUNK", "NOBODY", "Problem", "adapter_order", "check_order", "dot_width", "next_adapter", "some_order", "used"]
+__all__ = [
+    "CHUNK",
+    "TILE",
+    "Problem",
+    "adapter_order",
+    "check_order",
+    "dot_width",
+    "fetch_ahead",
+    "some_order",
+    "tile_at",
+    "tiles_of",
+    "used",
+]
 
+TILE = 16
+"""The most tokens of a tile, which are also the rows that tensor cores need."""
 CHUNK = 512
 """The number of columns of x that one program sums. The sums of chunks are added in their order. So the number of programs that
 share a sum does not depend on the number of rows, and neither does the result of a row."""
-NOBODY = tl.constexpr(2147483647)
-"""Larger than every adapter's number."""
 
 
 class Problem(NamedTuple):
@@ -30,25 +43,42 @@ class Problem(NamedTuple):
 
 
 def adapter_order(ids: Tensor) -> Tensor:
-    """Sort the tokens by their adapters, on the tensor's device, without waiting for it.
+    """Sort the tokens by their adapters, and cut them into tiles, on the tensor's device, without waiting for it.
 
-    ids [T]: the adapter of each token, 0 for none -> [2, T] int32: the tokens in the order of their adapters, and the adapter
-    of each in that order.
+    A tile consists of at most 16 tokens with the same adapter. The tiles follow one another in the order of the tokens.
+
+    ids [T]: the adapter of each token, 0 for none -> [4, T] int32: the tokens in the order of their adapters; the adapter of
+    each in that order; where in that order each tile starts, T after the last tile; the adapter of each tile, 0 after the last
+    tile.
     """
+    count = ids.shape[0]
+    if not count:
+        return torch.zeros(4, 0, dtype=torch.int32, device=ids.device)
     order = ids.argsort(stable=True)
-    return torch.stack([order, ids[order]]).to(torch.int32)
+    ids, places = ids[order], torch.arange(count, device=ids.device)
+    first = torch.cat([places[:1] == 0, ids[1:] != ids[:-1]])
+    begins = (places - torch.where(first, places, 0).cummax(0).values) % TILE == 0
+    starts = (~begins).to(torch.int32).argsort(stable=True)
+    held = begins[starts]
+    rows = [order, ids, torch.where(held, starts, count), torch.where(held, ids[starts], 0)]
+    return torch.stack(rows).to(torch.int32)
+
+
+def tiles_of(tokens: int, adapters: int) -> int:
+    """The largest number of tiles that so many tokens with so many different adapters, or none, can have."""
+    return min(tokens, tokens // TILE + adapters + 1)
 
 
 def check_order(op: str, adapters: Tensor, tokens: int) -> None:
     """Raise ValueError unless `adapters` has the shape, dtype and layout of a result of `adapter_order` for `tokens` tokens."""
-    if adapters.shape != (2, tokens) or adapters.dtype != torch.int32 or not adapters.is_contiguous():
+    if adapters.shape != (4, tokens) or adapters.dtype != torch.int32 or not adapters.is_contiguous():
         got = f"{list(adapters.shape)} {adapters.dtype}"
-        raise ValueError(f"{op}: adapters must be contiguous [2, {tokens}] torch.int32, as adapter_order makes it; got {got}")
+        raise ValueError(f"{op}: adapters must be contiguous [4, {tokens}] torch.int32, as adapter_order makes it; got {got}")
 
 
 def used(adapters: Tensor) -> Sequence[tuple[int, Tensor]]:
     """(index in A and B, its tokens) of each adapter that any token has. Waits for the device."""
-    tokens, ids = adapters.long().unbind()
+    tokens, ids = adapters[:2].long().unbind()
     return [(number - 1, tokens[ids == number]) for number in ids.unique().tolist() if number > 0]
 
 
@@ -62,7 +92,22 @@ def dot_width(rank: int) -> int:
     return max(16, min(64, next_pow2(rank)))
 
 
+_COMPILED = tl.constexpr(not env.interpreting())
+
+
 @triton.jit
-def next_adapter(ids, after):
-    """The smallest adapter number in a tile that is larger than `after`; NOBODY if there is none."""
-    return tl.min(tl.where(ids > after, ids, NOBODY), axis=0)
+def fetch_ahead(ptrs):
+    """Prefetch the sectors of 32 bytes at these addresses into L2. Ordinary loads would occupy registers until used."""
+    if _COMPILED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def tile_at(adapters_ptr, tile, n_tokens):
+    """(first place in the order, end, adapter) of a tile. It is empty, and has adapter 0, after the last tile."""
+    starts_ptr = adapters_ptr + 2 * n_tokens + tile
+    begin = tl.load(starts_ptr)
+    end = tl.load(starts_ptr + 1, mask=tile + 1 < n_tokens, other=0)
+    return begin, tl.where(tile + 1 < n_tokens, end, n_tokens), tl.load(starts_ptr + n_tokens)

@@ -4,12 +4,17 @@
     h[c, t, :] = x[t, chunk c] A[s(t)][:, chunk c]^T,     0 where token t has no adapter
 
     x [T, K], a [S, M, K]: of the same dtype, bf16, fp16 or fp32. h [C, T, M] float32, C = ceil(K / 512): sums over parts of K,
-    which `lora_expand_add` adds in their order. adapters [2, T] int32: tokens in the order of their adapters, and the adapter
-    (1 to S, 0 for none) of each in that order, as `adapter_order` returns it.
+    which `lora_expand_add` adds in their order. adapters [4, T] int32: tokens in the order of their adapters (1 to S, 0 for
+    none), cut into tiles of at most 16 tokens with the same adapter, as `adapter_order` returns it.
 
-Limited by reading x, and A of the adapters in use. A program takes tokens that are neighbours in this order, and multiplies
-them by one of their adapters after the other. So a tile of tokens with the same adapter costs one product. The kernel is
-compiled for every K, but not for every number of tokens or adapters.
+Limited by reading x, and A of the adapters in use. A program multiplies a tile of tokens by 512 columns of BLOCK_M rows of A.
+It first prefetches these into L2, 16 KB for a rank of 16 and 16-bit numbers, and then loads all steps of K at once if there are
+fewer of them than `num_stages`. So hundreds of programs keep megabytes in flight. (When one program multiplied 16 tokens by one
+of their adapters after the other, it waited for memory once for each adapter.) The warps share the sum over K: each has its own
+slice of every step, and the slices are added at the end.
+
+The number of tiles is known on the device alone. So the grid has as many as there can be, and the programs without a tile end
+at once. The kernel is compiled for every K, but not for every number of tokens or adapters.
 
 Not supported: gradients, quantised adapters.
 """
@@ -25,15 +30,17 @@ from tilewright.kernels.device.dot import dot
 from tilewright.kernels.device.row_start import row_start
 from tilewright.kernels.gemm.lora.problem import (
     CHUNK,
-    NOBODY,
+    TILE,
     Problem,
     adapter_order,
     check_order,
-    dot_width,
-    next_adapter,
+    fetch_ahead,
     some_order,
+    tile_at,
+    tiles_of,
     used,
 )
+from tilewright.kernels.launch.pdl import release
 from tilewright.kernels.launch.shapes import ceil_div, rows_of, rows_ready
 from tilewright.op import Example, Impl, Inputs, Op
 from tilewright.tune.space import Config, Space
@@ -66,11 +73,31 @@ def _cost(x: Tensor, a: Tensor, adapters: Tensor) -> Cost:
 
 
 def _default(device: Device, problem: Problem) -> Config:
-    # In decoding, few tokens have many adapters. The smallest tile that tensor cores accept contains the fewest adapters.
-    return {"BLOCK_T": 16, "BLOCK_K": 64 if problem.dtype == torch.float32 else 128, "num_warps": 4}
+    if problem.dtype == torch.float32:  # without tensor cores, warps share the rows of A
+        return {"BLOCK_M": 16, "SLICES": 1, "BLOCK_K": 64, "num_stages": 3, "num_warps": 4}
+    return {"BLOCK_M": 16, "SLICES": 4, "BLOCK_K": 64, "num_stages": 3, "num_warps": 4}
 
 
-SPACE = Space(default=_default, axes={"BLOCK_T": (16, 32), "BLOCK_K": (64, 128), "num_warps": (4, 8)})
+def _config_refusal(device: Device, problem: Problem, c: Config) -> str | None:
+    wide = problem.dtype == torch.float32
+    if (c["SLICES"] == 1) != wide:
+        return "float32 has one slice, other dtypes have several"
+    if c["SLICES"] != c["num_warps"] and not wide:
+        return "each warp needs a slice of its own"
+    if (c["num_stages"] - 1) * c["SLICES"] * c["BLOCK_K"] != CHUNK and not (wide and c["num_stages"] == 3):
+        return "the loads of all steps of K must be in flight at once, and no more"
+    if c["BLOCK_M"] >= 2 * problem.rank and c["BLOCK_M"] > 16:
+        return "BLOCK_M is at least twice the number of rows of A"
+    return None
+
+
+SPACE = Space(
+    default=_default,
+    axes={
+        "BLOCK_M": (16, 32), "SLICES": (1, 2, 4, 8), "BLOCK_K": (32, 64, 128), "num_stages": (2, 3, 5), "num_warps": (2, 4, 8),
+    },
+    refusal=_config_refusal,
+)  # fmt: skip
 
 
 def _arguments(
@@ -96,42 +123,56 @@ EXAMPLES = (
 @triton.jit(do_not_specialize=["n_tokens", "x_row_stride"])
 def _shrink_kernel(
     x_ptr, a_ptr, adapters_ptr, h_ptr, n_tokens, x_row_stride,
-    K: tl.constexpr, M: tl.constexpr, CHUNK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    K: tl.constexpr, M: tl.constexpr, CHUNK_K: tl.constexpr, EVEN: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    held = place < n_tokens
-    tokens = tl.load(adapters_ptr + place, mask=held, other=0).to(tl.int64)
-    ids = tl.load(adapters_ptr + n_tokens + place, mask=held, other=0)
-    column = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    begin = tl.program_id(2) * CHUNK_K
-    inner = tl.arange(0, BLOCK_K)
-    x_rows = x_ptr + row_start(tokens, x_row_stride, K)[:, None]
-    total = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-    current = next_adapter(ids, 0)
-    while current < NOBODY:
-        mine = (ids == current)[:, None]
-        a_rows = a_ptr + (current - 1).to(tl.int64) * (M * K) + column[None, :] * K
-        acc = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
-        for step in range(0, CHUNK_K, BLOCK_K):
-            k = begin + step + inner
-            x = tl.load(x_rows + k[None, :], mask=mine & (k[None, :] < K), other=0.0)
-            a = tl.load(a_rows + k[:, None], mask=(column[None, :] < M) & (k[:, None] < K), other=0.0)
-            acc = dot(x, a, acc)
-        total = tl.where(mine, acc, total)
-        current = next_adapter(ids, current)
-    rows = (tl.program_id(2).to(tl.int64) * n_tokens + tokens)[:, None] * M
-    tl.store(h_ptr + rows + column[None, :], total, mask=held[:, None] & (column[None, :] < M))
+    release()
+    first, end, adapter = tile_at(adapters_ptr, tl.program_id(1), n_tokens)
+    if tl.minimum(end - first, adapter + 1) > 0:  # one condition, so that the loads do not wait for each other
+        place = first + tl.arange(0, BLOCK_T)
+        column = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tokens = tl.load(adapters_ptr + place, mask=place < end, other=0).to(tl.int64)
+        total = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
+        if adapter > 0:
+            SECTOR: tl.constexpr = 256 // a_ptr.dtype.element_ty.primitive_bitwidth
+            sectors = tl.minimum(tl.program_id(0) * CHUNK_K + tl.arange(0, CHUNK_K // SECTOR) * SECTOR, K - 1)
+            a_ptr += (adapter - 1).to(tl.int64) * (M * K)
+            fetch_ahead(a_ptr + tl.minimum(column, M - 1)[:, None] * K + sectors[None, :])
+            ks = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+            ks += tl.program_id(0) * CHUNK_K
+            a_rows = a_ptr + column[None, :, None] * K
+            x_rows = x_ptr + row_start(tokens, x_row_stride, K)[None, :, None]
+            mine = (place < end)[None, :, None]
+            acc = tl.zeros([SLICES, BLOCK_M, BLOCK_T], tl.float32)
+            for step in tl.range(0, CHUNK_K, SLICES * BLOCK_K):
+                k = ks + step
+                if EVEN:
+                    a = tl.load(a_rows + k)
+                    x = tl.load(x_rows + k, mask=mine, other=0.0)
+                else:
+                    a = tl.load(a_rows + k, mask=(column[None, :, None] < M) & (k < K), other=0.0)
+                    x = tl.load(x_rows + k, mask=mine & (k < K), other=0.0)
+                if SLICES == 1:
+                    a = tl.reshape(a, [BLOCK_M, BLOCK_K])
+                    x = tl.reshape(x, [BLOCK_T, BLOCK_K])
+                    total = dot(a, tl.trans(x), total)
+                else:
+                    acc = dot(a, tl.permute(x, (0, 2, 1)), acc)
+            if SLICES > 1:
+                total = tl.sum(acc, axis=0)
+        rows = (tl.program_id(0).to(tl.int64) * n_tokens + tokens)[None, :] * M
+        tl.store(h_ptr + rows + column[:, None], total, mask=(place < end)[None, :] & (column[:, None] < M))
 
 
 def _launch(config: Config, x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     h, (tokens, row_stride) = _fake(x, a, adapters), rows_of(x)
-    width, chunks = dot_width(a.shape[1]), h.shape[0]
+    held, rank, k = a.shape
     if h.numel():
-        grid = (ceil_div(tokens, config["BLOCK_T"]), ceil_div(a.shape[1], width), chunks)
+        grid = (h.shape[0], tiles_of(tokens, held), ceil_div(rank, config["BLOCK_M"]))
         _shrink_kernel[grid](
-            x, a, adapters, h, tokens, row_stride, K=x.shape[1], M=a.shape[1], CHUNK_K=CHUNK, BLOCK_M=width, **config
-        )
+            x, a, adapters, h, tokens, row_stride, K=k, M=rank, CHUNK_K=CHUNK,
+            EVEN=k % CHUNK == 0 and rank % config["BLOCK_M"] == 0, BLOCK_T=TILE, **config,
+        )  # fmt: skip
     return h
 
 
@@ -143,7 +184,7 @@ lora_shrink_op = Op(
     cost=_cost,
     examples=EXAMPLES,
     make=_arguments,
-    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True),),
+    impls=(Impl(name="triton", launch=_launch, space=SPACE, batch_invariant=True, releases=True),),
 )
 
 
@@ -153,7 +194,7 @@ def lora_shrink(x: Tensor, a: Tensor, adapters: Tensor) -> Tensor:
     Args:
         x: bf16, fp16 or fp32.
         a: [S, M, K] of x's dtype, contiguous.
-        adapters: [2, T] int32, as `adapter_order` returns it. Numbers above S cause reads out of bounds.
+        adapters: [4, T] int32, as `adapter_order` returns it. Numbers above S cause reads out of bounds.
 
     Returns:
         [ceil(K / 512), T, M] float32.
