@@ -107,7 +107,7 @@ def test_the_slices_of_two_ranks_are_the_model(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt-neox", "gpt2", "phi", "starcoder2"])
 def test_training_cuts_no_layer_norms(family: str) -> None:
     model = empty_model(config_of(family), device="meta", dtype=torch.float32)
-    assert "take dp and zero" in str(refusal(model, Plan(tp=2)))
+    assert "use only dp and zero" in str(refusal(model, Plan(tp=2)))
     assert refusal(model, Plan(dp=2, zero=2)) is None
 
 

@@ -145,7 +145,7 @@ def test_a_plan_is_checked_before_anything_starts(tmp_path: Path) -> None:
     command += ["--out", str(tmp_path / "run"), "--dtype", "float32", "--row-tokens", "48", "--micro-batches", "4"]
     for plan, words in (
         ("tp=3", "slices 3 does not divide the heads, 4"), ("pp=4", "more than the 2 layers"), ("dp=8", "does not divide"),
-        ("frog=1", "does not know"), ("dp=2,zero=7", "wanted 0, 1, 2 or 3"),
+        ("frog=1", "has no option 'frog'"), ("dp=2,zero=7", "wanted 0, 1, 2 or 3"),
     ):  # fmt: skip
         result = CliRunner().invoke(app, [*command, "--parallel", plan])
         assert result.exit_code == 1

@@ -186,7 +186,9 @@ def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainCon
     train(config(steps=5), say=quiet)
     weights = next((tmp_path / "run" / "step-00000005").glob("model-*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to continue from the one before"):
+    with pytest.raises(
+        ValueError, match=r"step-00000005 cannot be read .*; remove it to continue from the checkpoint before it"
+    ):
         train(config(steps=5), say=quiet)
 
 

@@ -148,8 +148,8 @@ class _CrossEntropy(torch.autograd.Function):
             return cross_entropy_gradient_op(logits, targets, scale, *ctx.options.kernel)[1], None, None, None, None
         if ctx.grad is None:
             raise RuntimeError(
-                "cross_entropy: the gradient that the forward pass made went to a first backward pass; ask for "
-                'gradient="backward" to run several'
+                "cross_entropy: a first backward pass has used up the gradient that the forward pass computed; to run several "
+                'backward passes, use gradient="backward"'
             )
         grad, ctx.grad = ctx.grad, None
         scale_in_place_op(grad, grads[0])

@@ -152,7 +152,9 @@ def load(
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to continue from the one before") from error
+        raise ValueError(
+            f"{folder} cannot be read ({words[0][:300]}); remove it to continue from the checkpoint before it"
+        ) from error
     return held, state
 
 
