@@ -230,7 +230,7 @@ def test_a_reward_that_fails_costs_its_sample_alone() -> None:
         ('environment = "addition"\ntop_p = 0.0', "top_p is 0.0, wanted"),
         ('environment = "addition"\nstaleness = 1', "staleness is 1, but sampler is empty"),
         ('environment = "addition"\nprompts = 1\nanswers = 1\nminibatches = 4', "do not fill 4 minibatches"),
-        ("environment = ", "is not TOML"),
+        ("environment = ", "is not valid TOML"),
     ],
 )
 def test_bad_configs_are_one_sentence(text: str, words: str, tmp_path: Path) -> None:

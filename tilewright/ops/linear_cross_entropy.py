@@ -84,8 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """(gradients of x, weight, bias), and None for the rest."""
         if ctx.grads is None:
             raise RuntimeError(
-                "linear_cross_entropy: a first backward pass has used up the gradients; to run a second one, call it again or use "
-                'cross_entropy(linear(...), gradient="backward")'
+                "linear_cross_entropy: a first backward pass has used up the gradients; to run a second one, call it again, or "
+                'use cross_entropy(linear(...), gradient="backward")'
             )
         made, ctx.grads = ctx.grads, None
         for grad in made:

@@ -120,8 +120,8 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         last = self.latest()
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        kept = f"{last.name} is still there" if last is not None else "there is none before it"
-        return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}: make room in {self.folder}"
+        kept = f"{last.name} is kept" if last is not None else "there is no earlier one"
+        return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}; make room in {self.folder}"
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:08d}"
