@@ -179,7 +179,7 @@ def test_a_run_in_slices_and_chunks_goes_on_with_the_same_bits(tmp_path: Path) -
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
-    with pytest.raises(ValueError, match="parallel was slices=2, is no cuts"):
+    with pytest.raises(ValueError, match="parallel was slices=2 and is now undivided"):
         _here(config_of(tmp_path, "two"))
 
 
@@ -201,7 +201,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path: Path) -> 
     assert "continuing after step 2" in said
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     assert (tmp_path / "two" / "model" / "model.safetensors").read_bytes() == whole
-    with pytest.raises(ValueError, match="parallel was slices=2, is no cuts"):
+    with pytest.raises(ValueError, match="parallel was slices=2 and is now undivided"):
         _here(config_of(tmp_path, "two"))
 
 

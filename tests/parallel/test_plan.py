@@ -116,12 +116,12 @@ def test_the_config_has_the_plan_and_a_resumed_run_may_have_another() -> None:
     assert config.micro_batches == 8
     assert config.parallel == Plan(dp=2, tp=2)
     assert 'parallel = "dp=2,tp=2"' in to_toml(config)
-    with pytest.raises(ValueError, match="8 in parallel and 4 outside of it"):
+    with pytest.raises(ValueError, match="8 in parallel and 4 outside it"):
         merged({"parallel": {"micro_batches": 8}, "micro_batches": 4}, {})
     assert not differences(config, replace(config, parallel=Plan(slices=2)))
     assert not differences(config, replace(config, parallel=Plan(pp=4, tp=2, zero=1)))
     (words,) = differences(config, replace(config, parallel=Plan(dp=4)))
-    assert words == "parallel was slices=2, is no cuts"
+    assert words == "parallel was slices=2 and is now undivided"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
