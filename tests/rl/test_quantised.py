@@ -128,7 +128,9 @@ def test_a_run_goes_on_and_is_served_as_the_model_that_it_trained(tmp_path: Path
 def test_what_cannot_be_quantised_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="quantize is 'mxfp8', wanted one of int8, fp8, fp8-block, int4, int8-weight"):
         RLConfig(environment="reversal", quantize="mxfp8")
-    with pytest.raises(ValueError, match="int4 has groups of 128 or 64 inputs, which do not divide K = 32"):
+    with pytest.raises(
+        ValueError, match="int4 has groups of 128 or 64 inputs, so the number of inputs must be a multiple of that; got K = 32"
+    ):
         Trainer(replace(TINY, quantize="int4"))
     shape = replace(
         small_config(QUANTIZED), architecture="MixtralForCausalLM",

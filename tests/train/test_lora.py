@@ -303,7 +303,7 @@ def test_it_goes_on_from_an_adapter(config: Callable[..., TrainConfig], tmp_path
         ({"lora_targets": ("q_proj", "qproj")}, "lora_targets has 'qproj', which matches no layer; the layers are down_proj"),
         ({"lora_rank": 4096}, "the rank of an adapter is 4096, wanted 1 to 1024"),
         ({"lora_adapter": "/no/such/folder"}, "has no adapter_config.json"),
-        ({"lora_base": "int4"}, "do not divide"),
+        ({"lora_base": "int4"}, "is a multiple of its group size"),
         ({"init": "random"}, "set init to load, or lora_rank to 0"),
         ({"lora_rank": 0, "lora_base": "int4"}, "set lora_rank"),
         ({"lora_rank": -1}, "lora_rank is -1, wanted 0 or more"),

@@ -256,7 +256,9 @@ def test_the_command_prints_ten_budgets_and_reasons() -> None:
 
 def test_bad_input_is_one_sentence() -> None:
     found = random_profile(0)
-    with pytest.raises(ValueError, match="a budget of 1 bytes for activations is too small; the plan with the least memory needs"):
+    with pytest.raises(
+        ValueError, match="a budget of 1 bytes for activations is too small; the plan with the least memory needs"
+    ):
         planned(found, 1)
     model, blocks, loss = torch_model()
     with pytest.raises(ValueError, match="the list of blocks is empty"):

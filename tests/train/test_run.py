@@ -177,7 +177,9 @@ def test_measuring_between_lines_of_the_log_does_not_change_the_speed(
 
 def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     train(config(steps=5), say=quiet)
-    with pytest.raises(ValueError, match=r"belongs to a run with other settings: steps was 5 and is now 6; lr was 0\.003 and is now 0\.1"):
+    with pytest.raises(
+        ValueError, match=r"belongs to a run with other settings: steps was 5 and is now 6; lr was 0\.003 and is now 0\.1"
+    ):
         train(config(steps=6, lr=0.1), say=quiet)
     assert merged(read_toml(tmp_path / "run" / "config.toml"), {}) == config(steps=5), "the refused config was written down"
 
@@ -231,7 +233,9 @@ def test_gradients_that_stay_not_finite_end_the_run(config: Callable[..., TrainC
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
     save_model(broken, tmp_path / "broken", model)
-    with pytest.raises(FloatingPointError, match="were not finite in 3 updates in a row up to step 3, and none of them was applied"):
+    with pytest.raises(
+        FloatingPointError, match="were not finite in 3 updates in a row up to step 3, and none of them was applied"
+    ):
         train(config(model=str(tmp_path / "broken"), init="load", max_skipped=3), say=quiet)
 
 
