@@ -236,7 +236,8 @@ def test_planted_questions_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [('{"q": "text"}\n', "no line of .* has a field 'question' or 'text'"), ("{", "line 1 is not JSON")]
+    ("content", "message"),
+    [('{"q": "text"}\n', "no line of .* has a text field named 'question' or 'text'"), ("{", "line 1 is not JSON")],
 )
 def test_evaluation_sets_that_are_none(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "set.jsonl").write_text(content)
@@ -284,10 +285,10 @@ def test_the_classifier_learns_and_repeats_itself(tmp_path: Path) -> None:
 
 def test_classifier_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no model")
-    with pytest.raises(ValueError, match="is not a model of this step"):
+    with pytest.raises(ValueError, match="is not a model that tilewright data train-quality wrote"):
         Quality(model=str(tmp_path / "x.safetensors"))
     (tmp_path / "few.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(ValueError, match="1 texts in field 'text'; wanted at least 20"):
+    with pytest.raises(ValueError, match="only 1 records have text in the field 'text', but at least 20 are needed"):
         train_files(tmp_path / "few.jsonl", tmp_path / "few.jsonl", tmp_path / "m")
 
 

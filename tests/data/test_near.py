@@ -106,7 +106,8 @@ def test_clusters_do_not_depend_on_chunks(seed: int) -> None:
 def test_signatures_that_do_not_fit() -> None:
     step = NearDuplicates()
     with pytest.raises(
-        ValueError, match="the signatures of 240 documents take 0 MB, half of the memory allowed is 0 MB; run again"
+        ValueError,
+        match="the signatures of 240 documents need 0 MB, but only 0 MB, half of the memory allowed, is available",
     ):
         step.join([step.index(corpus(0))], 240 * 112 * 4 - 1)
 

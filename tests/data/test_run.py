@@ -242,7 +242,7 @@ def test_shards_that_are_none(whole: RunResult, tmp_path: Path) -> None:
     for path in (whole.folder / "tokens").iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     np.save(tmp_path / "shard-00001.npy", np.zeros(3, np.uint16))
-    with pytest.raises(ValueError, match=r"shard-00001\.npy is not what meta\.json says"):
+    with pytest.raises(ValueError, match=r"shard-00001\.npy does not have the size that meta\.json gives"):
         TokenShards(tmp_path)
 
 
@@ -307,26 +307,29 @@ def test_the_commands(recipe: Path, whole: RunResult, tmp_path: Path) -> None:
 
 BAD = [
     ("input = 3", "input: input should be a valid tuple"),
-    ("not toml", "not TOML"),
+    ("not toml", "is not valid TOML"),
     ("", "input: field required"),
     ('[[input]]\npaths = ["nothing-*.jsonl"]', "no such file"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\nformat = "pdf"', "format 'pdf' is not one of html, jsonl"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\nformat = "pdf"', "format is 'pdf', wanted one of html, jsonl"),
     ('[[input]]\npaths = ["part-0.jsonl", "part-*.jsonl"]', "named twice"),
     ('[[input]]\npaths = ["part-0.jsonl"]\ncolour = 1', "colour: extra inputs are not permitted"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "nonsense"', "use = one of extract, language"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmax = 1', "has no setting 'max'; it has: line_ends"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "nonsense"', "use = 'nonsense', wanted one of extract, language"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmax = 1', "has no setting 'max'; its settings are line_ends"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"', "missing 1 required keyword-only argument"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "x"', "evaluation .*x: no such file"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = 5', "= 5, wanted the path of a file"),
+    (
+        '[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "x"',
+        "evaluation .*x: there is no such file",
+    ),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = 5', "is 5, wanted the path of a file"),
     (
         '[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "decontaminate"\nevaluation = "part-1.jsonl"\nwords = 0',
-        "words = 0, min_words = 7; wanted at least 1",
+        "words is 0 and min_words is 7; both must be at least 1",
     ),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmin_sentences = "5"', "min_sentences = '5', wanted a number"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nmin_sentences = "5"', "min_sentences is '5', wanted a number"),
     ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "c4"\nline_words = "ad"', "wanted a list of strings"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "language"\nkeep = ["xx"]', "no language 'xx'"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "pii"\nkinds = ["name"]', "kinds has 'name'"),
-    ('[[input]]\npaths = ["part-0.jsonl"]\n[tokens]\ntokenizer = "none.json"', "none.json: no such file"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "language"\nkeep = ["xx"]', "keep contains 'xx'"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[[step]]\nuse = "pii"\nkinds = ["name"]', "kinds contains 'name'"),
+    ('[[input]]\npaths = ["part-0.jsonl"]\n[tokens]\ntokenizer = "none.json"', "none.json: there is no such file"),
     (
         '[[input]]\npaths = ["part-0.jsonl"]\n[tokens]\ntokenizer = "tokenizer.json"\nend_of_text = "<eos>"',
         "has no token '<eos>'",
@@ -346,15 +349,15 @@ def test_bad_recipes(recipe: Path, tmp_path: Path, text: str, message: str) -> N
 
 def test_a_folder_that_belongs_to_others(recipe: Path, whole: RunResult, tmp_path: Path) -> None:
     values = load(recipe).model_dump()
-    with pytest.raises(ValueError, match="holds the output of another recipe"):
+    with pytest.raises(ValueError, match="contains the output of another recipe"):
         run(Recipe(**{**values, "seed": 4}), whole.folder, processes=1)
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"is not empty \(it holds thesis\.txt\)"):
+    with pytest.raises(ValueError, match=r"is not empty \(it contains thesis\.txt\)"):
         run(load(recipe), tmp_path, processes=1)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
-    with pytest.raises(ValueError, match="wanted one process or more, 512 MB for each"):
+    with pytest.raises(ValueError, match="wanted at least one process, and 512 MB for each"):
         run(load(recipe), tmp_path, processes=4, memory_bytes=1 << 30)
-    with pytest.raises(ValueError, match="executor 'dask': wanted one of local, ray"):
+    with pytest.raises(ValueError, match="executor is 'dask', wanted one of local, ray"):
         run(load(recipe), tmp_path, executor="dask")
 
 

@@ -204,24 +204,24 @@ def change_tensors(folder: Path, change: Any) -> None:
 A, B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.weight" for letter in "AB")
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "no folder": (lambda f: [path.unlink() for path in f.iterdir()] and f.rmdir(), "there is no folder"),
+    "no folder": (lambda f: [path.unlink() for path in f.iterdir()] and f.rmdir(), "does not exist"),
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
     "broken config": (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
-    "list": (lambda f: (f / "adapter_config.json").write_text("[]"), "must hold a JSON object"),
-    "another method": (lambda f: change_config(f, peft_type="IA3"), "is of the kind 'IA3', wanted LORA"),
-    "magnitudes": (lambda f: change_config(f, use_dora=True), "asks for magnitudes (DoRA)"),
+    "list": (lambda f: (f / "adapter_config.json").write_text("[]"), "must contain a JSON object"),
+    "another method": (lambda f: change_config(f, peft_type="IA3"), "has the peft_type 'IA3', wanted LORA"),
+    "magnitudes": (lambda f: change_config(f, use_dora=True), "requires magnitudes (DoRA)"),
     "biases": (lambda f: change_config(f, bias="all"), "has trained biases"),
-    "whole layers": (lambda f: change_config(f, modules_to_save=["lm_head"]), "layers that were trained whole"),
+    "whole layers": (lambda f: change_config(f, modules_to_save=["lm_head"]), "completely trained layers"),
     "changed base": (lambda f: change_config(f, init_lora_weights="pissa_niter_4"), "changes the base"),
-    "rank is text": (lambda f: change_config(f, r="4"), "r is '4', wanted a whole number"),
-    "rank of nothing": (lambda f: change_config(f, r=0), "r is '0', wanted a whole number"),
+    "rank is text": (lambda f: change_config(f, r="4"), "r is '4', wanted an integer"),
+    "rank of nothing": (lambda f: change_config(f, r=0), "r is '0', wanted an integer"),
     "bad pattern": (lambda f: change_config(f, rank_pattern={"((": 1}), "cannot be read"),
     "a pattern for ever, and half a pair": (
-        lambda f: (change_config(f, target_modules=r"(\w+\.?)+X"), change_tensors(f, lambda t: t.pop(B))), "lacks base_model"
+        lambda f: (change_config(f, target_modules=r"(\w+\.?)+X"), change_tensors(f, lambda t: t.pop(B))), "has no tensor base_"
     ),
     "rank pattern that takes for ever": (lambda f: change_config(f, rank_pattern={".*.*.*.*X": 2}), "has repeated groups"),
     "alpha is infinite": (lambda f: change_config(f, lora_alpha=float("inf")), "wanted a number"),
-    "rank above the maximum": (lambda f: change_config(f, r=64), "has an adapter of rank 64, wanted at most 16 here"),
+    "rank above the maximum": (lambda f: change_config(f, r=64), "has an adapter of rank 64, but the limit here is 16"),
     "another rank": (lambda f: change_config(f, r=5), "wanted [5, 32]"),
     "unknown targets": (lambda f: change_config(f, target_modules=["fc1"]), "names no layer of this model"),
     "fewer targets": (lambda f: change_config(f, target_modules=["v_proj"]), "which belongs to no layer that adapter_config"),
@@ -229,8 +229,8 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "pickled": (
         lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"), "an adapter_model.bin is pickled"
     ),
-    "cut off": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x10\0\0"), "is not a whole safetensors file"),
-    "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(B)), "lacks base_model.model.model.layers.0"),
+    "cut off": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x10\0\0"), "is not a complete safetensors file"),
+    "missing tensor": (lambda f: change_tensors(f, lambda t: t.pop(B)), "has no tensor base_model.model.model.layers.0"),
     "unknown tensor": (
         lambda f: change_tensors(f, lambda t: t.update({"base_model.model.lm_head.lora_A.weight": t[A].clone()})),
         "has the tensor 'base_model.model.lm_head.lora_A.weight', which belongs to no layer",
@@ -238,7 +238,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "another base": (lambda f: change_tensors(f, lambda t: t.update({A: torch.zeros(4, 31)})), "is for another model"),
     "NaN": (lambda f: change_tensors(f, lambda t: t[B].view(-1)[3:4].fill_(float("nan"))), "numbers that are not finite"),
     "infinity": (lambda f: change_tensors(f, lambda t: t[A].view(-1)[:1].fill_(float("inf"))), "numbers that are not finite"),
-    "integers": (lambda f: change_tensors(f, lambda t: t.update({A: t[A].to(torch.int8)})), "of I8, wanted one of BF16"),
+    "integers": (lambda f: change_tensors(f, lambda t: t.update({A: t[A].to(torch.int8)})), "of dtype I8, wanted one of BF16"),
 }  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def test_a_damaged_adapter_is_one_sentence_and_nobody_else_notices(
         ({"adapters": ("one",)}, "adapter 'one' is no NAME=FOLDER"),
         ({"adapters": ("a=x", "a=y")}, "the adapter's name 'a' is given twice"),
         ({"adapters": ("a b=x",)}, "wanted at most 128 letters, digits"),
-        ({"adapters": ("a=/no/such",)}, "adapter a: there is no folder /no/such"),
+        ({"adapters": ("a=/no/such",)}, "adapter a: the folder /no/such does not exist"),
         ({"max_adapters": 5000}, "max_adapters is 5000, wanted at most 4096"),
         ({"max_adapter_rank": 0, "max_adapters": 1}, "max_adapter_rank is 0, wanted 1 or more"),
     ],

@@ -78,7 +78,7 @@ def header(entries: str) -> Damage:
 ONE = '"{}": {{"dtype": "F32", "shape": {}, "data_offsets": {}}}'
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
-NOT_WHOLE = "not a whole safetensors file"
+NOT_WHOLE = "not a complete safetensors file"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 DOUBLING = "{% set n = namespace(x='ab') %}{% for i in range(200) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
 
@@ -104,7 +104,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "rope_theta tiny": (config(rope_theta=1e-300), "angles are not finite"),
     "yarn with theta 1": (
         config(rope_theta=1.0, rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
-        "rotation that is not supported",
+        "rotary embedding that is not supported",
     ),
     "linear by 0": (config(rope_scaling={"rope_type": "linear", "factor": 0}), "rope_scaling.factor is 0, wanted greater than"),
     "rms_norm_eps a word": (config(rms_norm_eps="small"), "rms_norm_eps is 'small', wanted number"),
@@ -116,7 +116,7 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "quantization_config a word": (config(quantization_config="int8"), "quantization_config is 'int8', wanted"),
     "config_groups a list": (
         config(quantization_config={"quant_method": "compressed-tensors", "config_groups": [1]}),
-        "quantization_config has a field of a wrong type",
+        "quantization_config has a field of the wrong type",
     ),
     "a pattern without end": (
         config(quantization_config={**AWQ, "modules_to_not_convert": ["re:(a+)+$"]}),
@@ -140,9 +140,9 @@ DAMAGED: dict[str, tuple[Damage, str]] = {
     "a shard that is a pipe": (lambda f: (index("s.safetensors")(f), pipe("s.safetensors")(f)), "is not an ordinary"),
     "an index of nothing": (index(), "lists 0 files of weights"),
     "an index of 100,000 files": (index(*(f"{i}.safetensors" for i in range(100_000))), "lists 100000 files of weights"),
-    "a tensor in two files": (twice, "has the tensor .*, and so has another file"),
+    "a tensor in two files": (twice, "has the tensor .*, which is also in another file"),
     "a tensor twice in a file": (
-        header("{" + ", ".join([ONE.format("a", [4], [0, 16])] * 2) + "}"), "not a whole safetensors file|contradict",
+        header("{" + ", ".join([ONE.format("a", [4], [0, 16])] * 2) + "}"), "not a complete safetensors file|contradict",
     ),
     "a header of a terabyte": (text("model.safetensors", (1 << 40).to_bytes(8, "little") + b"{}"), NOT_WHOLE),
     "shapes that overflow": (header("{" + ONE.format("a", [2**62, 8], [0, 16]) + "}"), NOT_WHOLE),
@@ -256,5 +256,5 @@ def test_a_zero_sized_parameter_is_no_weight(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "model.norm.weight": torch.empty(0)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: got \[0\], config\.json wants \[32\]"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: shape is \[0\], config\.json requires \[32\]"):
         load(folder, EngineConfig(device="cpu", max_seqs=2))

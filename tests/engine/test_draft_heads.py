@@ -152,7 +152,7 @@ def refusals(head: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, Any]
     fc = load_file(head / "model.safetensors")["fc.weight"]
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"vocab_size": VOCAB + 1}, {}, "is a draft head for 259 tokens, but the model has 258"),
-        ({"architectures": ["Qwen9Eagle"]}, {}, "is a draft head of a 'Qwen9Eagle', wanted Llama"),
+        ({"architectures": ["Qwen9Eagle"]}, {}, "is a draft head for a 'Qwen9Eagle', wanted one for Llama"),
         ({}, {"fc.weight": fc.to(torch.int32)}, "fc.weight is .* of I32, wanted"),
     ]
     if kind == "eagle":
@@ -164,20 +164,20 @@ def refusals(head: Path, kind: str) -> list[tuple[dict[str, Any], dict[str, Any]
         short = torch.zeros(100, dtype=torch.int64) + VOCAB
         cases += [
             ({}, {"fc.weight": fc[:, :-1].contiguous()}, r"reads 95 numbers per token, but the model provides 96"),
-            ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, {}, "reads the layers .*, wanted some of the model's, 0 to 2"),
+            ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, {}, "reads the layers .*, wanted layers of the model, 0 to 2"),
             ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, {}, "numbers per token"),
-            ({"draft_vocab_size": 0}, {}, "has the draft_vocab_size 0, wanted 1 to 258"),
+            ({"draft_vocab_size": 0}, {}, "has draft_vocab_size 0, wanted 1 to 258"),
             ({"num_hidden_layers": 2}, {}, "has 2 layers, wanted a draft head with one"),
             ({}, {"d2t": None}, "has 100 tokens but no d2t"),
-            ({}, {"d2t": short}, "does not name 100 different tokens of 258"),
-            ({}, {"lm_head.weight": torch.zeros(99, HIDDEN)}, r"lm_head.weight: got \[99, 32\]"),
+            ({}, {"d2t": short}, "does not map to 100 different tokens below 258"),
+            ({}, {"lm_head.weight": torch.zeros(99, HIDDEN)}, r"lm_head.weight: shape is \[99, 32\]"),
         ]
     return cases
 
 
 def test_a_head_that_does_not_fit_is_one_sentence(made: Made, tmp_path: Path) -> None:
     if made.head is None:
-        with pytest.raises(ModelError, match=r"has no MTP layer: model.layers.2.eh_proj.weight is not among its tensors"):
+        with pytest.raises(ModelError, match=r"has no MTP layer, because it has no tensor model.layers.2.eh_proj.weight"):
             LLM(str(write_model(tmp_path / "plain", oracle("DeepseekV3", 3, num_hidden_layers=2))), **SIZES, speculate="mtp")
         return
     kind = "eagle" if "eagle3" not in str(made.head) else "eagle3"

@@ -101,7 +101,7 @@ def test_formats_are_checked_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="quantize is 'int9', wanted one of int8, fp8"):
         EngineConfig(quantize="int9")
     wide = ModelConfig.from_hf({**SIZES, "intermediate_size": 200})
-    with pytest.raises(ValueError, match=r"blocks.0.ffn.down has K = 200 inputs, which groups of 128 or 64 do not divide"):
+    with pytest.raises(ValueError, match=r"blocks.0.ffn.down has K = 200 inputs"):
         load(wide, options(quantize="int4"))
 
 

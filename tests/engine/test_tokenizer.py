@@ -224,7 +224,7 @@ BROKEN = [
     ("tokenizer.json", '{"model": {"type": "Nope"}}', "is not a tokenizer"),
     ("tokenizer.json", b"\xff\xfe", "is not UTF-8"),
     ("tokenizer_config.json", "{]", "is not JSON"),
-    ("tokenizer_config.json", "[]", "must hold a JSON object, got list"),
+    ("tokenizer_config.json", "[]", "must contain a JSON object, got list"),
     ("tokenizer_config.json", '{"eos_token": "<nope>"}', "not in the vocabulary"),
     ("tokenizer_config.json", '{"eos_token": 3}', "wanted a string or an object"),
     ("tokenizer_config.json", '{"chat_template": 3}', "wanted a string"),

@@ -223,7 +223,7 @@ X = torch.zeros(1, 3, 2, 16, requires_grad=True)
 BAD = {
     "slopes": (
         lambda: ops.attention(X, X, X, alibi_slopes=torch.zeros(2, requires_grad=True)),
-        "alibi_slopes have no gradient; pass alibi_slopes.detach()",
+        "alibi_slopes has no gradient; pass alibi_slopes.detach()",
     ),
     "window of 0": (lambda: ops.attention(X, X, X, window=0), "window is 0, wanted at least 1"),
     "shapes": (lambda: ops.attention(X, X[:, :, :, :8], X[..., :8]), "with one D"),

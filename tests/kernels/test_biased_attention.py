@@ -105,7 +105,7 @@ BAD = (
     Bad({"bias": _mask(5, 6)}, r"bias is \[5, 6\], it must broadcast to \[B, H, S, SK\] \[2, 4, 5, 7\]"),
     Bad({"bias": _mask(1, 1, 1, 5, 7)}, r"bias is \[1, 1, 1, 5, 7\], it must broadcast to"),
     Bad({"bias": _mask(5, 7, dtype=torch.int32)}, r"bias is torch.int32 on .*, wanted bool, bfloat16, float16 or float32"),
-    Bad({"bias": _mask(5, 7), "causal": True}, "bias cannot be combined with causal: put them into the bias"),
+    Bad({"bias": _mask(5, 7), "causal": True}, "bias cannot be combined with causal; express these by the bias"),
     Bad({"bias": _mask(5, 7), "window": 2, "softcap": 3.0}, "bias cannot be combined with window, softcap"),
     Bad({"bias": _mask(5, 7), "precision": "fp8"}, "bias cannot be combined with precision"),
     Bad({"bias": _mask(5, 7), "return_lse": True}, "bias cannot be combined with return_lse"),
@@ -125,8 +125,8 @@ def test_packed_operands_and_gradients_are_refused() -> None:
         ops.attention(q[0], k[0], v[0], bias=_mask(5, 7))
     for asks in (q, k, v):
         asks.requires_grad_()
-        with pytest.raises(ValueError, match="bias is forward only"):
+        with pytest.raises(ValueError, match="bias has no backward pass"):
             ops.attention(q, k, v, bias=_mask(5, 7))
         asks.requires_grad_(False)
-    with pytest.raises(ValueError, match="bias is forward only"):
+    with pytest.raises(ValueError, match="bias has no backward pass"):
         ops.attention(q, k, v, bias=torch.zeros(5, 7, requires_grad=True, device=WHERE))

@@ -123,15 +123,15 @@ Q, K = torch.ones(1, 3, 4, 16, dtype=torch.bfloat16), torch.ones(1, 5, 2, 16, dt
 CU = torch.tensor([0, 3], dtype=torch.int32)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"precision": "fp4"}, "precision is 'fp4', wanted fp8 or int8, or None"),
-    ({"window": 3, "softcap": 2.0}, "there is no window, softcap in fp8"),
-    ({"return_lse": True}, "there is no return_lse in fp8"),
+    ({"window": 3, "softcap": 2.0}, "window, softcap cannot be combined with precision fp8"),
+    ({"return_lse": True}, "return_lse cannot be combined with precision fp8"),
     ({"q": Q[0], "k": K[0, :3], "v": K[0, :3]}, r"sequences of one length, q \[B, S, H, D\]; got \[3, 4, 16\]"),
-    ({"q": Q[0], "k": K[0, :3], "v": K[0, :3], "cu_q": CU}, "there is no cu_q in fp8"),
-    ({"v": K[..., :8]}, r"wants v as k is, got \[1, 5, 2, 8\] and \[1, 5, 2, 16\]"),
-    ({"q": Q.float(), "k": K.float(), "v": K.float()}, "takes bfloat16 or float16, got torch.float32"),
-    ({"q": Q[..., :8], "k": K[..., :8], "v": K[..., :8]}, "multiples of 16, got 8"),
+    ({"q": Q[0], "k": K[0, :3], "v": K[0, :3], "cu_q": CU}, "cu_q cannot be combined with precision fp8"),
+    ({"v": K[..., :8]}, r"needs v of the same shape as k, got \[1, 5, 2, 8\] and \[1, 5, 2, 16\]"),
+    ({"q": Q.float(), "k": K.float(), "v": K.float()}, "needs bfloat16 or float16, got torch.float32"),
+    ({"q": Q[..., :8], "k": K[..., :8], "v": K[..., :8]}, "multiple of 16, got 8"),
     ({"scale": 0.0}, "scale is 0.0"),
-    ({"q": Q.clone().requires_grad_()}, "fp8 is forward only; call it under torch.no_grad()"),
+    ({"q": Q.clone().requires_grad_()}, "precision fp8 has no backward pass; call it under torch.no_grad()"),
     ({"q": Q[:, :, :3]}, "3 query heads are not a multiple of 2"),
 ]
 

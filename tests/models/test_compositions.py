@@ -238,5 +238,5 @@ def test_sizes_are_the_published_ones(build: Callable[..., torch.nn.Module], par
 def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="multiples of 4, got"):
         UNet(3, 2, width=4, levels=2)(torch.zeros(1, 3, 30, 32))
-    with pytest.raises(ValueError, match="ViT: wanted size a multiple of patch"):
+    with pytest.raises(ValueError, match="ViT: size must be a multiple of patch"):
         ViT(30, 16)

@@ -127,7 +127,7 @@ REFUSED = {
     "rope by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 .* got 0.5"),
     "layer type": ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types linear_attention are not supported"),
-    "layer types": ({"layer_types": ["full_attention"]}, "one entry a layer, 2 in all; got 1"),
+    "layer types": ({"layer_types": ["full_attention"]}, "one entry for each of the 2 layers; got 1"),
     "window": ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
     "quantised": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method is 'bitsandbytes', wanted"),
     "dtype": (

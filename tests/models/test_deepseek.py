@@ -149,16 +149,19 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(folder: Path, tmp_path
 V3 = {**LLAMA, **SIZES, "architectures": ["DeepseekV3ForCausalLM"]}
 REFUSED = {
     "routing": ({"topk_method": "soft"}, "routing method 'soft' is not supported; supported: greedy, group_limited_greedy"),
-    "groups": ({"n_group": 3}, "8 experts in 3 groups, 2 of them chosen"),
-    "chosen groups": ({"topk_group": 5}, "8 experts in 4 groups, 5 of them chosen"),
-    "chosen experts": ({"num_experts_per_tok": 5}, "5 experts of 2 groups of 2 cannot be chosen"),
-    "groups of one": ({"n_group": 8, "num_experts_per_tok": 2}, "groups need two experts at least"),
+    "groups": ({"n_group": 3}, "groups is 3 and chosen_groups is 2"),
+    "chosen groups": ({"topk_group": 5}, "groups is 4 and chosen_groups is 5"),
+    "chosen experts": ({"num_experts_per_tok": 5}, "5 experts cannot be chosen from 2 groups of 2"),
+    "groups of one": ({"n_group": 8, "num_experts_per_tok": 2}, "each group needs at least two experts"),
     "quantised": (
         {"quantization_config": {"quant_method": "fp8"}},
         "quantised checkpoints of DeepSeek models are not supported",
     ),
-    "some layers": ({"moe_layer_freq": 2}, r"moe_layer_freq must be 1 .* got 2"),
-    "half a bias": ({"attention_bias": True, "q_lora_rank": None}, "attention_bias without q_lora_rank is not supported"),
+    "some layers": ({"moe_layer_freq": 2}, r"moe_layer_freq is 2, but must be 1"),
+    "only part of a merged projection would have a bias": (
+        {"attention_bias": True, "q_lora_rank": None},
+        "attention_bias without q_lora_rank is not supported",
+    ),
     "rank": ({"kv_lora_rank": 0}, "kv_lora_rank is 0, wanted greater than or equal to 1"),
     "odd rotation": ({"qk_rope_head_dim": 7}, "must be even and positive, got 7"),
     "dense layers": ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1, wanted greater than or equal to 0"),

@@ -101,7 +101,7 @@ def test_other_text_parts_are_refused(saved: tuple[Path, torch.Tensor], tmp_path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     for text, words in (
         ({"model_type": "mamba"}, "text_config.model_type of .* got 'mamba'"),
-        ("none", "must have a text_config"),
+        ("none", "must have an object text_config"),
     ):
         rewrite_config(tmp_path, text_config=text)
         with pytest.raises(ModelError, match=words):

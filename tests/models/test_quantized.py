@@ -164,12 +164,15 @@ def test_saving_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no layer of the model is quantised; call tw.quantize"):
         tw.save_quantized(model, tmp_path / "saved", source)
     tw.quantize(model, "int8")
-    with pytest.raises(FileExistsError, match="has files; give a new or an empty folder"):
+    with pytest.raises(FileExistsError, match="is not empty; give a new or an empty folder"):
         tw.save_quantized(model, source, source)
-    with pytest.raises(ModelError, match="bookworm is another model"):
+    with pytest.raises(ModelError, match="bookworm is the folder of another model"):
         tw.save_quantized(model, tmp_path / "saved", "bookworm")
     other: Any = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    with pytest.raises(TypeError, match=r"got Sequential; of another module save model.state_dict\(\) with safetensors"):
+    with pytest.raises(
+        TypeError,
+        match=r"got a Sequential, wanted a model from load_model; for another module, save model.state_dict",
+    ):
         tw.save_quantized(other, tmp_path / "saved", source)
     assert not (tmp_path / "saved").exists()
 
@@ -202,9 +205,9 @@ def _group(**changes: Any) -> dict[str, Any]:
 REFUSED = {
     "method": ("awq", {"quant_method": "hqq"}, "quant_method is 'hqq', wanted compressed-tensors or fp8 or gptq or awq"),
     "bits": ("gptq", {"bits": 3}, "bits is 3, wanted 4; quantise the model again that way, or load its unquantised folder"),
-    "activation order": ("gptq", {"desc_act": True}, "desc_act is True, wanted false: columns in activation order"),
+    "activation order": ("gptq", {"desc_act": True}, "desc_act is True, wanted false, because columns in activation order"),
     "group": ("awq", {"group_size": -1}, "group_size is -1, wanted 32, 64 or 128"),
-    "rules by layer": ("gptq", {"dynamic": {"-:mlp": {}}}, "dynamic is .* rules by layer are not supported"),
+    "rules by layer": ("gptq", {"dynamic": {"-:mlp": {}}}, "dynamic is .* rules for single layers are not supported"),
     "checkpoint format": ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', wanted gptq or gptq_v2"),
     "quantised head": ("gptq", {"lm_head": True}, "lm_head is True, wanted false"),
     "gemv": ("awq", {"version": "gemv"}, "version is 'gemv', wanted gemm"),
@@ -231,11 +234,11 @@ REFUSED = {
     "asymmetric": ("compressed-tensors int8", _group(weights__symmetric=False), "weights.symmetric is False, wanted true"),
     "6 bits": ("compressed-tensors int8", _group(weights__num_bits=6), "weights is 'int6', wanted int8, float8 or int4"),
     "strategy": ("compressed-tensors int8", _group(weights__strategy="group"), "weights.strategy is 'group', wanted channel"),
-    "targets": ("compressed-tensors int8", _group(targets=["re:.*mlp"]), "targets is .* name other layers in ignore"),
+    "targets": ("compressed-tensors int8", _group(targets=["re:.*mlp"]), "targets is .* list the layers to leave out"),
     "no groups": ("compressed-tensors int8", {"config_groups": {}}, "config_groups is '0 groups', wanted one"),
     "cache": ("compressed-tensors int8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is 'given', wanted null"),
     "half a merged layer": (
-        "compressed-tensors int8", {"ignore": ["lm_head", "re:.*q_proj"]}, "quantises some of .*q_proj.* they are one layer",
+        "compressed-tensors int8", {"ignore": ["lm_head", "re:.*q_proj"]}, "only some of .*q_proj.* they form one layer",
     ),
 }  # fmt: skip
 
@@ -253,20 +256,20 @@ BROKEN = {
     "no inverse": ("deepseek fp8", {f"{DOWN}.weight_scale_inv": None}, f"{DOWN}.weight_scale_inv: missing"),
     "no zeros": ("gptq", {f"{DOWN}.qzeros": None}, f"{DOWN}.qzeros: missing"),
     "float scales of a wrong shape": (
-        "compressed-tensors fp8", {f"{DOWN}.weight_scale": torch.ones(127, 1)}, rf"{DOWN}.weight_scale: got \[127, 1\], con",
+        "compressed-tensors fp8", {f"{DOWN}.weight_scale": torch.ones(127, 1)}, rf"{DOWN}.weight_scale: shape is \[127, 1\]",
     ),
     "codes of a wrong dtype": (
-        "compressed-tensors fp8", {f"{DOWN}.weight": torch.zeros(128, 192, dtype=torch.int8)}, f"{DOWN}.weight: is I8, .* F8_",
+        "compressed-tensors fp8", {f"{DOWN}.weight": torch.zeros(128, 192, dtype=torch.int8)}, f"{DOWN}.weight: dtype is I8",
     ),
     "activation order in the weights": (
         "gptq", {f"{DOWN}.g_idx": torch.arange(192).flip(0).int() // 64}, f"{DOWN}: read_gptq: g_idx is not column // 64",
     ),
     "zeros that are not symmetric": (
-        "gptq", {f"{DOWN}.qzeros": torch.zeros(3, 16, dtype=torch.int32)}, f"{DOWN}: config.json says that it is symmetric",
+        "gptq", {f"{DOWN}.qzeros": torch.zeros(3, 16, dtype=torch.int32)}, f"{DOWN}: config.json sets sym",
     ),
     "no static scale": ("fp8 static", {f"{DOWN}.input_scale": None}, f"{DOWN}.input_scale: missing, of a quantised weight"),
     "a static scale of nothing": (
-        "fp8 static", {f"{DOWN}.input_scale": torch.zeros(1)}, f"{DOWN}: input_scale is 0.0, wanted a positive number",
+        "fp8 static", {f"{DOWN}.input_scale": torch.zeros(1)}, f"{DOWN}: input_scale is 0.0, wanted a finite number above 0",
     ),
     "a static scale": ("compressed-tensors fp8", {f"{DOWN}.input_scale": torch.ones(1)}, f"{DOWN}.input_scale: unexpected"),
 }  # fmt: skip
@@ -284,7 +287,10 @@ def test_a_damaged_checkpoint_is_told_which_tensor(name: str, changes: dict[str,
 def test_codes_without_a_quantization_config(tmp_path: Path) -> None:
     folder, _ = write_layout(tmp_path, "compressed-tensors int8")
     (folder / "config.json").write_text(json.dumps(SIZES))
-    with pytest.raises(ModelError, match=r"is I8; supported: BF16, F16, F32, F64, not quantised \(config.json has no quantiz"):
+    with pytest.raises(
+        ModelError,
+        match=r"is I8, but a tensor that is not quantised must be one of BF16, F16, F32, F64 \(config.json has no quantiz",
+    ):
         load_model(folder, device="cpu")
 
 

@@ -75,8 +75,8 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tied", "changes", "message"),
     [
-        (False, {"vocab_size": 32}, r"model.embed_tokens.weight: got \[31, 16\], config.json wants \[32, 16\]"),
-        (False, {"num_key_value_heads": 1}, r"0.self_attn.k_proj.weight: got \[8, 16\], config.json wants \[4, 16\]"),
+        (False, {"vocab_size": 32}, r"model.embed_tokens.weight: shape is \[31, 16\], config.json requires \[32, 16\]"),
+        (False, {"num_key_value_heads": 1}, r"0.self_attn.k_proj.weight: shape is \[8, 16\], config.json requires \[4, 16\]"),
         (False, {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight: unexpected"),
         (False, {"num_hidden_layers": 3}, "model.layers.2.mlp.down_proj.weight: missing"),
         (False, {"attention_bias": True}, "model.layers.1.self_attn.o_proj.bias: missing"),
@@ -98,17 +98,17 @@ def _truncate(path: Path, size: int) -> None:
 BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "half a config": (lambda f: _truncate(f / "config.json", 20), "config.json is not JSON"),
-    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "must hold a JSON object, got list"),
+    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "must contain a JSON object, got list"),
     "bad generation config": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json is not JSON"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "lacks model.safetensors"),
-    "half the weights": (lambda f: _truncate(f / "model.safetensors", 6000), "model.safetensors is not a whole"),
-    "empty weights": (lambda f: _truncate(f / "model.safetensors", 0), "model.safetensors is not a whole"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "half the weights": (lambda f: _truncate(f / "model.safetensors", 6000), "model.safetensors is not a complete"),
+    "empty weights": (lambda f: _truncate(f / "model.safetensors", 0), "model.safetensors is not a complete"),
     "noise for weights": (
-        lambda f: (f / "model.safetensors").write_bytes(bytes(range(256)) * 40), "model.safetensors is not a whole",
+        lambda f: (f / "model.safetensors").write_bytes(bytes(range(256)) * 40), "model.safetensors is not a complete",
     ),
     "shard missing": (
         lambda f: (shard(f) / "model-00002-of-00002.safetensors").unlink(),
-        "lacks model-00002-of-00002.safetensors, which model.safetensors.index.json lists",
+        "does not have model-00002-of-00002.safetensors, which model.safetensors.index.json lists",
     ),
     "half a shard": (lambda f: _truncate(shard(f) / "model-00001-of-00002.safetensors", 900), "00001-of-00002.safetensors is"),
     "half an index": (lambda f: _truncate(shard(f) / "model.safetensors.index.json", 30), "index.json is not JSON"),
@@ -116,11 +116,11 @@ BROKEN = {
         lambda f: (shard(f) / "model.safetensors.index.json").write_text("{}"), "index.json must have a weight_map",
     ),
     "pickled": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickled weights \(pytorch_model.bin\).* refused",
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), r"pickled weights \(pytorch_model.bin\).*not read",
     ),
     "integers": (
         lambda f: save_file({"model.norm.weight": torch.ones(16, dtype=torch.int8)}, f / "model.safetensors"),
-        "model.norm.weight is I8; supported: BF16, F16, F32, F64",
+        "model.norm.weight is I8, but a tensor that is not quantised must be one of BF16, F16, F32, F64",
     ),
     "architecture": (
         lambda f: rewrite_config(f, architectures=["GPTJForCausalLM"], hidden_size=None),
@@ -140,7 +140,7 @@ def test_broken_folder_is_told_what_is_wrong(tmp_path: Path, damage, message: st
 def test_nothing_is_allocated_for_a_folder_that_does_not_fit(tmp_path: Path) -> None:
     """A hundred gigabytes of embedding are refused by comparing headers."""
     write_folder(tmp_path, {**LLAMA, "vocab_size": 2**30})
-    with pytest.raises(ModelError, match=r"embed_tokens\.weight: got"):
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight: shape is"):
         load_model(tmp_path, device="cpu")
 
 
@@ -180,8 +180,8 @@ def test_resolve_asks_the_hub_for_nothing_but_weights_and_json(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (LocalEntryNotFoundError("no network"), "hub cannot be reached; connect, or give the path"),
-        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "the hub does not give it"),
+        (LocalEntryNotFoundError("no network"), "hub cannot be reached; connect to the network, or give the path"),
+        (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "cannot be downloaded from the hub"),
     ],
     ids=["offline", "unknown"],
 )
@@ -195,7 +195,7 @@ def test_hub_trouble_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch, erro
 
 
 def test_a_name_that_no_hub_could_have() -> None:
-    with pytest.raises(ModelError, match=r"no folder \./models/a/b, and it is not a hub name"):
+    with pytest.raises(ModelError, match=r"no folder \./models/a/b, and it is not the name of a model on the hub"):
         resolve("./models/a/b")
 
 

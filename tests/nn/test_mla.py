@@ -82,7 +82,7 @@ def test_when_keys_are_expanded() -> None:
 
 
 def test_refuses_half_a_bias() -> None:
-    with pytest.raises(ValueError, match="bias without q_rank is not supported"):
+    with pytest.raises(ValueError, match="bias=True needs q_rank"):
         make_mla(None, True, True)
 
 

@@ -114,18 +114,21 @@ def test_packed_sequences_are_each_alone() -> None:
 
 BAD = {
     "groups": (lambda: SelfAttention(16, heads=3, kv_heads=2, **PLACE), "heads must be a multiple of kv_heads, got 3 and 2"),
-    "head dim": (lambda: CrossAttention(16, heads=3, **PLACE), "16 features are no multiple of 3 heads: pass head_dim"),
+    "head dim": (
+        lambda: CrossAttention(16, heads=3, **PLACE),
+        "is not a multiple of heads (3); pass head_dim",
+    ),
     "no heads": (lambda: SelfAttention(16, heads=0, **PLACE), "heads must be a multiple of kv_heads, got 0 and 0"),
     "no kv heads": (lambda: CrossAttention(16, heads=2, kv_heads=0, **PLACE), "multiple of kv_heads, got 2 and 0"),
     "window": (lambda: SelfAttention(16, heads=2, window=0, **PLACE), "window is 0, wanted at least 1"),
     "slopes": (
         lambda: SelfAttention(16, heads=2, alibi_slopes=torch.zeros(3), **PLACE),
-        "alibi_slopes must be [2], one a head; got [3]",
+        "alibi_slopes must have shape [2], one slope per head; got [3]",
     ),
-    "packed": (lambda: SelfAttention(16, heads=2, **PLACE)(randn(4, 16)), "got [4] tokens and lengths False"),
+    "packed": (lambda: SelfAttention(16, heads=2, **PLACE)(randn(4, 16)), "got queries [4] without lengths"),
     "positions": (
         lambda: SelfAttention(16, heads=2, rope=nn.Rope(8, max_positions=4, device="cpu"), **PLACE)(randn(4, 16)),
-        "pass positions, int64 [T]",
+        "needs positions, int64 [T]",
     ),
 }
 

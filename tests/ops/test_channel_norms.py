@@ -151,17 +151,20 @@ X, V = torch.zeros(2, 6, 5), torch.zeros(6)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.group_norm(X, 4), "the 6 channels of x must be a multiple of num_groups, got 4"),
+        (lambda: ops.group_norm(X, 4), "the number of channels of x, 6, must be a multiple of num_groups, got 4"),
         (lambda: ops.group_norm(X, 0), "got 0"),
         (lambda: ops.group_norm(X, 2, V[:5]), "weight must be [6], one number per channel; got [5]"),
-        (lambda: ops.group_norm(X, 2, added=X[..., 0].T), "added must be [2, 6], as x's images and channels; got [6, 2]"),
+        (
+            lambda: ops.group_norm(X, 2, added=X[..., 0].T),
+            "added must be [2, 6], like the first two dimensions of x; got [6, 2]",
+        ),
         (lambda: ops.group_norm(X, 2, activation="swish"), "activation is 'swish', wanted one of none, relu"),
-        (lambda: ops.group_norm(X.int(), 2), "must hold floats [N, C, ...]"),
-        (lambda: ops.instance_norm(X[..., 0]), "with places, got [2, 6]"),
-        (lambda: ops.instance_norm(X[..., :1]), "more than one place"),
-        (lambda: ops.instance_norm(X, use_input_stats=False), "wants running_mean and running_var"),
-        (lambda: ops.batch_norm(X, None, None), "wants running_mean and running_var"),
-        (lambda: ops.batch_norm(X[:1, :, :1], V, V, training=True), "more than one value a channel, got [1, 6, 1]"),
+        (lambda: ops.group_norm(X.int(), 2), "must be floating point [N, C, ...]"),
+        (lambda: ops.instance_norm(X[..., 0]), "with at least one spatial dimension, got [2, 6]"),
+        (lambda: ops.instance_norm(X[..., :1]), "more than one position"),
+        (lambda: ops.instance_norm(X, use_input_stats=False), "running_mean and running_var are needed"),
+        (lambda: ops.batch_norm(X, None, None), "running_mean and running_var are needed"),
+        (lambda: ops.batch_norm(X[:1, :, :1], V, V, training=True), "more than one value per channel, got [1, 6, 1]"),
         (lambda: ops.batch_norm(X, V, V[:1]), "running_var must be [6]"),
         (
             lambda: ops.batch_norm(X, V, V, activation="mish"),

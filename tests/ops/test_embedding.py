@@ -71,12 +71,24 @@ def test_embedding(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ops.embedding_bag(IDS, TABLE), "wanted ids [T] with offsets, or ids [B, N] without; got [40] and no offsets"),
+        (
+            lambda: ops.embedding_bag(IDS, TABLE),
+            "give either ids [T] with offsets, or ids [B, N] without; got [40] and no offsets",
+        ),
         (lambda: ops.embedding_bag(IDS, TABLE, OFFSETS, "min"), "mode is 'min', wanted one of max, mean, sum"),
         (lambda: ops.embedding_bag(IDS, TABLE, OFFSETS, "mean", randn(40)), "scales go with mode 'sum'"),
-        (lambda: ops.embedding_bag(IDS, TABLE, OFFSETS, "sum", randn(4)), "per_sample_weights must be like ids, [40]; got [4]"),
-        (lambda: ops.embedding_bag(IDS, TABLE, OFFSETS, "sum", randn(40).requires_grad_()), "has no gradient; detach it"),
-        (lambda: ops.embedding(IDS, TABLE, padding_idx=11), "padding_idx is 11, wanted a row of the table, which has 11"),
+        (
+            lambda: ops.embedding_bag(IDS, TABLE, OFFSETS, "sum", randn(4)),
+            "per_sample_weights must have the shape of ids, [40]; got [4]",
+        ),
+        (
+            lambda: ops.embedding_bag(IDS, TABLE, OFFSETS, "sum", randn(40).requires_grad_()),
+            "has no gradient; pass per_sample_weights.detach",
+        ),
+        (
+            lambda: ops.embedding(IDS, TABLE, padding_idx=11),
+            "padding_idx is 11, wanted the index of one of the table's 11 rows",
+        ),
         (lambda: ops.embedding(IDS, TABLE[0]), "weight must be [V, D], got [6]"),
     ],
 )

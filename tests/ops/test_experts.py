@@ -105,9 +105,9 @@ ORDER = ops.sort_by_expert(EXPERTS, X)
     [
         (lambda: ops.route_experts(torch.zeros(2, 4, dtype=torch.float64), 2), "must be [T, X] float32"),
         (lambda: ops.route_experts(torch.zeros(2, 4), 5), "5 experts cannot be chosen"),
-        (lambda: ops.route_experts(torch.zeros(2, 4), 1, groups=3), "4 experts cannot be in 3 groups"),
-        (lambda: ops.route_experts(torch.zeros(2, 4), 1, bias=torch.zeros(4)), "goes with sigmoids"),
-        (lambda: ops.sort_by_expert(torch.zeros(2, 2), 4), "wanted experts [T, K] int32"),
+        (lambda: ops.route_experts(torch.zeros(2, 4), 1, groups=3), "4 experts cannot be divided into 3 groups"),
+        (lambda: ops.route_experts(torch.zeros(2, 4), 1, bias=torch.zeros(4)), "needs softmax=False"),
+        (lambda: ops.sort_by_expert(torch.zeros(2, 2), 4), "experts must be [T, K] int32"),
         (lambda: ops.permute_tokens(torch.zeros(3, E), ORDER), "x must be [11, N]"),
         (lambda: ops.combine_tokens(torch.zeros(T, E), ORDER, torch.zeros(T, K)), "rows must be [22, N]"),
         (lambda: ops.combine_tokens(torch.zeros(22, E), ORDER, torch.zeros(T, 3)), "weights must be [11, 2] float32"),

@@ -112,14 +112,14 @@ def test_not_a_number_and_infinity() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: ops.max_pool(x, 3, padding=2), "padding up to half the kernel; got 3, 3, 1 and 2"),
-        (lambda x: ops.max_pool(x, 9), "a size of 6 gives an output of 0: smaller than the window of 9"),
-        (lambda x: ops.max_pool(x, [2, 2, 2]), "kernel_size must be one number or 2, got [2, 2, 2]"),
+        (lambda x: ops.max_pool(x, 3, padding=2), "padding at most half of kernel_size; got 3, 3, 1 and 2"),
+        (lambda x: ops.max_pool(x, 9), "a size of 6 is too small for a window of 9"),
+        (lambda x: ops.max_pool(x, [2, 2, 2]), "kernel_size must be one number or 2 numbers, got [2, 2, 2]"),
         (lambda x: ops.max_pool(x, 2, spatial=1), "with 1 spatial dimensions (1, 2 or 3); got torch.float32 [2, 3, 6, 6]"),
         (lambda x: ops.max_pool(x.int(), 2), "wanted floating point"),
         (lambda x: ops.avg_pool(x, 2, divisor_override=0), "divisor_override is 0"),
-        (lambda x: ops.adaptive_avg_pool(x, 0), "wanted sizes of 1 or more, got [6, 6] to [0, 0]"),
-        (lambda x: ops.adaptive_max_pool(x, [1]), "output_size must be one number or 2, got [1]"),
+        (lambda x: ops.adaptive_avg_pool(x, 0), "all sizes must be at least 1, got an input of [6, 6] and an output of [0, 0]"),
+        (lambda x: ops.adaptive_max_pool(x, [1]), "output_size must be one number or 2 numbers, got [1]"),
     ],
 )
 def test_refused(call: Callable[[Tensor], Any], message: str) -> None:

@@ -68,15 +68,15 @@ def test_places_are_exact() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: ops.upsample(x, 3, mode="trilinear"), "bicubic for 2; got 'trilinear', [1, 2, 3, 4]"),
-        (lambda x: ops.upsample(x, 3, mode="area"), "got 'area', [1, 2, 3, 4]"),
-        (lambda x: ops.upsample(x, 3, mode="linear"), "got 'linear', [1, 2, 3, 4]"),
-        (lambda x: ops.upsample(x, 3, align_corners=True), "align_corners goes with the linear modes"),
-        (lambda x: ops.upsample(x), "wanted size or scale_factor, one of them; got None and None"),
-        (lambda x: ops.upsample(x, (1, 2, 3)), "size must be one number or 2, got (1, 2, 3)"),
-        (lambda x: ops.upsample(x, 0), "wanted sizes of 1 or more, got 3 to 0"),
-        (lambda x: ops.upsample(x, scale_factor=0.2), "wanted sizes of 1 or more, got 3 to 0.2 times that"),
-        (lambda x: ops.upsample(x[..., :1].expand(1, 2, 3, 90000), (3, 89999)), "products over 31 bits"),
+        (lambda x: ops.upsample(x, 3, mode="trilinear"), "mode is 'trilinear' and x is [1, 2, 3, 4]"),
+        (lambda x: ops.upsample(x, 3, mode="area"), "mode is 'area' and x is [1, 2, 3, 4]"),
+        (lambda x: ops.upsample(x, 3, mode="linear"), "mode is 'linear' and x is [1, 2, 3, 4]"),
+        (lambda x: ops.upsample(x, 3, align_corners=True), "align_corners is only for the linear modes"),
+        (lambda x: ops.upsample(x), "exactly one of size and scale_factor must be given; got None and None"),
+        (lambda x: ops.upsample(x, (1, 2, 3)), "size must be one number or 2 numbers, got (1, 2, 3)"),
+        (lambda x: ops.upsample(x, 0), "got an input of 3 and an output of 0"),
+        (lambda x: ops.upsample(x, scale_factor=0.2), "got an input of 3 and an output of 0.2 times that"),
+        (lambda x: ops.upsample(x[..., :1].expand(1, 2, 3, 90000), (3, 89999)), "products of more than 31 bits"),
     ],
 )
 def test_refused(call: Callable[[Tensor], Any], message: str) -> None:

@@ -92,7 +92,9 @@ def test_static_scales(format: str, zero: float | None, with_bias: bool, activat
     parts[1].x_scale = scale * 2
     if zero is None:
         return  # the larger scale is taken: test_static_weights_stack_under_one_scale_and_only_with_one_zero_point
-    with pytest.raises(ValueError, match=r"stack_rows: .* read one activation, with one static scale and zero point"):
+    with pytest.raises(
+        ValueError, match=r"stack_rows: .* share one activation, so their static scales and zero points must be equal"
+    ):
         stack_rows(parts)
 
 
@@ -159,7 +161,10 @@ def test_any_k_and_rows_that_begin_at_multiples_of_16_bytes(format: str) -> None
 def test_int4_takes_groups_of_64_where_128_do_not_divide() -> None:
     assert quantized("int4", 8, 256)[1].block == (1, 128)
     assert quantized("int4", 8, 192)[1].block == (1, 64)
-    with pytest.raises(ValueError, match=r"int4 has groups of 128 or 64 inputs, which do not divide K = 100"):
+    with pytest.raises(
+        ValueError,
+        match=r"int4 has groups of 128 or 64 inputs, so the number of inputs must be a multiple of that; got K = 100",
+    ):
         quantized("int4", 8, 100)
 
 
@@ -197,7 +202,7 @@ def test_rows_split_and_stack(format: str, parts: tuple[int, ...]) -> None:
 
 
 def test_weights_of_two_kinds_do_not_stack() -> None:
-    with pytest.raises(ValueError, match="wanted weights of one type and block"):
+    with pytest.raises(ValueError, match="all weights must have the same type and block"):
         stack_rows([quantized("int8")[1], quantized("int8-weight")[1]])
 
 
@@ -218,7 +223,7 @@ def test_static_weights_stack_under_one_scale_and_only_with_one_zero_point() -> 
     assert isinstance(alike, StaticWeight)
     assert alike.input_qparams == (0.25, 3.0)
     for others in ([static(0.25, 3.0), static(0.5, 3.0)], [static(0.25), static(0.25, 3.0)]):
-        with pytest.raises(ValueError, match="with one static scale and zero point; got"):
+        with pytest.raises(ValueError, match="static scales and zero points must be equal; got"):
             stack_rows(others)
 
 
@@ -314,7 +319,9 @@ def test_codes_are_for_weights_of_the_same_codes() -> None:
     codes, scales = ops.quantize_rows(randn(MANY, K), "int8")
     quantized_x = QuantizedActivation(codes, scales, torch.float32)
     for format, k in (("fp8", K), ("int8-weight", K), ("int8", K - 16)):
-        with pytest.raises(ValueError, match=r"x is quantised to torch.int8 \[20, 256\], which only a `ScaledWeight` of these"):
+        with pytest.raises(
+            ValueError, match=r"x is quantised to torch.int8 \[20, 256\], so the weight must be a `ScaledWeight`"
+        ):
             ops.linear(quantized_x, quantized(format, N, k)[1])
     with pytest.raises(ValueError, match=r"got a weight of type Tensor"):
         ops.linear(quantized_x, randn(N, K))

@@ -145,7 +145,7 @@ def test_a_plan_is_checked_before_anything_starts(tmp_path: Path) -> None:
     command += ["--out", str(tmp_path / "run"), "--dtype", "float32", "--row-tokens", "48", "--micro-batches", "4"]
     for plan, words in (
         ("tp=3", "slices 3 does not divide the heads, 4"), ("pp=4", "more than the 2 layers"), ("dp=8", "does not divide"),
-        ("frog=1", "does not know"), ("dp=2,zero=7", "wanted 0, 1, 2 or 3"),
+        ("frog=1", "has no option 'frog'"), ("dp=2,zero=7", "wanted 0, 1, 2 or 3"),
     ):  # fmt: skip
         result = CliRunner().invoke(app, [*command, "--parallel", plan])
         assert result.exit_code == 1
@@ -179,7 +179,7 @@ def test_a_run_in_slices_and_chunks_goes_on_with_the_same_bits(tmp_path: Path) -
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
-    with pytest.raises(ValueError, match="parallel was slices=2, is no cuts"):
+    with pytest.raises(ValueError, match="parallel was slices=2 and is now undivided"):
         _here(config_of(tmp_path, "two"))
 
 
@@ -201,7 +201,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(tmp_path: Path) -> 
     assert "continuing after step 2" in said
     assert log_of(tmp_path / "two") == log_of(tmp_path / "one")
     assert (tmp_path / "two" / "model" / "model.safetensors").read_bytes() == whole
-    with pytest.raises(ValueError, match="parallel was slices=2, is no cuts"):
+    with pytest.raises(ValueError, match="parallel was slices=2 and is now undivided"):
         _here(config_of(tmp_path, "two"))
 
 

@@ -51,16 +51,16 @@ def test_lines_of_ranks_are_those_of_an_array_of_all(given: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("ring", "ring is how ranks of cp attend"),
-        ("schedul=gpipe", "is 'schedule' meant"),
-        ("frog=2", "there are dp"),
+        ("ring", "ring needs cp above 1"),
+        ("schedul=gpipe", "did you mean 'schedule'"),
+        ("frog=2", "the options are dp"),
         ("dp=0", "dp is 0, wanted 1 or more"),
         ("dp=two", "dp is 'two', wanted int"),
         ("dp", "dp is True, wanted int"),
         ("zero=4", "wanted 0, 1, 2 or 3"),
         ("schedule=frog", "wanted one of"),
-        ("virtual=2,pp=2", "1f1b has one part a rank"),
-        ("dp=4,ep=3", "ep is 3 and dp 4; wanted a divisor of dp"),
+        ("virtual=2,pp=2", "1f1b has one part per rank"),
+        ("dp=4,ep=3", "ep is 3 and dp is 4; ep must be a divisor of dp"),
         ("slices=3,tp=2", "slices is 3 and tp is 2"),
         ("slices=6,tp=2", "times a power of two"),
     ],
@@ -79,20 +79,20 @@ def test_a_plan_that_no_model_makes_right_is_refused(given: str, words: str) -> 
         ("cp=3", {}, "chunks 3 does not divide the tokens of a micro-batch, 128"),
         ("cp=2,tp=4", {}, "key and value heads of a slice, 1"),
         ("dp=3", {}, "dp 3 does not divide the micro_batches, 8"),
-        ("tp=4,sp", {"tokens": 126}, "do not divide"),
+        ("tp=4,sp", {"tokens": 126}, "does not divide the 126 tokens"),
         ("pp=16", {}, "more than the 8 layers"),
-        ("dp=2", {"micro_batches": 6}, "a replica has 3 micro-batches of an update, wanted a power of two"),
-        ("dp=6,zero=2", {"micro_batches": 6}, "dp is 6, wanted a power of two"),
-        ("pp=4,virtual=2,schedule=interleaved,dp=4", {}, "in multiples of pp 4, got 2"),
-        ("pp=2,zero=2", {}, "zero 2 does not go with pp"),
-        ("zero=1,dp=2", {"whole": "muon"}, "muon wants whole parameters"),
+        ("dp=2", {"micro_batches": 6}, "each replica has 3 micro-batches of an update; accumulate tree needs a power of two"),
+        ("dp=6,zero=2", {"micro_batches": 6}, "dp is 6; accumulate tree needs a power of two"),
+        ("pp=4,virtual=2,schedule=interleaved,dp=4", {}, "as the number of micro-batches per replica, got 2"),
+        ("pp=2,zero=2", {}, "zero 2 cannot be combined with pp"),
+        ("zero=1,dp=2", {"whole": "muon"}, "muon needs whole parameters"),
         ("cp=2", {"ragged": True}, "conversations"),
         ("dp=4,ep=2", {}, "the model has no experts"),
-        ("dp=8,ep=8", {"experts": 12}, "ep 8 does not divide the experts, 12"),
-        ("dp=4,ep=2,zero=2", {"experts": 8}, "zero 2 does not go with ep"),
+        ("dp=8,ep=8", {"experts": 12}, "ep 8 does not divide the 12 experts"),
+        ("dp=4,ep=2,zero=2", {"experts": 8}, "zero 2 cannot be combined with ep"),
         ("dp=6,ep=2", {"experts": 8, "micro_batches": 6}, "each expert has 3 replicas"),
-        ("dp=2,ep=2", {"experts": 8, "whole": "muon"}, "which zero, tp and ep cut"),
-        ("chunks=4,cp=2", {}, "wanted cp 2"),
+        ("dp=2,ep=2", {"experts": 8, "whole": "muon"}, "but zero, tp and ep divide them"),
+        ("chunks=4,cp=2", {}, "cp is 2; they must be equal"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_in_a_sentence(given: str, changes: dict[str, Any], words: str) -> None:
@@ -116,12 +116,12 @@ def test_the_config_has_the_plan_and_a_resumed_run_may_have_another() -> None:
     assert config.micro_batches == 8
     assert config.parallel == Plan(dp=2, tp=2)
     assert 'parallel = "dp=2,tp=2"' in to_toml(config)
-    with pytest.raises(ValueError, match="8 in parallel and 4 outside of it"):
+    with pytest.raises(ValueError, match="8 in parallel and 4 outside it"):
         merged({"parallel": {"micro_batches": 8}, "micro_batches": 4}, {})
     assert not differences(config, replace(config, parallel=Plan(slices=2)))
     assert not differences(config, replace(config, parallel=Plan(pp=4, tp=2, zero=1)))
     (words,) = differences(config, replace(config, parallel=Plan(dp=4)))
-    assert words == "parallel was slices=2, is no cuts"
+    assert words == "parallel was slices=2 and is now undivided"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -204,6 +204,6 @@ def test_layers_of_other_kinds_are_cut_by_rows_alone() -> None:
     shape = replace(SHAPES["qwen3-0.6b"], architecture="Olmo2ForCausalLM")
     model = empty_model(shape, device="meta", dtype=torch.float32)
     for given in ("tp=2", "pp=2", "cp=2"):
-        assert "block 0 is no RMS norm, attention" in (refusal(model, Plan.read(given)) or "")
+        assert "block 0 of this model, which must consist of an RMS norm, attention" in (refusal(model, Plan.read(given)) or "")
     assert refusal(model, Plan.read("dp=2,zero=3")) is None
     assert refusal(empty_model(SHAPES["qwen3-0.6b"], device="meta", dtype=torch.float32), Plan.read("tp=2,pp=2")) is None

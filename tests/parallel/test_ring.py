@@ -50,10 +50,10 @@ def test_a_ring_attends_as_whole_documents_do(chunks: int, softcap: float | None
 
 
 def test_a_ring_needs_chunks_and_models_without_windows() -> None:
-    with pytest.raises(ValueError, match="ring is how ranks of cp attend, and cp is 1"):
+    with pytest.raises(ValueError, match="ring needs cp above 1"):
         Plan(ring=True)
     assert Plan.read("cp=2,ring").alone() == Plan(chunks=2, ring=True)
 
     model: Any = empty_model(SHAPES["llama-1b"], device="meta", dtype=torch.bfloat16)
     model.blocks[0].attn.window = 8
-    assert "a ring does not know" in (refusal(model, Plan(cp=2, ring=True)) or "")
+    assert "which ring does not support" in (refusal(model, Plan(cp=2, ring=True)) or "")

@@ -119,10 +119,10 @@ MIXTURE = {
 @pytest.mark.parametrize(
     ("options", "shape", "words"),
     [
-        ({"tp": 3}, {}, "3 slices, which do not divide the heads, 8"),
-        ({"tp": 8}, {}, "do not divide the key and value heads, 4"),
+        ({"tp": 3}, {}, "3 slices, which does not divide the heads, 8"),
+        ({"tp": 8}, {}, "does not divide the key and value heads, 4"),
         ({"pp": 5}, {}, "pp is 5, more than the 4 layers"),
-        ({"tp": 2}, MIXTURE, "tp cannot cut block 0 of the model"),
+        ({"tp": 2}, MIXTURE, "tp cannot divide block 0 of the model"),
         ({"tp": 2}, {}, "take a model by its name or folder"),
     ],
 )

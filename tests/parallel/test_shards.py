@@ -103,5 +103,5 @@ def test_what_is_missing_or_damaged_is_one_sentence(tmp_path: Path) -> None:
     away = {**manifest, name: {**manifest[name], "shards": [{**manifest[name]["shards"][0], "file": "/etc/passwd"}]}}
     (bad("away") / MANIFEST).write_text(json.dumps(away))
     for damaged in ("lost", "cut", "text", "fewer", "half", "other", "away"):
-        with pytest.raises(ValueError, match=r"cannot be read .*; remove it to continue from the one before"):
+        with pytest.raises(ValueError, match=r"cannot be read .*; remove it to continue from the checkpoint before it"):
             read_shards(tmp_path / damaged, wanted, pieces)

@@ -87,9 +87,9 @@ def test_tuning_by_several_ranks(tmp_path: Path, plan: str, changes: dict[str, A
 @pytest.mark.parametrize(
     ("plan", "changes", "words"),
     [
-        ("tp=2", {"lora_rank": 4}, "an adapter is trained on replicas"), ("slices=2", {"lora_rank": 4}, "an adapter is"),
-        ("dp=2,zero=3", {"lora_rank": 4}, "an adapter is trained"), ("pp=2", {"lora_rank": 4}, "an adapter is trained"),
-        ("dp=2", {"lora_rank": 4, "lora_dropout": 0.1}, "lora_dropout would draw other masks on each rank"),
+        ("tp=2", {"lora_rank": 4}, "only on replicas"), ("slices=2", {"lora_rank": 4}, "use only dp"),
+        ("dp=2,zero=3", {"lora_rank": 4}, "use only dp"), ("pp=2", {"lora_rank": 4}, "use only dp"),
+        ("dp=2", {"lora_rank": 4, "lora_dropout": 0.1}, "lora_dropout would draw different masks on each rank"),
         ("tp=2", {"loss": "dpo"}, "conversations and pairs fill rows to different lengths"),
     ],
 )  # fmt: skip

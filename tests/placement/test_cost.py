@@ -128,7 +128,9 @@ def test_a_real_processor_is_predicted() -> None:
     assert np.median(errors) < 0.5
 
 
-@pytest.mark.parametrize(("count", "seconds", "words"), [(3, 1.0, "wanted at least 5"), (6, 0.0, "took no time")])
+@pytest.mark.parametrize(
+    ("count", "seconds", "words"), [(3, 1.0, "needs at least 5 measurements"), (6, 0.0, "needs a time above 0 seconds")]
+)
 def test_bad_measurements_are_one_sentence(count: int, seconds: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fit("cpu", [Measurement(work=layer(1), seconds=seconds)] * count)

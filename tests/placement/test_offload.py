@@ -53,16 +53,16 @@ def test_nothing_is_faster_than_its_parts_and_all_overlaps() -> None:
     alike = [Layer(name=str(i), bytes=1000, seconds=4e-6) for i in range(12)]
     found = plan(alike, 9000, link_s)  # five are streamed, of 2 us each
     assert found.seconds == pytest.approx(48e-6)
-    assert "what is computed decides" in found.explain(alike, link_s)[-1]
+    assert "computing sets the time" in found.explain(alike, link_s)[-1]
     slow = plan(alike, 2000, lambda count: count / 1e8)
     assert slow.seconds == pytest.approx(12 * 1e-5)
-    assert "the copies decide" in slow.explain(alike, lambda count: count / 1e8)[-1]
+    assert "copying sets the time" in slow.explain(alike, lambda count: count / 1e8)[-1]
 
 
 def test_what_fits_stays_and_what_cannot_is_said() -> None:
     layers = [Layer(name="a", bytes=100, seconds=1.0), Layer(name="b", bytes=300, seconds=1.0)]
     assert plan(layers, 400, link_s) == Plan(resident=(True, True), buffers=0, seconds=2.0, bytes=400)
-    with pytest.raises(ValueError, match="the largest layer, b with 300 bytes, do not fit into 399"):
+    with pytest.raises(ValueError, match="do not fit into the memory of 399 bytes"):
         plan(layers, 399, link_s)
 
 

@@ -77,10 +77,10 @@ def test_small_work_stays_and_large_work_goes() -> None:
 @pytest.mark.parametrize(
     ("seconds", "edges", "words"),
     [
-        ({"a": [1.0]}, {("a", "b"): 1.0}, "names a stage that is not there"),
+        ({"a": [1.0]}, {("a", "b"): 1.0}, "names an unknown stage"),
         ({"a": [1.0], "b": [1.0]}, {("a", "b"): 1.0, ("b", "a"): 1.0}, "wait for each other"),
-        ({"a": [1.0], "b": [1.0, 2.0]}, {}, "different numbers of devices"),
-        ({"a": [float("inf")]}, {}, "can run on no device"),
+        ({"a": [1.0], "b": [1.0, 2.0]}, {}, "the same number of devices"),
+        ({"a": [float("inf")]}, {}, "cannot run on any device"),
     ],
 )
 def test_a_bad_graph_is_one_sentence(seconds: dict, edges: dict, words: str) -> None:

@@ -188,7 +188,7 @@ def test_a_layer_that_calibration_does_not_reach_says_so() -> None:
     net.forward = lambda x: net["used"](x)
     report = tw.quantize(net, "int8", calibration=[randn(4, 16)])
     assert report.layers[0].error is not None
-    assert (report.layers[1].error, report.layers[1].note) == (None, "no calibration input reached it")
+    assert (report.layers[1].error, report.layers[1].note) == (None, "the calibration input did not reach it")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_migration_leaves_the_float_model_and_makes_outliers_cheaper() -> None:
     report = tw.quantize(moved, "int8", calibration=[prompt_inputs(moved, range(40))], migrate=0.5)
     notes = [layer.note for layer in report.quantized]
     assert all(note.startswith("migrated into the norm") for note in notes[::2])
-    assert all(note == "nothing migrated: no norm before it" for note in notes[1::2])
+    assert all(note == "nothing migrated, because there is no norm before it" for note in notes[1::2])
     for i in (2, 6):
         assert report.quantized[i].error < 0.6 * plain.quantized[i].error
     errors = [(run_logits(m, list(range(40)), 40) - exact).norm().item() for m in (model, moved)]
@@ -303,30 +303,30 @@ def twice() -> Any:
 
 
 BAD = {
-    "format": (decoder, "int9", {}, "no format 'int9'; did you mean int8 or int4? There are int8, fp8, fp8-block"),
+    "format": (decoder, "int9", {}, "no format 'int9'; did you mean int8 or int4? the formats are int8, fp8, fp8-block"),
     "group": (
         lambda: torch.nn.Sequential(torch.nn.Linear(100, 8)), "int4", {},
-        "0 has K = 100 inputs, which groups of 128 or 64 do not divide, as int4 needs; name the layer in skip, or take int8",
+        "a multiple of its group size 128 or 64, but 0 has K = 100 inputs; list the layer in skip, or use int8",
     ),
-    "mx group": (lambda: torch.nn.Sequential(torch.nn.Linear(40, 8)), "mxfp8", {}, "K = 40 inputs, which groups of 32"),
-    "twice": (twice, "int8", {}, "blocks.0.attn.qkv is quantised already, as int8; quantise the float model instead"),
-    "pattern": (decoder, "int8", {"skip": ("lm_head", "mlp.*")}, "skip has 'mlp.*', which matches no linear layer; there are"),
-    "nan": (lambda: spoiled(math.nan), "fp8", {}, "weight of blocks.1.ffn.down has 1 elements that are not finite, of 24576"),
-    "inf": (lambda: spoiled(-math.inf), "int4", {}, "weight of blocks.1.ffn.down has 1 elements that are not finite"),
-    "no layers": (lambda: torch.nn.Sequential(torch.nn.ReLU()), "int8", {}, "no linear layer to quantise in Sequential"),
+    "mx group": (lambda: torch.nn.Sequential(torch.nn.Linear(40, 8)), "mxfp8", {}, "group size 32, but 0 has K = 40"),
+    "twice": (twice, "int8", {}, "blocks.0.attn.qkv is already quantised, as int8; quantise the float model instead"),
+    "pattern": (decoder, "int8", {"skip": ("lm_head", "mlp.*")}, "skip has 'mlp.*', which matches no linear layer"),
+    "nan": (lambda: spoiled(math.nan), "fp8", {}, "1 of 24576 elements of the weight of blocks.1.ffn.down are not finite"),
+    "inf": (lambda: spoiled(-math.inf), "int4", {}, "1 of 24576 elements of the weight of blocks.1.ffn.down are not finite"),
+    "no layers": (lambda: torch.nn.Sequential(torch.nn.ReLU()), "int8", {}, "no linear layer that can be quantised"),
     "all skipped": (decoder, "int8", {"skip": ("*",)}, "blocks.0.attn.qkv: named in skip"),
-    "one layer": (lambda: torch.nn.Linear(16, 16), "int8", {}, "itself one linear layer"),
+    "one layer": (lambda: torch.nn.Linear(16, 16), "int8", {}, "a single linear layer"),
     "double": (lambda: torch.nn.Sequential(torch.nn.Linear(16, 16)).double(), "int8", {}, "is torch.float64, wanted bfloat16"),
-    "empty calibration": (decoder, "int8", {"calibration": []}, "calibration has no batches"),
+    "empty calibration": (decoder, "int8", {"calibration": []}, "the calibration input is empty"),
     "calibration of nan": (
         lambda: torch.nn.Sequential(torch.nn.Linear(16, 16)), "int8", {"calibration": [torch.full((2, 16), math.nan)]},
-        "makes the input of 0 infinite or NaN, in 16 of 16 columns",
+        "the input of 0 becomes infinite or NaN in 16 of 16 columns",
     ),
     "activation": (decoder, "int8", {"activation": "fixed"}, "activation is 'fixed', wanted dynamic, static, static-zero"),
-    "static what": (decoder, "int4", {"activation": "static"}, "static scales of activations are for int8 and fp8; with int4"),
-    "zero point of what": (decoder, "fp8", {"activation": "static-zero"}, "static-zero scales of activations are for int8"),
+    "static what": (decoder, "int4", {"activation": "static"}, "supported only for int8 and fp8; with int4"),
+    "zero point of what": (decoder, "fp8", {"activation": "static-zero"}, "static-zero scales of activations are supported"),
     "static from what": (decoder, "int8", {"activation": "static"}, "static scales need calibration input"),
-    "migrate what": (decoder, "int4", {"migrate": 0.5}, "migrate is for int8 and fp8"),
+    "migrate what": (decoder, "int4", {"migrate": 0.5}, "migrate is only for int8 and fp8"),
     "migrate from what": (decoder, "int8", {"migrate": 0.5}, "migrate needs calibration input"),
     "migrate how far": (decoder, "int8", {"migrate": 2.0, "calibration": [1]}, "migrate is 2.0, wanted 0"),
 }  # fmt: skip
@@ -354,5 +354,5 @@ def test_a_card_that_lacks_a_format_is_told(format: str) -> None:
             check_card(format, device_named("a100"), torch.bfloat16)
     else:
         check_card(format, device_named("a100"), torch.bfloat16)
-    with pytest.raises(ValueError, match="the model is float32, and on a GPU"):
+    with pytest.raises(ValueError, match="the model is float32, but on a GPU"):
         check_card(format, device_named("h100"), torch.float32)

@@ -51,7 +51,7 @@ def test_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[1].startswith(
         "at 256 to 1024 rows (prompts, large batches) int4 is slower than bf16, down to 0.80 times its speed"
     )
-    assert told[2] == "where such steps decide, take int8: at least 1.40 times bf16's speed there"
+    assert told[2] == "if such steps dominate, use int8, which is at least 1.40 times as fast as bf16 there"
     assert len(speed_text("int8").splitlines()) == 1
     assert speed_text("mxfp8") == ""
 

@@ -55,7 +55,7 @@ def test_prompts_over_the_context_are_one_sentence(tmp_path: Path) -> None:
     assert not rows
     only(
         lines,
-        "a prompt of 3000 tokens and its answers may have 3002 tokens, and the model has 2048 positions: lower max_tokens",
+        "a prompt of 3000 tokens and its answers can have 3002 tokens, but the model has only 2048 positions; lower max_tokens",
     )
 
 

@@ -129,9 +129,9 @@ def test_room_is_filled_and_serves_what_is_smaller() -> None:
 
 def test_what_cannot_be_captured_is_refused() -> None:
     model = small_model(CONFIG)
-    with pytest.raises(ValueError, match="graphs wants a CUDA device, and this is cpu; leave it out"):
+    with pytest.raises(ValueError, match="graphs needs a CUDA device, but the device is cpu; leave graphs out"):
         Learner(replace(CONFIG, graphs=True), model)
-    with pytest.raises(ValueError, match="graphs wants a CUDA device"):
+    with pytest.raises(ValueError, match="graphs needs a CUDA device"):
         check_graphs(model)
 
 

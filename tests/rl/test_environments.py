@@ -155,10 +155,10 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
     ("spec", "words"),
     [
         ("nothing", "no environment 'nothing'; wanted one of addition"),
-        ("reversal:digits=x", "wanted name:key=integer"),
-        ("reversal:size=3", "wanted name:key=integer"),
-        ("missing.py:X", "no file missing.py"),
-        (f"{__file__}:NoSuch", "has no environment 'NoSuch'"),
+        ("reversal:digits=x", "NAME:KEY=INTEGER"),
+        ("reversal:size=3", "NAME:KEY=INTEGER"),
+        ("missing.py:X", "missing.py does not exist"),
+        (f"{__file__}:NoSuch", "defines no environment 'NoSuch'"),
     ],
 )
 def test_environments_that_are_none(spec: str, words: str) -> None:

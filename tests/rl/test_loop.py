@@ -111,7 +111,7 @@ def test_the_sampler_reports_what_the_trainer_finds_also_after_an_update() -> No
         stale = Sampler(small_model(TINY), max_len=16, seqs=8, end_ids=(20,))
         trainer.gatherer.sampler = stale
         trainer.config = replace(TINY, updates=3)
-        with pytest.raises(ConnectionError, match="step 2 got samples of weights 0 to 0; wanted 2"):
+        with pytest.raises(ConnectionError, match="step 2 got samples from weights of versions 0 to 0, wanted version 2"):
             trainer.step()
         stale.version = 2  # also one that says otherwise
         assert trainer.step()["ratio_off"] > 1e-2
@@ -214,7 +214,7 @@ def test_a_reward_that_fails_costs_its_sample_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no environment"),
+        ("", "has no field environment"),
         ("environment = 3", "environment is 3, wanted str"),
         ('environment = "addition"\nupdate = 3', "unknown fields update"),
         ('environment = "addition"\nupdates = 0', "updates is 0, wanted 1 to"),
@@ -222,15 +222,15 @@ def test_a_reward_that_fails_costs_its_sample_alone() -> None:
         ('environment = "addition"\nlearning_rate = nan', "learning_rate is nan"),
         ('environment = "addition"\nalgorithm = "sarsa"', "algorithm is 'sarsa', wanted one of ppo, "),
         ('environment = "addition"\ndtype = "float16"', "dtype is 'float16', wanted one of float32, bfloat16"),
-        ('environment = "addition"\nchat = true', "chat needs a model"),
+        ('environment = "addition"\nchat = true', "chat needs model to have a chat template"),
         ('environment = "addition"\ntensorboard = true', "out is empty"),
         ('environment = "addition"\nkl_estimator = "k9"', "wanted one of k1, k2, k3"),
-        ('environment = "addition"\nalphabet = "aa"', "has a character twice"),
+        ('environment = "addition"\nalphabet = "aa"', "each character only once"),
         ('environment = "addition"\ntemperature = 0', "temperature is 0, wanted 0.01 to 100"),
         ('environment = "addition"\ntop_p = 0.0', "top_p is 0.0, wanted"),
         ('environment = "addition"\nstaleness = 1', "staleness is 1, but sampler is empty"),
-        ('environment = "addition"\nprompts = 1\nanswers = 1\nminibatches = 4', "do not fill 4 minibatches"),
-        ("environment = ", "is not TOML"),
+        ('environment = "addition"\nprompts = 1\nanswers = 1\nminibatches = 4', "fewer than the 4 minibatches"),
+        ("environment = ", "is not valid TOML"),
     ],
 )
 def test_bad_configs_are_one_sentence(text: str, words: str, tmp_path: Path) -> None:
@@ -241,5 +241,5 @@ def test_bad_configs_are_one_sentence(text: str, words: str, tmp_path: Path) -> 
 
 
 def test_a_prompt_outside_of_the_alphabet_is_refused() -> None:
-    with pytest.raises(ValueError, match="has '=', which is not in the alphabet"):
+    with pytest.raises(ValueError, match="contains '=', which is not in the alphabet"):
         Trainer(replace(TINY, alphabet="0123456789"))

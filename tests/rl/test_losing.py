@@ -55,9 +55,9 @@ def test_lost_answers_cost_their_samples_and_are_counted(turns: int) -> None:
 
 def test_bad_configs_are_one_sentence() -> None:
     for name in ("ray:0", "ray:", "ray:2,cpu", "ray"):
-        with pytest.raises(ValueError, match="or several of these, or ray:N"):
+        with pytest.raises(ValueError, match="several of these separated by commas, or ray:N"):
             RLConfig(environment="reversal", sampler=name)
-    with pytest.raises(ValueError, match="weights go to Ray's actors through its store: leave it out"):
+    with pytest.raises(ValueError, match="receive weights through Ray's object store; leave handover out"):
         RLConfig(environment="reversal", sampler="ray:2", handover="broadcast")
 
 

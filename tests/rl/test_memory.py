@@ -63,5 +63,5 @@ def test_samples_are_the_same_with_a_cache_that_goes_in_between(device: torch.de
 
 
 def test_a_sampler_process_has_no_memory_to_share() -> None:
-    with pytest.raises(ValueError, match="memory of its own"):
+    with pytest.raises(ValueError, match="its own memory"):
         RLConfig(environment="reversal", sampler="cpu", free_cache=True)

@@ -34,7 +34,7 @@ def test_all_bits_arrive_and_both_rates_are_told(handover: str) -> None:
 def test_devices_that_do_not_go_together_are_one_sentence() -> None:
     result = run("rl_push.py", "--to", "cpu", "--handover", "card")
     assert result.returncode != 0
-    assert 'handover is "card", which is for a trainer and samplers on one card' in result.stderr
+    assert 'handover is "card", which needs the trainer and all samplers on the same GPU' in result.stderr
 
 
 @pytest.mark.long

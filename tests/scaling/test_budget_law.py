@@ -97,7 +97,7 @@ def test_a_damaged_one_is_refused(change: dict[str, object], words: str) -> None
     saved = fit_budget_law(narrow(0.002, np.random.default_rng(2))).to_json()
     with pytest.raises(ValueError, match=words):
         BudgetLaw.from_json(saved | change)
-    with pytest.raises(ValueError, match="lacks a number"):
+    with pytest.raises(ValueError, match="a number is missing"):
         BudgetLaw.from_json({name: value for name, value in saved.items() if name != "floors"})
 
 

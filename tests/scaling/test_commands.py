@@ -73,17 +73,17 @@ def cut(lines: list[str], row: int, column: int, text: str) -> str:
 
 ROWS = table()
 BAD = {
-    "zero": (cut(ROWS, 3, 3, "0"), "row 5, column 'loss': '0' is no positive finite number"),
-    "nan": (cut(ROWS, 0, 3, "nan"), "row 2, column 'loss': 'nan' is no positive"),
+    "zero": (cut(ROWS, 3, 3, "0"), "row 5, column 'loss': '0' is not a finite number above 0"),
+    "nan": (cut(ROWS, 0, 3, "nan"), "row 2, column 'loss': 'nan' is not a finite number"),
     "infinite": (cut(ROWS, 0, 0, "inf"), "column 'params': 'inf'"),
     "negative": (cut(ROWS, 0, 1, "-5"), "column 'tokens': '-5'"),
     "word": (cut(ROWS, 0, 1, "many"), "column 'tokens': 'many'"),
     "short row": (HEADER + "".join(ROWS) + "1e9,1e10\n", "column 'flops': ''"),
-    "other columns": ("x,y,z\n1,2,3\n", "has columns 'x', 'y', 'z'; loss and two of"),
-    "empty": ("", "has columns none"),
+    "does not have the columns": ("x,y,z\n1,2,3\n", "has the columns 'x', 'y', 'z'; it needs loss and two of"),
+    "empty": ("", "has the columns none"),
     "header alone": (HEADER, "has 0 runs"),
-    "few": (HEADER + "".join(ROWS[::8]), "5 runs are too few"),
-    "two budgets": (HEADER + "".join(ROWS[:16]), "the runs have 2 budgets; a trend over budgets needs 3"),
+    "few": (HEADER + "".join(ROWS[::8]), "there are only 5"),
+    "two budgets": (HEADER + "".join(ROWS[:16]), "a trend over budgets needs at least 3 budgets, but the runs have 2"),
     "one size": (
         HEADER + "".join(f"1e9,{d},{6e9 * d},{3 + i / 10}\n" for i, d in enumerate([10.0**k for k in range(8, 18)])),
         "same parameters",
@@ -110,7 +110,7 @@ def test_columns_have_other_names_or_are_given(tmp_path: Path) -> None:
     path = write(tmp_path / "runs.csv", text)
     with pytest.raises(ValueError, match=r"none was recognised for tokens, loss.*--loss-column"):
         read_runs(path)
-    with pytest.raises(ValueError, match="has no column 'endloss' for loss; it has 'Model Size'"):
+    with pytest.raises(ValueError, match="has no column 'endloss' for loss; its columns are 'Model Size'"):
         read_runs(path, Columns(loss="endloss"))
     runs = read_runs(path, Columns(loss="final"))
     assert len(runs) == 40
@@ -139,7 +139,7 @@ def test_bad_options_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> 
 def test_a_law_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     code, _, err = scaling("predict", write(tmp_path / "law.json", text), "--flops", "1e21")
     assert code == 1
-    assert "is no law that" in err
+    assert "is not a file that" in err
 
 
 TRAINER = """
@@ -208,7 +208,7 @@ def test_runs_at_the_same_time_are_stopped_with_the_one_that_fails(tmp_path: Pat
     with pytest.raises(ValueError, match=f"{names[2]} failed with exit code 1.*no memory for this one"):
         run_plan(made, tmp_path, command, lambda _: 1.0, print, 3)
     assert not done(tmp_path / TABLE)
-    with pytest.raises(ValueError, match="jobs is 0; wanted 1 or more"):
+    with pytest.raises(ValueError, match="jobs is 0, wanted 1 or more"):
         run_plan(made, tmp_path, command, lambda _: 1.0, print, 0)
 
 
@@ -218,7 +218,7 @@ def test_two_series_in_one_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(BlockingIOError, match="another process makes runs"):
+        with pytest.raises(BlockingIOError, match="another process executes runs"):
             run_plan(plan(1e17, vocab=1024), tmp_path, lambda *_: [], lambda _: 1.0, print)
 
 
@@ -263,5 +263,5 @@ def test_a_plan_is_trained_and_goes_on(tmp_path: Path) -> None:
     before = (tmp_path / "series" / TABLE).read_text()
     code, out, err = scaling("run", plan_file, base, "--out", tmp_path / "series")
     assert code == 0, err
-    assert err.count("done before") == 2
+    assert err.count("already done") == 2
     assert (tmp_path / "series" / TABLE).read_text() == before

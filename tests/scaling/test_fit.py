@@ -182,7 +182,7 @@ def test_runs_whose_best_law_has_no_floor_are_fitted_and_the_missing_term_is_nam
     params, tokens, loss = np.array(SCATTERED, dtype=np.float64).T
     found = analyse(Runs(params=params, tokens=tokens, flops=6 * params * tokens, loss=loss), bootstrap=20)
     assert found.fit.law.E < 1e-6
-    assert any(warning.startswith("E is 0 in the law that fits best") for warning in found.warnings)
+    assert any(warning.startswith("E is 0 in the best fit") for warning in found.warnings)
     assert np.isfinite(found.fit.samples).all()
 
 

@@ -123,5 +123,5 @@ def test_charts_hold_the_runs() -> None:
 
 
 def test_a_law_without_a_minimum_is_refused() -> None:
-    with pytest.raises(ValueError, match="have no minimum"):
+    with pytest.raises(ValueError, match="the law has no minimum"):
         Law(E=1.0, A=1.0, B=1.0, alpha=-0.1, beta=0.3).optimum(1e20)

@@ -102,7 +102,7 @@ def test_it_is_saved_and_read() -> None:
     assert said.joint_law_loss == again.best_loss(1e21)[0]
     assert said.joint_law_params == again.best_size(1e21)
     assert predict({**saved, "joint_law": None}, 1e21).joint_law_loss is None
-    with pytest.raises(ValueError, match="the joint law lacks a number"):
+    with pytest.raises(ValueError, match="a number is missing from the joint law"):
         JointLaw.from_json({name: value for name, value in found.to_json().items() if name != "size"})
 
 

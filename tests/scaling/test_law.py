@@ -141,5 +141,5 @@ def test_a_plan_of_one_depth() -> None:
     made = plan(1e15, budgets=2, vocab=1024, head_dim=32, layers=3)
     assert {run.shape.layers for run in made.runs} == {3}
     assert len({run.shape.hidden for run in made.runs}) > 4
-    with pytest.raises(ValueError, match="layers is 0; wanted 1 to 1000"):
+    with pytest.raises(ValueError, match="layers is 0, wanted 1 to 1000"):
         plan(1e15, layers=0)

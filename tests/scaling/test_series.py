@@ -32,7 +32,7 @@ def test_rates_are_interpolated_between_hidden_sizes() -> None:
     assert rates("256:2e-3")(64) == [2e-3]
     assert rates("1e-3,2e-3")(64) == [1e-3, 2e-3]
     for text in ("", "x", "1e-3,64:2e-3", "0", "-1e-3", "64:inf", "1:2:3"):
-        with pytest.raises(ValueError, match="wanted rates"):
+        with pytest.raises(ValueError, match="wanted learning rates"):
             rates(text)
 
 
@@ -62,7 +62,7 @@ def test_a_plan_of_widths_keeps_what_is_near_and_read_once(tmp_path: Path) -> No
         (("--hidden", "x", "--layers", "4"), "wanted hidden sizes"),
         (("--max-tokens", "1e6"), "goes with --hidden"),
         (("--seeds", "0"), "wanted 1 to 1000"),
-        (("--lr", "fast"), "wanted rates"),
+        (("--lr", "fast"), "wanted learning rates"),
     ],
 )
 def test_bad_arguments_of_a_plan_are_one_sentence(arguments: tuple[str, ...], words: str) -> None:
@@ -79,7 +79,7 @@ def test_options_of_runs_reach_the_trainer_and_are_checked_before_any_run(tmp_pa
     assert given["--seed"] == "0"
     assert given["--data"] == str(tmp_path)
     for options, reason in (
-        ({"steps": 3}, "which the plan decides"),
+        ({"steps": 3}, "which the plan determines"),
         ({"momentum": 1}, "not a field"),
         ({"lr": -1.0}, "lr is -1"),
     ):
@@ -90,7 +90,7 @@ def test_options_of_runs_reach_the_trainer_and_are_checked_before_any_run(tmp_pa
             command_of(STUDY / "base.toml", read_plan(tmp_path / "plan.json"))
     rows[1]["options"] = {"graphs": True}
     (tmp_path / "plan.json").write_text(json.dumps({**made.to_json(), "runs": rows}))
-    with pytest.raises(ValueError, match="neither number nor text"):
+    with pytest.raises(ValueError, match="neither a number nor text"):
         read_plan(tmp_path / "plan.json")
 
 
@@ -173,7 +173,7 @@ def test_a_trainer_that_outlives_its_series_keeps_the_folder(tmp_path: Path) -> 
     def again() -> Path:
         return run_plan(made, tmp_path, lambda run, here: [sys.executable, "-c", ""], lambda here: 1.0, lambda words: None)
 
-    with pytest.raises(BlockingIOError, match="another process makes runs"):
+    with pytest.raises(BlockingIOError, match="another process executes runs"):
         again()
     (tmp_path / "go").touch()
     while True:

@@ -160,7 +160,7 @@ def test_nothing_is_loaded_where_the_operator_does_not_say_so(folders: dict[str,
 
 def test_an_adapter_cannot_have_the_models_name(folders: dict[str, Path]) -> None:
     llm = LLM(str(folders["base"]), device="cpu", kv_cache_bytes=1 << 20, adapters=(f"base={folders['one']}",))
-    with pytest.raises(ValueError, match="an adapter has the name of the model, 'base'"):
+    with pytest.raises(ValueError, match="an adapter and the model are both named 'base'"):
         Served.of(llm.engine, "base")
 
 

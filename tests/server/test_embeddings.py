@@ -144,7 +144,7 @@ def test_a_pair_is_scored_together_by_a_head(cross: LLM) -> None:
         assert "document" not in post(url, "rerank", query="a", documents=["b"], return_documents=False)["results"][0]
         response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
         assert response.status_code == 400
-        assert "is an encoder, which generates no text; wanted /v1/embeddings" in response.json()["error"]["message"]
+        assert "is an encoder, which generates no text; use /v1/embeddings" in response.json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/live").status_code == 200
         assert httpx.get(f"{url}/metrics").status_code == 200
         assert np.array(post(url, "embeddings", input="cats")["data"][0]["embedding"]).shape == (32,)
@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {
     "a format": ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "wanted 'float' or 'base64'"),
     "no dimensions": ("embeddings", {"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0, wanted at least 1"),
     "dimensions": ("embeddings", {"input": "a", "dimensions": "8"}, "dimensions", "dimensions is '8', wanted"),
-    "no text": ("score", {"text_1": "a"}, "text_2", "text_2 is missing, empty or no text"),
+    "no text": ("score", {"text_1": "a"}, "text_2", "text_2 is missing, empty or not text"),
     "unequal": ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "2 queries and 3 documents"),
     "a text that is none": ("score", {"text_1": "a", "text_2": ["b", 4]}, "text_2.1", "is of type int, wanted a text"),
     "pair too long": ("score", {"text_1": "a", "text_2": "b" * 200}, "text_2", "wanted at most 128"),

@@ -133,7 +133,7 @@ def test_fewer_files_than_connections_is_said() -> None:
     )
     with subprocess.Popen([sys.executable, "-c", script, "120"], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert re.match(r"warning: at most \d\d connections, .* --max-connections says 4096", process.stderr.readline())
+        assert re.match(r"warning: only \d\d connections at a time, .* --max-connections is 4096", process.stderr.readline())
         process.kill()
     done = subprocess.run([sys.executable, "-c", script, "40"], capture_output=True, text=True, timeout=60)
     assert "this process may open 40 files and needs" in done.stderr.splitlines()[-1]

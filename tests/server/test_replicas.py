@@ -176,7 +176,7 @@ def _read_stream(url: str, prompt: str, begun: list[str]) -> tuple[str, str | No
 
 def test_a_replica_that_does_not_start_is_one_sentence() -> None:
     fleet = Fleet({"model": "broken", "name": "x", "engine": {}}, ServerConfig(port=0, replicas=2), lambda line: None, FAKE)
-    with pytest.raises(ValueError, match="ended with exit code 3 while it loaded the model"):
+    with pytest.raises(ValueError, match="ended with exit code 3 while loading the model"):
         fleet.start_all()
     assert all(replica.process is not None and replica.process.poll() == 3 for replica in fleet.replicas)
 

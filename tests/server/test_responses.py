@@ -202,9 +202,9 @@ def test_plain_text_and_log_probabilities(letters: Running) -> None:
 
 
 REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
-    ({"store": True}, "store", "keeps no answers"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no answers"),
-    ({"conversation": "c"}, "conversation", "keeps no answers"),
+    ({"store": True}, "store", "does not store answers"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "does not store answers"),
+    ({"conversation": "c"}, "conversation", "does not store answers"),
     ({"background": True}, "background", "wanted"),
     ({"truncation": "auto"}, "truncation", "wanted"),
     ({"prompt": {"id": "p"}}, "prompt", "no such field"),
@@ -213,12 +213,12 @@ REFUSED: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"input": None}, "input", "wanted a text or a list"),
     ({"input": []}, "input", "wanted a text or a list"),
     ({"input": [3]}, "input.0", "wanted a message"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "keeps no items"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "does not store items"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "input_text"),
     ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": None}]}, "input.1.content", "wanted text"),
     ({"input": [{"role": "judge", "content": "a"}], "instructions": "b"}, "input.0.role", "wanted one of"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input.0.tool_calls.0.function.arguments", "JSON"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", "thoughts"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content", "reasoning encrypted"),
     ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     ({"max_output_tokens": 100_000}, "max_output_tokens", "context length"),
     ({"input": "a" * 100_000}, "input", "context length"),

@@ -53,7 +53,7 @@ def test_a_usual_start_warns_of_nothing(warnings: Callable[..., list[str]]) -> N
 
 def test_everybody_may_come(warnings: Callable[..., list[str]]) -> None:
     (words,) = warnings(host="0.0.0.0")
-    assert "everybody who can reach 0.0.0.0 may use this server, as there is no API key" in words
+    assert "everybody who can reach 0.0.0.0 can use this server, because it has no API key" in words
     assert warnings(host="0.0.0.0", api_key="k") == []
 
 

@@ -251,7 +251,7 @@ def test_a_front_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     with behind_a_socket(engine, Served.of(engine, "letters")) as (_, address):
         assert ask_for_served(address, 10).name == "letters"
         monkeypatch.setattr("tilewright.server.remote.WIRE_VERSION", 99)
-        with pytest.raises(ValueError, match=r"speaks version 2 .* this process 99"):
+        with pytest.raises(ValueError, match=r"uses version 2 .* this process uses version 99"):
             ask_for_served(address, 10)
 
 

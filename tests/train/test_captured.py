@@ -133,9 +133,9 @@ def test_updates_are_those_of_plain_passes(dtype: torch.dtype, sum_of: SumOf, mi
 def test_a_pass_of_other_sizes_is_refused() -> None:
     model, passes = small_model(torch.float32), Captured(32, capture=again_in_place)
     list(passes(model, NextToken(), [batch_of((20, 12))], 32))
-    with pytest.raises(ValueError, match="a micro-batch has 31 tokens, and the captured pass 32: turn graphs off"):
+    with pytest.raises(ValueError, match="a micro-batch has 31 tokens, but the pass was captured with 32; turn graphs off"):
         list(passes(model, NextToken(), [batch_of((20, 11))], 31))
-    with pytest.raises(ValueError, match="a document has 33 tokens, wanted at most 32"):
+    with pytest.raises(ValueError, match="a document has 33 tokens, but the captured pass allows at most 32"):
         list(passes(model, NextToken(), [batch_of((33,))], 33))
 
 
@@ -149,11 +149,11 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
         ({"compute": "fp8"}, CUDA, None),
         ({"lora_rank": 8}, CUDA, None),
         ({"graphs": False}, CPU, None),
-        ({}, CPU, "a CUDA device, and this is cpu"),
-        ({"parallel": Plan(dp=2)}, CUDA, "one device, and parallel is dp=2"),
+        ({}, CPU, "a CUDA device, but the device is cpu"),
+        ({"parallel": Plan(dp=2)}, CUDA, "one device, but parallel is dp=2"),
         ({"accumulate": "tree"}, CUDA, "accumulate running"),
-        ({"chat": True}, CUDA, "rows that are all full"),
-        ({"loss": "dpo"}, CUDA, "rows that are all full"),
+        ({"chat": True}, CUDA, "rows that are completely full"),
+        ({"loss": "dpo"}, CUDA, "rows that are completely full"),
         ({"lora_rank": 8, "lora_dropout": 0.1}, CUDA, "lora_dropout 0"),
     ],
 )
@@ -162,13 +162,13 @@ def test_what_cannot_be_captured_is_refused(changes: dict[str, Any], device: tor
     if words is None:
         check_graphs(config, SHAPES["qwen3-0.6b"], device)
         return
-    with pytest.raises(ValueError, match=f"graphs wants {words}"):
+    with pytest.raises(ValueError, match=f"graphs needs {words}"):
         check_graphs(config, SHAPES["qwen3-0.6b"], device)
 
 
 def test_mixtures_are_refused() -> None:
     shape: Any = replace(SHAPES["qwen3-0.6b"], experts=object())
-    with pytest.raises(ValueError, match="graphs wants a model without routed experts"):
+    with pytest.raises(ValueError, match="graphs needs a model without routed experts"):
         check_graphs(TrainConfig(graphs=True), shape, CUDA)
 
 

@@ -98,11 +98,11 @@ def layer_of(rows: int, cols: int) -> nn.Linear:
     [
         (16384, 3072, 8192, {}, None),
         (3072, 8192, 8192, {}, None),
-        (512, 512, 512, {}, "512 x 512 with 512 tokens takes"),
+        (512, 512, 512, {}, "512 x 512 with 512 tokens take"),
         (1000, 4096, 8192, {}, "not multiples of 16"),
         (4096, 4104, 8192, {}, "not multiples of 16"),
         (4096, 4112, 8192, {"parallel": Plan(tp=2)}, "in 2 slices has sides"),
-        (3072, 3072, 64, {}, "with quantising"),
+        (3072, 3072, 64, {}, "including the quantisation"),
     ],
 )
 def test_a_layer_that_does_not_gain_says_why(
@@ -156,13 +156,13 @@ def test_a_run_says_which_layers_multiply_codes() -> None:
 
 def test_a_run_in_which_nothing_gains_is_refused() -> None:
     shape = replace(SHAPES["qwen3-0.6b"], num_hidden_layers=1, windows=(None,), hidden_size=1000)
-    with pytest.raises(ValueError, match="no layer gets faster by it; set it to dtype"):
+    with pytest.raises(ValueError, match="no layer gets faster with it; set it to dtype"):
         set_compute(TrainConfig(compute="fp8"), empty_model(shape, device="meta", dtype=torch.bfloat16), CPU)
 
 
 @pytest.mark.parametrize("changes", [{"lora_rank": 8}, {"loss": "dpo"}], ids=str)
 def test_adapters_and_preferences_have_no_float8(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="compute is fp8, which is for training all weights"):
+    with pytest.raises(ValueError, match="compute is fp8, which supports only training all weights"):
         TrainConfig(compute="fp8", **changes)
 
 

@@ -78,7 +78,7 @@ def test_long_documents_are_cut_before_they_are_shuffled(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("more", [{"chat": True}, {"loss": "dpo"}, {"shuffle": False}], ids=str)
 def test_pieces_that_nobody_would_cut_are_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="piece_tokens is for texts that are shuffled"):
+    with pytest.raises(ValueError, match="piece_tokens is only for texts that are shuffled"):
         TrainConfig(piece_tokens=16, **more)
     with pytest.raises(ValueError, match="piece_tokens is 1"):
         TrainConfig(piece_tokens=1)
@@ -110,7 +110,7 @@ def test_a_mixture_goes_on_from_any_position(tmp_path: Path) -> None:
         again = made()
         again.load_state(states[start])
         assert [[(ids.tolist(), targets.tolist()) for ids, targets in again.row(32)] for _ in rows[start:]] == rows[start:]
-    with pytest.raises(ValueError, match="the saved data position is for 3 sources, and there are 1"):
+    with pytest.raises(ValueError, match="the saved data position is for 3 sources, but this run has 1"):
         Mixture([Texts(TokenShards(tmp_path / "a"), 0)]).load_state(states[0])
 
 
@@ -125,7 +125,7 @@ def test_shares_are_those_of_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
 def test_bad_weights_are_refused(tmp_path: Path, weights: list[float]) -> None:
     source = Texts(shards(tmp_path, [[1, 2]]), 0)
-    with pytest.raises(ValueError, match="wanted one positive weight for each"):
+    with pytest.raises(ValueError, match="give one finite weight above 0 for each source"):
         Mixture([source, source], weights)
 
 

@@ -147,4 +147,4 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     assert json.loads(CliRunner().invoke(app, [*options, "--json"]).stdout) == json.loads(out.read_text())
     result = CliRunner().invoke(app, ["lab", "gradient-flow", "--layers", "six"])
     assert result.exit_code == 1
-    assert "wanted whole numbers with commas between them" in result.output
+    assert "wanted integers separated by commas" in result.output

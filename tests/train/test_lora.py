@@ -300,16 +300,16 @@ def test_it_goes_on_from_an_adapter(config: Callable[..., TrainConfig], tmp_path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora_targets": ("q_proj", "qproj")}, "lora_targets has 'qproj', which matches no layer; there are down_proj"),
+        ({"lora_targets": ("q_proj", "qproj")}, "lora_targets has 'qproj', which matches no layer; the layers are down_proj"),
         ({"lora_rank": 4096}, "the rank of an adapter is 4096, wanted 1 to 1024"),
         ({"lora_adapter": "/no/such/folder"}, "has no adapter_config.json"),
-        ({"lora_base": "int4"}, "do not divide"),
+        ({"lora_base": "int4"}, "is a multiple of its group size"),
         ({"init": "random"}, "set init to load, or lora_rank to 0"),
         ({"lora_rank": 0, "lora_base": "int4"}, "set lora_rank"),
         ({"lora_rank": -1}, "lora_rank is -1, wanted 0 or more"),
-        ({"lora_dropout": 1.0}, "wanted above 0, and 0 to below 1"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0, wanted at least 0 and below 1"),
         ({"lora_base": "int3"}, "wanted one of float, int4"),
-        ({"loss": "dpo", "eval_data": "x"}, "loss is dpo, which allows no chat"),
+        ({"loss": "dpo", "eval_data": "x"}, "loss is dpo, which does not support chat"),
     ],
 )
 def test_what_contradicts_itself_is_one_sentence(
@@ -325,5 +325,5 @@ def test_tables_of_a_file(tmp_path: Path) -> None:
     found = merged(read_toml(tmp_path / "c.toml"), {})
     assert (found.lora_rank, found.lora_targets, found.dpo_beta) == (8, ("q_proj",), 0.2)
     (tmp_path / "c.toml").write_text("[lora]\nrang = 8\n")
-    with pytest.raises(ValueError, match="'lora_rang', which is not a field; is 'lora_rank' meant"):
+    with pytest.raises(ValueError, match="'lora_rang', which is not a field; did you mean 'lora_rank'"):
         merged(read_toml(tmp_path / "c.toml"), {})

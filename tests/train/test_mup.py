@@ -80,7 +80,7 @@ def test_what_the_rules_do_not_cover_is_refused(tied: bool, optimizer: str, word
 def test_bad_numbers_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="mup_base is 0"):
         TrainConfig(mup_base=0)
-    for change, words in (({"widths": (64,)}, "wanted two or more multiples of 16"), ({"lr": math.nan}, "lr is nan")):
+    for change, words in (({"widths": (64,)}, "all must be multiples of 16"), ({"lr": math.nan}, "lr is nan")):
         with pytest.raises(ValueError, match=words):
             CoordinatesConfig(mup=True, **change)
 

@@ -177,7 +177,9 @@ def test_measuring_between_lines_of_the_log_does_not_change_the_speed(
 
 def test_a_checkpoint_of_another_run_is_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     train(config(steps=5), say=quiet)
-    with pytest.raises(ValueError, match=r"is of another run: steps was 5, is 6; lr was 0\.003, is 0\.1"):
+    with pytest.raises(
+        ValueError, match=r"belongs to a run with other settings: steps was 5 and is now 6; lr was 0\.003 and is now 0\.1"
+    ):
         train(config(steps=6, lr=0.1), say=quiet)
     assert merged(read_toml(tmp_path / "run" / "config.toml"), {}) == config(steps=5), "the refused config was written down"
 
@@ -186,7 +188,9 @@ def test_a_damaged_checkpoint_is_refused_in_words(config: Callable[..., TrainCon
     train(config(steps=5), say=quiet)
     weights = next((tmp_path / "run" / "step-00000005").glob("model-*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"step-00000005 cannot be read .*; remove it to continue from the one before"):
+    with pytest.raises(
+        ValueError, match=r"step-00000005 cannot be read .*; remove it to continue from the checkpoint before it"
+    ):
         train(config(steps=5), say=quiet)
 
 
@@ -229,7 +233,9 @@ def test_gradients_that_stay_not_finite_end_the_run(config: Callable[..., TrainC
     with torch.no_grad():
         broken.norm.weight.fill_(float("nan"))
     save_model(broken, tmp_path / "broken", model)
-    with pytest.raises(FloatingPointError, match="were not finite in 3 updates up to step 3, and none was applied"):
+    with pytest.raises(
+        FloatingPointError, match="were not finite in 3 updates in a row up to step 3, and none of them was applied"
+    ):
         train(config(model=str(tmp_path / "broken"), init="load", max_skipped=3), say=quiet)
 
 
@@ -312,14 +318,14 @@ def test_tensorboard_that_is_missing_is_one_sentence(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "qwen3-0.6b", "init": "load"}, "is a shape without weights: set init to random"),
-        ({"row_tokens": 4096}, "has 128 positions; wanted at most 128"),
+        ({"model": "qwen3-0.6b", "init": "load"}, "is a shape without weights; set init to random"),
+        ({"row_tokens": 4096}, "supports only 128 positions; lower row_tokens to at most 128"),
         ({"data": []}, "data is empty"),
-        ({"data": ["/nowhere.jsonl"]}, "there is no /nowhere.jsonl"),
+        ({"data": ["/nowhere.jsonl"]}, "/nowhere.jsonl does not exist"),
         ({"device": "gpu"}, "device is 'gpu', wanted cpu, cuda or cuda:N"),
-        ({"chat": True}, "chat needs the chat template"),
-        ({"text_field": "body"}, "no document with a text in 'body'; name the field with text_field"),
-        ({"model": "qwen3-0.6b", "init": "random"}, "has no tokenizer: name a folder with one"),
+        ({"chat": True}, "chat needs a tokenizer with a chat template"),
+        ({"text_field": "body"}, "no document has text in the field 'body'; set text_field"),
+        ({"model": "qwen3-0.6b", "init": "random"}, "has no tokenizer; set tokenizer to a folder that has one"),
     ],
 )
 def test_bad_input_is_one_sentence(config: Callable[..., TrainConfig], changes: dict[str, Any], words: str) -> None:
@@ -329,7 +335,7 @@ def test_bad_input_is_one_sentence(config: Callable[..., TrainConfig], changes: 
 
 def test_tokens_beyond_the_vocabulary_are_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
     write(tmp_path / "shards", [np.array([1, 2, 3, 60000])], "uint16", 100, {})
-    with pytest.raises(ValueError, match="the data have token 60000, and the model's vocabulary has"):
+    with pytest.raises(ValueError, match="the data contain token 60000, but the model has only"):
         train(config(data=[str(tmp_path / "shards")]), say=quiet)
 
 
@@ -359,7 +365,7 @@ def test_a_config_file_and_options(tmp_path: Path) -> None:
     ("values", "words"),
     [
         ({"learning_rate": 1}, "the config has 'learning_rate', which is not a field"),
-        ({"row_token": 1}, "is 'row_tokens' meant"),
+        ({"row_token": 1}, "did you mean 'row_tokens'"),
         ({"steps": "many"}, "steps is 'many', wanted int"),
         ({"steps": 1.5}, "steps is 1.5, wanted int"),
         ({"steps": True}, "steps is True, wanted int"),
@@ -367,7 +373,7 @@ def test_a_config_file_and_options(tmp_path: Path) -> None:
         ({"lr": 0}, "lr is 0 and lr_floor"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"optimizer": "adam"}, "optimizer is 'adam', wanted one of adamw"),
-        ({"weights": [1.0]}, "weights has 1 numbers for 0 of data"),
+        ({"weights": [1.0]}, "weights has 1 numbers, but data has 0 entries"),
         ({"warmup": 200}, "longer than the run of 100 steps"),
         ({"keep": 0}, "keep is 0, wanted 1 or more"),
     ],

@@ -44,12 +44,12 @@ def test_rises_to_its_peak_then_never_rises_again(name: str, steps: int) -> None
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: cosine(-1, steps=10, peak=1.0), "step -1 of 10"),
-        (lambda: cosine(0, steps=0, peak=1.0), "step 0 of 0"),
-        (lambda: linear(0, steps=10, warmup=11, peak=1.0), "warm-up of 11 steps in a run of 10"),
+        (lambda: cosine(-1, steps=10, peak=1.0), "step is -1 and steps is 10"),
+        (lambda: cosine(0, steps=0, peak=1.0), "step is 0 and steps is 0"),
+        (lambda: linear(0, steps=10, warmup=11, peak=1.0), "warmup is 11, wanted 0 to"),
         (lambda: linear(0, steps=10, peak=1.0, floor=2.0), "wanted 0 <= floor <= peak"),
-        (lambda: constant(0, steps=10, peak=math.inf), "learning rates from inf"),
-        (lambda: warmup_stable_decay(0, steps=10, warmup=6, decay=5, peak=1.0), "do not fit into 10"),
+        (lambda: constant(0, steps=10, peak=math.inf), "the peak learning rate is inf"),
+        (lambda: warmup_stable_decay(0, steps=10, warmup=6, decay=5, peak=1.0), "do not fit into a run of 10"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(call, words: str) -> None:

@@ -33,7 +33,7 @@ class Decontaminate:
         min_words: int = 7,
     ) -> None:
         if words < 1 or min_words < 1:
-            raise ValueError(f"decontaminate: words = {words}, min_words = {min_words}; wanted at least 1 of each")
+            raise ValueError(f"decontaminate: words is {words} and min_words is {min_words}; both must be at least 1")
         self.words = words
         self.grams: dict[int, dict[int, str]] = {}
         for path in [evaluation] if isinstance(evaluation, str) else evaluation:
@@ -48,7 +48,8 @@ class Decontaminate:
                         grams.setdefault(gram, f"{Path(path).name} line {number + 1}")
             if not found:
                 raise ValueError(
-                    f"decontaminate: no line of {path} has a field {' or '.join(map(repr, fields))}; name them in fields"
+                    f"decontaminate: no line of {path} has a text field named {' or '.join(map(repr, fields))}; set "
+                    "fields to the names of its text fields"
                 )
         self.sorted = {size: np.sort(np.fromiter(grams, np.uint64, len(grams))) for size, grams in self.grams.items()}
 
@@ -69,7 +70,7 @@ def _texts(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, str]]:
             try:
                 row = json.loads(line) if line.strip() else {}
             except ValueError:
-                raise ValueError(f"decontaminate: {path} line {number + 1} is not JSON") from None
+                raise ValueError(f"decontaminate: {path}, line {number + 1} is not JSON") from None
             for field in fields:
                 if isinstance(row, dict) and isinstance(row.get(field), str):
                     yield number, row[field]

@@ -38,7 +38,7 @@ def _report(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise ValueError(f"{folder}: no report.json in it; wanted the folder of a finished `tilewright data clean`") from None
+        raise ValueError(f"{folder} has no report.json; wanted the folder of a finished `tilewright data clean`") from None
 
 
 def _documents(folder: Path) -> Iterator[tuple[str, tuple[bytes, str]]]:

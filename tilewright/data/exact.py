@@ -144,7 +144,7 @@ class ExactSubstrings:
 
     def __init__(self, *, words: int = 50) -> None:
         if words < 2:
-            raise ValueError(f"exact-substrings: words = {words}, wanted at least 2")
+            raise ValueError(f"exact-substrings: words is {words}, wanted at least 2")
         self.words = words
 
     def index(self, documents: Sequence[Document]) -> Arrays:

@@ -41,12 +41,15 @@ class Language:
 
     def __init__(self, *, keep: Sequence[str] = (), min_confidence: float = 0.5) -> None:
         if isinstance(keep, str) or not all(isinstance(name, str) for name in keep):
-            raise ValueError(f"language: keep = {keep!r}, wanted a list of codes such as ['en', 'de']")
+            raise ValueError(f"language: keep is {keep!r}, wanted a list of language codes such as ['en', 'de']")
         if not 0 <= min_confidence <= 1:
-            raise ValueError(f"language: min_confidence = {min_confidence}, wanted 0 to 1")
+            raise ValueError(f"language: min_confidence is {min_confidence}, wanted 0 to 1")
         known = {*_SAME, *(_SAME.get(name, name) for name in _model().labels), "unknown"}
         if strange := sorted(set(keep) - known):
-            raise ValueError(f"language: no language {strange[0]!r}; wanted ISO 639-1 codes such as en, de, zh")
+            raise ValueError(
+                f"language: keep contains {strange[0]!r}, which is not a known language; wanted ISO 639-1 codes such as "
+                "en, de, zh"
+            )
         self.keep = {_SAME.get(name, name) for name in keep}
         self.min_confidence = min_confidence
 

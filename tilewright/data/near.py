@@ -120,8 +120,9 @@ class NearDuplicates:
     ) -> None:
         if not (1 <= words <= 100 and bands >= 1 and rows >= 1 and bands * rows <= 4096 and 0 <= min_agreement <= 1):
             raise ValueError(
-                f"near-duplicates: words = {words}, bands = {bands}, rows = {rows}, min_agreement = {min_agreement}; "
-                "wanted 1 to 100 words, at most 4096 places (bands x rows), an agreement from 0 to 1"
+                f"near-duplicates: words is {words}, bands is {bands}, rows is {rows} and min_agreement is "
+                f"{min_agreement}; wanted words from 1 to 100, bands and rows of at least 1 with bands x rows at "
+                "most 4096, and min_agreement from 0 to 1"
             )
         self.sign, self.sort = signatures, sorted_here
         if device != "cpu":
@@ -142,8 +143,9 @@ class NearDuplicates:
         places, count = len(self.a), sum(len(chunk["id"]) for chunk in chunks)
         if 4 * places * count > memory_bytes:
             raise ValueError(
-                f"near-duplicates: the signatures of {count} documents take {4 * places * count >> 20} MB, half of the memory "
-                f"allowed is {memory_bytes >> 20} MB; run again with more memory, or with fewer bands"
+                f"near-duplicates: the signatures of {count} documents need {4 * places * count >> 20} MB, but only "
+                f"{memory_bytes >> 20} MB, half of the memory allowed, is available for them; run again with more "
+                "memory, or with fewer bands"
             )
         signature_DP = np.concatenate([chunk["signature"] for chunk in chunks])
         ids = np.concatenate([chunk["id"] for chunk in chunks])

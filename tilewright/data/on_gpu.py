@@ -14,7 +14,7 @@ __all__ = ["signatures_on", "sorted_on"]
 
 def _checked(device: str) -> str:
     if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"near-duplicates: device = {device!r}, but there is no GPU here; leave device out to use the CPU")
+        raise ValueError(f"near-duplicates: device is {device!r}, but this machine has no GPU; leave device out to use the CPU")
     return device
 
 

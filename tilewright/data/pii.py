@@ -98,7 +98,7 @@ class MaskPII:
 
     def __init__(self, *, kinds: tuple[str, ...] = ("email", "ip", "phone")) -> None:
         if strange := sorted(set(kinds) - {"email", "ip", "phone"}):
-            raise ValueError(f"pii: kinds has {strange[0]!r}, wanted email, ip, phone")
+            raise ValueError(f"pii: kinds contains {strange[0]!r}, wanted only email, ip and phone")
         self.kinds = frozenset(kinds)
         needed("phonenumbers", "data")
 

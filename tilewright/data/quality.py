@@ -41,7 +41,7 @@ def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
 def train(good: Sequence[str], bad: Sequence[str], *, strength: float = 10.0) -> dict[str, NDArray[np.float32]]:
     """Train weights that separate `good` texts from `bad` ones. strength: the inverse of the L2 penalty."""
     if not good or not bad:
-        raise ValueError(f"quality: {len(good)} good and {len(bad)} bad texts; wanted some of both")
+        raise ValueError(f"quality: training needs good and bad texts, got {len(good)} good and {len(bad)} bad")
     sparse, linear = needed("scipy.sparse", "data"), needed("sklearn.linear_model", "data")
     rows = [features(text) for text in (*good, *bad)]
     ends = np.cumsum([0, *(len(columns) for columns, _ in rows)])
@@ -72,7 +72,10 @@ def train_files(good: Path, bad: Path, out: Path, *, text_field: str = "text") -
         found = documents(path, format_of(path), Limits(), Counter(), text_field=text_field)
         texts = [document.text for document in found if document.text.strip()]
         if len(texts) < 20:
-            raise ValueError(f"{path}: {len(texts)} texts in field {text_field!r}; wanted at least 20")
+            raise ValueError(
+                f"{path}: only {len(texts)} records have text in the field {text_field!r}, but at least 20 are needed; "
+                "give more, or name the field with text_field"
+            )
         sets.append(([text for i, text in enumerate(texts) if i % 10], texts[::10]))
     weights = train(sets[0][0], sets[1][0])
     save_file(weights, out)
@@ -90,9 +93,11 @@ class Quality:
         try:
             self.weights: dict[str, Any] = load_file(model)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"quality: {model} is not a model of this step: {error}") from None
+            raise ValueError(f"quality: {model} is not a model that tilewright data train-quality wrote: {error}") from None
         if {key: value.shape for key, value in self.weights.items()} != {"weight": (_COLUMNS,), "bias": (1,)}:
-            raise ValueError(f"quality: {model} is not a model of this step; make one with tilewright data train-quality")
+            raise ValueError(
+                f"quality: {model} is not a model that tilewright data train-quality wrote; make one with that command"
+            )
         self.min_score = min_score
 
     def __call__(self, document: Document) -> Document | Removed:

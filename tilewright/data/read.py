@@ -33,7 +33,7 @@ def format_of(path: Path) -> str:
         if suffix in _SUFFIXES:
             return _SUFFIXES[suffix]
     raise ValueError(
-        f"{path}: cannot tell the format from the name; name it in the recipe: format = one of {', '.join(FORMATS)}"
+        f"{path}: the format cannot be told from the file's name; set format in the recipe to one of {', '.join(FORMATS)}"
     )
 
 

@@ -68,10 +68,10 @@ class Recipe(_Part):
             for pattern in source.paths:
                 paths = sorted(Path(path) for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
                 if not paths:
-                    raise ValueError(f"input {pattern}: no such file")
+                    raise ValueError(f"input {pattern}: there is no such file")
                 found += [(path, source.format or format_of(path), number) for path in paths]
         if twice := [str(path) for path, times in Counter(path for path, _, _ in found).items() if times > 1]:
-            raise ValueError(f"input {min(twice)} is named twice; a source that counts twice has weight = 2")
+            raise ValueError(f"the input {min(twice)} is named twice; to count a source twice, set its weight to 2")
         return found
 
     def fingerprint(self) -> str:
@@ -97,7 +97,7 @@ def load(path: Path) -> Recipe:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
@@ -106,7 +106,7 @@ def load(path: Path) -> Recipe:
         raise ValueError(f"{path}: {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     for source in recipe.input:
         if source.format and source.format not in FORMATS:
-            raise ValueError(f"{path}: format {source.format!r} is not one of {', '.join(FORMATS)}")
+            raise ValueError(f"{path}: format is {source.format!r}, wanted one of {', '.join(FORMATS)}")
     return _absolute(recipe, path.parent.absolute())
 
 
@@ -120,15 +120,15 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
         for key in _PATHS:
             if key in changed:
                 if not changed[key] or not all(isinstance(name, str) for name in _listed(changed[key])):
-                    raise ValueError(f"step {step.get('use')!r}: {key} = {changed[key]!r}, wanted the path of a file")
+                    raise ValueError(f"step {step.get('use')!r}: {key} is {changed[key]!r}, wanted the path of a file")
                 files = [str(base / path) for path in _listed(changed[key])]
                 changed[key] = files[0] if isinstance(changed[key], str) else files
                 if missing := [name for name in files if not Path(name).is_file()]:
-                    raise ValueError(f"step {step.get('use')!r}: {key} {missing[0]}: no such file")
+                    raise ValueError(f"step {step.get('use')!r}: {key} {missing[0]}: there is no such file")
         steps.append(changed)
     tokens = recipe.tokens
     if tokens:
         tokens = tokens.model_copy(update={"tokenizer": str(base / tokens.tokenizer)})
         if not Path(tokens.tokenizer).is_file():
-            raise ValueError(f"tokenizer {tokens.tokenizer}: no such file; wanted a tokenizer.json")
+            raise ValueError(f"tokenizer {tokens.tokenizer}: there is no such file; wanted the path of a tokenizer.json")
     return recipe.model_copy(update={"input": inputs, "step": tuple(steps), "tokens": tokens})

@@ -26,7 +26,9 @@ class _Rule:
     def __init__(self, **changed: Any) -> None:
         self.limits: dict[str, Any] = defaults(self.name)
         if unknown := sorted(set(changed) - set(self.limits)):
-            raise ValueError(f"step {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(sorted(self.limits))}")
+            raise ValueError(
+                f"step {self.name!r} has no setting {unknown[0]!r}; its settings are {', '.join(sorted(self.limits))}"
+            )
         for setting, value in changed.items():
             self._check(setting, value)
         self.limits |= changed
@@ -38,7 +40,7 @@ class _Rule:
             good = isinstance(value, int | float) and not isinstance(value, bool)
         if not good:
             wanted = "a list of strings" if isinstance(self.limits[setting], tuple) else "a number"
-            raise ValueError(f"step {self.name!r}: {setting} = {value!r}, wanted {wanted}")
+            raise ValueError(f"step {self.name!r}: {setting} is {value!r}, wanted {wanted}")
 
     def __call__(self, document: Document) -> Document | Removed:
         """The document, or a `Removed` with the first rule that it breaks."""

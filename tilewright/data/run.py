@@ -63,10 +63,11 @@ def run(
     run, an `out` that belongs to another run, or too little memory, and OSError if a worker died.
     """
     if executor not in EXECUTORS:
-        raise ValueError(f"executor {executor!r}: wanted one of {', '.join(EXECUTORS)}")
+        raise ValueError(f"executor is {executor!r}, wanted one of {', '.join(EXECUTORS)}")
     if processes < 1 or memory_bytes < processes * _LEAST_MEMORY:
         raise ValueError(
-            f"{processes} processes in {memory_bytes >> 20} MB: wanted one process or more, {_LEAST_MEMORY >> 20} MB for each"
+            f"processes is {processes} and the memory is {memory_bytes >> 20} MB; wanted at least one process, and "
+            f"{_LEAST_MEMORY >> 20} MB for each"
         )
     for step in recipe.step:
         build(step)
@@ -92,13 +93,15 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{out}: another run is writing here; wait for it or name another folder") from None
+            raise ValueError(f"another run is writing into {out}; wait for it, or use another folder") from None
         yield
 
 
 def _same(out: Path, theirs: str, ours: str) -> None:
     if theirs != ours:
-        raise ValueError(f"{out} holds the output of another recipe or of other input; name another folder or delete this one")
+        raise ValueError(
+            f"{out} contains the output of another recipe or of other input; use another folder, or delete this one"
+        )
 
 
 def _begin(recipe: Recipe, out: Path, fingerprint: str, chunk_bytes: int, memory_bytes: int) -> None:
@@ -106,7 +109,7 @@ def _begin(recipe: Recipe, out: Path, fingerprint: str, chunk_bytes: int, memory
     if state.is_file():
         _same(out, json.loads(state.read_text(encoding="utf-8"))["fingerprint"], fingerprint)
     elif others := [path.name for path in out.iterdir() if path.name != ".lock"]:
-        raise ValueError(f"{out} is not empty (it holds {others[0]}); name a new folder")
+        raise ValueError(f"{out} is not empty (it contains {others[0]}); use a new folder")
     else:
         value = {
             "fingerprint": fingerprint,
@@ -179,7 +182,7 @@ def _on_pool(pool: ProcessPoolExecutor, work: Sequence[Task]) -> Iterator[str]:
             yield future.result()
     except BrokenProcessPool:
         raise OSError(
-            "a worker process died, perhaps for want of memory; what is done is kept: run again, with fewer --processes"
+            "a worker process died, perhaps because memory ran out; finished work is kept, so run again with fewer --processes"
         ) from None
     finally:
         for future in futures:

@@ -64,14 +64,19 @@ class TokenShards:
         try:
             self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{folder}: not a folder of token shards: {error}") from None
+            raise ValueError(f"{folder} is not a folder of token shards: {error}") from None
         if not isinstance(self.meta, dict) or any(self.meta.get(key) != value for key, value in FORMAT.items()):
-            raise ValueError(f"{folder}/meta.json: wanted format {FORMAT['format']!r}, version {FORMAT['version']}")
+            raise ValueError(
+                f"{folder}/meta.json does not have format {FORMAT['format']!r} and version {FORMAT['version']}; make the "
+                "shards again"
+            )
         self._tokens = [np.load(folder / Path(shard["tokens"]).name, mmap_mode="r") for shard in self.meta["shards"]]
         self._ends = [np.load(folder / Path(shard["index"]).name, mmap_mode="r") for shard in self.meta["shards"]]
         for shard, tokens, ends in zip(self.meta["shards"], self._tokens, self._ends):
             if len(tokens) != shard["n_tokens"] or len(ends) != shard["n_documents"] or tokens.dtype != self.meta["dtype"]:
-                raise ValueError(f"{folder}: {shard['tokens']} is not what meta.json says; write the shards again")
+                raise ValueError(
+                    f"{folder}: {shard['tokens']} does not have the size that meta.json gives; write the shards again"
+                )
         self._starts = np.cumsum([0, *map(len, self._tokens)]).tolist()
 
     def __len__(self) -> int:

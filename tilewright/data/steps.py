@@ -41,10 +41,10 @@ def build(step: dict[str, Any]) -> LocalStep | GlobalStep:
     name = settings.pop("use", None)
     kind = LOCAL.get(str(name)) or GLOBAL.get(str(name))
     if kind is None:
-        raise ValueError(f"step {name!r}: use = one of {', '.join((*LOCAL, *GLOBAL))}")
+        raise ValueError(f"a step has use = {name!r}, wanted one of {', '.join((*LOCAL, *GLOBAL))}")
     known = [row.name for row in TABLE if row.step == name] or list(inspect.signature(kind).parameters)
     if unknown := sorted(set(settings) - set(known)):
-        raise ValueError(f"step {name!r} has no setting {unknown[0]!r}; it has: {', '.join(sorted(known)) or 'none'}")
+        raise ValueError(f"step {name!r} has no setting {unknown[0]!r}; its settings are {', '.join(sorted(known)) or 'none'}")
     try:
         return kind(**settings)
     except TypeError as error:

@@ -229,7 +229,10 @@ def end_of_text(recipe: Recipe) -> int | None:
         return None
     number = _tokenizer(recipe.tokens.tokenizer).token_to_id(recipe.tokens.end_of_text)
     if number is None:
-        raise ValueError(f"tokens: {recipe.tokens.tokenizer} has no token {recipe.tokens.end_of_text!r} (end_of_text)")
+        raise ValueError(
+            f"tokens: the tokenizer {recipe.tokens.tokenizer} has no token {recipe.tokens.end_of_text!r}, which "
+            "end_of_text names"
+        )
     return number
 
 

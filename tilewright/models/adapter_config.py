@@ -21,10 +21,10 @@ MAX_PATTERNS = 4096
 """Most entries of rank patterns, and of alpha patterns."""
 
 _UNSUPPORTED = {
-    "use_dora": "magnitudes (DoRA)", "use_qalora": "pooled inputs (QALoRA)", "lora_bias": "biases of its own",
-    "modules_to_save": "layers that were trained whole", "trainable_token_indices": "trained embeddings of tokens",
-    "layer_replication": "layers that stand twice", "target_parameters": "adapters of bare parameters",
-    "alora_invocation_tokens": "adapters that begin at a token", "fan_in_fan_out": "transposed weights",
+    "use_dora": "magnitudes (DoRA)", "use_qalora": "pooled inputs (QALoRA)", "lora_bias": "separate biases",
+    "modules_to_save": "completely trained layers", "trainable_token_indices": "trained embeddings of tokens",
+    "layer_replication": "duplicated layers", "target_parameters": "adapters of single parameters",
+    "alora_invocation_tokens": "adapters that start at a certain token", "fan_in_fan_out": "transposed weights",
     "arrow_config": "adapters that route", "exclude_modules": "excluded layers", "layers_pattern": "a pattern of layers",
 }  # fmt: skip
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -60,18 +60,18 @@ class AdapterConfig:
         """
         path = folder / CONFIG_NAME
         if not path.exists():
-            raise ModelError(f"{folder} has no {CONFIG_NAME}: wanted the folder of a LoRA adapter, as peft saves it")
+            raise ModelError(f"{folder} has no {CONFIG_NAME}; wanted the folder of a LoRA adapter, as peft saves it")
         raw = read_json(path)
         if (kind := raw.get("peft_type")) != "LORA":
-            raise ModelError(f"{path} is of the kind {str(kind)[:80]!r}, wanted LORA")
+            raise ModelError(f"{path} has the peft_type {str(kind)[:80]!r}, wanted LORA")
         for name, words in _UNSUPPORTED.items():
             if raw.get(name):
-                raise ModelError(f"{path} asks for {words} ({name}), which is not supported")
+                raise ModelError(f"{path} requires {words} ({name}), which is not supported")
         if raw.get("bias", "none") != "none":
-            raise ModelError(f"{path} has trained biases (bias = {str(raw['bias'])[:80]!r}), wanted none")
+            raise ModelError(f"{path} has trained biases (bias is {str(raw['bias'])[:80]!r}), which are not supported")
         if str(raw.get("init_lora_weights")).startswith(_CHANGES_BASE):
             begun = str(raw["init_lora_weights"])[:80]
-            raise ModelError(f"{path} was initialised with {begun}, which changes the base; have peft convert it to LoRA")
+            raise ModelError(f"{path} was initialised with {begun}, which changes the base model; have peft convert it to LoRA")
         try:
             return cls._from(raw)
         except (TypeError, ValueError, re.error) as error:
@@ -150,8 +150,8 @@ class AdapterConfig:
 def _check_pattern(pattern: str) -> None:
     """Raise ValueError for a regular expression that may take long: it comes from a folder, and Python cannot interrupt it."""
     if len(pattern) > MAX_PATTERN or len(re.findall(r"[*+]", pattern)) > 2 or re.search(r"\)[*+?]|\{", pattern):
-        most = f"more than two of * and +, or more than {MAX_PATTERN} characters"
-        raise ValueError(f"the pattern {pattern[:80]!r} has repeated groups, {most}")
+        most = f"more than two of the signs * and +, or more than {MAX_PATTERN} characters"
+        raise ValueError(f"the pattern {pattern[:80]!r} has repeated groups, {most}, which is not supported")
     re.compile(pattern)
 
 
@@ -162,7 +162,7 @@ def _key_of(patterns: Mapping[str, Any], name: str) -> str:
 
 def _whole(what: str, value: Any, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{what} is {str(value)[:80]!r}, wanted a whole number from {least} on")
+        raise ValueError(f"{what} is {str(value)[:80]!r}, wanted an integer of at least {least}")
     return value
 
 

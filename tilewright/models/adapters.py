@@ -74,7 +74,7 @@ def targets_of(model: Decoder) -> dict[str, Target]:
     if not isinstance(model, Decoder):
         raise ModelError("adapters are supported for decoders only, and this model is not a decoder")
     if model.config.latent is not None:
-        raise ModelError(f"{model.config.architecture}: adapters for latent attention are not supported")
+        raise ModelError(f"{model.config.architecture}: adapters are not supported for latent attention")
     return {
         name: Target(path, part, layer.parts[part], layer.weight.shape[1])
         for path, layer in _layers(model)
@@ -104,7 +104,7 @@ def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank:
     """
     home = Path(folder).expanduser()
     if not home.is_dir():
-        raise ModelError(f"there is no folder {home}: wanted the folder of a LoRA adapter")
+        raise ModelError(f"the folder {home} does not exist; wanted the folder of a LoRA adapter")
     config = AdapterConfig.read(home)
     path = home / WEIGHTS_NAME
     if not path.exists():
@@ -118,7 +118,7 @@ def read_adapter(folder: str | Path, targets: Mapping[str, Target], *, max_rank:
             _check(path, file, config, {name: targets[name] for name in chosen}, targets, max_rank)
             pairs = {name: _pair(path, file, config, name) for name in chosen}
     except SafetensorError as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error}); copy it again") from error
+        raise ModelError(f"{path} is not a complete safetensors file ({error}); copy it again") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error}); check its permissions") from error
     return Adapter(config=config, pairs=pairs)
@@ -133,10 +133,10 @@ def _check(
     for name, target in chosen.items():
         rank = config.rank_of(name)
         if max_rank is not None and rank > max_rank:
-            raise ModelError(f"{path.parent} has an adapter of rank {rank}, wanted at most {max_rank} here")
+            raise ModelError(f"{path.parent} has an adapter of rank {rank}, but the limit here is {max_rank}")
         wanted |= {f"{_PREFIX}{name}.lora_A.weight": (rank, target.cols), f"{_PREFIX}{name}.lora_B.weight": (target.rows, rank)}
     if not wanted:
-        raise ModelError(f"{path.parent / CONFIG_NAME} names no layer of this model: it is for another model")
+        raise ModelError(f"{path.parent / CONFIG_NAME} names no layer of this model, so the adapter is for another model")
     names = set(file.keys())
     for name in sorted(names - wanted.keys()):
         kinds = sorted({target.rpartition(".")[2] for target in targets})
@@ -146,18 +146,20 @@ def _check(
         )
     for name, shape in wanted.items():
         if name not in names:
-            raise ModelError(f"{path} lacks {name}, which {CONFIG_NAME} promises: the adapter is damaged, or for another model")
+            raise ModelError(
+                f"{path} has no tensor {name}, which {CONFIG_NAME} implies; the adapter is damaged, or for another model"
+            )
         header = file.get_slice(name)
         if (got := tuple(header.get_shape())) != shape:
-            raise ModelError(f"{path} has {name} of {list(got)}, wanted {list(shape)}: the adapter is for another model")
+            raise ModelError(f"{path} has {name} of shape {list(got)}, wanted {list(shape)}; the adapter is for another model")
         if (dtype := header.get_dtype()) not in _FLOATS:
-            raise ModelError(f"{path} has {name} of {dtype}, wanted one of {', '.join(_FLOATS)}")
+            raise ModelError(f"{path} has {name} of dtype {dtype}, wanted one of {', '.join(_FLOATS)}")
 
 
 def _pair(path: Path, file: Any, config: AdapterConfig, name: str) -> Pair:
     found = [file.get_tensor(f"{_PREFIX}{name}.lora_{letter}.weight") for letter in "AB"]
     if not all(bool(tensor.isfinite().all()) for tensor in found):
-        raise ModelError(f"{path} has numbers that are not finite (NaN or infinity) for {name}: the adapter is damaged")
+        raise ModelError(f"{path} has numbers that are not finite (NaN or infinity) in {name}; the adapter is damaged")
     return Pair(found[0], found[1], config.scale_of(name))
 
 
@@ -221,7 +223,7 @@ def merge(model: Decoder, adapter: Adapter) -> None:
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
         if isinstance(layer.weight, QuantizedWeight):
-            raise ModelError(f"{name} is quantised, so no adapter can be merged into it: merge into the unquantised model")
+            raise ModelError(f"{name} is quantised, so no adapter can be merged into it; merge into the unquantised model")
         weight = layer.weight.narrow(0, sum(layer.parts[:part]), rows)
         wide = torch.promote_types(weight.dtype, torch.float32)
         weight += (pair.b.to(weight.device, wide) @ pair.a.to(weight.device, wide)) * pair.scale

@@ -110,18 +110,18 @@ class ModelConfig:
             )
         self._check_rotation()
         if len(self.windows) != self.num_hidden_layers:
-            raise ModelError(f"one window a layer is needed, {self.num_hidden_layers} in all; got {len(self.windows)}")
+            raise ModelError(f"each of the {self.num_hidden_layers} layers needs a window; got {len(self.windows)} windows")
 
     def _check_rotation(self) -> None:
         for theta, scaling in self.ropes if len(self.unrotated) < self.num_hidden_layers else ():
             try:
                 table = rope_frequencies(self.rotated_dim, theta, scaling, self.max_position_embeddings)
             except (ValueError, TypeError, ArithmeticError) as error:
-                raise ModelError(f"config.json asks for a rotation that is not supported: {error}") from error
+                raise ModelError(f"config.json requires a rotary embedding that is not supported: {error}") from error
             frequencies, factor = table
             if not (bool(torch.isfinite(frequencies).all()) and 0 < factor < float("inf")):
                 numbers = f"rope_theta {theta:g} and scaling {dict(scaling or {})}"
-                raise ModelError(f"config.json asks for a rotation whose angles are not finite, by {numbers}")
+                raise ModelError(f"config.json requires a rotary embedding whose angles are not finite, with {numbers}")
 
     @property
     def ropes(self) -> tuple[tuple[float, Mapping[str, Any] | None], ...]:
@@ -226,7 +226,7 @@ def _windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
     if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
         raise ModelError(f"layer_types {', '.join(unknown)} are not supported; supported: full_attention, sliding_attention")
     if len(types) != layers:
-        raise ModelError(f"layer_types must have one entry a layer, {layers} in all; got {len(types)}")
+        raise ModelError(f"layer_types must have one entry for each of the {layers} layers; got {len(types)}")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

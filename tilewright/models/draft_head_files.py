@@ -112,7 +112,7 @@ class HeadFiles:
         found = self.checkpoint.shapes.get(name)
         if found != shape or self.checkpoint.dtypes[name] not in FLOATS:
             got = "missing" if found is None else f"{list(found)} of {self.checkpoint.dtypes[name]}"
-            raise ModelError(f"the draft head's {name} is {got}, wanted {list(shape)} of {' or '.join(FLOATS)}")
+            raise ModelError(f"the draft head's {name} is {got}, wanted shape {list(shape)} and dtype {' or '.join(FLOATS)}")
 
     def _tokens(self, count: int) -> Tensor:
         """The model's ids of the head's tokens; d2t contains the differences."""
@@ -121,10 +121,10 @@ class HeadFiles:
                 return torch.arange(count)
             raise ModelError(f"the draft head has {count} tokens but no d2t, which maps them to the model's tokens")
         if self.checkpoint.shapes["d2t"] != (count,) or self.checkpoint.dtypes["d2t"] not in ("I64", "I32"):
-            raise ModelError(f"the draft head's d2t is {list(self.checkpoint.shapes['d2t'])}, wanted [{count}] integers")
+            raise ModelError(f"the draft head's d2t has shape {list(self.checkpoint.shapes['d2t'])}, wanted [{count}] integers")
         tokens = torch.arange(count) + self.checkpoint.read("d2t").long()
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size or tokens.unique().numel() < count:
-            raise ModelError(f"the draft head's d2t does not name {count} different tokens of {self.config.vocab_size}")
+            raise ModelError(f"the draft head's d2t does not map to {count} different tokens below {self.config.vocab_size}")
         return tokens
 
 
@@ -141,7 +141,7 @@ def mtp_files(folder: Path, config: ModelConfig) -> HeadFiles:
             inner = old.removeprefix(layer)
             names[inner if inner in _OWN else outer.get(inner, f"model.layers.0.{inner}")] = old
     if "eh_proj.weight" not in names:
-        raise ModelError(f"{folder.name} has no MTP layer: {layer}eh_proj.weight is not among its tensors")
+        raise ModelError(f"{folder.name} has no MTP layer, because it has no tensor {layer}eh_proj.weight")
     assert config.experts is not None
     inner_config = replace(
         config, num_hidden_layers=1, windows=config.windows[:1], experts=replace(config.experts, first_layer=0),
@@ -167,7 +167,7 @@ def head_files(folder: Path, model: ModelConfig, positions: int) -> HeadFiles | 
         return None
     kind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in names) else "eagle"
     if named not in (wanted := EAGLE3 if kind == "eagle3" else EAGLE):
-        raise ModelError(f"{folder.name} is a draft head of a {named[:80]!r}, wanted {', '.join(wanted)}")
+        raise ModelError(f"{folder.name} is a draft head for a {named[:80]!r}, wanted one for {', '.join(wanted)}")
     config = ModelConfig.from_hf({**raw, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False})
     if config.vocab_size != model.vocab_size:
         raise ModelError(f"{folder.name} is a draft head for {config.vocab_size} tokens, but the model has {model.vocab_size}")
@@ -197,15 +197,15 @@ def _eagle3(files: HeadFiles, folder: Path, raw: Mapping[str, Any], model: Model
     if layers is None:
         layers = [2, count // 2, count - 3]
     if not isinstance(layers, list) or not layers or not all(type(i) is int and 0 <= i < count for i in layers):
-        raise ModelError(f"{folder.name} reads the layers {layers!r:.80}, wanted some of the model's, 0 to {count - 1}")
+        raise ModelError(f"{folder.name} reads the layers {layers!r:.80}, wanted layers of the model, 0 to {count - 1}")
     wide, shape = len(set(layers)) * model.hidden_size, files.checkpoint.shapes["fc.weight"]
     if len(set(layers)) < len(layers) or shape[-1] != wide:
         raise _other_size(folder, shape[-1], wide)
     if files.config.num_hidden_layers != 1:
-        raise ModelError(f"{folder.name} has {files.config.num_hidden_layers} layers, wanted a draft head with one")
+        raise ModelError(f"{folder.name} has {files.config.num_hidden_layers} layers, wanted a draft head with one layer")
     draft_vocab = raw.get("draft_vocab_size", files.config.vocab_size)
     if type(draft_vocab) is not int or not 0 < draft_vocab <= files.config.vocab_size:
-        raise ModelError(f"{folder.name} has the draft_vocab_size {draft_vocab!r:.40}, wanted 1 to {files.config.vocab_size}")
+        raise ModelError(f"{folder.name} has draft_vocab_size {draft_vocab!r:.40}, wanted 1 to {files.config.vocab_size}")
     normed = raw.get("norm_before_residual") is True
     return replace(files, layers=tuple(layers), wide=wide, draft_vocab=draft_vocab, normed_stream=normed)
 

@@ -107,7 +107,10 @@ class Bert(nn.Module):
             ValueError: packed ids without lengths or positions, or the other way round.
         """
         if (ids.dim() == 1) != (lengths is not None) or (ids.dim() == 1) != (positions is not None):
-            raise ValueError(f"Bert: packed ids [T] go with lengths and positions, ids [B, S] with none; got {list(ids.shape)}")
+            raise ValueError(
+                "Bert: packed ids [T] need lengths and positions, and ids [B, S] must come without them; got ids of "
+                f"shape {list(ids.shape)}"
+            )
         if positions is None:
             positions = torch.arange(ids.shape[-1], device=ids.device)
         if token_types is None:

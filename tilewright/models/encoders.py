@@ -66,7 +66,7 @@ class EncoderConfig:
             if raw.get(key) not in (None, wanted):
                 raise ModelError(f"config.json: {key} is {raw[key]!r}, wanted {wanted!r}: nothing else is supported")
         if raw.get("quantization_config"):
-            raise ModelError("quantised encoders are not supported (quantization_config); take an unquantised folder")
+            raise ModelError("quantised encoders are not supported (quantization_config); use an unquantised folder")
         labels = len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels") or 2)
         activation = str((raw.get("sentence_transformers") or {}).get("activation_fn") or "")
         name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -221,7 +221,7 @@ def _bert_body(raw: Mapping[str, Any], config: EncoderConfig, place: dict[str, A
 def _check_heads(raw: Mapping[str, Any], config: EncoderConfig) -> None:
     heads = _size(raw, "num_attention_heads")
     if config.hidden_size % heads:
-        raise ModelError(f"config.json: hidden_size {config.hidden_size} does not divide into {heads} heads")
+        raise ModelError(f"config.json: hidden_size {config.hidden_size} is not a multiple of the number of heads, {heads}")
 
 
 def _modernbert(config: EncoderConfig, place: dict[str, Any]) -> Encoder:
@@ -231,7 +231,7 @@ def _modernbert(config: EncoderConfig, place: dict[str, Any]) -> Encoder:
     layers, every = _size(raw, "num_hidden_layers"), int(raw.get("global_attn_every_n_layers") or 3)
     kinds = raw.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(layers)]
     if len(kinds) != layers:
-        raise ModelError(f"layer_types must have one entry a layer, {layers} in all; got {len(kinds)}")
+        raise ModelError(f"layer_types must have one entry for each of the {layers} layers; got {len(kinds)}")
     reach = int(raw.get("local_attention") or 128) // 2
     norm = {"eps": 1e-5 if raw.get("norm_eps") is None else float(raw["norm_eps"]), "bias": bool(raw.get("norm_bias"))}
     activation = _activation(raw.get("hidden_activation") or "gelu") + "_mul"
@@ -256,7 +256,7 @@ def _thetas(raw: Mapping[str, Any]) -> tuple[float, float]:
     full, local = (given.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
     for each in (full, local, raw.get("rope_scaling") or {}):
         if each.get("rope_type", each.get("type", "default")) != "default":
-            raise ModelError(f"ModernBERT with a stretched rotation ({dict(each)}) is not supported")
+            raise ModelError(f"ModernBERT with scaled rotary embeddings ({dict(each)}) is not supported")
     return (
         float(full.get("rope_theta") or raw.get("global_rope_theta") or 160_000.0),
         float(local.get("rope_theta") or raw.get("local_rope_theta") or 10_000.0),
@@ -297,15 +297,15 @@ def load_encoder(folder: Path, *, device: torch.device | str, dtype: torch.dtype
     for name, source in found.items():
         if source is not None and checkpoint.shapes[source] != tuple(parameters[name].shape):
             shapes = list(checkpoint.shapes[source]), list(parameters[name].shape)
-            wrong.append(f"{source}: got {shapes[0]}, config.json wants {shapes[1]}")
+            wrong.append(f"{source}: shape is {shapes[0]}, config.json requires {shapes[1]}")
         elif source is not None and checkpoint.dtypes[source] not in FLOATS:
-            wrong.append(f"{source}: is {checkpoint.dtypes[source]}, wanted {' or '.join(FLOATS)}")
+            wrong.append(f"{source}: dtype is {checkpoint.dtypes[source]}, wanted {' or '.join(FLOATS)}")
     taken = {source for source in found.values() if source is not None}
     wrong += [f"{name}: unexpected" for name in checkpoint.shapes if name not in taken and not _ignored(name, config)]
     if wrong:
         more = f"\n  and {len(wrong) - 12} more" if len(wrong) > 12 else ""
         shown = "".join(f"\n  {line}" for line in wrong[:12])
-        raise ModelError(f"config.json and the weights contradict each other, in {len(wrong)} tensors:{shown}{more}")
+        raise ModelError(f"config.json and the weights contradict each other in {len(wrong)} tensors:{shown}{more}")
     with torch.no_grad():
         for name, source in found.items():
             assert source is not None

@@ -48,10 +48,12 @@ def routing(**options: Any) -> Routing:
     try:
         return Routing(**options)
     except ValueError as error:
-        raise ModelError(f"config.json asks for a mixture of experts that is not supported: {error}") from error
+        raise ModelError(f"config.json requires a mixture of experts that is not supported: {error}") from error
 
 
 def check_count(experts: int, layers: int) -> None:
     """Raise ModelError for an implausible number of experts."""
     if experts * layers > MAX_EXPERTS:
-        raise ModelError(f"config.json has {experts} experts in {layers} layers, wanted at most {MAX_EXPERTS} in all")
+        raise ModelError(
+            f"config.json has {experts} experts in {layers} layers, but at most {MAX_EXPERTS} in total are supported"
+        )

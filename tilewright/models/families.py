@@ -96,7 +96,9 @@ def _prepare_smollm3(raw: dict[str, Any]) -> None:
     if raw.get("no_rope_layers") is None:
         raw["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
     if len(raw["no_rope_layers"]) < layers:
-        raise ModelError(f"no_rope_layers must have one entry a layer, {layers} in all; got {len(raw['no_rope_layers'])}")
+        raise ModelError(
+            f"no_rope_layers must have one entry for each of the {layers} layers; got {len(raw['no_rope_layers'])}"
+        )
     if raw.get("layer_types") is None:
         turned = raw["no_rope_layers"][:layers]
         raw["layer_types"] = ["full_attention" if turns else "sliding_attention" for turns in turned]

@@ -214,7 +214,7 @@ def _check(raw: Mapping[str, Any], fields: type[_Fields], file: str) -> None:
 
 _KNOWN = {*_Encoder.model_fields, *_Rope.model_fields}
 """Of a location in a union pydantic also names the branch."""
-_ADVICE = "mend it or download the model again"
+_ADVICE = "correct it, or download the model again"
 
 
 def _short(value: Any) -> str:

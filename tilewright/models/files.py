@@ -45,7 +45,7 @@ def read_text(path: Path) -> str:
     """
     size = check_plain_file(path)
     if size > MAX_TEXT_BYTES:
-        raise ModelError(f"{path} has {size:,} bytes, wanted at most {MAX_TEXT_BYTES:,}; download the model again")
+        raise ModelError(f"{path} has {size:,} bytes, but at most {MAX_TEXT_BYTES:,} are allowed; download the model again")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -67,5 +67,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ModelError(f"{path} is nested too deeply; download it again") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+        raise ModelError(f"{path} must contain a JSON object, got {type(value).__name__}")
     return value

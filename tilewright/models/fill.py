@@ -107,8 +107,8 @@ def _sources(model: Decoder, quantization: Quantization | None, checkpoint: Chec
             layouts = _layouts(quantization, names)
             if form.moves and not all(isinstance(layout, Own) for layout in layouts):
                 raise ModelError(
-                    f"{names[0]}: checkpoints of {model.config.architecture} that another library has quantised are not "
-                    "supported; take the unquantised one, and quantise it while it loads"
+                    f"{names[0]}: checkpoints of {model.config.architecture} that another library has quantised are "
+                    "not supported; use the unquantised checkpoint, and quantise it while loading"
                 )
         yield _Source(module, parameter, names, form, parts, layouts)
 
@@ -122,8 +122,8 @@ def _layouts(quantization: Quantization, names: Sequence[str]) -> tuple[Layout, 
     found = [quantization.layout_of(name.removesuffix(".weight")) for name in names]
     if len({None if layout is None else type(layout) for layout in found}) > 1:
         raise ModelError(
-            f"quantization_config quantises some of {', '.join(names)} and not the others, or differently; they are one layer "
-            "here and must be alike: change its list of ignored layers and quantise again"
+            f"quantization_config quantises only some of {', '.join(names)}, or in different ways, but they form one "
+            "layer here and must be quantised alike; change its list of ignored layers and quantise again"
         )
     return tuple(layout for layout in found if layout is not None)
 
@@ -158,7 +158,10 @@ def check(model: Decoder, checkpoint: Checkpoint, quantization: Quantization | N
     for name, one in wanted.items():
         if name in shapes and one.dtypes == FLOATS and checkpoint.dtypes[name] not in FLOATS:
             hint = "" if quantization else " (config.json has no quantization_config)"
-            raise ModelError(f"{name} is {checkpoint.dtypes[name]}; supported: {', '.join(FLOATS)}, not quantised{hint}")
+            raise ModelError(
+                f"{name} is {checkpoint.dtypes[name]}, but a tensor that is not quantised must be one of "
+                f"{', '.join(FLOATS)}{hint}"
+            )
     embed, head = outer(model.config.architecture)
     tied_twice = head in shapes and head not in wanted
     second_token = _second_token(model, checkpoint)
@@ -174,7 +177,7 @@ def check(model: Decoder, checkpoint: Checkpoint, quantization: Quantization | N
     if wrong:
         shown = "".join(f"\n  {line}" for line in wrong[:12])
         more = f"\n  and {len(wrong) - 12} more" if len(wrong) > 12 else ""
-        raise ModelError(f"config.json and the weights contradict each other, in {len(wrong)} tensors:{shown}{more}")
+        raise ModelError(f"config.json and the weights contradict each other in {len(wrong)} tensors:{shown}{more}")
     if tied_twice and not torch.equal(checkpoint.read(head), checkpoint.read(embed)):
         raise ModelError(f"config.json ties the word embeddings (tie_word_embeddings), but {head} differs from {embed}")
 
@@ -186,9 +189,9 @@ def _faults(name: str, wanted: Wanted, checkpoint: Checkpoint) -> Iterator[str]:
         return
     shape, dtype = checkpoint.shapes[name], checkpoint.dtypes[name]
     if shape not in wanted.shapes:
-        yield f"{name}: got {list(shape)}, config.json wants {' or '.join(str(list(one)) for one in wanted.shapes)}"
+        yield f"{name}: shape is {list(shape)}, config.json requires {' or '.join(str(list(one)) for one in wanted.shapes)}"
     if dtype not in wanted.dtypes:
-        yield f"{name}: is {dtype}, config.json wants {' or '.join(wanted.dtypes)}"
+        yield f"{name}: dtype is {dtype}, config.json requires {' or '.join(wanted.dtypes)}"
 
 
 def _no_bias(name: str, wanted: dict[str, Wanted], checkpoint: Checkpoint) -> bool:

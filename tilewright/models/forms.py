@@ -160,7 +160,9 @@ class MXExperts(Experts):
     def tensors(self, name: str, view: Tensor) -> dict[str, Wanted]:
         experts, cols, rows, projections = view.shape
         if cols % _BLOCK:
-            raise ModelError(f"{name}: mxfp4 has blocks of {_BLOCK} columns, which do not divide {cols}")
+            raise ModelError(
+                f"{name}: mxfp4 has blocks of {_BLOCK} columns, so the number of columns must be a multiple of that; got {cols}"
+            )
         shape = (experts, rows * projections, cols // _BLOCK)
         return {f"{name}_blocks": Wanted(((*shape, 16),), ("U8",)), f"{name}_scales": Wanted((shape,), ("U8",))}
 

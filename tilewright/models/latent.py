@@ -58,10 +58,13 @@ class Latent:
         """`scaling` is the config's, resolved. Raises ModelError."""
         if raw.get("quantization_config") or raw.get("compression_config"):
             raise ModelError(
-                "quantised checkpoints of DeepSeek models are not supported (quantization_config); take one in bfloat16"
+                "quantised checkpoints of DeepSeek models are not supported (quantization_config); use one in bfloat16"
             )
         if raw.get("attention_bias") and raw.get("q_lora_rank") is None:
-            raise ModelError("attention_bias without q_lora_rank is not supported: one projection would have half a bias")
+            raise ModelError(
+                "attention_bias without q_lora_rank is not supported, because only part of a merged projection would "
+                "have a bias"
+            )
         weight = (scaling or {}).get("mscale_all_dim")
         factor = (scaling or {}).get("factor", 1.0)
         # DeepSeek's yarn sharpens the softmax: (0.1 m ln factor + 1)^2, for queries and for keys.
@@ -81,7 +84,7 @@ def deepseek_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The mixtures of a DeepSeek model, as an argument of `ModelConfig`. Raises ModelError."""
     if raw.get("moe_layer_freq", 1) != 1:
         raise ModelError(
-            f"moe_layer_freq must be 1 (experts in every layer behind the dense ones), got {raw['moe_layer_freq']}"
+            f"moe_layer_freq is {raw['moe_layer_freq']}, but must be 1 (experts in every layer after the dense ones)"
         )
     inner = positive(raw, "moe_intermediate_size")
     method = raw["topk_method"]

@@ -57,8 +57,8 @@ def _nemotron(raw: dict[str, Any]) -> None:
 
 
 def _gpt2(raw: dict[str, Any]) -> None:
-    _must(raw, "scale_attn_by_inverse_layer_idx", False, "all layers have the same scale")
-    _must(raw, "add_cross_attention", False, "there is no encoder to attend to")
+    _must(raw, "scale_attn_by_inverse_layer_idx", False, "scales that differ by layer are not supported")
+    _must(raw, "add_cross_attention", False, "cross-attention is not supported")
     raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"] = raw["n_embd"], raw["n_layer"], raw["n_head"]
     raw["max_position_embeddings"], raw["hidden_act"] = raw["n_positions"], raw["activation_function"]
     raw["intermediate_size"] = 4 * (raw["n_embd"] or 0) if raw.get("n_inner") is None else raw["n_inner"]
@@ -68,12 +68,15 @@ def _gpt2(raw: dict[str, Any]) -> None:
 
 
 def _opt(raw: dict[str, Any]) -> None:
-    _must(raw, "do_layer_norm_before", True, "norms come before the layers")
-    _must(raw, "_remove_final_layer_norm", False, "a norm comes before the head")
-    _must(raw, "layer_norm_elementwise_affine", True, "norms have weights")
+    _must(raw, "do_layer_norm_before", True, "norms after the layers are not supported")
+    _must(raw, "_remove_final_layer_norm", False, "a model without this norm is not supported")
+    _must(raw, "layer_norm_elementwise_affine", True, "norms without weights are not supported")
     width = raw.get("word_embed_proj_dim")
     if width is not None and width != raw.get("hidden_size"):
-        raise ModelError(f"word_embed_proj_dim must be hidden_size, {raw.get('hidden_size')} (no projection), got {width}")
+        raise ModelError(
+            f"word_embed_proj_dim is {width}, but must be hidden_size, {raw.get('hidden_size')}, because a projection is "
+            "not supported"
+        )
     raw["intermediate_size"], raw["hidden_act"], raw["rms_norm_eps"] = raw["ffn_dim"], raw["activation_function"], 1e-5
     raw["attention_bias"] = raw["mlp_bias"] = bool(raw["enable_bias"])
     raw["use_sliding_window"] = False

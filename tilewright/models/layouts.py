@@ -81,7 +81,7 @@ class Scaled:
         if self.activation == "static":
             x_scale = tensors["input_scale"].float().reshape(())
             if not x_scale.is_meta and not 0.0 < float(x_scale) < float("inf"):
-                raise ValueError(f"input_scale is {float(x_scale)}, wanted a positive number; the checkpoint is damaged")
+                raise ValueError(f"input_scale is {float(x_scale)}, wanted a finite number above 0; the checkpoint is damaged")
             return StaticWeight(tensors["weight"], scales, block=(1, 0), dtype=dtype, x_scale=x_scale)
         kind = MixedWeight if self.activation == "none" else ScaledWeight
         return kind(tensors["weight"], scales, block=(1, 0), dtype=dtype)
@@ -106,7 +106,8 @@ class Blocks:
 def _check_group(what: str, n: int, k: int, group: int) -> None:
     if k % group or k % 8 or n % 8:
         raise ModelError(
-            f"{what}: a weight of N = {n} and K = {k} has no whole groups of {group}, or no whole words of 8 codes"
+            f"{what}: a weight with N = {n} and K = {k} cannot be divided into whole groups of {group} and whole "
+            "words of 8 codes"
         )
 
 
@@ -164,7 +165,7 @@ def _int4(q: Quantized, dtype: torch.dtype, *, symmetric: bool) -> MixedWeight:
     zeros = q.zeros
     if symmetric and zeros is not None:
         if not zeros.is_meta and not bool((zeros == 8).all()):
-            raise ValueError("config.json says that it is symmetric (sym), but zero points are not all 8; set sym to false")
+            raise ValueError("config.json sets sym (symmetric quantisation), but not all zero points are 8; set sym to false")
         zeros = None
     return MixedWeight(q.values, q.scales, zeros, block=q.block, dtype=dtype)
 
@@ -212,7 +213,7 @@ class Own:
         """The layout of a weight."""
         format = weight.format
         if format not in _OWN_FORMATS:
-            raise ValueError(f"no layout for weights of {format}; wanted one of {', '.join(_OWN_FORMATS)}")
+            raise ValueError(f"weights of format {format} cannot be saved; wanted one of {', '.join(_OWN_FORMATS)}")
         input_zero = isinstance(weight, StaticWeight) and weight.x_zero is not None
         return cls(format, _SAFETENSORS[weight.codes.dtype], weight.block, weight.zeros is not None, input_zero)
 

@@ -54,7 +54,7 @@ def text_part(architecture: str, raw: Mapping[str, Any], names: Iterable[str]) -
     if text is None and raw.get("model_type") in kinds:
         text = {key: value for key, value in raw.items() if key != "vision_config"}
     if not isinstance(text, Mapping):
-        raise ModelError(f"config.json of {architecture} must have a text_config, an object; got {text!r:.60}")
+        raise ModelError(f"config.json of {architecture} must have an object text_config; got {text!r:.60}")
     kind: Any = text.get("model_type")
     if kind not in kinds:
         raise ModelError(f"text_config.model_type of {architecture} must be {' or '.join(kinds)}, got {kind!r:.60}")

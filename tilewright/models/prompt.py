@@ -23,7 +23,10 @@ def prompt_inputs(model: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Bat
     """
     count, config, device = len(token_ids), model.config, model.embed.weight.device
     if not 0 < count <= config.max_position_embeddings:
-        raise ValueError(f"prompt_inputs: {count} tokens, wanted 1 to {config.max_position_embeddings}, the model's positions")
+        raise ValueError(
+            f"prompt_inputs: got {count} tokens, wanted 1 to {config.max_position_embeddings}, the number of positions "
+            "of the model"
+        )
     pages = -(-count // _PAGE_SIZE)
     cache = model.empty_cache(pages, _PAGE_SIZE)
     positions = torch.arange(count, device=device)

@@ -62,7 +62,9 @@ class Quantization:
         try:
             return _READERS[method](raw)
         except (AttributeError, KeyError, TypeError, re.error) as error:  # an object where a list should be, and the like
-            words = f"quantization_config has a field of a wrong type or form ({error}); mend it or download the model again"
+            words = (
+                f"quantization_config has a field of the wrong type or form ({error}); correct it, or download the model again"
+            )
             raise ModelError(words) from error
 
 
@@ -84,7 +86,9 @@ def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
         if name.startswith("re:"):
             re.compile(name[3:])
             if len(name) > MAX_PATTERN_CHARS or _NESTED.search(name):
-                raise _refused(key, name[:60], "a plain regular expression: nested repetitions can take forever", _ADVICE)
+                raise _refused(
+                    key, name[:60], "a regular expression without nested repetitions, which can take forever", _ADVICE
+                )
     return tuple(names)
 
 
@@ -100,7 +104,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> Quantization:
         raise _refused("config_groups", f"{len(groups)} groups", "one", _ADVICE)
     group = groups[0]
     if list(group.get("targets") or ()) != ["Linear"]:
-        raise _refused("targets", group.get("targets"), '["Linear"]', "name other layers in ignore")
+        raise _refused("targets", group.get("targets"), '["Linear"]', "list the layers to leave out in ignore")
     if raw.get("kv_cache_scheme"):
         raise _refused("kv_cache_scheme", "given", "null", "the KV cache has the dtype of the model here; set it to null")
     if raw.get("sparsity_config", {}).get("format", "dense") != "dense":
@@ -118,7 +122,7 @@ def _compressed_layout(kind: str, strategy: Any, weights: Mapping[str, Any], inp
     if kind == "int4":
         if strategy != "group" or weights.get("group_size") not in _GROUPS or inputs is not None:
             got = f"{strategy} of {weights.get('group_size')}, activations {'quantised' if inputs else 'not quantised'}"
-            raise _refused("weights of 4 bits", got, "groups of 32, 64 or 128, and activations that are not", _ADVICE)
+            raise _refused("weights of 4 bits", got, "groups of 32, 64 or 128, and activations not quantised", _ADVICE)
         return Packed(weights["group_size"])
     if kind not in ("int8", "float8"):
         raise _refused("weights", kind, "int8, float8 or int4", _ADVICE)
@@ -164,7 +168,7 @@ def _four_bits(raw: Mapping[str, Any]) -> int:
     if raw.get("group_size") not in _GROUPS:
         raise _refused("group_size", raw.get("group_size"), "32, 64 or 128", _ADVICE)
     if raw.get("lm_head"):
-        raise _refused("lm_head", True, "false: heads are not quantised here", _ADVICE)
+        raise _refused("lm_head", True, "false, because quantised heads are not supported", _ADVICE)
     return raw["group_size"]
 
 
@@ -172,15 +176,20 @@ def _gptq(raw: Mapping[str, Any]) -> Quantization:
     group = _four_bits(raw)
     if raw.get("desc_act"):
         raise _refused(
-            "desc_act", True, "false: columns in activation order are not supported", "quantise again with desc_act=False"
+            "desc_act",
+            True,
+            "false, because columns in activation order are not supported",
+            "quantise again with desc_act=False",
         )
     if raw.get("dynamic"):
-        raise _refused("dynamic", raw["dynamic"], "null: rules by layer are not supported", _ADVICE)
+        raise _refused("dynamic", raw["dynamic"], "null, because rules for single layers are not supported", _ADVICE)
     written = raw.get("checkpoint_format") or "gptq"
     if written not in ("gptq", "gptq_v2"):
         raise _refused("checkpoint_format", written, "gptq or gptq_v2", _ADVICE)
     if raw.get("modules_in_block_to_quantize"):
-        raise _refused("modules_in_block_to_quantize", "given", "null: all layers of a block", _ADVICE)
+        raise _refused(
+            "modules_in_block_to_quantize", "given", "null, because all linear layers of a block must be quantised", _ADVICE
+        )
     symmetric = raw.get("sym", True) is True
     return Quantization("gptq", GPTQ(group, symmetric, stored_minus_one=written == "gptq"), (_HEAD,))
 
@@ -197,7 +206,7 @@ def _awq(raw: Mapping[str, Any]) -> Quantization:
 def _own(raw: Mapping[str, Any]) -> Quantization:
     layers = raw.get("layers")
     if not isinstance(layers, Mapping) or not layers or not all(isinstance(value, Mapping) for value in layers.values()):
-        raise _refused("layers", layers, "name -> format, codes, block, zeros", "save the model again")
+        raise _refused("layers", layers, "an object from layer names to format, codes, block and zeros", "save the model again")
     return Quantization("tilewright", None, layers=tuple((name, Own.from_json(value)) for name, value in layers.items()))
 
 

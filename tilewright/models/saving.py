@@ -47,12 +47,12 @@ def save_quantized(model: Decoder, folder: str | Path, source: str | Path) -> No
     """
     if not isinstance(model, Decoder):
         raise TypeError(
-            f"save_quantized: wanted a model that load_model gives, got {type(model).__name__}; of another module save "
-            "model.state_dict() with safetensors, and load it into that module after tw.quantize with the same format"
+            f"save_quantized: got a {type(model).__name__}, wanted a model from load_model; for another module, save "
+            "model.state_dict() with safetensors, and load it into the module after tw.quantize with the same format"
         )
     target, origin = Path(folder), resolve(source)
     if target.exists() and any(target.iterdir()):
-        raise FileExistsError(f"save_quantized: {target} has files; give a new or an empty folder")
+        raise FileExistsError(f"save_quantized: {target} is not empty; give a new or an empty folder")
     tensors, layers = _taken_apart(model)
     if not layers:
         raise ValueError("save_quantized: no layer of the model is quantised; call tw.quantize(model, format) first")
@@ -61,7 +61,7 @@ def save_quantized(model: Decoder, folder: str | Path, source: str | Path) -> No
         raw = hf_config(model.config)
     given = prepared(architecture_of(raw), raw)
     if given.get("hidden_size") != model.config.hidden_size or given.get("vocab_size") != model.config.vocab_size:
-        raise ModelError(f"save_quantized: {source} is another model: its config.json has other sizes")
+        raise ModelError(f"save_quantized: {source} is the folder of another model, because its config.json has other sizes")
     raw.pop("compression_config", None)
     raw["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")
     raw.pop("dtype", None)
@@ -119,14 +119,14 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     if config.architecture not in _MODEL_TYPES:
         if config.raw is None:
             raise ValueError(
-                f"config.json of {config.architecture} can be written only where it was read from one; others: "
-                f"{', '.join(_MODEL_TYPES)}"
+                f"a config.json can be written for {config.architecture} only if it was read from one; it can also "
+                f"be made for {', '.join(_MODEL_TYPES)}"
             )
         given = {key: value for key, value in config.raw.items() if key not in ("quantization_config", "compression_config")}
         return given | _ends(config)
     sizes = sorted({window for window in config.windows if window is not None})
     if len(sizes) > 1:
-        raise ValueError(f"windows of several sizes ({sizes}) cannot be written to config.json")
+        raise ValueError(f"config.json cannot express windows of several sizes ({sizes})")
     raw: dict[str, Any] = {"architectures": [config.architecture], "model_type": _MODEL_TYPES[config.architecture]}
     raw |= {name: getattr(config, name) for name in _SAME_NAMES}
     raw["rope_scaling"] = None if config.rope_scaling is None else dict(config.rope_scaling)

@@ -48,7 +48,7 @@ class Pooling:
         kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
         if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
             raise ModelError(
-                f"{path} lists {', '.join(kinds)[:200]}; supported: Transformer, Pooling, and Normalize where there is one"
+                f"{path} lists {', '.join(kinds)[:200]}; supported are Transformer, Pooling and, optionally, Normalize"
             )
         return cls(method=_method(folder, modules[1]), normalise=len(kinds) > 2)
 
@@ -66,7 +66,7 @@ class Pooling:
 def _method(folder: Path, module: dict[str, Any]) -> str:
     name = str(module.get("path") or "")
     if name != Path(name).name or name in ("", ".", ".."):
-        raise ModelError(f"{folder / 'modules.json'} names {name[:200]!r} as a folder, wanted one beside it")
+        raise ModelError(f"{folder / 'modules.json'} names {name[:200]!r} as a folder, wanted a folder beside it")
     raw = read_json(folder / name / "config.json")
     given: Sequence[str] = [key.removeprefix("pooling_mode_") for key, value in raw.items() if value is True]
     modes = [_MODES.get(key) for key in given if key in _MODES or key.endswith(("tokens", "token"))]
@@ -74,6 +74,7 @@ def _method(folder: Path, module: dict[str, Any]) -> str:
         modes = [_NAMES.get(raw["pooling_mode"])]
     if len(modes) != 1 or modes[0] is None:
         raise ModelError(
-            f"{folder / name / 'config.json'} pools by {given or raw.get('pooling_mode')}; supported: {', '.join(_MODES)}"
+            f"{folder / name / 'config.json'} has the pooling {given or raw.get('pooling_mode')}; supported: "
+            f"{', '.join(_MODES)}"
         )
     return modes[0]

@@ -222,7 +222,8 @@ class ViT(nn.Module):
         super().__init__()
         if size % patch or features % heads:
             raise ValueError(
-                f"ViT: wanted size a multiple of patch and features of heads; got {size}, {patch}, {features}, {heads}"
+                f"ViT: size must be a multiple of patch, and features a multiple of heads; got size {size}, patch "
+                f"{patch}, features {features} and heads {heads}"
             )
         place = {"device": device, "dtype": dtype}
         self.patch_embed = nn.ModuleDict({"proj": Conv2d(3, features, patch, patch, **place)})

@@ -54,18 +54,22 @@ def _from_hub(name: str) -> Path:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
     except ModuleNotFoundError:
-        raise ModelError(f"no folder {name}, and {advice('a model of the Hugging Face hub', 'huggingface_hub')}") from None
+        raise ModelError(
+            f"there is no folder {name}, and {advice('a model of the Hugging Face hub', 'huggingface_hub')}"
+        ) from None
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_WANTED, ignore_patterns=_HUB_UNWANTED))
     except HFValidationError as error:
-        raise ModelError(f"no folder {name}, and it is not a hub name (like Qwen/Qwen3-0.6B)") from error
+        raise ModelError(
+            f"there is no folder {name}, and it is not the name of a model on the hub (like Qwen/Qwen3-0.6B)"
+        ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ModelError(
-            f"no folder {name}, it is not in the local hub cache, and the hub cannot be reached; "
-            f"connect, or give the path of a downloaded folder"
+            f"there is no folder {name}, it is not in the local hub cache, and the hub cannot be reached; connect to "
+            "the network, or give the path of a downloaded folder"
         ) from error
     except HfHubHTTPError as error:
-        raise ModelError(f"no folder {name}, and the hub does not give it: {error}") from error
+        raise ModelError(f"there is no folder {name}, and it cannot be downloaded from the hub: {error}") from error
 
 
 def _is_plain(name: str) -> bool:
@@ -90,7 +94,7 @@ class Checkpoint:
             try:
                 self._open(path)
             except SafetensorError as error:
-                raise ModelError(f"{path} is not a whole safetensors file ({error}); download it again") from error
+                raise ModelError(f"{path} is not a complete safetensors file ({error}); download it again") from error
             except OSError as error:
                 raise ModelError(f"{path} cannot be read ({error}); check its permissions") from error
 
@@ -98,7 +102,9 @@ class Checkpoint:
         file = safe_open(path, framework="pt", device="cpu")
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             if name in self._files:
-                raise ModelError(f"{path} has the tensor {name[:200]!r}, and so has another file; download the model again")
+                raise ModelError(
+                    f"{path} has the tensor {name[:200]!r}, which is also in another file; download the model again"
+                )
             header = file.get_slice(name)
             self._files[name] = file
             self.shapes[name] = tuple(header.get_shape())
@@ -127,16 +133,20 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise ModelError(f"{index} must have a weight_map, tensor name -> file name; download it again")
+            raise ModelError(f"{index} must have a weight_map from tensor names to file names; download it again")
         names = sorted(set(shards.values()))
         if outside := [name for name in names if not _is_plain(name)]:
-            raise ModelError(f"{index} names {outside[0][:200]!r} as a file of weights, wanted the name of a file beside it")
+            raise ModelError(
+                f"{index} names {outside[0][:200]!r} as a file of weights, wanted the name of a file in the same folder"
+            )
         if not names or len(names) > MAX_SHARDS:
             raise ModelError(f"{index} lists {len(names)} files of weights, wanted 1 to {MAX_SHARDS}; download it again")
         paths = [folder / name for name in names]
         if missing := [path.name for path in paths if not path.exists()]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise ModelError(f"{folder} lacks {', '.join(missing[:5])}{more}, which {index.name} lists; finish the download")
+            raise ModelError(
+                f"{folder} does not have {', '.join(missing[:5])}{more}, which {index.name} lists; complete the download"
+            )
         for path in paths:
             check_plain_file(path)
         return paths
@@ -146,7 +156,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [single]
     if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
         raise ModelError(
-            f"{folder} has only pickled weights ({', '.join(pickled)}), which can run code when read and are refused; "
-            f"convert them to safetensors"
+            f"{folder} has only pickled weights ({', '.join(pickled)}), which are not read because reading them can "
+            "run code; convert them to safetensors"
         )
-    raise ModelError(f"{folder} lacks model.safetensors (or model.safetensors.index.json and its shards)")
+    raise ModelError(f"{folder} has no model.safetensors (and no model.safetensors.index.json with its shards)")

@@ -14,7 +14,7 @@ __all__ = ["ELU", "GELU", "GLU", "Dropout", "Hardswish", "LeakyReLU", "Mish", "R
 
 def _only(name: str, argument: str, value: object, wanted: object) -> None:
     if value != wanted:
-        raise ValueError(f"{name}: {argument}={value!r} is not supported; supported is {argument}={wanted!r}")
+        raise ValueError(f"{name}: {argument}={value!r} is not supported, only {argument}={wanted!r}")
 
 
 class _Activation(nn.Module):

@@ -78,7 +78,7 @@ class Attention(nn.Module):
         if softcap is not None and not 0.0 < softcap < math.inf:
             raise ValueError(f"Attention: softcap is {softcap}, wanted a finite number above 0, or None for no cap")
         if head_norm_eps is not None and wide_norm_eps is not None:
-            raise ValueError("Attention: head_norm_eps and wide_norm_eps are both given, wanted one of them, or neither")
+            raise ValueError("Attention: head_norm_eps and wide_norm_eps are both given, but at most one of them may be")
         self.head_dim, self.window, self.softcap = head_dim, window, softcap
         self.head_counts = (heads, kv_heads, kv_heads)
         self.qkv_shape = (-1, sum(self.head_counts), head_dim)

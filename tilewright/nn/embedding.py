@@ -26,7 +26,7 @@ class _Table(nn.Module):
     def __init__(self, padding_idx: int | None, rows: int):
         super().__init__()
         if padding_idx is not None and not -rows <= padding_idx < rows:
-            raise ValueError(f"{type(self).__name__}: padding_idx is {padding_idx}, wanted one of {rows} rows")
+            raise ValueError(f"{type(self).__name__}: padding_idx is {padding_idx}, wanted the index of one of the {rows} rows")
         self.padding_idx = None if padding_idx is None else padding_idx % rows
 
     def reset_parameters(self) -> None:

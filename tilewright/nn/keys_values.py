@@ -63,10 +63,13 @@ class PagedKeysValues(NamedTuple):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch | Packed, heads: Heads) -> Tensor:
         """Write the keys and values of this step to their pages; each token then attends to its whole sequence so far."""
         if not isinstance(batch, Batch):
-            raise TypeError(f"a paged cache needs nn.Batch, which says where tokens go; got {type(batch).__name__}")
+            raise TypeError(
+                "attention with a paged cache needs an nn.Batch, which gives the place of each token in the cache; got "
+                f"{type(batch).__name__}"
+            )
         slots, table = (batch.window_slots, batch.window_table) if self.windowed else (batch.slots, batch.block_table)
         if slots is None or table is None:
-            raise ValueError("this layer has pages of its own, wanted a Batch with window_slots and window_table")
+            raise ValueError("this layer has a separate set of pages, so its nn.Batch needs window_slots and window_table")
         q_THD = ops.rope_kv_write(
             q, k, v, batch.positions, heads.rope.cos_sin, self.k, self.v, slots,
             heads.q_norm, heads.k_norm, heads.norm_eps, heads.rope.interleaved, self.k_scale, self.v_scale,

@@ -19,7 +19,7 @@ class Softmax(nn.Module):
     def __init__(self, dim: int | None = None):
         super().__init__()
         if dim is None:
-            raise ValueError(f"{type(self).__name__}: dim=None is not supported; name the dimension")
+            raise ValueError(f"{type(self).__name__}: dim=None is not supported; give the dimension")
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
@@ -51,7 +51,9 @@ class CrossEntropyLoss(nn.Module):
             if value is not None:
                 raise ValueError(f"CrossEntropyLoss: {name} is not supported; leave it out")
         if weight is not None and label_smoothing:
-            raise ValueError(f"CrossEntropyLoss: weight goes without label_smoothing; got {label_smoothing}")
+            raise ValueError(
+                f"CrossEntropyLoss: weight cannot be combined with label_smoothing; got label_smoothing={label_smoothing}"
+            )
         self.weight: Tensor | None
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
@@ -60,7 +62,10 @@ class CrossEntropyLoss(nn.Module):
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Logits and int64 targets -> the loss, float32: a scalar, or target's shape with reduction "none"."""
         if target.is_floating_point():
-            raise ValueError(f"CrossEntropyLoss: targets must be classes, int64; got {target.dtype}: probabilities")
+            raise ValueError(
+                "CrossEntropyLoss: targets must be class indices of dtype int64, because targets of probabilities are "
+                f"not supported; got {target.dtype}"
+            )
         # With further dimensions this is a copy, because the classes must be the last dimension.
         logits = ops.permute(input, (0, *range(2, input.dim()), 1)) if input.dim() > 2 else input
         return ops.cross_entropy(

@@ -81,7 +81,10 @@ class MLA(nn.Module):
         # The direct projection of queries has no bias, but the down-projections may have one. A merged layer has either
         # biases for all its parts or none.
         if q_rank is None and bias:
-            raise ValueError("MLA: bias without q_rank is not supported: the queries' projection has none, the latent's would")
+            raise ValueError(
+                "MLA: bias=True needs q_rank, because without it queries and latents come from one merged layer, in "
+                "which only the latents would have a bias"
+            )
         down = Linear(features, self.down_sizes, bias=bias, **place)
         self.down = self.q_norm = self.q_up = self.q_and_down = None
         if q_rank is None:

@@ -56,14 +56,18 @@ class Routing:
             raise ValueError(f"routing method {self.method!r} is not supported; supported: {', '.join(METHODS)}")
         if self.experts % self.groups or not 1 <= self.chosen_groups <= self.groups:
             raise ValueError(
-                f"routing: {self.experts} experts in {self.groups} groups, {self.chosen_groups} of them chosen: groups must "
-                "divide the experts, and at least one and at most all be chosen"
+                f"routing: experts is {self.experts}, groups is {self.groups} and chosen_groups is "
+                f"{self.chosen_groups}; groups must divide experts, and chosen_groups must be 1 to groups"
             )
         per = self.experts // self.groups
         if not 1 <= self.chosen <= self.chosen_groups * per:
-            raise ValueError(f"routing: {self.chosen} experts of {self.chosen_groups} groups of {per} cannot be chosen")
+            raise ValueError(
+                f"routing: {self.chosen} experts cannot be chosen from {self.chosen_groups} groups of {per} experts"
+            )
         if self.method == "noaux_tc" and per < 2:
-            raise ValueError("routing: noaux_tc takes the two best of each group, so groups need two experts at least")
+            raise ValueError(
+                "routing: method noaux_tc sums the best two experts of each group, so each group needs at least two experts"
+            )
 
     @property
     def biased(self) -> bool:

@@ -37,8 +37,9 @@ def _attended(
     """`ops.attention`, with the heads concatenated: [..., H V]."""
     if (of_q is None) != (of_k is None) or (of_q is None) != (q.dim() == 4):
         raise ValueError(
-            f"attention layer: packed sequences [T, E] want their lengths, sequences [B, S, E] have none; "
-            f"got {list(q.shape[:-2])} tokens and lengths {of_q is not None}, over {list(k.shape[:-2])} and {of_k is not None}"
+            "attention layer: packed sequences [T, E] need lengths, and sequences [B, S, E] must come without them; got "
+            f"queries {list(q.shape[:-2])} {'without' if of_q is None else 'with'} lengths, and keys {list(k.shape[:-2])} "
+            f"{'without' if of_k is None else 'with'} lengths"
         )
     lengths = {}
     if of_q is not None and of_k is not None:
@@ -97,7 +98,9 @@ class SelfAttention(nn.Module):
         if isinstance(window, int) and window < 1:
             raise ValueError(f"SelfAttention: window is {window}, wanted at least 1, (left, right), or None for all tokens")
         if alibi_slopes is not None and alibi_slopes.shape != (heads,):
-            raise ValueError(f"SelfAttention: alibi_slopes must be [{heads}], one a head; got {list(alibi_slopes.shape)}")
+            raise ValueError(
+                f"SelfAttention: alibi_slopes must have shape [{heads}], one slope per head; got {list(alibi_slopes.shape)}"
+            )
         self.heads = (heads, kv_heads, kv_heads)
         self.widths = (head_dim, head_dim, value_dim or head_dim)
         self.rope = rope
@@ -136,7 +139,7 @@ class SelfAttention(nn.Module):
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, rope: Rope) -> tuple[Tensor, Tensor]:
         if positions is None:
             if q.dim() == 3:
-                raise ValueError("SelfAttention: packed tokens are rotated by their positions: pass positions, int64 [T]")
+                raise ValueError("SelfAttention: the rotary embedding of packed tokens needs positions, int64 [T]")
             positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
         shapes = q.shape, k.shape
         turned = ops.rope(q.flatten(0, -3), k.flatten(0, -3), positions.reshape(-1), rope.cos_sin, rope.interleaved)
@@ -210,5 +213,5 @@ def _checked(features: int, heads: int, kv_heads: int | None, head_dim: int | No
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"attention layer: heads must be a multiple of kv_heads, got {heads} and {kv_heads}")
     if head_dim is None and features % heads:
-        raise ValueError(f"attention layer: {features} features are no multiple of {heads} heads: pass head_dim")
+        raise ValueError(f"attention layer: features ({features}) is not a multiple of heads ({heads}); pass head_dim")
     return kv_heads, features // heads if head_dim is None else head_dim

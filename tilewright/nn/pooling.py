@@ -180,9 +180,9 @@ class Upsample(_Pool):
     ):  # fmt: skip
         super().__init__()
         if mode not in ("nearest", "linear", "bilinear", "bicubic", "trilinear"):
-            raise ValueError(f"Upsample: mode={mode!r} is not supported; the others of torch's are")
+            raise ValueError(f"Upsample: mode={mode!r} is not supported; torch's other modes are")
         if recompute_scale_factor:
-            raise ValueError("Upsample: recompute_scale_factor=True is not supported; give the size")
+            raise ValueError("Upsample: recompute_scale_factor=True is not supported; give size instead")
         self.options = {"size": size, "scale_factor": scale_factor, "mode": mode, "align_corners": align_corners}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,7 +44,10 @@ def _wrong(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if value is None or isinstance(value, Tensor) or kind in wanted:
             continue
         if "Tensor" in wanted and (isinstance(value, list | tuple | int | float | str) or kind == "ndarray"):
-            return f"{function.__name__}: {name} must be a tensor, got {kind} {_short(value)}; torch.as_tensor(...) makes one"
+            return (
+                f"{function.__name__}: {name} must be a tensor, got {kind} {_short(value)}; convert it with "
+                "torch.as_tensor(...)"
+            )
         if isinstance(value, int | float) and any(word in wanted for word in ("Sequence", "Iterable", "tuple", "list")):
             return f"{function.__name__}: {name} must be a sequence of integers, got {kind} {_short(value)}"
     return None

@@ -60,9 +60,11 @@ class _Attention(torch.autograd.Function):
 
 def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None, others: dict[str, Any]) -> Tensor:
     if names := [name for name, value in others.items() if value is not None and value is not False]:
-        raise ValueError(f"attention: bias cannot be combined with {', '.join(names)}: put them into the bias, or leave it out")
+        raise ValueError(
+            f"attention: bias cannot be combined with {', '.join(names)}; express these by the bias, or leave bias out"
+        )
     if wants_gradient(q, k, v, bias):
-        raise ValueError("attention: bias is forward only; call it under torch.no_grad(), or use torch's own attention")
+        raise ValueError("attention: bias has no backward pass; call it under torch.no_grad(), or use torch's own attention")
     return biased_attention(q, k, v, bias, scale=scale)
 
 
@@ -70,8 +72,9 @@ def _check_order(q: Tensor, k: Tensor) -> None:
     """Raise a ValueError if the head counts show that operands are in the order of torch's own attention, [B, H, S, D]."""
     if q.dim() == 4 == k.dim() and k.shape[2] and q.shape[2] % k.shape[2] and k.shape[1] and not q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"attention: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads. The order wanted is "
-            f"[B, S, H, D], got q {list(q.shape)} and k {list(k.shape)}; for [B, H, S, D] call ops.sdpa, or transpose(1, 2)"
+            f"attention: {q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; operands must "
+            f"be [B, S, H, D], got q {list(q.shape)} and k {list(k.shape)}; for [B, H, S, D] call ops.sdpa, or "
+            "transpose(1, 2)"
         )
 
 
@@ -128,7 +131,7 @@ def attention(
     if not wants_gradient(q, k, v, sinks, alibi_slopes):
         return forward(q, k, v, causal=causal, scale=scale, return_lse=return_lse, **lengths, **bends)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise ValueError("attention: alibi_slopes have no gradient; pass alibi_slopes.detach()")
+        raise ValueError("attention: alibi_slopes has no gradient; pass alibi_slopes.detach()")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     fixed = deterministic or torch.are_deterministic_algorithms_enabled()
     out, lse = _Attention.apply(  # pyright: ignore[reportGeneralTypeIssues]

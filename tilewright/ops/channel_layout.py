@@ -37,8 +37,8 @@ def followed(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
 def check_channels(op: str, x: Tensor, least: int, **vectors: Tensor | None) -> None:
     """Raise a ValueError unless x is floating point [N, C, ...] with at least `least` dims, and each vector is [C]."""
     if x.dim() < least or not x.is_floating_point():
-        wanted = "[N, C, ...]" if least == 2 else "[N, C, ...] with places"
-        raise ValueError(f"{op}: x must hold floats {wanted}, got {list(x.shape)} {x.dtype}")
+        wanted = "[N, C, ...]" if least == 2 else "[N, C, ...] with at least one spatial dimension"
+        raise ValueError(f"{op}: x must be floating point {wanted}, got {list(x.shape)} {x.dtype}")
     for name, vector in vectors.items():
         if vector is not None and vector.shape != x.shape[1:2]:
             raise ValueError(f"{op}: {name} must be [{x.shape[1]}], one number per channel; got {list(vector.shape)}")

@@ -232,11 +232,15 @@ def group_norm(
     """
     check_channels("group_norm", x, 2, weight=weight, bias=bias)
     if added is not None and added.shape != x.shape[:2]:
-        raise ValueError(f"group_norm: added must be {list(x.shape[:2])}, as x's images and channels; got {list(added.shape)}")
+        raise ValueError(
+            f"group_norm: added must be {list(x.shape[:2])}, like the first two dimensions of x; got {list(added.shape)}"
+        )
     if activation not in ACTIVATIONS:
         raise ValueError(f"group_norm: activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
     if num_groups < 1 or x.shape[1] % num_groups:
-        raise ValueError(f"group_norm: the {x.shape[1]} channels of x must be a multiple of num_groups, got {num_groups}")
+        raise ValueError(
+            f"group_norm: the number of channels of x, {x.shape[1]}, must be a multiple of num_groups, got {num_groups}"
+        )
     if not x.numel():
         return x.clone()
     last = channels_last(x)
@@ -272,12 +276,12 @@ def instance_norm(
     """
     check_channels("instance_norm", x, 3, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not use_input_stats and (running_mean is None or running_var is None):
-        raise ValueError("instance_norm: without input statistics it wants running_mean and running_var")
+        raise ValueError("instance_norm: without input statistics, running_mean and running_var are needed")
     if not x.numel():
         return x.clone()
     places, last = x.shape[2:].numel(), channels_last(x)
     if use_input_stats and places == 1:
-        raise ValueError(f"instance_norm: wanted more than one place in an image, got {list(x.shape)}")
+        raise ValueError(f"instance_norm: each image needs more than one position, got {list(x.shape)}")
     flat = places_of(x, last)
     if running_mean is not None and running_var is not None and not use_input_stats:
         return image_of(_fixed(flat, weight, bias, running_mean, running_var, eps), x.shape, last)
@@ -293,12 +297,12 @@ def _check_batch(
 ) -> None:  # fmt: skip
     check_channels("batch_norm", x, 2, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     if not training and (running_mean is None or running_var is None):
-        raise ValueError("batch_norm: outside of training it wants running_mean and running_var")
+        raise ValueError("batch_norm: outside training, running_mean and running_var are needed")
     if (running_mean is None) != (running_var is None):
-        raise ValueError("batch_norm: wants both of running_mean and running_var, or neither; got one")
+        raise ValueError("batch_norm: only one of running_mean and running_var is given; give both or neither")
     count = x.numel() // x.shape[1] if x.shape[1] else 0
     if training and count < 2:
-        raise ValueError(f"batch_norm: training wants more than one value a channel, got {list(x.shape)}")
+        raise ValueError(f"batch_norm: training needs more than one value per channel, got {list(x.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"batch_norm: activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):

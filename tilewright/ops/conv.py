@@ -216,7 +216,7 @@ def _conv(
         key = None
     if trains:
         if x.dtype == torch.int8:
-            raise ValueError(f"{op}: int8 has no gradient; call it under torch.no_grad()")
+            raise ValueError(f"{op}: int8 operands have no gradient; call it under torch.no_grad()")
         y: Any = _Conv.apply(x, weight, bias, residual, window, groups)
         found = None if key is None else again(*_arguments(x, weight, bias, residual, "none", window, groups, None, None, out))
         if found is not None:

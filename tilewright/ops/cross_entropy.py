@@ -65,7 +65,7 @@ def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, igno
     """
     if targets.shape != rows or targets.dtype != torch.int64:
         raise ValueError(
-            f"{op}: targets must be {list(rows)} torch.int64, one class a row; got {list(targets.shape)} {targets.dtype}"
+            f"{op}: targets must be {list(rows)} torch.int64, one class per row; got {list(targets.shape)} {targets.dtype}"
         )
     if torch.compiler.is_compiling() or not (checked or targets.device.type == "cpu"):
         return
@@ -74,8 +74,8 @@ def check_targets(op: str, targets: Tensor, rows: torch.Size, classes: int, igno
     if bool(wrong.any()):
         first = int(wrong.nonzero()[0])
         raise ValueError(
-            f"{op}: target {int(flat[first])} of row {first} is no class; wanted 0 to {classes - 1}, or {ignore_index} to "
-            f"ignore the row ({int(wrong.sum())} of {flat.numel()} are wrong)"
+            f"{op}: the target of row {first} is {int(flat[first])}, wanted a class 0 to {classes - 1}, or "
+            f"{ignore_index} to ignore the row ({int(wrong.sum())} of {flat.numel()} are wrong)"
         )
 
 
@@ -94,7 +94,9 @@ def rows_weights(op: str, class_weights: Tensor | None, targets: Tensor, classes
             f"{class_weights.dtype} on {class_weights.device}"
         )
     if options.smoothing:
-        raise ValueError(f"{op}: class_weights go without label_smoothing; got {options.smoothing}")
+        raise ValueError(
+            f"{op}: class_weights cannot be combined with label_smoothing; got label_smoothing {options.smoothing}"
+        )
     # A target out of range has the loss NaN, whatever its weight. The clamp only prevents a read outside of the weights.
     weights = class_weights.detach().to(torch.promote_types(class_weights.dtype, torch.float32))[targets.clamp(0, classes - 1)]
     return weights.masked_fill(targets == options.ignore_index, 0.0)
@@ -148,8 +150,8 @@ class _CrossEntropy(torch.autograd.Function):
             return cross_entropy_gradient_op(logits, targets, scale, *ctx.options.kernel)[1], None, None, None, None
         if ctx.grad is None:
             raise RuntimeError(
-                "cross_entropy: the gradient that the forward pass made went to a first backward pass; ask for "
-                'gradient="backward" to run several'
+                "cross_entropy: a first backward pass has used up the gradient that the forward pass computed; to run several "
+                'backward passes, use gradient="backward"'
             )
         grad, ctx.grad = ctx.grad, None
         scale_in_place_op(grad, grads[0])
@@ -191,12 +193,12 @@ def cross_entropy(
             f"cross_entropy: logits must be floats [..., V], V at least 1; got {list(logits.shape)} {logits.dtype}"
         )
     if targets.device != logits.device:
-        raise ValueError(f"cross_entropy: targets are on {targets.device}, the logits on {logits.device}; move one of them")
+        raise ValueError(f"cross_entropy: targets are on {targets.device}, but the logits on {logits.device}; move one of them")
     check_targets("cross_entropy", targets, logits.shape[:-1], logits.shape[-1], ignore_index, checked)
     wanted = wants_gradient(logits)
     if wanted and gradient == "in place" and (logits.is_leaf or not logits.is_contiguous() or reduction == "none"):
         raise ValueError(
-            'cross_entropy: gradient="in place" wants a reduced loss of logits that were computed and are contiguous; got '
+            'cross_entropy: gradient="in place" needs a reduction, and contiguous logits that are not a leaf; got '
             f"{'a leaf' if logits.is_leaf else f'strides {logits.stride()}'} and reduction {reduction!r}"
         )
     rows, ids = rows_ready(logits).reshape(-1, logits.shape[-1]), targets.contiguous().flatten()

@@ -69,7 +69,7 @@ def _padding(op: str, weight: Tensor, padding_idx: int | None) -> int | None:
         return None
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
-        raise ValueError(f"{op}: padding_idx is {padding_idx}, wanted a row of the table, which has {rows}")
+        raise ValueError(f"{op}: padding_idx is {padding_idx}, wanted the index of one of the table's {rows} rows")
     return padding_idx % rows
 
 
@@ -123,13 +123,14 @@ def embedding_bag(
     if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):
         given = "no offsets" if offsets is None else "offsets"
         raise ValueError(
-            f"embedding_bag: wanted ids [T] with offsets, or ids [B, N] without; got {list(ids.shape)} and {given}"
+            f"embedding_bag: give either ids [T] with offsets, or ids [B, N] without; got {list(ids.shape)} and {given}"
         )
     if per_sample_weights is not None and wants_gradient(per_sample_weights):
-        raise ValueError("embedding_bag: per_sample_weights has no gradient; detach it")
+        raise ValueError("embedding_bag: per_sample_weights has no gradient; pass per_sample_weights.detach()")
     if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
         raise ValueError(
-            f"embedding_bag: per_sample_weights must be like ids, {list(ids.shape)}; got {list(per_sample_weights.shape)}"
+            f"embedding_bag: per_sample_weights must have the shape of ids, {list(ids.shape)}; got "
+            f"{list(per_sample_weights.shape)}"
         )
     padding = _padding("embedding_bag", weight, padding_idx)
     if offsets is None:

@@ -124,6 +124,7 @@ def grouped_codes(
     if kind is None:
         known = ", ".join(t.__name__ for t in GROUPED_OPS)
         raise TypeError(
-            f"grouped_linear: no product takes experts of type {type(weight.weight).__name__}; there are some for {known}"
+            f"grouped_linear: weights of experts of type {type(weight.weight).__name__} are not supported; supported "
+            f"are {known}"
         )
     return GROUPED_OPS[kind](x, weight, _Rows(bounds, bias, activation, order, chosen, clear))

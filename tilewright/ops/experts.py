@@ -87,14 +87,16 @@ def route_experts(
     experts = logits.shape[1]
     if bias is not None and (bias.shape != (experts,) or bias.dtype != torch.float32 or softmax):
         raise ValueError(
-            f"route_experts: a bias is [{experts}] float32 and goes with sigmoids, softmax=False; "
-            f"got {list(bias.shape)} {bias.dtype}, softmax={softmax}"
+            f"route_experts: bias must be [{experts}] float32, and needs softmax=False (sigmoids); got "
+            f"{list(bias.shape)} {bias.dtype}, softmax={softmax}"
         )
     if groups < 1 or experts % groups or not 1 <= chosen_groups <= groups:
-        raise ValueError(f"route_experts: {experts} experts cannot be in {groups} groups of which {chosen_groups} are chosen")
+        raise ValueError(
+            f"route_experts: {experts} experts cannot be divided into {groups} groups of which {chosen_groups} are chosen"
+        )
     each = experts // groups
     if not 1 <= chosen <= chosen_groups * each or (groups > 1 and not softmax and each < 2):
-        raise ValueError(f"route_experts: {chosen} experts cannot be chosen of {chosen_groups} groups of {each}")
+        raise ValueError(f"route_experts: {chosen} experts cannot be chosen from {chosen_groups} groups of {each} experts")
     args = (bias, chosen, softmax, groups, chosen_groups, normalise, scale)
     weights, chosen_experts = route_experts_op(logits.detach().contiguous(), *args)
     if wants_gradient(logits):
@@ -114,8 +116,8 @@ def sort_by_expert(experts: Tensor, count: int) -> ByExpert:
     """
     if experts.dim() != 2 or experts.dtype != torch.int32 or count < 1:
         raise ValueError(
-            "sort_by_expert: wanted experts [T, K] int32 and a count of 1 at least; "
-            f"got {list(experts.shape)} {experts.dtype}, {count}"
+            "sort_by_expert: experts must be [T, K] int32 and the number of experts at least 1; got "
+            f"{list(experts.shape)} {experts.dtype} and {count}"
         )
     return ByExpert(*sort_by_expert_op(experts.contiguous(), count))
 

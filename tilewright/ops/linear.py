@@ -106,8 +106,9 @@ def _from_quantized(
     k, codes = x.codes.shape[1], x.codes.dtype
     if not isinstance(weight, ScaledWeight) or zero or weight.operand.dtype != codes or weight.shape[1] != k:
         raise ValueError(
-            f"linear: x is quantised to {x.codes.dtype} {list(x.codes.shape)}, which only a `ScaledWeight` of these codes with "
-            f"the same K, and without a zero point, takes; got a weight of type {type(weight).__name__}, {list(weight.shape)}"
+            f"linear: x is quantised to {x.codes.dtype} {list(x.codes.shape)}, so the weight must be a "
+            "`ScaledWeight` with the same kind of codes, the same K and no zero point; got a weight of type "
+            f"{type(weight).__name__}, {list(weight.shape)}"
         )
     return scaled_linear(x.codes, weight.operand, x.scales, weight.scales, bias, activation, residual, x.dtype, True)
 
@@ -138,7 +139,8 @@ def few_rows(x: Tensor, rows: int) -> bool:
     """
     if x.dtype == torch.float32 and x.is_cuda:
         raise ValueError(
-            "linear: a quantised weight takes bfloat16 or float16 activations on a GPU, got float32; load with dtype bfloat16"
+            "linear: on a GPU, a quantised weight needs bfloat16 or float16 activations, got float32; load the "
+            "model with dtype bfloat16"
         )
     return rows <= FEW_ROWS and not invariant_scope()
 
@@ -199,8 +201,8 @@ def linear(
     lead, k = x.shape[:-1], x.shape[-1:]
     if weight.dim() != 2 or k != weight.shape[1:]:
         raise ValueError(
-            "linear: x must be [..., K] and weight [N, K]: x's last dimension must be the weight's; "
-            f"got x {list(x.shape)} and weight {list(weight.shape)}"
+            f"linear: x must be [..., K] and weight [N, K], with the same K; got x {list(x.shape)} and weight "
+            f"{list(weight.shape)}"
         )
     shape = check_epilogue("linear", x, weight, bias, activation, residual, lead)  # pyright: ignore[reportArgumentType]
     if isinstance(weight, Tensor) and wants_gradient(x, weight, bias, residual):
@@ -242,7 +244,10 @@ def linear_quantize(
             point.
     """
     if reader.x_zero is not None:
-        raise ValueError("linear_quantize: the reader's codes have a zero point, which no product adds; calibrate without one")
+        raise ValueError(
+            "linear_quantize: the codes for the next layer have a zero point, which is not supported here; calibrate "
+            "without one"
+        )
     if isinstance(weight, QuantizedWeight) and not isinstance(weight, ScaledWeight):
         raise TypeError(f"linear_quantize: wanted a float weight or a ScaledWeight, got {type(weight).__name__}")
     out, codes, scales, w_scales = reader.operand.dtype, x, None, None
@@ -272,7 +277,7 @@ def _inherited(kind: type) -> LinearOp:
         if base in LINEAR_OPS:
             return LINEAR_OPS[base]
     known = ", ".join(t.__name__ for t in LINEAR_OPS)
-    raise TypeError(f"linear: no op takes a weight of type {kind.__name__}; there are ops for {known}")
+    raise TypeError(f"linear: weights of type {kind.__name__} are not supported; supported are {known}")
 
 
 # ---- gradients of a frozen weight

@@ -84,8 +84,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """(gradients of x, weight, bias), and None for the rest."""
         if ctx.grads is None:
             raise RuntimeError(
-                "linear_cross_entropy: its gradients went to a first backward pass; call it again for a second one, or "
-                'cross_entropy(linear(...), gradient="backward")'
+                "linear_cross_entropy: a first backward pass has used up the gradients; to run a second one, call it again, or "
+                'use cross_entropy(linear(...), gradient="backward")'
             )
         made, ctx.grads = ctx.grads, None
         for grad in made:
@@ -173,8 +173,8 @@ def linear_cross_entropy(
     options = loss_options("linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
     if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or not weight.shape[0] or weight.dtype != x.dtype:
         raise ValueError(
-            "linear_cross_entropy: x must be [..., D] and weight [V, D] of its dtype, V at least 1; "
-            f"got {list(x.shape)} {x.dtype} and {list(weight.shape)} {weight.dtype}"
+            "linear_cross_entropy: x must be [..., D] and weight [V, D] of the same dtype, with V at least 1; got "
+            f"{list(x.shape)} {x.dtype} and {list(weight.shape)} {weight.dtype}"
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"linear_cross_entropy: chunk must be at least 1 row, got {chunk}")

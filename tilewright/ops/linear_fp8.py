@@ -87,8 +87,8 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
         raise ValueError(f"linear_fp8: scale is {scale!r}, wanted {' or '.join(FP8_SCALES)}")
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:] or x.dtype != weight.dtype:
         raise ValueError(
-            "linear_fp8: x must be [..., K] and weight [N, K] of one dtype; "
-            f"got x {list(x.shape)} of {x.dtype} and weight {list(weight.shape)} of {weight.dtype}"
+            f"linear_fp8: x must be [..., K] and weight [N, K], of the same dtype; got x {list(x.shape)} of "
+            f"{x.dtype} and weight {list(weight.shape)} of {weight.dtype}"
         )
     y: Any = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias, scale)
     return activated(y.view(*x.shape[:-1], weight.shape[0]), activation)

@@ -40,8 +40,9 @@ def linear_straight_through(
     """
     if weight.shape != quantized_weight.shape or weight.device != quantized_weight.device:
         raise ValueError(
-            f"linear_straight_through: the quantised weight is {list(quantized_weight.shape)} on {quantized_weight.device}, "
-            f"the weight {list(weight.shape)} on {weight.device}; wanted that weight, quantised"
+            "linear_straight_through: quantized_weight must be the weight in quantised form, with its shape and "
+            f"device; got {list(quantized_weight.shape)} on {quantized_weight.device} for a weight of "
+            f"{list(weight.shape)} on {weight.device}"
         )
     served = linear(x.detach(), quantized_weight, None if bias is None else bias.detach(), activation)
     if not wants_gradient(x, weight, bias):

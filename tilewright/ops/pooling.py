@@ -29,7 +29,7 @@ def spread(op: str, name: str, value: Sizes, spatial: int) -> list[int]:
     if len(given) == 1:
         given *= spatial
     if len(given) != spatial:
-        raise ValueError(f"{op}: {name} must be one number or {spatial}, got {value}")
+        raise ValueError(f"{op}: {name} must be one number or {spatial} numbers, got {value}")
     return given
 
 
@@ -62,14 +62,17 @@ def _window(
     for n, k, s, p, d in zip(size[3 - spatial :], kernels, strides, paddings, dilations, strict=True):
         if k < 1 or s < 1 or d < 1 or not 0 <= p <= k // 2:
             raise ValueError(
-                f"{op}: wanted kernel_size, stride and dilation of 1 or more and padding up to half the kernel; "
-                f"got {k}, {s}, {d} and {p}"
+                f"{op}: kernel_size, stride and dilation must be at least 1, and padding at most half of "
+                f"kernel_size; got {k}, {s}, {d} and {p}"
             )
         o = (n + 2 * p - d * (k - 1) - 1 + (s - 1 if ceil_mode else 0)) // s + 1
         # No window may begin in the padding at the end.
         o -= ceil_mode and (o - 1) * s >= n + p
         if o < 1:
-            raise ValueError(f"{op}: a size of {n} gives an output of {o}: smaller than the window of {d * (k - 1) + 1}")
+            raise ValueError(
+                f"{op}: a size of {n} is too small for a window of {d * (k - 1) + 1} with this padding: the output would "
+                f"have size {o}"
+            )
         outs.append(o)
     fill = 3 - spatial
     return (
@@ -80,10 +83,12 @@ def _window(
 def _adaptive_out(op: str, size: Sequence[int], output_size: int | Sequence[int | None] | None, spatial: int) -> list[int]:
     given = [output_size] * spatial if output_size is None or isinstance(output_size, int) else list(output_size)
     if len(given) != spatial:
-        raise ValueError(f"{op}: output_size must be one number or {spatial}, got {output_size}")
+        raise ValueError(f"{op}: output_size must be one number or {spatial} numbers, got {output_size}")
     outs = [n if o is None else o for n, o in zip(size[3 - spatial :], given, strict=True)]
     if min(outs) < 1 or min(size) < 1:
-        raise ValueError(f"{op}: wanted sizes of 1 or more, got {list(size[3 - spatial :])} to {outs}")
+        raise ValueError(
+            f"{op}: all sizes must be at least 1, got an input of {list(size[3 - spatial :])} and an output of {outs}"
+        )
     return [1] * (3 - spatial) + outs
 
 
@@ -182,7 +187,7 @@ def avg_pool(
         ValueError: shapes or windows do not fit, or the output would be empty.
     """
     if divisor_override == 0:
-        raise ValueError("avg_pool: divisor_override is 0, wanted another number or None")
+        raise ValueError("avg_pool: divisor_override is 0, wanted a number other than 0, or None")
     volume, batched = _volume("avg_pool", x, spatial)
     out, kernel, strides, paddings, _ = _window(
         "avg_pool", volume.shape[1:4], kernel_size, stride, padding, 1, ceil_mode, spatial

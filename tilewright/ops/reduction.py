@@ -22,7 +22,7 @@ __all__ = ["argmax", "max", "mean", "sum"]
 def _dims(op: str, x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
     """The dimensions as sorted non-negative numbers. Raises ValueError if x does not have them."""
     if not x.is_floating_point():
-        raise ValueError(f"{op}: x must hold floats, got {list(x.shape)} {x.dtype}")
+        raise ValueError(f"{op}: x must be floating point, got {list(x.shape)} {x.dtype}")
     given = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else list(dim) or range(x.dim())
     if any(not -x.dim() <= d < x.dim() for d in given):
         raise ValueError(f"{op}: dim must be -{x.dim()} to {x.dim() - 1} for x {list(x.shape)}, got {dim}")
@@ -125,7 +125,7 @@ def _largest(op: str, x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
     """(values, indices) of the maximum; the reduced dimensions are kept with size 1."""
     shape = _shape(x, dims, True)
     if not math.prod([x.shape[d] for d in dims]):
-        raise IndexError(f"{op}: there is no largest of nothing: dimensions {dims} of x {list(x.shape)} are empty")
+        raise IndexError(f"{op}: an empty set of values has no largest value; dimensions {dims} of x {list(x.shape)} are empty")
     if not x.numel():
         return torch.empty(shape, dtype=x.dtype, device=x.device), torch.empty(shape, dtype=torch.int64, device=x.device)
     values, places = reduce_max_op(_columns(x, dims))
@@ -149,7 +149,7 @@ def max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """
     dims = _dims("max", x, dim)
     if not dims:
-        raise ValueError("max: a scalar has no dimension")
+        raise ValueError("max: x is a scalar, which has no dimension to reduce")
     found: tuple[Tensor, Tensor] = _Max.apply(x, dims[0]) if wants_gradient(x) else _largest("max", x, dims)  # pyright: ignore[reportAssignmentType]
     values, places = found
     shape = _shape(x, dims, keepdim)

@@ -44,18 +44,22 @@ def scaled_attention(
     if precision not in FORMATS_OF_ATTENTION:
         raise ValueError(f"attention: precision is {precision!r}, wanted {' or '.join(FORMATS_OF_ATTENTION)}, or None")
     if names := [name for name, value in (given or {}).items() if value is not None and value is not False]:
-        raise ValueError(f"attention: there is no {', '.join(names)} in {precision}; leave it, or precision, out")
+        raise ValueError(f"attention: {', '.join(names)} cannot be combined with precision {precision}; leave one of them out")
     if wants_gradient(q, k, v):
-        raise ValueError(f"attention: {precision} is forward only; call it under torch.no_grad(), or leave precision out")
+        raise ValueError(
+            f"attention: precision {precision} has no backward pass; call it under torch.no_grad(), or leave precision out"
+        )
     check_operands(q, k, v)
     if q.dim() != 4:
-        raise ValueError(f"attention: {precision} takes sequences of one length, q [B, S, H, D]; got {list(q.shape)}")
+        raise ValueError(f"attention: precision {precision} needs sequences of one length, q [B, S, H, D]; got {list(q.shape)}")
     if v.shape != k.shape:
-        raise ValueError(f"attention: {precision} wants v as k is, got {list(v.shape)} and {list(k.shape)}")
+        raise ValueError(
+            f"attention: precision {precision} needs v of the same shape as k, got {list(v.shape)} and {list(k.shape)}"
+        )
     if q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"attention: {precision} takes bfloat16 or float16, got {q.dtype}")
+        raise ValueError(f"attention: precision {precision} needs bfloat16 or float16, got {q.dtype}")
     if q.shape[3] % 16:
-        raise ValueError(f"attention: {precision} takes head dims that are multiples of 16, got {q.shape[3]}")
+        raise ValueError(f"attention: precision {precision} needs a head dim that is a multiple of 16, got {q.shape[3]}")
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not 0.0 < factor < math.inf:
         raise ValueError(f"attention: scale is {factor}, wanted a finite number above 0 (for a negative one negate q)")

@@ -56,12 +56,13 @@ def upsample(
     if mode not in _MODES or x.dim() not in _MODES[mode]:
         wanted = ", ".join(f"{name} for {' or '.join(str(d - 2) for d in dims)}" for name, dims in _MODES.items())
         raise ValueError(
-            f"upsample: wanted a mode and its number of spatial dimensions, {wanted}; got {mode!r}, {list(x.shape)}"
+            f"upsample: mode is {mode!r} and x is {list(x.shape)}, wanted a mode with its numbers of spatial "
+            f"dimensions: {wanted}"
         )
     if mode == "nearest" and align_corners is not None:
-        raise ValueError("upsample: align_corners goes with the linear modes and bicubic")
+        raise ValueError("upsample: align_corners is only for the linear modes and bicubic")
     if (size is None) == (scale_factor is None):
-        raise ValueError(f"upsample: wanted size or scale_factor, one of them; got {size} and {scale_factor}")
+        raise ValueError(f"upsample: exactly one of size and scale_factor must be given; got {size} and {scale_factor}")
     spatial, corners = x.dim() - 2, bool(align_corners)
     steps = [_axis(n, o, f, corners) for n, o, f in zip(x.shape[2:], *_spread(size, scale_factor, spatial), strict=True)]
     of = "nearest" if mode == "nearest" else "cubic" if mode == "bicubic" else "linear"
@@ -92,7 +93,7 @@ def _spread(size: Any, factor: Any, spatial: int) -> tuple[list[Any], list[Any]]
     for name, value in (("size", size), ("scale_factor", factor)):
         given = list(value) if isinstance(value, Sequence) else [value] * spatial
         if len(given) != spatial:
-            raise ValueError(f"upsample: {name} must be one number or {spatial}, got {value}")
+            raise ValueError(f"upsample: {name} must be one number or {spatial} numbers, got {value}")
         both.append(given)
     return both[0], both[1]
 
@@ -103,7 +104,8 @@ def _axis(n: int, size: int | None, factor: float | None, corners: bool) -> tupl
     out = size if step is None else int(n / step)
     if out is None or out < 1 or n < 1:
         raise ValueError(
-            f"upsample: wanted sizes of 1 or more, got {n} to {size if factor is None else f'{factor} times that'}"
+            f"upsample: all sizes must be at least 1, got an input of {n} and an output of "
+            f"{size if factor is None else f'{factor} times that'}"
         )
     if corners:
         step = Fraction(n - 1, out - 1) if out > 1 else Fraction(0)
@@ -111,6 +113,7 @@ def _axis(n: int, size: int | None, factor: float | None, corners: bool) -> tupl
         step = Fraction(n, out)
     if (2 * out + 1) * step.numerator + 2 * step.denominator * (n + 1) >= _LARGEST:
         raise ValueError(
-            f"upsample: from {n} to {out} in steps of {step}: products over 31 bits; give a size instead of a factor"
+            f"upsample: resizing from {n} to {out} in steps of {step} needs products of more than 31 bits; give size "
+            "instead of scale_factor"
         )
     return out, step.numerator, step.denominator

@@ -314,7 +314,10 @@ def quantize_weight(weight: Tensor, format: str) -> QuantizedWeight:
     block = form.block_for(weight.shape[1])
     if block is None:
         groups = " or ".join(str(cols) for _, cols in form.blocks)
-        raise ValueError(f"quantize_weight: {format} has groups of {groups} inputs, which do not divide K = {weight.shape[1]}")
+        raise ValueError(
+            f"quantize_weight: {format} has groups of {groups} inputs, so the number of inputs must be a multiple of "
+            f"that; got K = {weight.shape[1]}"
+        )
     step = max(128, _CHUNK_ELEMENTS // max(1, weight.shape[1]) // 128 * 128)
     chunks = weight.split(step) if weight.shape[0] else [weight]
     pieces = [encode(rows, form.stored, "row" if block == (1, 0) else block) for rows in chunks]
@@ -358,7 +361,9 @@ def stack_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         weights = [weight.by_rows() for weight in weights]
         blocks = {weight.block for weight in weights}
     if len(blocks) > 1 or len({type(weight) for weight in weights}) > 1 or len({w.zeros is None for w in weights}) > 1:
-        raise ValueError(f"stack_rows: wanted weights of one type and block, got {[(w.format, w.block) for w in weights]}")
+        raise ValueError(
+            f"stack_rows: all weights must have the same type and block; got {[(w.format, w.block) for w in weights]}"
+        )
     if isinstance(first, StaticWeight):
         first = _with_one_input(first, [w for w in weights if isinstance(w, StaticWeight)])
     zeros = None if first.zeros is None else torch.cat([w.zeros for w in weights if w.zeros is not None])
@@ -370,7 +375,8 @@ def _with_one_input(first: StaticWeight, weights: Sequence[StaticWeight]) -> Sta
     """`first` with the largest activation scale of the weights, so that no activation saturates that did not before."""
     if any(w.x_zero is not None for w in weights) and len(inputs := {w.input_qparams for w in weights}) > 1:
         raise ValueError(
-            f"stack_rows: merged layers read one activation, with one static scale and zero point; got {sorted(inputs)}"
+            "stack_rows: merged layers share one activation, so their static scales and zero points must be equal; "
+            f"got {sorted(inputs)}"
         )
     if first.x_zero is not None:
         return first

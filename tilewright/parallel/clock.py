@@ -82,7 +82,7 @@ def simulated(plan: Plan, micro_batches: int) -> Clock:
                 most[rank] = max(most[rank], held[rank])
                 at[rank], moved = at[rank] + 1, True
         if not moved:
-            raise RuntimeError(f"schedule {plan.schedule} waits for itself")
+            raise RuntimeError(f"schedule {plan.schedule} cannot finish: its passes wait for each other")
     busy = sum(_TAKES[kind] for row in rows for _, kind, _ in row)
     return Clock(1 - busy / (max(now) * plan.pp), tuple(most))
 

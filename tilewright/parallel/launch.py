@@ -29,7 +29,7 @@ def run_ranks(command: Sequence[str], ranks: int, say: Callable[[str], None]) ->
         if words is not None:
             say(f"{words}; ending the others")
             raise ChildProcessError(
-                f"{words}, and the other ranks were ended; the same command goes on behind the last checkpoint"
+                f"{words}, and the other ranks were ended; run the same command again to continue from the last checkpoint"
             )
     finally:
         _end(started)

@@ -96,13 +96,16 @@ def refusal(model: Any, plan: Plan) -> str | None:
         plain = plain and type(block.attn) in SHARDS and (type(block.ffn) in SHARDS or mixture)
         if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
             return (
-                f"parallel: block {index} is no RMS norm, attention, RMS norm and feed-forward layer alone, which tp, cp and "
-                "pp can cut; take dp and zero"
+                f"parallel: tp, cp and pp cannot divide block {index} of this model, which must consist of an RMS "
+                "norm, attention, an RMS norm and a feed-forward layer, and nothing else; use only dp and zero"
             )
         if plan.ring and block.attn.window is not None:
-            return f"parallel: block {index} attends within a window, which a ring does not know; leave ring out"
+            return f"parallel: block {index} has sliding-window attention, which ring does not support; leave ring out"
         if plan.chunks > plan.cp and plan.slices > 1 and block.attn.out.bias is not None:
-            return "parallel: chunks and slices together do not go with a bias behind attention; leave one of them out"
+            return (
+                "parallel: chunks and slices cannot be combined if the output projection of attention has a bias; leave "
+                "one of them out"
+            )
     return None
 
 

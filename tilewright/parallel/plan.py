@@ -86,19 +86,27 @@ class Plan:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"parallel: schedule is {self.schedule!r}, wanted one of {', '.join(SCHEDULES)}")
         if self.virtual > 1 and self.schedule in _ONE_PART:
-            raise ValueError(f"parallel: {self.schedule} has one part a rank, virtual is {self.virtual}; take interleaved")
+            raise ValueError(
+                f"parallel: virtual is {self.virtual}, but schedule {self.schedule} has one part per rank; leave virtual "
+                "out, or use schedule interleaved"
+            )
         if self.dp % self.ep:
-            raise ValueError(f"parallel: ep is {self.ep} and dp {self.dp}; wanted a divisor of dp: replicas share the experts")
+            raise ValueError(
+                f"parallel: ep is {self.ep} and dp is {self.dp}; ep must be a divisor of dp, because replicas share the experts"
+            )
         object.__setattr__(self, "slices", self.slices or self.tp)
         object.__setattr__(self, "chunks", self.chunks or self.cp)
         if self.ring and self.chunks == 1:
-            raise ValueError("parallel: ring is how ranks of cp attend, and cp is 1; leave it out, or raise cp")
+            raise ValueError(
+                "parallel: ring needs cp above 1, because it is a way for the ranks of cp to compute attention; leave "
+                "ring out, or raise cp"
+            )
         for whole, part in (("slices", "tp"), ("chunks", "cp")):
             ratio, rest = divmod(getattr(self, whole), getattr(self, part))
             if rest or not (_is_power(ratio) or getattr(self, part) == 1):
                 raise ValueError(
-                    f"parallel: {whole} is {getattr(self, whole)} and {part} is {getattr(self, part)}; wanted {part} times a "
-                    "power of two, so that ranks hold whole branches of the tree"
+                    f"parallel: {whole} is {getattr(self, whole)} and {part} is {getattr(self, part)}; {whole} must "
+                    f"be {part} times a power of two, so that each rank computes whole branches of the summation tree"
                 )
 
     @property
@@ -150,41 +158,54 @@ class Plan:
             if (by := getattr(self, name)) and count % by:
                 raise ValueError(f"parallel: {name} {by} does not divide the {what}, {count}")
         if shape.tokens % (parts := self.slices * self.chunks):
-            raise ValueError(f"parallel: slices and chunks cut {shape.tokens} tokens into {parts} parts, which do not divide")
+            raise ValueError(
+                f"parallel: slices times chunks is {parts}, which does not divide the {shape.tokens} tokens of a micro-batch"
+            )
         if self.parts > shape.layers:
             raise ValueError(f"parallel: pp {self.pp} times virtual {self.virtual} is more than the {shape.layers} layers")
         own = shape.micro_batches // self.dp
         if shape.tree and self.dp > 1 and not _is_power(self.dp if self.dealt else own):
-            counted = f"dp is {self.dp}" if self.dealt else f"a replica has {own} micro-batches of an update"
-            raise ValueError(f"parallel: {counted}, wanted a power of two, so that ranks hold whole branches of the tree")
+            counted = f"dp is {self.dp}" if self.dealt else f"each replica has {own} micro-batches of an update"
+            raise ValueError(
+                f"parallel: {counted}; accumulate tree needs a power of two here, so that each rank computes whole branches of "
+                "the summation tree"
+            )
         if self.schedule in ("interleaved", "zero-bubble") and self.pp > 1 and own % self.pp:
             raise ValueError(
-                f"parallel: {self.schedule} wants micro-batches of a replica in multiples of pp {self.pp}, got {own}"
+                f"parallel: schedule {self.schedule} needs a multiple of pp ({self.pp}) as the number of "
+                f"micro-batches per replica, got {own}"
             )
         if self.chunks > self.cp and (self.cp > 1 or self.pp > 1 or (self.sp and self.tp > 1)):
-            raise ValueError(f"parallel: chunks is {self.chunks}; wanted cp {self.cp}, or one rank along cp, pp and sp")
+            raise ValueError(
+                f"parallel: chunks is {self.chunks} and cp is {self.cp}; they must be equal unless cp and pp are 1 and "
+                "sp is off"
+            )
         if self.pp > 1 and self.zero > 1:
-            raise ValueError(f"parallel: zero {self.zero} does not go with pp; take zero 1")
+            raise ValueError(f"parallel: zero {self.zero} cannot be combined with pp; use zero 1")
         self._check_experts(shape)
         if shape.whole and (self.zero or self.slices > 1 or self.ep > 1):
-            raise ValueError(f"parallel: {shape.whole} wants whole parameters, which zero, tp and ep cut; take adamw")
+            raise ValueError(f"parallel: {shape.whole} needs whole parameters, but zero, tp and ep divide them; use adamw")
         if shape.ragged and (self.sp or self.chunks > 1 or self.slices > 1 or self.pp > 1):
             raise ValueError(
-                "parallel: conversations and pairs fill rows to different lengths, which sp, tp, cp and pp cannot cut; take dp"
+                "parallel: conversations and pairs fill rows to different lengths, which sp, tp, cp and pp cannot "
+                "divide; use dp"
             )
 
     def _check_experts(self, shape: Shape) -> None:
         if self.ep == 1:
             return
         if not shape.experts or shape.experts % self.ep:
-            held = f"ep {self.ep} does not divide the experts, {shape.experts}" if shape.experts else "the model has no experts"
-            raise ValueError(f"parallel: {held}; leave ep out, or take a divisor")
+            if not shape.experts:
+                raise ValueError(f"parallel: ep is {self.ep}, but the model has no experts; leave ep out")
+            raise ValueError(
+                f"parallel: ep {self.ep} does not divide the {shape.experts} experts; use a divisor, or leave ep out"
+            )
         if self.zero > 1:
-            raise ValueError(f"parallel: zero {self.zero} does not go with ep; take zero 1")
+            raise ValueError(f"parallel: zero {self.zero} cannot be combined with ep; use zero 1")
         if shape.tree and not _is_power(self.expert_replicas):
             raise ValueError(
-                f"parallel: each expert has {self.expert_replicas} replicas (dp / ep), wanted a power of two, so that ranks "
-                "hold whole branches of the tree"
+                f"parallel: each expert has {self.expert_replicas} replicas (dp / ep); accumulate tree needs a power of two "
+                "here, so that each rank computes whole branches of the summation tree"
             )
 
     def __str__(self) -> str:
@@ -204,8 +225,8 @@ class Plan:
         for name in table:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
-                meant = f"is {close[0]!r} meant?" if close else f"there are {', '.join(known)}"
-                raise ValueError(f"parallel has {name!r}, which it does not know; {meant}")
+                meant = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(known)}"
+                raise ValueError(f"parallel has no option {name!r}; {meant}")
         return cls(**table)
 
     def alone(self) -> "Plan":

@@ -97,10 +97,12 @@ def read_pieces(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
                 else:
                     whole = home[key].get_slice(key)
                     if tuple(whole.get_shape()) != piece.shape:
-                        raise ValueError(f"{key} is {whole.get_shape()}, wanted {list(piece.shape)}")
+                        raise ValueError(f"{key} has shape {whole.get_shape()}, wanted {list(piece.shape)}")
                     found[name] = piece.cut(whole)
                 if found[name].shape != tensor.shape:
-                    raise ValueError(f"{key} is {list(found[name].shape)}, wanted {list(tensor.shape)}")
+                    raise ValueError(f"{key} has shape {list(found[name].shape)}, wanted {list(tensor.shape)}")
     except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the one before") from error
+        raise ValueError(
+            f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the checkpoint before it"
+        ) from error
     return found

@@ -40,7 +40,8 @@ def check_served(model: Any, plan: Plan) -> None:
     ):  # fmt: skip
         if count % plan.slices:
             raise ValueError(
-                f"tp cuts layers into {plan.slices} slices, which do not divide the {name}, {count}; take a number that does"
+                f"tp divides layers into {plan.slices} slices, which does not divide the {name}, {count}; use a "
+                "number that does"
             )
     if plan.pp > config.num_hidden_layers:
         raise ValueError(f"pp is {plan.pp}, more than the {config.num_hidden_layers} layers of the model")
@@ -50,7 +51,8 @@ def check_served(model: Any, plan: Plan) -> None:
         plain = type(block.attn) in SHARDS and type(block.ffn) in SHARDS
         if not plain or getattr(block.attn, "wide_norm_eps", None) is not None:
             raise ValueError(
-                f"tp cannot cut block {index} of the model: it has experts, or a norm over all heads together; take pp"
+                f"tp cannot divide block {index} of the model, because it has experts, or a norm over all heads "
+                "together; use pp"
             )
 
 

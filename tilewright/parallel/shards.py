@@ -98,16 +98,18 @@ def read_shards(folder: Path, wanted: Mapping[str, Tensor], pieces: Mapping[str,
                     raise ValueError(f"{key} is missing")
                 entry = manifest[key]
                 if piece is not None and tuple(entry["shape"]) != piece.shape:
-                    raise ValueError(f"{key} is {entry['shape']}, wanted {list(piece.shape)}")
+                    raise ValueError(f"{key} has shape {entry['shape']}, wanted {list(piece.shape)}")
                 for shard in entry["shards"]:
                     if shard["file"] not in files:
                         path = folder / Path(shard["file"]).name
                         files[shard["file"]] = stack.enter_context(safe_open(path, framework="pt"))
                 found[name] = _assembled(key, entry, piece, files)
                 if found[name].shape != tensor.shape:
-                    raise ValueError(f"{key} is {list(found[name].shape)}, wanted {list(tensor.shape)}")
+                    raise ValueError(f"{key} has shape {list(found[name].shape)}, wanted {list(tensor.shape)}")
     except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the one before") from error
+        raise ValueError(
+            f"{folder} cannot be read ({str(error)[:300]}); remove it to continue from the checkpoint before it"
+        ) from error
     return found
 
 
@@ -126,7 +128,7 @@ def _assembled(key: str, entry: Mapping[str, Any], piece: Piece | None, files: M
             _copied(out, wanted, stored, files[shard["file"]].get_slice(shard["name"]), *cut) for cut in _meet(wanted, stored)
         )
     if filled != out.numel():
-        raise ValueError(f"{key} has {filled} of {out.numel()} elements")
+        raise ValueError(f"the files contain only {filled} of the {out.numel()} elements of {key}")
     return out
 
 

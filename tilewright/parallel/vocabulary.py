@@ -139,7 +139,9 @@ class _Loss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.grads is None:
-            raise RuntimeError("SlicedHead: its gradients went to a first backward pass; ask for the loss again for a second")
+            raise RuntimeError(
+                "SlicedHead: a first backward pass has used up the gradients; compute the loss again before a second one"
+            )
         made, ctx.grads = ctx.grads, None
         for grad in made:
             scale_in_place_op(grad, grads[0])

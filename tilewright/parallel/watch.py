@@ -76,7 +76,7 @@ class Watch:
                 with self._lock:
                     words = self._look(beat, counts)
             except (RuntimeError, ValueError):
-                words = "the process that the ranks meet at is gone: the launcher, or rank 0"
+                words = "the process that connects the ranks (the launcher, or rank 0) is gone"
             if words:
                 self._words = words
                 self._known.set()
@@ -99,5 +99,5 @@ class Watch:
             last, unchanged = counts.get(other, ("", 0))
             counts[other] = (count, unchanged + 1 if count == last else 0)
             if count != "done" and counts[other][1] >= math.ceil(self._silent_s / self._every_s):
-                return f"rank {other} is gone: nothing was heard of it for {self._silent_s:.0f} seconds"
+                return f"rank {other} is gone: it has sent no sign of life for {self._silent_s:.0f} seconds"
         return ""

@@ -21,7 +21,7 @@ class Choice:
 def choose(devices: Sequence[DeviceCost], work: Work, *, bytes_in: float = 0.0, bytes_out: float = 0.0) -> Choice:
     """The fastest device for work whose inputs and results are in host memory. Raises ValueError without devices."""
     if not devices:
-        raise ValueError("there is no device to choose")
+        raise ValueError("choose() needs at least one device, and the list of devices is empty")
     totals = [one.seconds(work) + one.transfer_s(bytes_in) + one.transfer_s(bytes_out) for one in devices]
     index = min(range(len(devices)), key=totals.__getitem__)
     lines = [

@@ -68,7 +68,7 @@ class DeviceCost:
         parts = {"launch": work.launches * self.launch_s, "bytes": work.bytes / self.bytes_per_s, "FLOPs": arithmetic}
         bound = max(parts, key=parts.__getitem__)
         said = ", ".join(f"{name} {seconds * 1e6:.1f} us" for name, seconds in parts.items())
-        return f"{self.name}: {self.seconds(work) * 1e6:.1f} us ({said}; {bound} decide)"
+        return f"{self.name}: {self.seconds(work) * 1e6:.1f} us ({said}; limited by {bound})"
 
 
 def fit(
@@ -83,9 +83,13 @@ def fit(
         ValueError: too few measurements, or one that took no time.
     """
     if len(measurements) < MIN_MEASUREMENTS:
-        raise ValueError(f"{name}: {len(measurements)} measurements, wanted at least {MIN_MEASUREMENTS}, from small to large")
+        raise ValueError(
+            f"{name}: fit() needs at least {MIN_MEASUREMENTS} measurements, from small to large, and got {len(measurements)}"
+        )
     if min(one.seconds for one in measurements) <= 0:
-        raise ValueError(f"{name}: a measurement took no time; wanted seconds above 0")
+        raise ValueError(
+            f"{name}: every measurement needs a time above 0 seconds, and one has {min(one.seconds for one in measurements)}"
+        )
     flops, moved, launches, seconds = (
         np.array([getter(one) for one in measurements], float)
         for getter in (

@@ -56,10 +56,11 @@ class Plan:
             moved = f"{link_s(layer.bytes) * 1e3:.3f} ms to copy, {layer.seconds * 1e3:.3f} ms to compute"
             lines.append(f"{layer.name}: {where} ({layer.bytes} bytes, {moved})")
         copied = sum(link_s(layer.bytes) for layer, resident in zip(layers, self.resident, strict=True) if not resident)
-        bound = "the copies decide" if copied > computed else "what is computed decides"
+        bound = "copying sets the time" if copied > computed else "computing sets the time"
         lines.append(
-            f"a call takes {self.seconds * 1e3:.3f} ms: {computed * 1e3:.3f} ms are computed and {copied * 1e3:.3f} ms copied "
-            f"meanwhile, so {bound}; one after the other would be {(computed + copied) * 1e3:.3f} ms"
+            f"a call takes {self.seconds * 1e3:.3f} ms: {computed * 1e3:.3f} ms of computing, overlapped with "
+            f"{copied * 1e3:.3f} ms of copying, so {bound}; one after the other they would take "
+            f"{(computed + copied) * 1e3:.3f} ms"
         )
         return lines
 
@@ -107,8 +108,8 @@ def plan(layers: Sequence[Layer], memory: int, link_s: Callable[[float], float],
     if _needed(layers, resident, buffers) > memory:
         largest = max(layers, key=lambda layer: layer.bytes)
         raise ValueError(
-            f"{buffers} buffers of the largest layer, {largest.name} with {largest.bytes} bytes, do not fit into {memory}; "
-            "wanted more memory, or smaller layers"
+            f"{buffers} buffers for the largest layer ({largest.name}, {largest.bytes} bytes) do not fit into the "
+            f"memory of {memory} bytes; give more memory, or divide the layer"
         )
 
     def seconds_of(choice: Sequence[bool]) -> float:

@@ -42,9 +42,9 @@ class Graph:
         names = set(self.seconds)
         for edge in self.edges:
             if not names.issuperset(edge):
-                raise ValueError(f"the edge {edge} names a stage that is not there; wanted two of {', '.join(sorted(names))}")
+                raise ValueError(f"the edge {edge} names an unknown stage; the stages are {', '.join(sorted(names))}")
         if len({len(row) for row in self.seconds.values()}) > 1:
-            raise ValueError("stages have seconds for different numbers of devices; wanted the same devices for all")
+            raise ValueError("every stage needs a time for the same number of devices, and the numbers differ")
         self.order()
 
     @property
@@ -66,7 +66,10 @@ class Graph:
         while needs:
             free = sorted(name for name, sources in needs.items() if not sources)
             if not free:
-                raise ValueError(f"the stages {', '.join(sorted(needs))} wait for each other; wanted no cycle")
+                raise ValueError(
+                    f"the stages {', '.join(sorted(needs))} wait for each other in a cycle; remove one of the edges "
+                    "between them"
+                )
             found += free
             needs = {name: sources.difference(free) for name, sources in needs.items() if name not in free}
         return found
@@ -113,7 +116,7 @@ def schedule(graph: Graph, seed: int = 0) -> Timetable:
     """
     for name, row in graph.seconds.items():
         if not row or min(row) == float("inf"):
-            raise ValueError(f"the stage {name} can run on no device")
+            raise ValueError(f"the stage {name} cannot run on any device")
     before = graph.before()
     best: Timetable | None = None
     rng = random.Random(seed)
@@ -176,7 +179,7 @@ def _insert(graph: Graph, before: Mapping[str, list[str]], ranks: Mapping[str, f
             start = _gap(busy[device], ready, seconds)
             if best is None or start + seconds < best.end_s:
                 best = Placed(device, start, start + seconds)
-        assert best is not None, "schedule() has looked that every stage can run somewhere"
+        assert best is not None, "schedule() has checked that every stage can run on some device"
         placed[name] = best
         busy[best.device].append((best.start_s, best.end_s))
         busy[best.device].sort()

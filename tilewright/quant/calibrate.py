@@ -78,13 +78,14 @@ def observe(model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iter
         for handle in handles:
             handle.remove()
     if not batches:
-        raise ValueError("quantize: calibration has no batches; give some inputs of the model, or leave it out")
+        raise ValueError("quantize: the calibration input is empty; give some inputs of the model, or leave calibration out")
     for name, found in seen.items():
         if found.amax is not None and not bool(found.amax.isfinite().all()):
             raise ValueError(
-                f"quantize: the calibration input makes the input of {name} infinite or NaN, in "
-                f"{int((~found.amax.isfinite()).sum())} of {found.amax.numel()} columns; look for what is not finite in the "
-                "input or the weights, or calibrate in bfloat16 or float32 if the model overflows in float16"
+                f"quantize: with the calibration input, the input of {name} becomes infinite or NaN in "
+                f"{int((~found.amax.isfinite()).sum())} of {found.amax.numel()} columns; check the input and the "
+                "weights for values that are not finite, or calibrate in bfloat16 or float32 if the model overflows "
+                "in float16"
             )
     return seen
 

@@ -102,7 +102,10 @@ def quantize(
             module = model.get_submodule(name)
             note = notes.get(name, "")
             if calibration is not None and name in experts:
-                note = "experts are rounded to nearest, without the calibration input; this is the error of their weights"
+                note = (
+                    "the weights of experts are rounded to nearest, without the calibration input; this is the error of "
+                    "the weights"
+                )
             rows.append(_quantize_layer(model, name, module, format, seen.pop(name, None), note, activation))
     return Report(format=format, layers=tuple(rows), calibrated=calibration is not None)
 
@@ -112,7 +115,7 @@ def _check_format(format: str) -> None:
     if format not in WEIGHT_FORMATS:
         near = get_close_matches(str(format), WEIGHT_FORMATS, n=2, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"quantize: no format {format!r}; {hint}There are {', '.join(WEIGHT_FORMATS)}")
+        raise ValueError(f"quantize: there is no format {format!r}; {hint}the formats are {', '.join(WEIGHT_FORMATS)}")
 
 
 def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
@@ -126,12 +129,14 @@ def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_OURS, nn.Linear))}
     if "" in layers:
         raise ValueError(
-            "quantize: the model is itself one linear layer, which cannot be replaced in place; put it into a Module"
+            "quantize: the model is a single linear layer, which cannot be replaced in place; put it into another Module"
         )
     unused = [p for p in skip if p not in DEFAULT_SKIP and not any(_matches(name, p) for name in layers)]
     if unused:
         some = ", ".join(list(layers)[:8]) + (", ..." if len(layers) > 8 else "")
-        raise ValueError(f"quantize: skip has {', '.join(map(repr, unused))}, which matches no linear layer; there are {some}")
+        raise ValueError(
+            f"quantize: skip has {', '.join(map(repr, unused))}, which matches no linear layer; the linear layers are {some}"
+        )
     owners = _owners(model)
     found = Found({}, {})
     for name, module in layers.items():
@@ -141,12 +146,12 @@ def find_layers(model: nn.Module, skip: Sequence[str] = DEFAULT_SKIP) -> Found:
         elif any(_matches(name, pattern) for pattern in skip):
             found.stays[name] = "named in skip"
         elif type(module) not in (*_OURS, nn.Linear):
-            found.stays[name] = f"is a {type(module).__name__}, whose owner may read the weight directly"
+            found.stays[name] = f"is a {type(module).__name__}, whose parent module may read the weight directly"
         else:
             found.chosen[name] = module
     if not found.chosen:
         why = "".join(f"\n  {name}: {reason}" for name, reason in found.stays.items())
-        raise ValueError(f"quantize: no linear layer to quantise in {type(model).__name__}{why and ':'}{why}")
+        raise ValueError(f"quantize: {type(model).__name__} has no linear layer that can be quantised{why and ':'}{why}")
     return found
 
 
@@ -170,11 +175,15 @@ def _check_migrate(format: str, migrate: float | None, calibration: Iterable[Any
     if migrate is None:
         return
     if format not in ("int8", "fp8"):
-        raise ValueError(f"quantize: migrate is for int8 and fp8, where each token has one scale; {format} has no use for it")
+        raise ValueError(
+            f"quantize: migrate is only for int8 and fp8, which have one scale per token; leave migrate out with {format}"
+        )
     if calibration is None:
         raise ValueError("quantize: migrate needs calibration input, to know which activations are large")
     if not 0.0 <= migrate <= 1.0:
-        raise ValueError(f"quantize: migrate is {migrate}, wanted 0 (all stays in the activations) to 1 (all to the weights)")
+        raise ValueError(
+            f"quantize: migrate is {migrate}, wanted 0 (the scale stays in the activations) to 1 (it moves to the weights)"
+        )
 
 
 def _check_activation(format: str, activation: str, calibration: Iterable[Any] | None) -> None:
@@ -182,7 +191,10 @@ def _check_activation(format: str, activation: str, calibration: Iterable[Any] |
         raise ValueError(f"quantize: activation is {activation!r}, wanted {', '.join(_ACTIVATIONS)}")
     if format not in _ACTIVATIONS[activation]:
         formats = " and ".join(_ACTIVATIONS[activation])
-        raise ValueError(f"quantize: {activation} scales of activations are for {formats}; with {format} leave activation out")
+        raise ValueError(
+            f"quantize: {activation} scales of activations are supported only for {formats}; with {format}, leave "
+            "activation out"
+        )
     if activation != "dynamic" and calibration is None:
         raise ValueError(f"quantize: {activation} scales need calibration input, to know how large the activations are")
 
@@ -193,16 +205,16 @@ def _check_layers(layers: dict[str, nn.Module], format: str) -> None:
         weight = _weight_of(module)
         if isinstance(weight, QuantizedWeight):
             raise ValueError(
-                f"quantize: {name} is quantised already, as {weight.format}; quantise the float model instead, or name the "
-                "layer in skip"
+                f"quantize: {name} is already quantised, as {weight.format}; quantise the float model instead, or "
+                "list the layer in skip"
             )
         _check_weight(name, weight.shape, weight.dtype, format)
         if weight.is_cuda:
             check_card(format, device_of(weight.get_device()), weight.dtype)
         if not weight.is_meta and not bool(weight.isfinite().all()):
             raise ValueError(
-                f"quantize: the weight of {name} has {int((~weight.isfinite()).sum())} elements that are not finite, of "
-                f"{weight.numel()}; the checkpoint is damaged, or training diverged"
+                f"quantize: {int((~weight.isfinite()).sum())} of {weight.numel()} elements of the weight of {name} "
+                "are not finite; the checkpoint is damaged, or training diverged"
             )
 
 
@@ -213,12 +225,13 @@ def check_card(format: str, card: Device, dtype: torch.dtype) -> None:
         return
     if card.arch < form.min_arch:
         raise ValueError(
-            f"quantize: {format} needs the float8 instructions of sm_{form.min_arch}, and {card.name} is sm_{card.arch}; take "
-            "int8, int8-weight or int4"
+            f"quantize: {format} needs the float8 instructions of sm_{form.min_arch}, but {card.name} is "
+            f"sm_{card.arch}; use int8, int8-weight or int4"
         )
     if dtype == torch.float32:
         raise ValueError(
-            f"quantize: the model is float32, and on a GPU layers of {format} take bfloat16 or float16; give that dtype"
+            f"quantize: the model is float32, but on a GPU layers of {format} need bfloat16 or float16; convert the "
+            "model to one of these"
         )
 
 
@@ -230,8 +243,8 @@ def _check_weight(name: str, shape: Sequence[int], dtype: torch.dtype, format: s
     if form.block_for(shape[1]) is None:
         groups = " or ".join(str(cols) for _, cols in form.blocks)
         raise ValueError(
-            f"quantize: {name} has K = {shape[1]} inputs, which groups of {groups} do not divide, as {format} needs; name the "
-            "layer in skip, or take int8, fp8, fp8-block or int8-weight"
+            f"quantize: {format} needs a number of inputs that is a multiple of its group size {groups}, but {name} "
+            f"has K = {shape[1]} inputs; list the layer in skip, or use int8, fp8, fp8-block or int8-weight"
         )
 
 
@@ -267,7 +280,7 @@ def _quantize_layer(
     if seen is None:
         error = None if weight.is_meta else _weight_error(weight, quantized)
     elif sample is None:
-        error, note = None, note or "no calibration input reached it"
+        error, note = None, note or "the calibration input did not reach it"
     else:
         error = _output_error(sample.to(weight.device), weight, quantized)
     if isinstance(module, _OURS):

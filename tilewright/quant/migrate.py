@@ -29,9 +29,9 @@ def migrate_into_norms(
     for name, layer in layers.items():
         norm, found = norms.get(id(layer)), seen[name]
         if norm is None:
-            notes[name] = "nothing migrated: no norm before it"
+            notes[name] = "nothing migrated, because there is no norm before it"
         elif found.amax is None:
-            notes[name] = "nothing migrated: no calibration input reached it"
+            notes[name] = "nothing migrated, because the calibration input did not reach it"
         else:
             low, high = _move(norm, layer, found, strength)
             notes[name] = f"migrated into the norm, factors {low:.2g} to {high:.2g}"

@@ -73,8 +73,8 @@ class Report:
         what = "outputs on the calibration input" if self.calibrated else "weights"
         saved = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
         total = (
-            f"{len(self.quantized)} of {len(self.layers)} linear layers are {self.format} now: "
-            f"{self.bytes_before:,} bytes before, {self.bytes_after:,} after ({saved:.2f} times less); errors are of the {what}"
+            f"{len(self.quantized)} of {len(self.layers)} linear layers are now {self.format}: {self.bytes_before:,} "
+            f"bytes before, {self.bytes_after:,} after ({saved:.2f} times less); errors are those of the {what}"
         )
         return "\n".join([*lines, total, *filter(None, [speed_text(self.format)])])
 

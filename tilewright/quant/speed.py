@@ -49,7 +49,7 @@ def speed_text(format: str) -> str:
     if slower:
         span = f"{min(slower)} rows" if len(slower) == 1 else f"{min(slower)} to {max(slower)} rows"
         worst = min(speed.ratios.values())
-        why = "its product runs in 16 bits, and the codes have to be widened first" if format in _SIXTEEN_BIT else ""
+        why = "its product runs in 16 bits, for which the codes have to be converted first" if format in _SIXTEEN_BIT else ""
         lines.append(
             f"at {span} (prompts, large batches) {format} is slower than bf16, down to {worst:.2f} times its speed"
             f"{f': {why}' if why else ''}. It saves memory there, not time"
@@ -57,5 +57,7 @@ def speed_text(format: str) -> str:
         other = speed_of(_FASTER_AT_MANY)
         if other is not None and (shared := [rows for rows in slower if rows in other.ratios]):
             least = min(other.ratios[rows] for rows in shared)
-            lines.append(f"where such steps decide, take {_FASTER_AT_MANY}: at least {least:.2f} times bf16's speed there")
+            lines.append(
+                f"if such steps dominate, use {_FASTER_AT_MANY}, which is at least {least:.2f} times as fast as bf16 there"
+            )
     return "\n".join(lines)

@@ -113,7 +113,7 @@ class Batch:
                 if value.shape[:1] != (wanted,) or value.dim() > 1 + (field.name == "support"):
                     raise ValueError(f"{field.name} has shape {tuple(value.shape)}; wanted ({wanted},)")
         if sum(self.sizes) != count:
-            raise ValueError(f"the lengths add up to {sum(self.sizes)}; wanted {count}, the number of tokens")
+            raise ValueError(f"the lengths add up to {sum(self.sizes)}, but there are {count} tokens")
 
     def chosen(self, x_T: Tensor) -> Tensor:
         """x for tokens that the policy chose. For other tokens, value and gradient are 0, whatever x is (even NaN)."""
@@ -165,7 +165,7 @@ class Batch:
         """
         value: Tensor | None = getattr(self, name)
         if value is None:
-            raise ValueError(f"this loss needs the batch's {name}, and they have not been computed")
+            raise ValueError(f"this loss needs the field {name} of the batch, which has not been computed")
         return value
 
 
@@ -180,18 +180,19 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype = torch.float32, *, tempe
         ValueError: there are no samples, the lists of a sample differ in length, or a number is not finite.
     """
     if not samples:
-        raise ValueError("a batch of no samples; wanted one or more")
+        raise ValueError("the batch needs at least one sample, and the list of samples is empty")
     for place, sample in enumerate(samples):
         sizes = len(sample.tokens), len(sample.chosen), len(sample.logprobs)
         kept = sizes[0] if sample.kept is None else len(sample.kept)
         if len({*sizes, kept}) > 1 or not sizes[0]:
             raise ValueError(
-                f"sample {place} has {sizes} tokens, marks and log-probabilities; wanted as many of each, at least 1"
+                f"sample {place} has {sizes[0]} tokens, {sizes[1]} marks in chosen and {sizes[2]} log-probabilities; "
+                "wanted the same number of each (also in kept), and at least 1"
             )
     sampled = _joined((sample.logprobs for sample in samples), np.float64).to(dtype)
     rewards = torch.tensor([float(sample.reward) for sample in samples], dtype=dtype)
     if not (sampled.isfinite().all() and rewards.isfinite().all()):
-        raise ValueError("a reward or a log-probability is not finite; leave such samples out and count them")
+        raise ValueError("a reward or a log-probability is not finite; leave out such samples, and count them")
     mask = torch.from_numpy(np.frombuffer(bytearray().join(bytes(sample.chosen) for sample in samples), np.bool_))
     sizes = tuple(len(sample.tokens) for sample in samples)
     return Batch(

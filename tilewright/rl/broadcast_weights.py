@@ -50,7 +50,7 @@ class BroadcastWeights:
         if rank == 0:
             self._store.set(_LAYOUT, layout)
         elif self._store.get(_LAYOUT).decode() != layout:
-            raise ValueError("the trainer's weights are of another shape than this model's")
+            raise ValueError("the trainer's weights have other shapes or dtypes than this model's")
 
     def join(self) -> None:
         """Connect with the other ranks. All ranks must call this."""

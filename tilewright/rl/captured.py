@@ -38,12 +38,12 @@ def check_graphs(model: Model) -> None:
     """Raise ValueError if the passes of this policy cannot be captured."""
     device = next(model.parameters()).device
     reasons = {
-        f"a CUDA device, and this is {device}": device.type != "cuda",
-        "a model without routed experts": model.config.experts is not None,
+        f"a CUDA device, but the device is {device}": device.type != "cuda",
+        "a model without routed experts, but this one has them": model.config.experts is not None,
     }
     for wanted, wrong in reasons.items():
         if wrong:
-            raise ValueError(f"graphs wants {wanted}; leave it out, or change that")
+            raise ValueError(f"graphs needs {wanted}; leave graphs out, or change that")
 
 
 def even_limit(sizes: Sequence[int], most: int) -> int:

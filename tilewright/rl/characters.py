@@ -18,7 +18,7 @@ class Characters:
 
     def __init__(self, alphabet: str = ALPHABET) -> None:
         if not alphabet or len(set(alphabet)) < len(alphabet):
-            raise ValueError(f"the alphabet {alphabet!r} is empty or has a character twice")
+            raise ValueError(f"alphabet is {alphabet!r}, wanted at least one character, and each character only once")
         self._signs = alphabet
         self._ids = {sign: number for number, sign in enumerate(alphabet)}
         self.end = len(alphabet)
@@ -32,7 +32,9 @@ class Characters:
             ValueError: a character is not in the alphabet.
         """
         if bad := [sign for sign in text if sign not in self._ids]:
-            raise ValueError(f"a prompt has {bad[0]!r}, which is not in the alphabet {self._signs!r}; add it to the config's")
+            raise ValueError(
+                f"a prompt contains {bad[0]!r}, which is not in the alphabet {self._signs!r}; add it to alphabet in the config"
+            )
         return [self._ids[sign] for sign in text]
 
     reply = prompt

@@ -201,7 +201,9 @@ class RLConfig:
                     raise ValueError(f"{field.name} is {value}, wanted {low:g} to {high:g}")
         Characters(self.alphabet)
         if self.sampler and not _SAMPLERS.fullmatch(self.sampler):
-            raise ValueError(f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, or several of these, or ray:N")
+            raise ValueError(
+                f"sampler is {self.sampler!r}, wanted cpu, cuda, cuda:N, several of these separated by commas, or ray:N"
+            )
         known = {
             "algorithm": tuple(ALGORITHMS), "kl_estimator": tuple(ESTIMATORS), "dtype": ("float32", "bfloat16"),
             "correction": ("none", "truncated", "masked"), "handover": _HANDOVERS, "quantize": ("", *FORMATS),
@@ -210,21 +212,35 @@ class RLConfig:
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(filter(None, values))}")
         if self.staleness and not self.sampler:
-            raise ValueError(f"staleness is {self.staleness}, but sampler is empty: one process has no older weights")
+            raise ValueError(
+                f"staleness is {self.staleness}, but sampler is empty, and a single process has no older weights; set "
+                "sampler, or leave staleness out"
+            )
         if self.handover != "memory" and not self.sampler:
-            raise ValueError(f"handover is {self.handover!r}, but sampler is empty: one process has nothing to hand over")
+            raise ValueError(
+                f"handover is {self.handover!r}, but sampler is empty, and a single process transfers no weights; set "
+                "sampler, or leave handover out"
+            )
         if self.handover != "memory" and self.on_ray:
-            raise ValueError(f"handover is {self.handover!r}, but weights go to Ray's actors through its store: leave it out")
+            raise ValueError(
+                f"handover is {self.handover!r}, but Ray's actors receive weights through Ray's object store; leave "
+                "handover out"
+            )
         if self.free_cache and self.sampler:
             raise ValueError(
-                f"free_cache is true, but sampler is {self.sampler!r}, a process with memory of its own: unset one"
+                f"free_cache is true, but sampler is {self.sampler!r}, a process with its own memory; leave one of them out"
             )
         if self.chat and (not self.model or self.turns > 1):
-            raise ValueError("chat needs a model with a chat template, and one turn: replies are plain text")
+            raise ValueError(
+                "chat needs model to have a chat template, and turns to be 1, because the environment's replies are plain text"
+            )
         if self.tensorboard and not self.out:
-            raise ValueError("tensorboard is true, but out is empty; name a folder with out")
+            raise ValueError("tensorboard is true, but out is empty; set out to a folder")
         if self.prompts * self.answers < self.minibatches:
-            raise ValueError(f"{self.prompts * self.answers} samples a step do not fill {self.minibatches} minibatches")
+            raise ValueError(
+                f"prompts times answers is {self.prompts * self.answers} samples per step, which is fewer than the "
+                f"{self.minibatches} minibatches"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -242,12 +258,12 @@ def read_config(path: Path) -> RLConfig:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from None
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
     known = [field.name for field in fields(RLConfig)]
     if unknown := [name for name in raw if name not in known]:
-        raise ValueError(f"{path} has unknown fields {', '.join(unknown)}; known are {', '.join(known)}")
+        raise ValueError(f"{path} has unknown fields {', '.join(unknown)}; the fields are {', '.join(known)}")
     if "environment" not in raw:
-        raise ValueError(f'{path} names no environment; wanted such as environment = "reversal:digits=4"')
+        raise ValueError(f'{path} has no field environment; add one, such as environment = "reversal:digits=4"')
     try:
         return RLConfig(**raw)
     except ValueError as error:

@@ -49,7 +49,9 @@ class Trainer:
         self.text, self.model = text or own_text, own_model
         self.device = next(self.model.parameters()).device
         if config.turns > 1 and not isinstance(self.environment, MultiTurn):
-            raise ValueError(f"turns is {config.turns}, but {config.environment} has no reply(task, answers); set turns = 1")
+            raise ValueError(
+                f"turns is {config.turns}, but the environment {config.environment} has no reply(task, answers); set turns to 1"
+            )
         self.learner = Learner(config, self.model)  # before the sampler: the optimizer moves the parameters to other memory
         longest = self._longest()
         self.workers = Workers(config.environment, count=config.reward_workers, timeout_s=config.reward_timeout_s)
@@ -103,7 +105,8 @@ class Trainer:
         self._check_age(samples)
         if not samples:
             raise ValueError(
-                f"no answer of step {self.update} got a reward: {dict(self.workers.failures)}; {self.workers.last_error}"
+                f"step {self.update}: no answer got a reward; failures by kind: {dict(self.workers.failures)}; last "
+                f"error: {self.workers.last_error}"
             )
         versions = [sample.version for sample in samples]
         freed = self._freed()
@@ -168,8 +171,9 @@ class Trainer:
         oldest, newest = (how((sample.version for sample in samples), default=self.update) for how in (min, max))
         if not self.update - self.config.staleness <= oldest <= newest <= self.update:
             raise ConnectionError(
-                f"step {self.update} got samples of weights {oldest} to {newest}; wanted {self.update} or at most "
-                f"{self.config.staleness} older (staleness): the sampler does not follow the trainer"
+                f"step {self.update} got samples from weights of versions {oldest} to {newest}, wanted version "
+                f"{self.update} or at most {self.config.staleness} (staleness) versions older; the sampler is out of "
+                "step with the trainer"
             )
 
     def _pushed(self, remote: Any) -> dict[str, float]:
@@ -187,8 +191,8 @@ class Trainer:
         most = self.model.config.max_position_embeddings
         if least > most:
             raise ValueError(
-                f"a prompt of {prompt} tokens and its answers may have {least} tokens, and the model has {most} positions: "
-                "lower max_tokens or turns"
+                f"a prompt of {prompt} tokens and its answers can have {least} tokens, but the model has only {most} "
+                "positions; lower max_tokens or turns"
             )
         return min(prompt + least, most)
 

@@ -41,9 +41,12 @@ def _policy_of(config: RLConfig, model: Model | None) -> tuple[Text, Model]:
     folder = resolve(config.model)
     shape = load_config(folder)
     if shape.quantization is not None:
-        raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
+        raise ModelError(f"{config.model} has quantised weights, which have no gradients; use the unquantised model")
     if text.vocab > shape.vocab_size:
-        raise ValueError(f"the tokenizer of {config.model} has {text.vocab} tokens, its model {shape.vocab_size}")
+        raise ValueError(
+            f"the tokenizer of {config.model} has {text.vocab} tokens, but the model only {shape.vocab_size}; use the "
+            "model's own tokenizer"
+        )
     device = chosen_device(config.device) if config.device else default_device()
     return text, load_model(folder, device=device, dtype=_DTYPES[config.dtype]).requires_grad_(True)
 

@@ -76,7 +76,7 @@ def hidden_of(model: Model, batch: Batch) -> Tensor:
 def _logits(model: Model, batch: Batch) -> Tensor:
     """[T, V] in the model's dtype: the model's prediction at each token."""
     if not isinstance(model.head.weight, Tensor):
-        raise TypeError("the head is quantised, and a policy needs gradients through it: leave lm_head as it is")
+        raise TypeError("a policy needs gradients through the head, but the head is quantised; leave lm_head unquantised")
     return model.logits(hidden_of(model, batch))
 
 

@@ -37,7 +37,7 @@ def add_quantised_weights(model: Model, format: str) -> Model:
     if weight.is_cuda:
         check_card(format, device_of(weight.get_device()), weight.dtype)
     if any(isinstance(module, ExpertLinear) for module in model.modules()):
-        raise ValueError(f"quantize is {format!r}, but the model has experts, for which this is not supported: leave it out")
+        raise ValueError(f"quantize is {format!r}, but models with experts are not supported; leave quantize out")
     for layer, float_weight in _layers(model):
         layer.quantized_weight = quantize_weight(float_weight.detach(), format)
     return model

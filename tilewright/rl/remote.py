@@ -71,7 +71,7 @@ class RemoteSampler:
     def check_alive(self) -> None:
         """Raise ConnectionError if the process has ended."""
         if self.process.poll() is not None:
-            self._raise_ended("took weights")
+            self._raise_ended("received weights")
 
     def close(self) -> None:
         """End the process."""
@@ -87,7 +87,7 @@ class RemoteSampler:
             with self._saying:  # one thread may announce weights while another one waits for answers
                 print(json.dumps(message), file=self.process.stdin, flush=True)
         except (BrokenPipeError, ValueError):  # the process has ended, or the pipe was closed
-            self._raise_ended("was asked")
+            self._raise_ended("received a request")
 
     def _hear(self, before: str) -> Any:
         assert self.process.stdout is not None

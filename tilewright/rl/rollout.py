@@ -197,7 +197,7 @@ def _made_revocable(runner: ModelRunner) -> Revocable:
 
 def _answer(output: Output, drawing: Drawing, version: int) -> Answer:
     if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"the engine ended an answer with {output.finish_reason}: {output.error}")
+        raise RuntimeError(f"the engine ended an answer with finish reason {output.finish_reason}: {output.error}")
     return Answer(
         tokens=output.tokens,
         logprobs=output.logprobs if drawing.plain else output.drawn,

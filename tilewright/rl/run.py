@@ -89,7 +89,10 @@ def _resumed(trainer: Trainer, checkpoints: Checkpoints) -> bool:
         f"{name} was {getattr(before, name)!r}" for name in names if getattr(before, name) != getattr(trainer.config, name)
     ]
     if changed:
-        raise ValueError(f"{found} is of another run: {'; '.join(changed)}. Give the same values, or another folder with out")
+        raise ValueError(
+            f"{found} belongs to a run with other settings: {'; '.join(changed)}. Give the same values, or set out to "
+            "another folder"
+        )
     tensors, state = load(found, trainer.learner.tensors())
     trainer.learner.load(tensors)
     trainer.load_state(state)

@@ -86,14 +86,14 @@ def check_devices(handover: str, own: torch.device, others: Sequence[str]) -> No
     names = [str(own), *(f"{name}:0" if name == "cuda" else name for name in others)]
     if handover == "card" and (own.type != "cuda" or len(set(names)) > 1):
         raise ValueError(
-            f'handover is "card", which is for a trainer and samplers on one card, and they are on {", ".join(names)}: '
-            'take "memory", or "broadcast" between several'
+            'handover is "card", which needs the trainer and all samplers on the same GPU, but they are on '
+            f'{", ".join(names)}; use "memory", or "broadcast" between several GPUs'
         )
     if handover == "broadcast" and (cards := [name for name in names if name != "cpu"]):
         if len(set(cards)) < len(names):
             raise ValueError(
-                f'handover is "broadcast", which needs a card for each of trainer and samplers, or CPUs alone, and they are on '
-                f'{", ".join(names)}: take "memory", or "card" on one card'
+                'handover is "broadcast", which needs a separate GPU for the trainer and each sampler, or only CPUs, but they '
+                f'are on {", ".join(names)}; use "memory", or "card" on a single GPU'
             )
 
 

@@ -65,12 +65,12 @@ class SharedWeights:
             path = Path(file.name)
         self.path = path
         if path.stat().st_size != size:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; wanted {size}, the size of this model's weights")
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, but the weights of this model need {size}")
         raw = np.memmap(path, np.uint8, "r+")
         self._versions, self._layout = raw[:16].view(np.int64), raw[16:48]
         layout = np.frombuffer(layout_of(self._parameters), np.uint8)
         if not self._owned and (self._layout != layout).any():
-            raise ValueError(f"the weights in {path} are of another shape than this model's")
+            raise ValueError(f"the weights in {path} have other shapes or dtypes than this model's")
         self._card: CardMemory | None = None
         self._locked: Locked | None = None
         try:

@@ -30,7 +30,7 @@ def solved_texts(specs: list[str], count: int, seed: int) -> Iterator[str]:
     for index in range(count):
         spec, chosen = made[index % len(made)]
         if not isinstance(chosen, Solved):
-            raise ValueError(f"{spec} has no solution(task), so no texts can be made of it")
+            raise ValueError(f"{spec} has no solution(task), which is needed to make texts from it")
         task = chosen.task(_FIRST + (seed << 32) + index)
         yield task.prompt + chosen.solution(task)
 

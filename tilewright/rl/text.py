@@ -52,9 +52,11 @@ class Tokens:
         self._folder, self._chat, self._tokenizer = folder, chat, Tokenizer.load(folder)
         self.end_ids, self.vocab = self._tokenizer.eos_ids, self._tokenizer.vocab_size
         if chat and self._tokenizer.chat_template is None:
-            raise ValueError(f"chat is true, but the tokenizer of {folder} has no chat template; set chat = false")
+            raise ValueError(f"chat is true, but the tokenizer of {folder} has no chat template; set chat to false")
         if not self.end_ids:
-            raise ValueError(f"{folder} names no end-of-text token (eos_token), so an answer could never end")
+            raise ValueError(
+                f"the tokenizer of {folder} has no end-of-text token (eos_token), so answers could never end; add one"
+            )
 
     def prompt(self, text: str) -> list[int]:
         """The tokens of a prompt, including those that the tokenizer or the chat template adds."""
@@ -65,7 +67,7 @@ class Tokens:
         while found and found[-1] in ends:  # some tokenizers add an end token after a text, but here an answer must follow
             found.pop()
         if not found:
-            raise ValueError(f"the prompt {text!r} has no tokens")
+            raise ValueError(f"the prompt {text!r} has no tokens; prompts need at least one")
         return found
 
     def reply(self, text: str) -> list[int]:

@@ -125,7 +125,7 @@ def analyse(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: in
     except ValueError as error:
         largest_out, refused = (
             None,
-            f"without its largest budget the table cannot be fitted, so no prediction was tried: {error}",
+            f"the table cannot be fitted without its largest budget, so no prediction was tested: {error}",
         )
     warnings = list(_doubts(runs, found, points, trends)) + ([refused] if refused else [])
     return Analysis(
@@ -148,22 +148,28 @@ def _doubts(runs: Runs, found: Fit, points: dict[str, list[Minimum]], trends: di
     if found.agreeing < 2:
         yield f"only {found.agreeing} of {found.starts} starts ended in the lowest minimum; there may be a lower one"
     if found.law.alpha <= 0 or found.law.beta <= 0:
-        yield f"alpha {found.law.alpha:.3g}, beta {found.law.beta:.3g}: the law has no best size"
+        yield (
+            f"alpha is {found.law.alpha:.3g} and beta is {found.law.beta:.3g}, which must both be above 0 for the law to "
+            "have a best size"
+        )
     for name, share in zip("EAB", (found.law.E, *_terms(runs, found.law)), strict=True):
         if share < _NOTHING * runs.loss.min():
-            yield f"{name} is 0 in the law that fits best: these runs do not show that term, and predictions lack it"
+            yield f"{name} is 0 in the best fit: these runs do not determine this term, and predictions lack it"
     for method in METHODS:
         for point in points[method]:
             if point.problem:
                 yield f"budget {point.flops:.3g}, {method}: {point.problem}"
         if trends[method] is None:
-            yield f"{method}: fewer than 3 budgets have a minimum within five or more sizes, so there is no trend"
+            yield f"{method}: fewer than 3 budgets have a minimum between the sizes of five or more runs, so there is no trend"
     yield from _single_runs(runs, found)
     yield from _disagreements(found, trends)
     k = np.log(runs.flops / runs.params / runs.tokens)
     if np.ptp(k) > math.log(1.2):
         low, high = np.exp(k.min()), np.exp(k.max())
-        yield f"FLOPs are {low:.2f} to {high:.2f} N D over the runs: optima are for C = {runs.flops_per_param_token:.2f} N D"
+        yield (
+            f"FLOPs are {low:.2f} N D to {high:.2f} N D, depending on the run; optima are computed for C = "
+            f"{runs.flops_per_param_token:.2f} N D"
+        )
 
 
 def _terms(runs: Runs, law: Law) -> tuple[float, float]:
@@ -179,12 +185,15 @@ def _single_runs(runs: Runs, found: Fit) -> Iterator[str]:
     for i in np.flatnonzero(far)[:5]:
         yield f"{_run(runs, i)} is {residuals[i]:+.1%} off the law, {abs(residuals[i]) / spread:.0f} times the usual spread"
     if far.sum() > 5:
-        yield f"{int(far.sum()) - 5} further runs lie as far off the law"
+        yield f"{int(far.sum()) - 5} further runs are as far off the law"
     if len(found.samples):
         moves = np.abs(influence(runs, found)).max(axis=1)
         for i in np.argsort(-moves)[:5]:
             if moves[i] > _PULL:
-                yield f"{_run(runs, i)} pulls: without it an exponent moves by {moves[i]:.1f} of its standard error"
+                yield (
+                    f"{_run(runs, i)} has a large influence: without it, an exponent changes by {moves[i]:.1f} of its "
+                    "standard error"
+                )
 
 
 def _run(runs: Runs, i: Any) -> str:
@@ -284,16 +293,18 @@ def read_analysis(path: Path) -> dict[str, Any]:
         ValueError: the file is not an analysis; the message states what is wrong.
     """
     if path.stat().st_size > _LARGEST_FILE:
-        raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted what `tilewright scaling fit --out` wrote")
+        raise ValueError(
+            f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted a file written by `tilewright scaling fit --out`"
+        )
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["format"] != _FORMAT or saved["version"] != 1:
-            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+            raise ValueError(f"it has format {saved['format']!r} and version {saved['version']!r}, wanted {_FORMAT!r} and 1")
         Law(**{key: float(value) for key, value in saved["law"].items()})
         samples = np.asarray(saved["samples"], dtype=np.float64)
         whole = np.isfinite(samples).all() and (samples.size == 0 or samples.shape[1:] == (5,))
         if not whole or not 0 < saved["largest_flops"] < math.inf or not 0 < saved["flops_per_param_token"] < math.inf:
-            raise ValueError("its numbers are out of range")
+            raise ValueError("its numbers are not finite or out of range")
         if line := saved.get("loss_trend"):
             LossTrend(**line).loss(float(saved["largest_flops"]))
         if by_budget := saved.get("budget_law"):
@@ -301,5 +312,5 @@ def read_analysis(path: Path) -> dict[str, Any]:
         if joint := saved.get("joint_law"):
             JointLaw.from_json(joint)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{path} is no law that `tilewright scaling fit --out` wrote: {error}") from None
+        raise ValueError(f"{path} is not a file that `tilewright scaling fit --out` wrote: {error}") from None
     return saved

@@ -90,10 +90,10 @@ class AveragedLaw:
             plain: dict[str, Any] = {name: float(saved[name]) for name in (*cls.CENTERS, "noise")}
             arrays: dict[str, Any] = {name: np.asarray(saved[name], np.float64) for name in _ARRAYS}
         except (KeyError, TypeError) as error:
-            raise ValueError(f"the {cls.NAME} lacks a number: {error}") from None
+            raise ValueError(f"a number is missing from the {cls.NAME} or has the wrong type: {error}") from None
         count, shapes = arrays["floors"].size, [arrays[name].shape for name in _ARRAYS]
         if not count or shapes != [(count,), (count,), (count, cls.COUNT), (count, cls.COUNT, cls.COUNT)]:
-            raise ValueError(f"the {cls.NAME} has arrays of shapes {shapes}")
+            raise ValueError(f"the arrays of the {cls.NAME} have shapes {shapes}, which do not fit together")
         if not all(np.isfinite(value).all() for value in (*arrays.values(), *plain.values())):
             raise ValueError(f"the {cls.NAME} has numbers that are not finite")
         return cls(**plain, **arrays)

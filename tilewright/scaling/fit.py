@@ -57,7 +57,8 @@ def fit(runs: Runs, *, delta: float = DELTA, bootstrap: int = 1000, seed: int = 
     runs.check_enough()
     if not 0 < delta < 10 or not 0 <= bootstrap <= 100_000 or max_steps < 1:
         raise ValueError(
-            f"delta {delta:g}, bootstrap {bootstrap}, max_steps {max_steps}: wanted 0 to 10, 0 to 100,000 and 1 or more"
+            f"delta is {delta:g}, bootstrap is {bootstrap} and max_steps is {max_steps}; wanted delta above 0 and "
+            "below 10, bootstrap from 0 to 100,000, and max_steps of at least 1"
         )
     n, d, y = _logs(runs)
     ends = _descend(_starts(n, d, y, delta), n, d, y, delta, max_steps)
@@ -109,7 +110,10 @@ def _stopped(p: Array, value: float, n: Array, d: Array, y: Array, delta: float)
     options = {"initial_simplex": simplex, "maxiter": 4000, "maxfev": 6000, "xatol": 1e-9, "fatol": 1e-16}
     tried = optimize.minimize(lambda q: objective_and_gradient(q, n, d, y, delta)[0], p, method="Nelder-Mead", options=options)
     if tried.fun < value * (1 - 1e-5):
-        return f"a search from its end goes on from an objective of {value:.6g} to {tried.fun:.6g}"
+        return (
+            f"another optimizer, started where the fit ended, lowered the objective further, from {value:.6g} to "
+            f"{tried.fun:.6g}"
+        )
     return None
 
 

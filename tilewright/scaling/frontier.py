@@ -45,7 +45,7 @@ def minima(runs: Runs, method: str) -> list[Minimum]:
         MissingExtra: the method is "interpolation", and scipy is not installed.
     """
     if method not in METHODS:
-        raise ValueError(f"method {method!r}; wanted one of {', '.join(METHODS)}")
+        raise ValueError(f"method is {method!r}, wanted one of {', '.join(METHODS)}")
     found = []
     for group in budgets(runs):
         x, c = np.log(runs.params[group]), np.log(runs.flops[group])
@@ -72,7 +72,7 @@ def _parabola(x: Array, c: Array, loss: Array) -> tuple[Array, Array]:
 def _lowest_of_parabola(x: Array, loss: Array, curve: Array) -> tuple[float, float, str | None]:
     if curve[2] <= 0:
         at = float(x[np.argmin(loss)])
-        return at, float(loss.min()), "the parabola opens downwards: the losses have no minimum within these sizes"
+        return at, float(loss.min()), "the fitted parabola opens downwards, so the losses have no minimum within these sizes"
     at = float(-curve[1] / (2 * curve[2]))
     lowest = float(curve[0] + curve[1] * at + curve[2] * at * at)
     return at, lowest, _edge(at, x)
@@ -90,7 +90,11 @@ def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, 
     sizes, means = np.bincount(where, x[order]) / count, np.bincount(where, loss[order]) / count
     if len(sizes) < FEWEST_SIZES:
         at = int(np.argmin(means))
-        return float(sizes[at]), float(means[at]), f"it has {len(sizes)} distinct sizes; wanted {FEWEST_SIZES} or more"
+        return (
+            float(sizes[at]),
+            float(means[at]),
+            f"there are {len(sizes)} distinct sizes, but at least {FEWEST_SIZES} are needed",
+        )
     fine = np.linspace(sizes[0], sizes[-1], 2001)
     values = Akima1DInterpolator(sizes, means)(fine)
     at = int(np.argmin(values))
@@ -99,9 +103,9 @@ def _lowest_between(x: Array, loss: Array, curve: Array) -> tuple[float, float, 
 
 def _edge(at: float, x: Array) -> str | None:
     if at >= x.max() - 1e-9:
-        return "its minimum is at the largest size or beyond: add larger models"
+        return "the minimum is at the largest size or beyond it; add larger models"
     if at <= x.min() + 1e-9:
-        return "its minimum is at the smallest size or beyond: add smaller models"
+        return "the minimum is at the smallest size or below it; add smaller models"
     return None
 
 

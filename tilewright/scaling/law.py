@@ -60,9 +60,14 @@ class Law:
             ValueError: the budget or k is not positive, or an exponent is not, so that there is no minimum.
         """
         if not (0 < flops < math.inf and 0 < flops_per_param_token < math.inf):
-            raise ValueError(f"a budget of {flops:g} FLOPs at {flops_per_param_token:g} FLOPs: wanted positive numbers")
+            raise ValueError(
+                f"the budget is {flops:g} FLOPs and flops_per_param_token is {flops_per_param_token:g}; both must be "
+                "finite and above 0"
+            )
         if self.alpha <= 0 or self.beta <= 0:
-            raise ValueError(f"alpha {self.alpha:.3g} and beta {self.beta:.3g} have no minimum; wanted both above 0")
+            raise ValueError(
+                f"the law has no minimum with alpha {self.alpha:.3g} and beta {self.beta:.3g}; both must be above 0"
+            )
         product = math.log(flops / flops_per_param_token)
         shift = math.log(self.alpha * self.A / (self.beta * self.B)) / (self.alpha + self.beta)
         params = math.exp(shift + self.params_exponent * product)

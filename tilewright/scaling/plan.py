@@ -98,9 +98,9 @@ def plan(
         if not _bracketing(list(shapes), sizes, best):
             smallest = of_size(1).params
             raise ValueError(
-                f"{flops:.3g} FLOPs are best spent on {best:.3g} parameters, and there are no {sizes} distinct sizes "
-                f"around that (the smallest has {smallest:,}): take a larger budget, fewer budgets or sizes, a smaller "
-                "vocabulary or head, or a larger span"
+                f"the best size for {flops:.3g} FLOPs is {best:.3g} parameters, and there are no {sizes} distinct "
+                f"sizes around it (the smallest model has {smallest:,}); use a larger budget, fewer budgets or "
+                "sizes, a smaller vocabulary or head dim, or a larger span"
             )
         runs += [_run(flops, shape, sequence) for shape in shapes]
     return Plan(sequence=sequence, runs=tuple(runs))
@@ -131,7 +131,10 @@ def plan_widths(
     """
     _check(budget, budgets, ratio, 3, span, vocab, sequence, head_dim, layers)
     if not widths or any(width < head_dim or width % head_dim or width > LARGEST_HIDDEN for width in widths):
-        raise ValueError(f"hidden sizes are {list(widths)}; wanted multiples of the head dim {head_dim} up to {LARGEST_HIDDEN}")
+        raise ValueError(
+            f"the hidden sizes are {list(widths)}; wanted at least one, all multiples of the head dim {head_dim} and at "
+            f"most {LARGEST_HIDDEN}"
+        )
     shapes = [shape_of(layers, width, vocab, tied, head_dim) for width in sorted(set(widths))]
     runs: list[PlannedRun] = []
     for power in range(budgets - 1, -1, -1):
@@ -141,7 +144,9 @@ def plan_widths(
             made = [run for run in made if 1 / span <= run.params / _best(prior, flops, run) <= span]
         made = [run for run in made if run.tokens <= max_tokens]
         if not made:
-            raise ValueError(f"no hidden size is left for {flops:.3g} FLOPs: give other sizes, a larger span or more tokens")
+            raise ValueError(
+                f"no hidden size is left for the budget of {flops:.3g} FLOPs; give other sizes, a larger span or more tokens"
+            )
         runs += made
     return Plan(sequence=sequence, runs=tuple(runs))
 
@@ -161,7 +166,7 @@ def repeated(made: Plan, by_width: Callable[[int], Sequence[float]] | None, seed
         ValueError: seeds is not 1 to 1000.
     """
     if not 1 <= seeds <= 1000:
-        raise ValueError(f"seeds is {seeds}; wanted 1 to 1000")
+        raise ValueError(f"seeds is {seeds}, wanted 1 to 1000")
     runs: list[PlannedRun] = []
     for run in made.runs:
         for rate in [None] if by_width is None else by_width(run.shape.hidden):
@@ -188,7 +193,8 @@ def rates(text: str) -> Callable[[int], list[float]]:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--lr is {text!r}; wanted rates, as in 2e-3,4e-3, or sizes with their rates, as in 128:4e-3,512:1e-3"
+            f"--lr is {text!r}, wanted learning rates, as in 2e-3,4e-3, or hidden sizes with their rates, as in "
+            "128:4e-3,512:1e-3"
         ) from None
     if kinds == {1}:
         return lambda hidden: [pair[0] for pair in pairs]
@@ -218,7 +224,7 @@ def _check(
         ("layers", layers, 1, 1000),
     ):
         if not low <= value <= high:
-            raise ValueError(f"{name} is {value:g}; wanted {low:g} to {high:g}")
+            raise ValueError(f"{name} is {value:g}, wanted {low:g} to {high:g}")
 
 
 def _bracketing(shapes: Sequence[Shape], sizes: int, best: float) -> bool:
@@ -241,7 +247,7 @@ def hours(flops: float, card: str, utilisation: float) -> float:
         ValueError: the card is unknown, or utilisation is not above 0 and at most 1.
     """
     if not 0 < utilisation <= 1:
-        raise ValueError(f"utilisation is {utilisation:g}; wanted above 0 and at most 1")
+        raise ValueError(f"utilisation is {utilisation:g}, wanted above 0 and at most 1")
     return flops / (ceilings(device_named(card)).flops["bf16"] * utilisation) / 3600
 
 
@@ -252,30 +258,38 @@ def read_plan(path: Path) -> Plan:
         ValueError: the file is not a plan; the message states what is wrong.
     """
     if path.stat().st_size > _LARGEST_FILE:
-        raise ValueError(f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted what `tilewright scaling plan --out` wrote")
+        raise ValueError(
+            f"{path} is larger than {_LARGEST_FILE >> 20} MiB; wanted a file written by `tilewright scaling plan --out`"
+        )
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["format"] != _FORMAT or saved["version"] != 1:
-            raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
+            raise ValueError(f"it has format {saved['format']!r} and version {saved['version']!r}, wanted {_FORMAT!r} and 1")
         runs = tuple(PlannedRun(**{**row, "shape": Shape(**row["shape"])}) for row in saved["runs"])
         names = [run.name for run in runs]
         if not 0 < len(runs) <= _MOST_RUNS or len(set(names)) < len(names):
-            raise ValueError(f"{len(runs)} runs, {len(set(names))} names; wanted 1 to {_MOST_RUNS}, each with its own name")
+            raise ValueError(
+                f"it has {len(runs)} runs with {len(set(names))} different names; wanted 1 to {_MOST_RUNS} runs, each "
+                "with its own name"
+            )
         for run in runs:
             _check_run(run)
         return Plan(sequence=int(saved["sequence"]), runs=runs)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no plan that `tilewright scaling plan --out` wrote: {error}") from None
+        raise ValueError(f"{path} is not a file that `tilewright scaling plan --out` wrote: {error}") from None
 
 
 def _check_run(run: PlannedRun) -> None:
     if not (isinstance(run.name, str) and run.name.isascii() and 0 < len(run.name) <= 100):
-        raise ValueError(f"a run's name is {run.name!r}")
+        raise ValueError(f"a run's name is {run.name!r}, wanted ASCII text of 1 to 100 characters")
     if not all(c.isalnum() or c in "._-" for c in run.name) or run.name.startswith("."):
-        raise ValueError(f"the name {run.name!r} is no folder's: letters, digits, '.', '_' and '-' only")
+        raise ValueError(
+            f"the run's name {run.name!r} cannot be the name of its folder; use only letters, digits, '.', '_' and '-', "
+            "and no '.' at the start"
+        )
     numbers = [run.budget, run.flops, run.params, run.tokens]
     numbers += [value for key, value in asdict(run.shape).items() if key != "tied"]
     if not all(isinstance(n, int | float) and 0 < n < math.inf for n in numbers):
-        raise ValueError(f"run {run.name} has a number that is not positive and finite")
+        raise ValueError(f"run {run.name} has a number that is not finite or not above 0")
     if not all(isinstance(value, int | float | str) and not isinstance(value, bool) for value in run.options.values()):
-        raise ValueError(f"run {run.name} has an option that is neither number nor text")
+        raise ValueError(f"run {run.name} has an option that is neither a number nor text")

@@ -46,7 +46,7 @@ def run_plan(
         OSError: the folder cannot be written.
     """
     if jobs < 1:
-        raise ValueError(f"jobs is {jobs}; wanted 1 or more")
+        raise ValueError(f"jobs is {jobs}, wanted 1 or more")
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / TABLE
     with _alone(folder) as held:
@@ -55,7 +55,7 @@ def run_plan(
         for place, run in enumerate(plan.runs, 1):
             label = f"run {place} of {len(plan.runs)}, {run.name}"
             if run.name in rows:
-                say(f"{label}: done before, loss {rows[run.name]:.4f}")
+                say(f"{label}: already done, loss {rows[run.name]:.4f}")
             else:
                 left.append((run, label))
         if jobs > 1:
@@ -99,7 +99,9 @@ class _Series:
             return
         final = self.loss(here)
         if not 0 < final < math.inf:
-            raise ValueError(f"{run.name} ended with a loss of {final}; wanted a positive number: see {here / 'log.txt'}")
+            raise ValueError(
+                f"{run.name} ended with a loss of {final}, which is not finite or not above 0; see {here / 'log.txt'}"
+            )
         seconds = time.monotonic() - began
         with self.lock:
             _append(self.folder / TABLE, [run.name, run.params, run.tokens, repr(run.flops), repr(final), f"{seconds:.1f}"])
@@ -126,7 +128,7 @@ class _Series:
             with log.open("rb") as file:
                 file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
                 last = file.read().decode("utf-8", "replace").strip().splitlines()[-3:]
-            raise ValueError(f"{name} failed with exit code {code}; the end of {log}: {' / '.join(last) or 'nothing'}")
+            raise ValueError(f"{name} failed with exit code {code}; the end of {log}: {' / '.join(last) or '(empty)'}")
         return True
 
     @contextmanager
@@ -152,7 +154,7 @@ def done(table: Path) -> dict[str, float]:
     text = table.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1].splitlines()
     if not whole or tuple(whole[0].split(",")) != COLUMNS:
-        raise ValueError(f"{table} has other columns than {', '.join(COLUMNS)}; give the series another folder")
+        raise ValueError(f"{table} does not have the columns {', '.join(COLUMNS)}; use another folder for this series")
     return {row["name"]: float(row["loss"]) for row in csv.DictReader(whole)}
 
 
@@ -178,5 +180,5 @@ def _alone(folder: Path) -> Iterator[int]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"another process makes runs in {folder}; wait for it or give another folder") from None
+            raise BlockingIOError(f"another process executes runs in {folder}; wait for it, or use another folder") from None
         yield lock.fileno()

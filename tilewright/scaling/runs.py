@@ -61,7 +61,7 @@ class Runs:
             ValueError: `count` is negative or not less than the number of runs.
         """
         if not 0 <= count < len(self):
-            raise ValueError(f"{count} runs are to be dropped of {len(self)}; wanted 0 to {len(self) - 1}")
+            raise ValueError(f"{count} of {len(self)} runs are to be dropped; wanted 0 to {len(self) - 1}")
         kept = np.ones(len(self), bool)
         kept[np.argsort(self.loss, kind="stable")[len(self) - count :]] = False
         return self.where(kept)
@@ -93,14 +93,16 @@ class Runs:
                 same tokens.
         """
         if len(self) < FEWEST_RUNS:
-            raise ValueError(f"{len(self)} runs are too few for the five parameters of a law; wanted {FEWEST_RUNS} or more")
+            raise ValueError(f"a law with five parameters needs at least {FEWEST_RUNS} runs, but there are only {len(self)}")
         if (count := len(budgets(self))) < FEWEST_BUDGETS:
             raise ValueError(
-                f"the runs have {count} budget{'s' * (count > 1)}; a trend over budgets needs {FEWEST_BUDGETS} or more: "
-                "add runs of another FLOP count"
+                f"a trend over budgets needs at least {FEWEST_BUDGETS} budgets, but the runs have {count}; add runs "
+                "with another number of FLOPs"
             )
         if np.ptp(np.log(self.params)) < 0.05 or np.ptp(np.log(self.tokens)) < 0.05:
-            raise ValueError("all runs have the same parameters or the same tokens; vary both, or alpha and beta are unknown")
+            raise ValueError(
+                "all runs have nearly the same parameters or the same tokens; alpha and beta can be fitted only if both vary"
+            )
 
 
 def budgets(runs: Runs) -> list[NDArray[np.intp]]:
@@ -129,7 +131,7 @@ def read_runs(path: Path, columns: Columns | None = None) -> Runs:
         OSError: the file cannot be read.
     """
     if (size := path.stat().st_size) > _LARGEST_FILE:
-        raise ValueError(f"{path} has {size >> 20} MiB; a table of runs has {_LARGEST_FILE >> 20} at most")
+        raise ValueError(f"{path} has {size >> 20} MiB, but a table of runs may have at most {_LARGEST_FILE >> 20}")
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -137,9 +139,9 @@ def read_runs(path: Path, columns: Columns | None = None) -> Runs:
             names = _resolve(path, header, columns or Columns())
             cells = [[row.get(name) for name in names.values()] for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from None
     if not 0 < len(cells) <= _MOST_RUNS:
-        raise ValueError(f"{path} has {len(cells):,} runs; wanted 1 to {_MOST_RUNS:,}, a run a line under a header")
+        raise ValueError(f"{path} has {len(cells):,} runs; wanted 1 to {_MOST_RUNS:,}, one run per line below a header")
     table = np.array([[_number(path, line, *pair) for pair in zip(names.values(), row)] for line, row in enumerate(cells, 2)])
     found = dict(zip(names, table.T))
     if "flops" not in found:
@@ -158,14 +160,14 @@ def _resolve(path: Path, header: list[str], columns: Columns) -> dict[str, str]:
     for key, usual in _KNOWN.items():
         wanted: str | None = getattr(columns, key)
         if wanted is not None and wanted not in header:
-            raise ValueError(f"{path} has no column {wanted!r} for {key}; it has {_listed(header)}")
+            raise ValueError(f"{path} has no column {wanted!r} for {key}; its columns are {_listed(header)}")
         if name := wanted or next((plain[word] for word in usual if word in plain), None):
             names[key] = name
     if "loss" not in names or len(names) < 3:
         missing = [key for key in _KNOWN if key not in names]
         raise ValueError(
-            f"{path} has columns {_listed(header)}; loss and two of params, tokens, flops are needed, and none was recognised "
-            f"for {', '.join(missing)}: name them, as in --loss-column NAME"
+            f"{path} has the columns {_listed(header)}; it needs loss and two of params, tokens and flops, and none "
+            f"was recognised for {', '.join(missing)}; name their columns, as in --loss-column NAME"
         )
     return names
 
@@ -181,5 +183,5 @@ def _number(path: Path, line: int, name: str, text: str | None) -> float:
     except ValueError:
         value = float("nan")
     if not 0 < value < float("inf"):
-        raise ValueError(f"{path}, row {line}, column {name!r}: {(text or '')[:40]!r} is no positive finite number")
+        raise ValueError(f"{path}, row {line}, column {name!r}: {(text or '')[:40]!r} is not a finite number above 0")
     return value

@@ -77,7 +77,9 @@ def command_of(base: Path, plan: Plan, data: Sequence[Path] = ()) -> Callable[[P
     values = read_toml(base)
     configs = {run.name: _config(values, run, plan.sequence) for run in plan.runs}
     if any(config.tokenizer is None or config.eval_data is None for config in configs.values()):
-        raise ValueError(f"{base} must name a tokenizer, which models of a plan lack, and eval_data, for held-out losses")
+        raise ValueError(
+            f"{base} must set tokenizer, because the models of a plan have none, and eval_data, for the held-out loss"
+        )
 
     def command(run: PlannedRun, folder: Path) -> list[str]:
         shape = folder / "shape"
@@ -96,7 +98,7 @@ def _config(values: Mapping[str, Any], run: PlannedRun, sequence: int) -> TrainC
     """The training config of a run, with its number of updates."""
     try:
         if taken := sorted(_PLANNED & run.options.keys()):
-            raise ValueError(f"its options have {', '.join(taken)}, which the plan decides")
+            raise ValueError(f"its options contain {', '.join(taken)}, which the plan determines")
         over = run.options | {"init": "random", "row_tokens": sequence}
         an_update = merged({**values, **over, "steps": _MANY}, {}).step_tokens
         return merged({**values, **over, "steps": max(1, round(run.tokens / an_update))}, {})
@@ -114,5 +116,5 @@ def held_out_loss(folder: Path) -> float:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     measured = [row["bits_per_byte"] for row in rows if "bits_per_byte" in row]
     if not measured:
-        raise ValueError(f"{path} has no bits_per_byte; see {folder / 'log.txt'}")
+        raise ValueError(f"{path} contains no bits_per_byte; see {folder / 'log.txt'}")
     return float(measured[-1]) * math.log(2)

@@ -47,7 +47,7 @@ class AdapterDesk:
     def ask(self, front: bytes, number: int, verb: str, name: str, folder: str) -> None:
         """Handle a front's request. Its answer appears in `answers`, for "load" once the folder is read. Raises WireError."""
         if verb not in VERBS:
-            raise WireError(f"a question about adapters is {verb[:30]!r}, wanted one of {', '.join(VERBS)}")
+            raise WireError(f"a request about adapters is {verb[:30]!r}, wanted one of {', '.join(VERBS)}")
         adapters = self._engine.adapters
         if verb == "load" and adapters is not None and len(self._reading) < MAX_WAITING:
             self._reading.append((front, number, name, folder, self._thread.submit(adapters.read, folder)))
@@ -64,8 +64,8 @@ class AdapterDesk:
             return [] if adapters is None else list(adapters.names)
         if verb == "load":
             if adapters is not None:
-                raise ValueError(f"{MAX_WAITING} adapters wait to be read; try again later")
-            raise ValueError("this server has no room for adapters: start it with --max-adapters")
+                raise ValueError(f"{MAX_WAITING} adapters are already waiting to be read; try again later")
+            raise ValueError("this server has no room for adapters; start it with --max-adapters")
         if adapters is None:
             raise UnknownAdapter(f"there is no adapter {name[:200]!r} here")
         adapters.remove(name)
@@ -114,4 +114,4 @@ class AdapterDesk:
                 try:
                     self._engine.hold_adapter(name, adapters.read(folder), folder)
                 except (ValueError, OSError) as error:
-                    logger.error("the adapter %s is not there any more: %s", name, error)
+                    logger.error("the adapter %s is no longer there: %s", name, error)

@@ -57,7 +57,7 @@ def folder_below(path: str, config: ServerConfig) -> Path:
     try:
         found = (home / path).resolve()
     except (OSError, RuntimeError, ValueError):
-        raise bad_request("lora_path is no path of this system", "lora_path") from None
+        raise bad_request("lora_path is not a valid path on this system", "lora_path") from None
     # The error is the same for a folder outside and for one that does not exist, so it reveals nothing about other folders.
     if home not in found.parents or not found.is_dir():
         raise bad_request(f"lora_path is {path[:200]!r}, wanted a folder below the server's folder for adapters", "lora_path")
@@ -68,7 +68,9 @@ def check_allowed(config: ServerConfig) -> None:
     """Raise ApiError (403) unless the operator allows clients to load adapters."""
     if config.adapter_dir is None:
         raise ApiError(
-            403, "this server loads no adapters on request: start it with --adapter-dir FOLDER", code="adapters_not_allowed"
+            403,
+            "this server does not load adapters on request; start it with --adapter-dir FOLDER",
+            code="adapters_not_allowed",
         )
 
 
@@ -103,7 +105,9 @@ class ModelEndpoints:
         body = await self._prepared(request, lambda raw: parse(raw, LoadBody))
         folder = folder_below(body.lora_path, self._config)
         if body.lora_name == self._served.name:
-            raise bad_request(f"lora_name is {body.lora_name!r}, the name of the model itself", "lora_name")
+            raise bad_request(
+                f"lora_name is {body.lora_name!r}, which is the name of the model itself; use another name", "lora_name"
+            )
         await self._ask(self._worker().load_adapter(body.lora_name, folder))
         return JSONResponse(self._model(body.lora_name))
 

@@ -138,12 +138,14 @@ class Server:
                 self.pool.close()
             self.hung = not await self.worker.end(CLOSE_TIMEOUT_S)
             if self.hung:
-                logger.error("a step of the engine did not end within %g s; the process ends without it", CLOSE_TIMEOUT_S)
+                logger.error(
+                    "a step of the engine did not end within %g s; the process exits without waiting for it", CLOSE_TIMEOUT_S
+                )
             self.intake.close()
 
     def _failed(self, error: BaseException) -> None:
         self.failure = error
-        logger.error("the engine failed; every request is answered with an error from here on", exc_info=error)
+        logger.error("the engine failed; from now on, every request is answered with an error", exc_info=error)
 
     # Generation ------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class Bodies:
                     if len(body) > config.max_body_bytes:
                         raise too_large
                     if self._bytes > config.max_bodies * config.max_body_bytes:
-                        raise unavailable("too many large bodies are arriving at once; come again later", code="bodies")
+                        raise unavailable("too many large bodies are arriving at once; try again later", code="bodies")
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
         finally:

@@ -110,7 +110,9 @@ class ServerConfig:
         if not 0 <= self.trace_share <= 1:
             raise ValueError(f"trace_share is {self.trace_share}, wanted 0 to 1")
         if not 0 < self.max_wait_s < math.inf:
-            raise ValueError(f"max_wait_s is {self.max_wait_s}, wanted seconds above 0; a large number is no limit")
+            raise ValueError(
+                f"max_wait_s is {self.max_wait_s}, wanted a finite number of seconds above 0; for no limit, use a large number"
+            )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}, wanted 0 to 65535 (0: any free port)")
         if self.grpc_port is not None and not 0 <= self.grpc_port <= 65535:
@@ -118,7 +120,7 @@ class ServerConfig:
         if not self.host:
             raise ValueError("host is empty, wanted an address such as 127.0.0.1, or 0.0.0.0 for every interface")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
-            raise ValueError("api_key has characters that an HTTP header cannot carry; wanted printable ASCII, not empty")
+            raise ValueError("api_key is empty or has characters that an HTTP header cannot carry; wanted printable ASCII")
 
         formats = ("auto", "none", *TOOL_FORMATS)
         for name, known in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS), ("tool_format", formats)):
@@ -136,17 +138,18 @@ class ServerConfig:
         if not 1 <= self.scale_down_after_s <= 86400:
             raise ValueError(f"scale_down_after_s is {self.scale_down_after_s}, wanted 1 to 86400 seconds")
         if self.ray and (self.fronts or self.grpc_port is not None):
-            raise ValueError("--ray has one front, which speaks HTTP; leave out --fronts and --grpc-port")
+            raise ValueError("--ray uses one front, which only serves HTTP; leave out --fronts and --grpc-port")
         if self.shared_memory and not self.loopback:
             raise ValueError(
-                f"shared_memory is for clients of this machine, and host is {self.host!r}, which others reach as well; "
-                "listen on 127.0.0.1, or leave it out"
+                f"shared_memory is for clients on this machine only, but host is {self.host!r}, which other "
+                "machines can reach; listen on 127.0.0.1, or leave shared_memory out"
             )
         if self.shared_memory and (self.ray or self.replicas > 1):
-            raise ValueError("shared_memory is for a server on its own; leave out --ray and --replicas")
+            raise ValueError("shared_memory is for a single server only; leave out --ray and --replicas")
         if self.replicas > 1 and self.fronts:
             raise ValueError(
-                f"replicas is {self.replicas} and fronts {self.fronts}; wanted one of them: replicas have one front each"
+                f"replicas is {self.replicas} and fronts is {self.fronts}, but each replica has one front; leave one "
+                "of them out"
             )
         if not 0 <= self.drain_timeout_s <= 86400:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}, wanted 0 to 86400 seconds")
@@ -154,7 +157,10 @@ class ServerConfig:
             raise ValueError(f"max_body_bytes is {self.max_body_bytes}, wanted 1 to {MAX_BODY_BYTES} (1024 MiB)")
         for origin in self.cors_origins or ():
             if not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"the origin {origin!r} of cors_origins is none; wanted scheme and host, https://chat.example")
+                raise ValueError(
+                    f"cors_origins contains {origin!r}, which is not an origin; wanted scheme and host, such as "
+                    "https://chat.example"
+                )
 
     @property
     def loopback(self) -> bool:

@@ -215,7 +215,7 @@ class Connection(Shortened):
 
     def _refuse(self) -> None:
         self._pool.ended["refused"] += 1
-        busy = f"all {self._pool.limit} connections of this server are busy; come again later"
+        busy = f"all {self._pool.limit} connections of this server are busy; try again later"
         self._answer(unavailable(busy, code="too_many_connections"))
 
     def wait(self) -> None:
@@ -333,7 +333,7 @@ class Connection(Shortened):
             self.cycle.disconnected = True  # nothing more that the request's task writes may be sent
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._answer(ApiError(400, "this is no valid HTTP/1.1 request", code="invalid_http"))
+            self._answer(ApiError(400, "this is not a valid HTTP/1.1 request", code="invalid_http"))
         else:
             self.abort()
 

@@ -101,7 +101,7 @@ class Frames:
         while len(self._rest) >= 4:
             size = int.from_bytes(self._rest[:4], "little")
             if not 1 <= size <= MAX_FRAME_BYTES:
-                raise ValueError(f"a message of a replica says that it has {size} bytes, wanted 1 to {MAX_FRAME_BYTES}")
+                raise ValueError(f"a message from a replica gives its length as {size} bytes, wanted 1 to {MAX_FRAME_BYTES}")
             if len(self._rest) < 4 + size:
                 return
             message = bytes(self._rest[4 : 4 + size])
@@ -120,7 +120,7 @@ def take_spec(control: socket.socket) -> dict[str, Any]:
     while data := control.recv(1 << 16):
         for _, body in frames.feed(data):
             return json.loads(body)
-    raise ValueError("the router has gone before it said what to serve")
+    raise ValueError("the router ended before it sent the configuration")
 
 
 def split(body: bytes) -> list[bytes]:

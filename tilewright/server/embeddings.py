@@ -147,14 +147,16 @@ def rerank_job(raw: bytes, served: Served, config: ServerConfig) -> PoolJob:
 def _pooled(served: Served, model: str | None) -> Pooled:
     served.check_name(model)
     if served.pooled is None:
-        raise bad_request("this model has no embeddings (latent attention); wanted another model", code="not_supported")
+        raise bad_request(
+            "this model has no embeddings, because it uses latent attention; use another model", code="not_supported"
+        )
     return served.pooled
 
 
 def _texts(given: Any, name: str, served: Served, config: ServerConfig) -> list[str]:
     texts = [given] if isinstance(given, str) else given
     if not isinstance(texts, list) or not texts:
-        raise bad_request(f"{name} is missing, empty or no text, wanted a text or a list of texts", name)
+        raise bad_request(f"{name} is missing, empty or not text, wanted a text or a list of texts", name)
     if len(texts) > config.max_inputs:
         raise bad_request(f"{name} has {len(texts)} texts, wanted at most {config.max_inputs}", name)
     for at, text in enumerate(texts):
@@ -193,7 +195,9 @@ def _usage(texts: Sequence[Text]) -> dict[str, int]:
 
 def _check_numbers(rows: np.ndarray) -> None:
     if not np.isfinite(rows).all():
-        raise ApiError(500, "the model's numbers are not finite: look at its weights", type="server_error", code="not_numbers")
+        raise ApiError(
+            500, "the model computed numbers that are not finite; check its weights", type="server_error", code="not_numbers"
+        )
 
 
 def _written(row: np.ndarray, format: str) -> Any:

@@ -208,7 +208,7 @@ class EngineProcess:
     def _hear(self, identity: bytes, parts: Sequence[bytes]) -> None:
         try:
             if len(parts) != 1:
-                raise WireError(f"a message has {len(parts)} parts, wanted one")
+                raise WireError(f"a message has {len(parts)} parts, wanted one part")
             message = wire.unpack(parts[0])
             front = self._fronts.get(identity)
             if message[0] == "hello":
@@ -216,11 +216,11 @@ class EngineProcess:
             elif front is None and message[0] in ("abort", "stop", "counts"):
                 return  # a late message of a front that has gone
             elif front is None:
-                raise WireError(f"a front begins with {message[0][:30]!r}, wanted hello")
+                raise WireError(f"the first message of a front is {message[0][:30]!r}, wanted hello")
             else:
                 self._heard(front, message)
         except WireError as error:
-            logger.error("a front process is sent away: %s", error)
+            logger.error("disconnecting a front process: %s", error)
             self._drop(identity, str(error))
 
     def _heard(self, front: _Front, message: list[Any]) -> None:
@@ -260,7 +260,7 @@ class EngineProcess:
                 if name in self._totals or len(self._totals) < wire.MAX_NAMES:
                     self._totals[name] = self._totals.get(name, 0) + more
         else:
-            raise WireError(f"a message of the kind {kind[:30]!r}")
+            raise WireError(f"a message has the unknown kind {kind[:30]!r}")
 
     def _welcome(self, identity: bytes, message: list[Any]) -> None:
         (version,) = wire.check(message, int)
@@ -312,12 +312,12 @@ class EngineProcess:
             value = [{name: getattr(stats, name) for name in stats.__dataclass_fields__}, self._compiles.after_ready]
             value += [self._totals, gauges]
         else:
-            raise WireError(f"a look at {what[:30]!r}, wanted ping, live or scrape")
+            raise WireError(f"a message asks for {what[:30]!r}, wanted ping, live or scrape")
         self._send(front, wire.pack("answer", number, value))
 
     def _pass(self, front: _Front, number: int, work: Pass) -> None:
         if self._run_pass is None:
-            raise WireError("a pass for a model that has no numbers of texts")
+            raise WireError("a message asks this model for embeddings, which it does not have")
         try:
             answer = wire.write_table(self._run_pass(work))
         except (*HOST_ERRORS, RuntimeError) as error:  # caused by these texts: only their request fails
@@ -339,7 +339,7 @@ class EngineProcess:
         try:
             self._socket.send_multipart([front.identity, raw], zmq.NOBLOCK)
         except zmq.Again:
-            logger.error("front %d does not read: its requests are aborted", front.number)
+            logger.error("front %d does not read its messages; its requests are aborted", front.number)
             self._drop(front.identity, None)
         except zmq.ZMQError:  # it has gone
             self._drop(front.identity, None)

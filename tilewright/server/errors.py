@@ -67,7 +67,7 @@ def _api_error(request: Request, error: Exception) -> Response:
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = {
-        404: f"no such path: {request.method} {request.url.path}; the API is under /v1, see GET /v1/models",
+        404: f"there is no path {request.method} {request.url.path}; the API is under /v1, see GET /v1/models",
         405: f"{request.method} is not allowed on {request.url.path}",
     }
     message = words.get(error.status_code, str(error.detail))

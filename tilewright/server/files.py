@@ -41,7 +41,7 @@ def connections_allowed(wanted: int) -> int:
         return wanted
     if soft <= used:
         raise ValueError(
-            f"this process may open {soft} files and needs {used} beside its connections; "
-            f"wanted more than that, raise the limit with `ulimit -n`"
+            f"this process may open only {soft} files, but needs {used} without any connection; raise the limit with "
+            "`ulimit -n`"
         )
     return min(wanted, soft - used)

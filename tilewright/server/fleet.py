@@ -154,7 +154,7 @@ class Fleet:
                     if not self._read(replica):
                         code = replica.process.wait()
                         self.end()
-                        raise ValueError(f"replica {replica.index} ended with exit code {code} while it loaded the model")
+                        raise ValueError(f"replica {replica.index} ended with exit code {code} while loading the model")
 
     def end(self) -> None:
         """Tell all replicas to drain, wait until they have ended, and kill those that do not end in time."""

@@ -155,7 +155,7 @@ class Front:
         try:
             await self.adapters.prepare(replica.url)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError) as error:
-            logger.error("replica %d was not asked for its adapters: %s", replica.index, error)
+            logger.error("replica %d could not be asked for its adapters: %s", replica.index, error)
 
     async def load_adapter(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter."""
@@ -308,7 +308,7 @@ class _Forwarded(Response):
             fleet.suspect(decision.replica)
             if not sent:
                 return last, "lost"
-            logger.error("replica %d was lost in an answer: %s", decision.replica, error)
+            logger.error("replica %d was lost during an answer: %s", decision.replica, error)
             await send({"type": "http.response.body", "body": lost_event()})
             return None, None
         finally:

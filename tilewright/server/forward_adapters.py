@@ -89,12 +89,12 @@ class ReplicaAdapters:
     async def _said(self, url: str, name: str, asked: Awaitable[Answer]) -> None:
         status, body = await asked
         if status != 200:
-            logger.error("the replica at %s has not the adapter %s as the others have: %s", url, name, body[:300])
+            logger.error("the replica at %s does not have the adapter %s, unlike the others: %s", url, name, body[:300])
 
     async def _all(self, path: str, body: Mapping[str, Any]) -> dict[str, Answer]:
         urls = list(self._urls())
         if not urls:
-            raise unavailable("no replica is ready; come again soon", code="no_replica")
+            raise unavailable("no replica is ready; try again soon", code="no_replica")
         answers = await asyncio.gather(*(self._post(url + path, body) for url in urls))
         return dict(zip(urls, answers, strict=True))
 

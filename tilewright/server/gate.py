@@ -57,8 +57,8 @@ class Gate:
         host = headers.get("host", "")
         if not self._local_only or LOCAL_HOST.fullmatch(host):
             return None
-        hint = "set an API key or another --host to serve other names"
-        return ApiError(403, f"this server answers on localhost only, not as {host[:80]!r}; {hint}", code="wrong_host")
+        hint = "set an API key or another --host to allow other names"
+        return ApiError(403, f"this server answers only requests to localhost, not to {host[:80]!r}; {hint}", code="wrong_host")
 
     def _foreign_page(self, method: str, headers: Headers) -> ApiError | None:
         origin = headers.get("origin")
@@ -66,7 +66,7 @@ class Gate:
             return None
         if _same(origin, headers.get("host", "")):
             return None
-        message = f"a web page of {origin[:80]!r} may not use this server; allow it with --cors-origin"
+        message = f"web pages of {origin[:80]!r} may not use this server; allow them with --cors-origin"
         return ApiError(403, message, code="foreign_origin")
 
     def _no_key(self, path: str, headers: Headers, counted: bool) -> ApiError | None:
@@ -106,7 +106,7 @@ def _two_lengths(headers: Headers) -> ApiError | None:
     """Refuse a request with both lengths: a proxy may use the other one and treat a part of this body as the next request."""
     if "content-length" not in headers or "transfer-encoding" not in headers:
         return None
-    message = "the request has Content-Length and Transfer-Encoding, wanted one of them"
+    message = "the request has both Content-Length and Transfer-Encoding, wanted only one of them"
     return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
 
 

@@ -256,7 +256,7 @@ class EngineLink(ABC):
             ValueError: the folder has no usable adapter, the name is in use, or there is no room.
             EngineStopped: the engine accepts no more work.
         """
-        raise ValueError("this server has no room for adapters: start it with --max-adapters")
+        raise ValueError("this server has no room for adapters; start it with --max-adapters")
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Raises UnknownAdapter or EngineStopped."""

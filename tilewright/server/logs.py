@@ -210,7 +210,7 @@ class _Writer:
         while not ended:
             lines, ended = self._taken()
             lost, self._lost = self._lost, 0
-            if lost and not self._put([f"{lost} lines of the log were lost: nobody took them"]):
+            if lost and not self._put([f"{lost} lines of the log were lost, because the log was written too slowly"]):
                 self._lost += lost
             if not self._put(lines):
                 self._lost += len(lines)

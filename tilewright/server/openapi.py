@@ -20,8 +20,8 @@ POSTS: dict[str, tuple[str, type[BaseModel], str]] = {
     "/v1/chat/completions": ("Answer a chat; with `stream`, as server-sent events", ChatBody, "chat.completion"),
     "/v1/responses": ("Answer a chat in items; with `stream`, as server-sent events", ResponsesBody, "response"),
     "/v1/embeddings": ("Embeddings of texts or token ids", EmbeddingsBody, "list of embeddings"),
-    "/v1/score": ("How well texts fit each other", ScoreBody, "list of scores"),
-    "/v1/rerank": ("Documents by how well they fit a query", RerankBody, "results, the best first"),
+    "/v1/score": ("Scores of pairs of texts", ScoreBody, "list of scores"),
+    "/v1/rerank": ("Documents ordered by their relevance to a query", RerankBody, "results, the best first"),
     "/v1/load_lora_adapter": ("Load a LoRA adapter, where the operator allows it", LoadBody, "model"),
     "/v1/unload_lora_adapter": ("Unload one", UnloadBody, "deleted model"),
     "/tokenize": ("The token ids of a text or a chat", TokenizeBody, "tokens, count, max_model_len"),
@@ -29,9 +29,9 @@ POSTS: dict[str, tuple[str, type[BaseModel], str]] = {
 }
 GETS = {
     "/v1/models": ("The model that is served, and its LoRA adapters", True),
-    "/v1/models/{name}": ("One of them, by its name", True),
-    "/health": ("200 while the engine lives, 503 when the server needs a restart", False),
-    "/ready": ("200 while new requests are taken", False),
+    "/v1/models/{name}": ("The model or one of its adapters, by name", True),
+    "/health": ("200 while the engine works, 503 if the server needs a restart", False),
+    "/ready": ("200 while new requests are accepted", False),
     "/version": ("The version of tilewright", False),
     "/metrics": ("Prometheus metrics", True),
     "/live": ("The engine's state: requests, pages, counters", True),
@@ -40,7 +40,7 @@ GETS = {
 REFUSALS = {
     "400": "the request is wrong; `error.param` names the field",
     "401": "no API key, or a wrong one",
-    "403": "a host or a web page that may not use this server",
+    "403": "this host or web page may not use this server",
     "404": "no such model",
     "408": "the body did not arrive in time",
     "413": "the body is too large",

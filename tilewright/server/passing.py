@@ -56,12 +56,14 @@ async def _awaited(task: "asyncio.Task[None]") -> None:
 
 def nobody() -> ApiError:
     """The error for a request while no replica accepts requests."""
-    return unavailable("no replica is ready; they are starting or being started again; come again soon", code="no_replica")
+    return unavailable("no replica is ready, because they are starting or restarting; try again soon", code="no_replica")
 
 
 def lost_event() -> bytes:
     """The last event of a stream whose replica was lost."""
-    lost = ApiError(500, "the replica that wrote this answer was lost; ask again", type="server_error", code="replica_lost")
+    lost = ApiError(
+        500, "the replica that wrote this answer was lost; send the request again", type="server_error", code="replica_lost"
+    )
     return b"data: " + json.dumps(lost.body).encode() + b"\n\n"
 
 

@@ -53,9 +53,9 @@ class Served:
         """What `engine` serves, under this name. Raises ValueError if it has no tokenizer, or an adapter has the same name."""
         scheduler, tokenizer = engine.scheduler, engine.tokenizer
         if tokenizer is None:
-            raise ValueError(f"{name!r} has no tokenizer, wanted a model with one: clients send and read text")
+            raise ValueError(f"{name!r} has no tokenizer, but clients send and read text; use a model with a tokenizer")
         if engine.adapters is not None and name in engine.adapters.names:
-            raise ValueError(f"an adapter has the name of the model, {name!r}: give one of them another (--served-name)")
+            raise ValueError(f"an adapter and the model are both named {name!r}; rename one of them (--served-name)")
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
             has_chat = True
@@ -110,7 +110,7 @@ class Served:
             )
             return cls(tokenizer=tokenizer, spellings=Spellings(tokenizer), **fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"what the engine says of itself is not understood: {error}") from None
+            raise ValueError(f"the description sent by the engine process is not valid: {error}") from None
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter that a request names as its model; None for the model itself or no name.
@@ -135,7 +135,7 @@ class Served:
     def check_generates(self) -> None:
         """Raise a 400 for an encoder."""
         if not self.generates:
-            message = f"{self.name!r} is an encoder, which generates no text; wanted /v1/embeddings, /v1/score or /v1/rerank"
+            message = f"{self.name!r} is an encoder, which generates no text; use /v1/embeddings, /v1/score or /v1/rerank"
             raise bad_request(message, "model", "not_supported")
 
     def check_ids(self, ids: list[int], param: str) -> list[int]:
@@ -176,7 +176,7 @@ def encode(text: str, served: Served, param: str = "prompt", *, add_special: boo
     if ids:
         return ids
     if served.tokenizer.bos_id is None:
-        raise bad_request(f"{param} is empty and the model has no BOS token to begin with; wanted some text", param)
+        raise bad_request(f"{param} is empty, but the model has no BOS token to begin with; give some text", param)
     return [served.tokenizer.bos_id]
 
 
@@ -191,7 +191,7 @@ def check_length(text: str, served: Served, param: str) -> None:
         if tokens > 2 * served.max_model_len:
             message = (
                 f"This model's maximum context length is {served.max_model_len} tokens, and {param} has far more: "
-                f"its first {start + LONG_CHARS} of {len(text)} characters have some {tokens}. Shorten it"
+                f"its first {start + LONG_CHARS} of {len(text)} characters are about {tokens} tokens. Shorten it"
             )
             raise bad_request(message, param, "context_length_exceeded")
 
@@ -264,7 +264,7 @@ def chat_prompt(
         # There is no template, or it rejects turns that the model was not trained on, such as two user turns in a row.
         raise bad_request(str(error), "messages") from None
     if not ids:
-        raise bad_request("messages give an empty prompt in the model's chat template, wanted some text", "messages")
+        raise bad_request("the model's chat template makes an empty prompt of these messages; give some text", "messages")
     return ids
 
 
@@ -273,9 +273,9 @@ def _turn(message: Any, where: str, *, tools: bool) -> dict[str, Any]:
         raise bad_request(f"{where} is of type {type(message).__name__}, wanted {{role, content}}", where)
     role = message.get("role")
     if role == "function" or message.get("function_call"):
-        raise not_supported(where, "functions as they were before tool calls; wanted tool_calls and the role tool")
+        raise not_supported(where, "this is the older function format; use tool_calls and the role tool")
     if not tools and (role == "tool" or message.get("tool_calls")):
-        raise not_supported(where, "tool calls and their results with this model; wanted system, user and assistant text")
+        raise not_supported(where, "tool calls and their results with this model; use system, user and assistant text")
     if role == "tool":
         return _result(message, where)
     if not isinstance(role, str) or role not in ROLES:
@@ -309,7 +309,9 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(name, str):
-            raise bad_request(f"{where}.{at} is no call, wanted {{id, type, function: {{name, arguments}}}}", f"{where}.{at}")
+            raise bad_request(
+                f"{where}.{at} is not a tool call, wanted {{id, type, function: {{name, arguments}}}}", f"{where}.{at}"
+            )
         arguments = arguments_of(function.get("arguments"), f"{where}.{at}.function.arguments")
         identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         made.append({**identity, "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -346,5 +348,5 @@ def _part(part: Any, where: str) -> str:
     if kind in ("image_url", "input_audio", "file", "video_url", "refusal"):
         raise not_supported(where, f"got a part of type {kind!r}, wanted text only")
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise bad_request(f"{where} is no text part, wanted {{type: 'text', text}}", where)
+        raise bad_request(f"{where} is not a text part, wanted {{type: 'text', text}}", where)
     return part["text"]

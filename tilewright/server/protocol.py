@@ -158,11 +158,11 @@ def chat_job(raw: bytes, served: Served, config: ServerConfig) -> Job:
 def chat_job_of(body: ChatBody, served: Served, config: ServerConfig) -> Job:
     """The job of a parsed chat body. Raises `ApiError`."""
     if body.prompt is not None:
-        raise bad_request("prompt is no field of a chat, wanted messages alone", "prompt")
+        raise bad_request("prompt is not a field of a chat; give only messages", "prompt")
     ignored = ignored_names(body)
     fields = _sampling_fields(body, served, config)
     if body.top_logprobs is not None and not body.logprobs:
-        raise bad_request("top_logprobs is set, wanted logprobs: true with it", "top_logprobs")
+        raise bad_request("top_logprobs is set without logprobs, wanted logprobs: true as well", "top_logprobs")
     if body.logprobs:
         fields["logprobs"] = _at_most("top_logprobs", body.top_logprobs or 0, config.max_logprobs)
     asked_tools = Asked.of(body)
@@ -189,7 +189,7 @@ def chat_ids_of(body: ChatBody, served: Served, config: ServerConfig) -> list[in
 
 def _chat_ids(body: ChatBody, asked: Asked, served: Served, config: ServerConfig) -> list[int]:
     if body.add_special_tokens:
-        raise not_supported("add_special_tokens", "got true, wanted false: the chat template puts them where they belong")
+        raise not_supported("add_special_tokens", "got true, wanted false, because the chat template adds the special tokens")
     return chat_prompt(
         body.messages,
         served,
@@ -216,7 +216,9 @@ def _chat_grammar(
     except ValueError as error:
         raise bad_request(f"tools: {error}", "tools") from None
     if found is not None and forced is not None:
-        raise bad_request(f"{found[1]} and tool_choice both say what the answer must be, wanted one of them", found[1])
+        raise bad_request(
+            f"{found[1]} and tool_choice both determine the form of the answer, wanted only one of them", found[1]
+        )
     if forced is not None:
         found = (forced, "tools")
     tokenizer = served.tokenizer
@@ -235,7 +237,9 @@ def _template_variables(body: ChatBody) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
     for name in RESERVED_VARIABLES:
         if name in variables:
-            raise bad_request(f"chat_template_kwargs has {name}, which is a field of its own", "chat_template_kwargs")
+            raise bad_request(
+                f"chat_template_kwargs has {name}, which is a separate field of the request", "chat_template_kwargs"
+            )
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     return variables
@@ -247,7 +251,7 @@ def _chat_echo(body: ChatBody) -> tuple[str, ...]:
         return ()
     last = body.messages[-1]
     if last["role"] != "assistant" or not isinstance(last["content"], str):
-        raise bad_request("echo is set, wanted a last message of the assistant, as one text, to be repeated", "echo")
+        raise bad_request("echo is set, but the last message is not one text of the assistant, which echo repeats", "echo")
     return (last["content"],)
 
 
@@ -255,12 +259,12 @@ def _answer_fields(body: CompletionBody) -> dict[str, Any]:
     """The fields of a `Job` that define the format of the answer. Raises `ApiError`."""
     stream, options = bool(body.stream), body.stream_options
     if options is not None and not stream:
-        raise bad_request("stream_options is set, wanted stream: true with it", "stream_options")
+        raise bad_request("stream_options is set without stream, wanted stream: true as well", "stream_options")
     if stream and body.prompt_logprobs is not None:
-        raise bad_request("prompt_logprobs is set with stream: true, wanted one of them", "prompt_logprobs")
+        raise bad_request("prompt_logprobs and stream: true are both set, wanted only one of them", "prompt_logprobs")
     several = body.best_of is not None and body.best_of != (body.n or 1)
     if stream and several:
-        raise bad_request("best_of is above n with stream: true, wanted one of them", "best_of")
+        raise bad_request("best_of is above n and stream is true, wanted only one of them", "best_of")
     return {
         "stream": stream,
         "include_usage": bool(options and options.include_usage),
@@ -326,7 +330,7 @@ def _stop(stop: Any, config: ServerConfig) -> tuple[str, ...]:
 def _logit_bias(bias: dict[str, float], served: Served) -> dict[int, float]:
     if not all(re.fullmatch(r"[0-9]{1,10}", key) for key in bias):
         wrong = next(key for key in bias if not re.fullmatch(r"[0-9]{1,10}", key))
-        raise bad_request(f"logit_bias has the key {shown(wrong, 60)}, wanted token ids", "logit_bias")
+        raise bad_request(f"logit_bias has the key {shown(wrong, 60)}, wanted token ids as keys", "logit_bias")
     served.check_ids([int(key) for key in bias], "logit_bias")
     return {int(key): value for key, value in bias.items()}
 

@@ -43,8 +43,8 @@ MOST_AT_ONCE = 32
 COUNTS_S = 0.5
 """Interval at which this process sends its counts to the engine."""
 BEGIN_S = 30.0
-NO_ENGINE = "the engine process has ended and is being started again; come back in a few seconds"
-SENT_AWAY = "the engine gave up on this part of the server, which did not keep up; the request can be sent again"
+NO_ENGINE = "the engine process has ended and is being restarted; try again in a few seconds"
+SENT_AWAY = "this part of the server did not keep up with the engine, which dropped its requests; send the request again"
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,10 @@ def _welcomed(message: list[Any]) -> tuple[int, int, bytes, dict[str, Any]]:
     """(number of this front, identity of the engine, digest of the description, the description). Raises WireError."""
     spoken = message[1] if len(message) > 1 else None
     if spoken != WIRE_VERSION:
-        versions = f"the engine process speaks version {spoken!r:.20} of the wire, this process {WIRE_VERSION}"
-        raise WireError(f"{versions}; wanted both from one installation, restart the server")
+        versions = (
+            f"the engine process uses version {spoken!r:.20} of the messages, but this process uses version {WIRE_VERSION}"
+        )
+        raise WireError(f"{versions}; both must come from the same installation, so restart the server")
     _, number, engine, digest, description = wire.check(message, int, int, int, bytes, dict)
     return number, engine, digest, description
 
@@ -224,7 +226,7 @@ class RemoteEngine(EngineLink):
         except zmq.Again:
             pass
         except WireError as error:
-            logger.error("the engine process is not understood: %s", error)
+            logger.error("a message of the engine process is not valid: %s", error)
             self._lose(SENT_AWAY)
             self._send(wire.pack("hello", WIRE_VERSION))
         finally:
@@ -236,7 +238,7 @@ class RemoteEngine(EngineLink):
         if kind == "hello":
             number, engine, digest, _ = _welcomed(message)
             if self._digest not in (None, digest):
-                raise OtherModel("the engine process serves another model now")
+                raise OtherModel("the engine process now serves another model")
             self._lose(NO_ENGINE)
             self._digest = digest
             self._front, self._steps = number, 0
@@ -263,7 +265,7 @@ class RemoteEngine(EngineLink):
             self._lose(f"the engine failed: {wire.check(message, str)[0]}")
             self._send(wire.pack("bye"))
         elif kind == "lost":
-            logger.error("the engine process gave up on this front: %s", *wire.check(message, str))
+            logger.error("the engine process disconnected this front: %s", *wire.check(message, str))
             self._lose(SENT_AWAY)
             self._send(wire.pack("hello", WIRE_VERSION))
         else:
@@ -272,7 +274,7 @@ class RemoteEngine(EngineLink):
     def _next_step(self, number: int) -> None:
         self._steps += 1
         if number != self._steps:
-            raise WireError(f"step {number} has come, wanted {self._steps}")
+            raise WireError(f"received step {number}, wanted step {self._steps}")
 
     def _answered(self, message: list[Any]) -> None:
         if message[0] == "answer":
@@ -288,7 +290,7 @@ class RemoteEngine(EngineLink):
             error = kinds.get(kind, ValueError(why))
             result = None
         else:
-            raise WireError(f"a message of the kind {message[0][:30]!r}")
+            raise WireError(f"a message has the unknown kind {message[0][:30]!r}")
         answer = self._answers.get(number) if isinstance(number, int) else None
         if answer is not None and not answer.done():
             answer.set_result(result) if error is None else answer.set_exception(error)

@@ -100,7 +100,10 @@ class Router:
 
     def __init__(self, replicas: int, page_tokens: int, costs: Costs | None = None, seed: int = 0):
         if replicas < 1 or page_tokens < 1:
-            raise ValueError(f"a router for {replicas} replicas and pages of {page_tokens} tokens, wanted at least one of each")
+            raise ValueError(
+                f"a router needs at least one replica and at least one token per page, got {replicas} replicas and pages "
+                f"of {page_tokens} tokens"
+            )
         self.costs = costs or Costs()
         self.page_tokens = page_tokens
         self._replicas = [_Replica() for _ in range(replicas)]
@@ -154,7 +157,7 @@ class Router:
             ValueError: `among` is empty.
         """
         if not among:
-            raise ValueError("there is no replica to choose")
+            raise ValueError("there is no replica to choose from")
         hits = {index: self._hit(self._replicas[index], digests) for index in among}
         best = max(hits.values())
         if len(hits) == 1:

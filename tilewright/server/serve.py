@@ -72,7 +72,7 @@ def _bound(host: str, port: int, option: str, *, listen: bool) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise OSError(f"the host {host!r} is not known ({error.strerror}); wanted an address of this machine") from None
+        raise OSError(f"the host {host!r} is not known ({error.strerror}); give an address of this machine") from None
     # asyncio sets TCP_NODELAY only if `proto` is TCP and not 0. Without TCP_NODELAY each answer waits 40 ms for a delayed ACK.
     listener = socket.socket(family, kind, proto)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,7 +84,7 @@ def _bound(host: str, port: int, option: str, *, listen: bool) -> socket.socket:
         listener.close()
         advice = {
             errno.EADDRINUSE: f"it is in use; stop the other program or choose another with {option} (0: any free one)",
-            errno.EACCES: f"this user may not; choose a port from 1024 on with {option}",
+            errno.EACCES: f"this user may not use this port; choose a port of at least 1024 with {option}",
             errno.EADDRNOTAVAIL: "this machine does not have that address; 127.0.0.1 and 0.0.0.0 always work",
         }
         raise OSError(f"cannot listen on {where}: {advice.get(error.errno or 0, error.strerror)}") from None
@@ -129,8 +129,8 @@ def run_server(app: FastAPI, listener: socket.socket, log: Log, ready: Callable[
     ours: Server = app.state.server
     limit = connections_allowed(ours.config.max_connections)
     if limit < ours.config.max_connections:
-        wanted = f"--max-connections says {ours.config.max_connections}"
-        log.say(f"warning: at most {limit} connections, because of the limit on open files (ulimit -n); {wanted}")
+        wanted = f"--max-connections is {ours.config.max_connections}"
+        log.say(f"warning: only {limit} connections at a time, because of the limit on open files (ulimit -n); {wanted}")
     ours.connections.most = limit
     settle()
     server = _Draining(app, listener, log.say, ready)
@@ -213,10 +213,10 @@ class _Draining(HttpServer):
                 self._announce(words)
         if self._drain_end_s is not None and self._abort_end_s is None:
             if len(self._signals) > 1:
-                self._abort("the server was told to stop at once")
+                self._abort("the server was told to stop immediately")
             elif running and time.monotonic() > self._drain_end_s:
                 self._announce(f"Aborting {running} requests that did not finish in time")
-                self._abort("the server is shutting down and the request did not finish in time")
+                self._abort("the server is shutting down, and the request did not finish in time")
         if self._server.failure is not None:
             self.exit_code = 1
             self.should_exit = True

@@ -136,7 +136,7 @@ class Answer(Response):
         self._taken += sum(len(delta.token_ids) for delta in deltas)
         failed = next((delta for delta in deltas if delta.finish_reason in ("abort", "error", "expired")), None)
         if failed is not None and failed.finish_reason == "expired":
-            raise overloaded(failed.error or "the request has waited too long", failed.retry_after_s or 1.0)
+            raise overloaded(failed.error or "the request waited too long", failed.retry_after_s or 1.0)
         if failed is not None and (failed.error or "").startswith(GRAMMAR_FAILED):
             raise bad_request(f"the request could not be finished: {failed.error}", self._job.grammar_field)
         if failed is not None:

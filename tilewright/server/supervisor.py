@@ -162,7 +162,7 @@ class _Child:
             self._again_s = now_s + self._pause_s
             how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
             when = "at once" if not self._pause_s else f"in {self._pause_s:g} s"
-            return f"{self.name} {how}; another is started {when}"
+            return f"{self.name} {how}; it is restarted {when}"
         if now_s >= self._again_s:
             self._again_s = 0.0
             self.close()
@@ -297,7 +297,7 @@ class Supervisor:
             if line is not None:
                 self._log.say(line)
             elif child.ready and not was_ready and child is self._engine:
-                self._log.say("the engine process is there again")
+                self._log.say("the engine process is running again")
 
     def _drain(self) -> int:
         """Pass the signals on to the fronts until all have ended. Returns the exit code."""

@@ -56,13 +56,13 @@ class TokenEndpoints:
         body, served = parse(raw, TokenizeBody), self._served
         served.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise bad_request("prompt and messages are both there or both missing, wanted one of them", "prompt")
+            raise bad_request("exactly one of prompt and messages must be given", "prompt")
         if body.prompt is None:
             fields = {name: getattr(body, name) for name in TokenizeBody.model_fields if name != "prompt"}
             return chat_ids_of(ChatBody.model_validate(fields), served, self._config)
         for name in ("add_generation_prompt", "allow_special_tokens", "chat_template_kwargs", "tools"):
             if getattr(body, name) is not None:
-                raise bad_request(f"{name} is set with a prompt, wanted messages with it", name)
+                raise bad_request(f"{name} is set with prompt, but it works only with messages", name)
         special = body.add_special_tokens is not False
         if not body.prompt:
             return served.tokenizer.encode("", add_special=special)

@@ -109,7 +109,7 @@ def unpack(raw: bytes) -> list[Any]:
     try:
         message = msgpack.unpackb(raw, raw=False, strict_map_key=False, use_list=True)
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"a message is no msgpack: {type(error).__name__}: {error}") from None
+        raise WireError(f"a message is not valid msgpack: {type(error).__name__}: {error}") from None
     if not isinstance(message, list) or not message or not isinstance(message[0], str):
         raise WireError(f"a message is {shown(message, 60)}, wanted a list that begins with its kind")
     return message
@@ -122,7 +122,7 @@ def check(message: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
     if len(items) != len(kinds) or any(type(item) not in kind for item, kind in zip(items, wanted)):
         got = ", ".join(type(item).__name__ for item in items[:8])
         names = ", ".join("|".join(one.__name__ for one in kind) for kind in wanted)
-        raise WireError(f"a message {shown(message[0], 30)} has ({got}), wanted ({names})")
+        raise WireError(f"a message {shown(message[0], 30)} has fields of types ({got}), wanted ({names})")
     return items
 
 
@@ -140,7 +140,10 @@ def read_step(message: Sequence[Any]) -> tuple[int, StepDeltas]:
     number, streams, counts, tokens, notes = check(message, int, bytes, bytes, bytes, list)
     step = StepDeltas(_array(streams, "<i8"), _array(counts, "<i4"), _array(tokens, "<i4"))
     if len(step.counts) != len(step) or (step.counts < 0).any() or step.counts.sum(dtype=np.int64) != len(step.tokens):
-        raise WireError(f"a step has {len(step)} streams, {len(step.counts)} counts and {len(step.tokens)} tokens that differ")
+        raise WireError(
+            f"a step has {len(step)} streams, {len(step.counts)} counts and {len(step.tokens)} tokens, which do not fit "
+            "together"
+        )
     read = tuple(_read_note(note, len(step)) for note in notes)
     return number, dataclasses.replace(step, notes=read)
 
@@ -166,7 +169,10 @@ def _read_note(value: Any, rows: int) -> Note:
         ["note", *value], int, (str, none), (int, none), (str, none), (float, none), (int, none), bytes, (bytes, none)
     )
     if not 0 <= row < rows or reason not in REASONS:
-        raise WireError(f"a note is of row {row} of {rows} and of an end {shown(reason, 30)}, wanted one of {REASONS}")
+        raise WireError(
+            f"a note is for row {row} of {rows} with the finish reason {shown(reason, 30)}; wanted an existing row and "
+            f"one of {REASONS}"
+        )
     before = None if prompt is None else _read_logprobs(prompt)
     return Note(row, reason, stop, error, retry_s, cached, _read_logprobs(logprobs), before)
 
@@ -192,7 +198,9 @@ def _read_logprobs(raw: bytes) -> tuple[TokenLogprobs, ...]:
     while at < len(rows):
         token, rank, logprob, more = rows[at]
         if not 0 <= more < len(rows) - at:
-            raise WireError(f"log-probabilities of a token say {more} alternatives, and {len(rows) - at - 1} rows are left")
+            raise WireError(
+                f"the log-probabilities of a token announce {more} alternatives, but only {len(rows) - at - 1} rows follow"
+            )
         made.append(TokenLogprobs(token, logprob, rank, tuple((row[0], row[2]) for row in rows[at + 1 : at + 1 + more])))
         at += 1 + more
     return tuple(made)
@@ -208,7 +216,9 @@ def pack_submit(submit: Submit) -> bytes:
     params = [known.setdefault(id(one), _write_params(one)) for one in submit.params]
     raw = pack("submit", submit.number, submit.ids, prompts, params, submit.streams, submit.max_wait_s)
     if len(raw) > MAX_FROM_FRONT_BYTES:
-        raise ValueError(f"the request has {len(raw)} bytes for the engine, wanted at most {MAX_FROM_FRONT_BYTES}")
+        raise ValueError(
+            f"the request needs {len(raw)} bytes as a message to the engine, wanted at most {MAX_FROM_FRONT_BYTES}"
+        )
     return raw
 
 
@@ -216,11 +226,14 @@ def read_submit(message: Sequence[Any]) -> Submit:
     """Decode a submission. Raises WireError, and ValueError for parameters out of their range."""
     number, ids, prompts, params, streams, wait_s = check(message, int, list, list, list, list, (float, type(None)))
     if not 0 < len(ids) <= MAX_PROMPTS or not len(ids) == len(prompts) == len(params) == len(streams):
-        raise WireError(f"a submission has {len(ids)} ids for {len(prompts)} prompts, {len(params)} params")
+        raise WireError(
+            f"a submission has {len(ids)} ids, {len(prompts)} prompts, {len(params)} params and {len(streams)} lists of "
+            f"streams; wanted the same number of each, 1 to {MAX_PROMPTS}"
+        )
     if not all(isinstance(one, str) and one for one in ids) or not all(isinstance(one, bytes) for one in prompts):
-        raise WireError("a submission has an id that is no text, or a prompt that is no array")
+        raise WireError("a submission has an id that is not text, or a prompt that is not an array")
     if not all(isinstance(one, list) and all(type(s) is int and 0 <= s < 1 << FRONT_BITS for s in one) for one in streams):
-        raise WireError(f"a submission has a stream that is no number below 2**{FRONT_BITS}")
+        raise WireError(f"a submission has a stream that is not a number below 2**{FRONT_BITS}")
     tokens = [_array(one, "<i4").tolist() for one in prompts]
     wait_s = None if wait_s is None or math.isinf(wait_s) else wait_s
     return Submit(number, ids, tokens, [_read_params(one) for one in params], streams, wait_s)
@@ -249,11 +262,11 @@ def _read_params(values: Any) -> SamplingParams:
         values["grammar"] = read_grammar(values["grammar"])
     for name, value in values.items():
         if isinstance(value, bool) != isinstance(_default(name), bool):
-            raise WireError(f"the parameter {name} is {shown(value, 60)}")
+            raise WireError(f"the parameter {name} has the wrong type: {shown(value, 60)}")
     try:
         return SamplingParams(**values)
     except TypeError as error:
-        raise WireError(f"parameters do not fit: {error}") from None
+        raise WireError(f"the parameters of a request are not valid: {error}") from None
 
 
 def pack_pass(number: int, work: Pass) -> bytes:
@@ -267,9 +280,11 @@ def read_pass(message: Sequence[Any]) -> tuple[int, Pass]:
     """Decode a pass: (number, the pass). Raises WireError."""
     number, ids, types, labels, dimensions = check(message, int, list, list, bool, (int, type(None)))
     if not ids or len(ids) != len(types) or not all(isinstance(one, bytes) and one for one in ids):
-        raise WireError(f"a pass has {len(ids)} texts and {len(types)} lists of types")
+        raise WireError(
+            f"a pass has {len(ids)} texts and {len(types)} lists of token types; wanted the same number of each, at least 1"
+        )
     if not all(one is None or (isinstance(one, bytes) and len(one) == len(ids[i])) for i, one in enumerate(types)):
-        raise WireError("a pass has types that are not as many as the tokens of their text")
+        raise WireError("a pass has a list of token types whose length differs from the number of tokens of its text")
     kinds = [None if one is None else _array(one, "<i4").tolist() for one in types]
     texts = tuple(Text(_array(one, "<i4").tolist(), kind) for one, kind in zip(ids, kinds, strict=True))
     return number, Pass(texts, labels, dimensions)
@@ -285,7 +300,7 @@ def read_table(value: Any) -> np.ndarray:
     rows, columns, raw = check(["table", *(value if isinstance(value, list) else ())], int, int, bytes)
     numbers = _array(raw, "<f4")
     if rows < 0 or columns < 0 or rows * columns != len(numbers):
-        raise WireError(f"a table of {rows} rows and {columns} columns has {len(numbers)} numbers")
+        raise WireError(f"a table is announced with {rows} rows and {columns} columns, but has {len(numbers)} numbers")
     return numbers.reshape(rows, columns)
 
 
@@ -300,7 +315,7 @@ def read_grammar(value: Any) -> Grammar:
         raise WireError(f"a grammar is {shown(value, 60)}, wanted a list")
     kind, source, after = check(["grammar", *value], str, str, list)
     if not all(isinstance(ids, list) and all(type(token) is int for token in ids) for ids in after):
-        raise WireError("what a grammar begins behind is no list of token ids")
+        raise WireError("the field after of a grammar must be a list of lists of token ids")
     return Grammar(kind, source, tuple(map(tuple, after)))
 
 
@@ -308,5 +323,5 @@ def read_numbers(value: Mapping[Any, Any], most: int = MAX_NAMES) -> dict[str, f
     """Check a mapping of names to finite numbers. Raises WireError."""
     is_number: Callable[[Any], bool] = lambda one: type(one) in (int, float) and math.isfinite(one)  # noqa: E731
     if len(value) > most or not all(isinstance(name, str) and is_number(one) for name, one in value.items()):
-        raise WireError(f"counts are no more than {most} numbers by name")
+        raise WireError(f"counts must be at most {most} finite numbers by name")
     return dict(value)

@@ -142,7 +142,7 @@ class EngineWorker(EngineLink):
     async def run_pass(self, work: Pass) -> np.ndarray:
         """Embeddings or scores of whole texts, computed between two steps. Raises EngineStopped, and what the model raises."""
         run = self._run_pass
-        assert run is not None, "asked of models that have numbers of texts"
+        assert run is not None, "this is called only for models that have embeddings"
         return await self.call(lambda: run(work))
 
     async def compile_grammar(self, grammar: Grammar) -> None:

@@ -57,7 +57,7 @@ def pack(pieces: Sequence[Piece], pin: bool = False) -> TrainBatch:
     """
     lengths = [len(ids) for ids, _ in pieces if len(ids)]
     if not lengths:
-        raise ValueError("pack: no tokens; give at least one piece that has some")
+        raise ValueError("pack: the pieces have no tokens; give at least one piece with tokens")
     targets = np.concatenate([targets for _, targets in pieces]).astype(np.int64)
     arrays = (
         np.concatenate([ids for ids, _ in pieces]).astype(np.int64),

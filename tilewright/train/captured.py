@@ -37,16 +37,17 @@ def check_graphs(config: TrainConfig, shape: ModelConfig, device: torch.device) 
     if not config.graphs:
         return
     reasons = {
-        f"a CUDA device, and this is {device}": device.type != "cuda",
-        f"one device, and parallel is {config.parallel}": config.parallel != Plan(),
-        "accumulate running, and it is tree": config.accumulate != "running",
-        "rows that are all full, and those of chats and pairs are not": config.chat or config.loss != "next-token",
-        "lora_dropout 0": config.lora_dropout > 0,
-        "a model without routed experts": shape.experts is not None,
+        f"a CUDA device, but the device is {device}": device.type != "cuda",
+        f"one device, but parallel is {config.parallel}": config.parallel != Plan(),
+        "accumulate running, but it is tree": config.accumulate != "running",
+        "rows that are completely full, which those of conversations and pairs are not": config.chat
+        or config.loss != "next-token",
+        f"lora_dropout 0, but it is {config.lora_dropout}": config.lora_dropout > 0,
+        "a model without routed experts, but this one has them": shape.experts is not None,
     }
     for wanted, wrong in reasons.items():
         if wrong:
-            raise ValueError(f"graphs wants {wanted}; leave it out, or change that")
+            raise ValueError(f"graphs needs {wanted}; leave graphs out, or change that")
 
 
 def documents_for(documents: int) -> int:
@@ -125,10 +126,12 @@ class Captured:
         """Copy the inputs into the memory of the graph, and return its replay. Captures a graph if necessary."""
         documents = batch.packed.cu_q.shape[0] - 1
         if batch.packed.max_q_len > self._longest:
-            raise ValueError(f"a document has {batch.packed.max_q_len} tokens, wanted at most {self._longest}")
+            raise ValueError(
+                f"a document has {batch.packed.max_q_len} tokens, but the captured pass allows at most {self._longest}"
+            )
         if self._inputs is not None and batch.token_ids.shape != self._inputs.token_ids.shape:
             had, has = self._inputs.token_ids.numel(), batch.token_ids.numel()
-            raise ValueError(f"a micro-batch has {has} tokens, and the captured pass {had}: turn graphs off")
+            raise ValueError(f"a micro-batch has {has} tokens, but the pass was captured with {had}; turn graphs off")
         if self._inputs is None or documents >= self._inputs.packed.cu_q.shape[0]:
             self._replay = None  # free its memory before another one is captured
             room = documents_for(documents)

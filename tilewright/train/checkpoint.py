@@ -120,8 +120,8 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         last = self.latest()
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        kept = f"{last.name} is still there" if last is not None else "there is none before it"
-        return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}: make room in {self.folder}"
+        kept = f"{last.name} is kept" if last is not None else "there is no earlier one"
+        return f"checkpoint {partial.stem} could not be written ({words[0]}); {kept}; make room in {self.folder}"
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:08d}"
@@ -152,7 +152,9 @@ def load(
         state_dict_loader.load(held, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         words = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-        raise ValueError(f"{folder} cannot be read ({words[0][:300]}); remove it to continue from the one before") from error
+        raise ValueError(
+            f"{folder} cannot be read ({words[0][:300]}); remove it to continue from the checkpoint before it"
+        ) from error
     return held, state
 
 

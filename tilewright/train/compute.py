@@ -47,7 +47,9 @@ def set_compute(config: TrainConfig, model: Model, device: torch.device) -> list
             kept.setdefault(why, []).append(name)
     reasons = [f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}" for why, names in kept.items()]
     if not count:
-        raise ValueError(f"compute is {config.compute}, and no layer gets faster by it; set it to dtype. {'; '.join(reasons)}")
+        raise ValueError(
+            f"compute is {config.compute}, but no layer gets faster with it; set it to dtype. {'; '.join(reasons)}"
+        )
     return [f"{config.compute}: {count} layers", *(f"not {reason}" for reason in reasons)]
 
 
@@ -65,8 +67,9 @@ def refusal(layer: Linear, config: TrainConfig, card: Ceilings | None) -> str | 
     plain, fp8 = fp8_seconds(tokens, rows, cols, card, _LAUNCH_S, _SCALES[config.compute])
     if plain < _GAIN * fp8:
         return (
-            f"{rows} x {cols} with {tokens} tokens takes {plain * 1e6:.0f} us for y and dx in bfloat16, and in float8 with "
-            f"quantising {fp8 * 1e6:.0f} us, by the rooflines of the card; wanted {_GAIN} times as fast"
+            f"by the rooflines of the GPU, y and dx of {rows} x {cols} with {tokens} tokens take {plain * 1e6:.0f} "
+            f"us in bfloat16 and {fp8 * 1e6:.0f} us in float8 including the quantisation, which must be {_GAIN} "
+            "times as fast"
         )
     return None
 
@@ -77,9 +80,11 @@ def _card(config: TrainConfig, device: torch.device) -> Ceilings | None:
     card = device_of(device.index or 0)
     found = ceilings(card)
     if card.arch < 89 or "fp8" not in found.flops:
-        raise ValueError(f"compute is {config.compute}, which needs sm_89, and {card.name} is sm_{card.arch}: set it to dtype")
+        raise ValueError(
+            f"compute is {config.compute}, which needs sm_89 or later, but {card.name} is sm_{card.arch}; set it to dtype"
+        )
     if config.dtype != "bfloat16":
-        raise ValueError(f"compute is {config.compute} and dtype {config.dtype}; wanted bfloat16, or a CPU")
+        raise ValueError(f"compute is {config.compute}, which on a GPU needs dtype bfloat16, but dtype is {config.dtype}")
     return found
 
 

@@ -169,42 +169,58 @@ class TrainConfig:
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted {low} or more")
         if self.piece_tokens == 1:
-            raise ValueError("piece_tokens is 1, wanted 0, or 2 or more: a piece's last token has nothing to predict")
+            raise ValueError(
+                "piece_tokens is 1, but must be 0 (off) or at least 2, because a piece's last token has nothing to predict"
+            )
         if self.piece_tokens and (self.chat or self.loss != "next-token" or not self.shuffle):
             raise ValueError(
-                "piece_tokens is for texts that are shuffled: leave it out with chat, with pairs, and without shuffle"
+                "piece_tokens is only for texts that are shuffled; leave it out with chat, with pairs, and if shuffle is off"
             )
         if not (0 < self.lr < math.inf and 0 <= self.lr_floor <= self.lr):
-            raise ValueError(f"lr is {self.lr} and lr_floor {self.lr_floor}, wanted 0 <= lr_floor <= lr, lr above 0")
+            raise ValueError(f"lr is {self.lr} and lr_floor is {self.lr_floor}; lr must be above 0, and lr_floor from 0 to lr")
         if self.mup_base is not None and self.mup_base < 1:
             raise ValueError(f"mup_base is {self.mup_base}, wanted a hidden size of 1 or more")
         if not 0 < self.init_std < math.inf:
             raise ValueError(f"init_std is {self.init_std}, wanted a finite number above 0")
         if self.weights is not None and len(self.weights) != len(self.data):
-            raise ValueError(f"weights has {len(self.weights)} numbers for {len(self.data)} of data, wanted one for each")
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers, but data has {len(self.data)} entries; give one number for "
+                "each entry"
+            )
         if self.warmup + (self.decay or 0) > self.steps:
-            raise ValueError(f"warmup {self.warmup} and decay {self.decay or 0} are longer than the run of {self.steps} steps")
+            raise ValueError(
+                f"warmup ({self.warmup}) and decay ({self.decay or 0}) together are longer than the run of {self.steps} steps"
+            )
 
         self._check_tuning()
 
     def _check_tuning(self) -> None:
-        if not (0 < self.dpo_beta < math.inf and 0 <= self.dpo_smoothing < 0.5):
-            raise ValueError(
-                f"dpo_beta is {self.dpo_beta} and dpo_smoothing {self.dpo_smoothing}, wanted above 0, and 0 to 0.5"
-            )
-        if not (0 < self.lora_alpha < math.inf and 0 <= self.lora_dropout < 1):
-            got = f"lora_alpha is {self.lora_alpha} and lora_dropout {self.lora_dropout}"
-            raise ValueError(f"{got}, wanted above 0, and 0 to below 1")
+        for name in ("dpo_beta", "lora_alpha"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted a finite number above 0")
+        for name, high in (("dpo_smoothing", 0.5), ("lora_dropout", 1)):
+            if not 0 <= getattr(self, name) < high:
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted at least 0 and below {high}")
         if not self.lora_rank and (self.lora_base != "float" or self.lora_adapter or self.lora_targets):
-            raise ValueError("lora_base, lora_adapter and lora_targets need an adapter: set lora_rank")
+            raise ValueError("lora_base, lora_adapter and lora_targets need an adapter, but lora_rank is 0; set lora_rank")
         if self.lora_rank and self.mup_base is not None:
-            raise ValueError("mup_base scales by the width of the trained model, and an adapter has none: leave one out")
+            raise ValueError(
+                "mup_base cannot be combined with lora_rank, because it scales by the width of trained weights; leave "
+                "one of them out"
+            )
         if self.lora_rank and self.init != "load":
-            raise ValueError("an adapter for random weights is useless: set init to load, or lora_rank to 0")
+            raise ValueError(
+                f"lora_rank is {self.lora_rank}, but init is {self.init}, and an adapter for random weights is useless; "
+                "set init to load, or lora_rank to 0"
+            )
         if self.compute != "dtype" and (self.lora_rank or self.loss != "next-token"):
-            raise ValueError(f"compute is {self.compute}, which is for training all weights on next tokens: set it to dtype")
+            raise ValueError(
+                f"compute is {self.compute}, which supports only training all weights on the next-token loss; set it to dtype"
+            )
         if self.loss != "next-token" and (self.chat or self.z_loss or self.label_smoothing or self.eval_data):
-            raise ValueError(f"loss is {self.loss}, which allows no chat, z_loss, label_smoothing or eval_data: leave them out")
+            raise ValueError(
+                f"loss is {self.loss}, which does not support chat, z_loss, label_smoothing or eval_data; leave them out"
+            )
 
     @property
     def step_tokens(self) -> int:
@@ -237,14 +253,18 @@ def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> TrainConfig:
     for name in values:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"the config has {name!r}, which is not a field" + (f"; is {close[0]!r} meant?" if close else ""))
+            raise ValueError(
+                f"the config has {name!r}, which is not a field" + (f"; did you mean {close[0]!r}?" if close else "")
+            )
     both = {**values, **over}
     table = both.get("parallel")
     if isinstance(table, Mapping) and "micro_batches" in table:
         inside = {name: value for name, value in table.items() if name != "micro_batches"}
         if both.get("micro_batches", table["micro_batches"]) != table["micro_batches"]:
-            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} outside of it"
-            raise ValueError(f"micro_batches is {given}; it is the number of an update, over all ranks: give one value")
+            given = f"{table['micro_batches']!r} in parallel and {both['micro_batches']!r} outside it"
+            raise ValueError(
+                f"micro_batches is {given}, but it is one number, the micro-batches per update over all ranks; give one value"
+            )
         both |= {"parallel": inside, "micro_batches": table["micro_batches"]}
     return TrainConfig(**both)
 
@@ -254,7 +274,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
     tables = {name: values.pop(name) for name in TABLES if isinstance(values.get(name), dict)}
     return values | {f"{name}_{key}": value for name, table in tables.items() for key, value in table.items()}
 
@@ -283,8 +303,8 @@ def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
     alone = replace(saved, parallel=saved.parallel.alone())
     same = replace(now, **{name: getattr(saved, name) for name in FREE}, parallel=now.parallel.alone())
     pairs = ((one.name, getattr(alone, one.name), getattr(same, one.name)) for one in fields(TrainConfig))
-    return [f"{name} was {_said(was)}, is {_said(is_now)}" for name, was, is_now in pairs if was != is_now]
+    return [f"{name} was {_said(was)} and is now {_said(is_now)}" for name, was, is_now in pairs if was != is_now]
 
 
 def _said(value: Any) -> str:
-    return str(value) or "no cuts" if isinstance(value, Plan) else repr(value)
+    return str(value) or "undivided" if isinstance(value, Plan) else repr(value)

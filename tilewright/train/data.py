@@ -151,7 +151,9 @@ class Conversations:
 
     def __init__(self, shards: TokenShards, answers: TokenShards, seed: int | None, name: str = "the data"):
         if len(shards) != len(answers):
-            raise ValueError(f"{name}: {len(shards)} tokens and {len(answers)} marks; make the shards again")
+            raise ValueError(
+                f"{name}: there are {len(shards)} tokens but {len(answers)} marks of answers; make the shards again"
+            )
         self._shards, self._answers, self._order = shards, answers, _Order(shards, seed, name)
 
     def row(self, position: int, length: int) -> tuple[list[Piece], int]:
@@ -186,7 +188,9 @@ class Mixture:
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None):
         weights = [1.0] * len(sources) if weights is None else list(weights)
         if not sources or len(weights) != len(sources) or not all(0 < weight < float("inf") for weight in weights):
-            raise ValueError(f"{len(sources)} sources of data with weights {weights}: wanted one positive weight for each")
+            raise ValueError(
+                f"{len(sources)} data sources have the weights {weights}; give one finite weight above 0 for each source"
+            )
         self._sources, self._weights = list(sources), weights
         self._positions, self._tokens = [0] * len(sources), [0] * len(sources)
 
@@ -206,7 +210,7 @@ class Mixture:
         """Return to an earlier `state`. Raises ValueError if it is for other sources."""
         positions, tokens = list(state["positions"]), list(state["tokens"])
         if len(positions) != len(self._sources) or len(tokens) != len(positions):
-            raise ValueError(f"the saved data position is for {len(positions)} sources, and there are {len(self._sources)}")
+            raise ValueError(f"the saved data position is for {len(positions)} sources, but this run has {len(self._sources)}")
         self._positions, self._tokens = positions, tokens
 
 
@@ -243,7 +247,10 @@ def text_shards(
             progress(f"not read: {', '.join(f'{reason} ({times})' for reason, times in damage.items())}\n")
         if not count:
             names = ", ".join(map(str, paths))
-            raise ValueError(f"{names}: no document with a text in {text_field!r}; name the field with text_field")
+            raise ValueError(
+                f"{names}: no document has text in the field {text_field!r}; set text_field to the name of the field "
+                "that has it"
+            )
 
     return _kept(
         home, paths, f"{identity} text {text_field}", lambda at: write(at, made(), _dtype(vocab_size), _SHARD_TOKENS, {})
@@ -265,7 +272,9 @@ def conversation_shards(
     def rows() -> list[Marked]:
         found = [render(messages) for path in paths for messages in _conversations(path)]
         if not any(answer for runs in found for _, answer in runs):
-            raise ValueError(f"{', '.join(map(str, paths))}: no message of an assistant, so there is nothing to learn")
+            raise ValueError(
+                f"{', '.join(map(str, paths))}: no conversation has a message of the assistant, so there is nothing to learn"
+            )
         return found
 
     return marked_shards(paths, rows, vocab_size, home, kind=f"{identity} chat")

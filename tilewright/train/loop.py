@@ -144,8 +144,8 @@ class Run:
         pieces = [piece for row in rows for piece in row]
         if (highest := max(int(ids.max()) for ids, _ in pieces)) >= self.model.config.vocab_size:
             raise ValueError(
-                f"the data have token {highest}, and the model's vocabulary has {self.model.config.vocab_size}: they were made "
-                "with another tokenizer; make the shards with the model's"
+                f"the data contain token {highest}, but the model has only {self.model.config.vocab_size} tokens in "
+                "its vocabulary; the shards were made with another tokenizer, so make them again with the model's"
             )
         return self.pack(pieces, self.device.type == "cuda")
 
@@ -185,8 +185,9 @@ class Run:
             log(last)
             if self._skipped >= self.config.max_skipped:
                 raise FloatingPointError(
-                    f"gradients were not finite in {self._skipped} updates up to step {last['step']}, and none was applied: "
-                    "lower lr, lengthen warmup, or look at the data; the last checkpoint is from before"
+                    f"gradients were not finite in {self._skipped} updates in a row up to step {last['step']}, and "
+                    "none of them was applied; lower lr, lengthen warmup, or check the data; the last checkpoint is "
+                    "from before these updates"
                 )
         self.say(self._line(last, speed))
         return last
@@ -247,7 +248,10 @@ def resume(run: Run) -> bool:
     if found is None:
         return False
     if changed := differences(merged(read_toml(found / "config.toml"), {}), run.config):
-        raise ValueError(f"{found} is of another run: {'; '.join(changed)}. Give the same values, or another folder with out")
+        raise ValueError(
+            f"{found} belongs to a run with other settings: {'; '.join(changed)}. Give the same values, or set out to "
+            "another folder"
+        )
     tensors, state = load(found, run._tensors(), None if run.spread is None else run.spread.pieces)
     random = {name: tensors.pop(name) for name in list(tensors) if name.startswith("random.")}
     run.data.load_state(state["data"])

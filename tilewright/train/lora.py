@@ -56,7 +56,10 @@ def adapter_config(config: TrainConfig) -> AdapterConfig:
         )  # fmt: skip
     found = AdapterConfig.read(Path(config.lora_adapter).expanduser())
     if found.rank != config.lora_rank:
-        raise ValueError(f"lora_rank is {config.lora_rank}, and the adapter in {config.lora_adapter} has {found.rank}")
+        raise ValueError(
+            f"lora_rank is {config.lora_rank}, but the adapter in {config.lora_adapter} has rank {found.rank}; set "
+            "lora_rank to that"
+        )
     return found
 
 
@@ -79,7 +82,7 @@ def adapted(config: TrainConfig, model: Model) -> Model:
         for pattern in config.lora_targets:
             if not AdapterConfig(rank=1, alpha=1.0, targets=(pattern,)).chosen(targets):
                 kinds = sorted({name.rpartition(".")[2] for name in targets})
-                raise ValueError(f"lora_targets has {pattern!r}, which matches no layer; there are {', '.join(kinds)}")
+                raise ValueError(f"lora_targets has {pattern!r}, which matches no layer; the layers are {', '.join(kinds)}")
         generator = torch.Generator().manual_seed(config.seed)
         begin = partial(_new, generator, config.lora_rank)
         pairs = {name: Pair(*begin(targets[name].rows, targets[name].cols), settings.scale_of(name)) for name in chosen}

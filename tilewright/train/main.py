@@ -60,12 +60,12 @@ class Encoder:
     def __init__(self, folder: Path):
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json; name a folder that has one with tokenizer")
+            raise ModelError(f"{folder} has no tokenizer.json; set tokenizer to a folder that has one")
         library = needed("tokenizers", "llm")
         try:
             self._backend = library.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing more specific
-            raise ModelError(f"{path} is not a tokenizer: {error}") from error
+            raise ModelError(f"{path} is not a valid tokenizer: {error}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -186,16 +186,18 @@ def _data(
 ) -> tuple[Mixture, Held | None]:
     """The data sources of a config, and the held-out texts."""
     if not config.data:
-        raise ValueError("data is empty: name files of documents, or folders of token shards")
+        raise ValueError("data is empty; give files of documents, or folders of token shards")
     home, at = Path(config.out) / "data", tokenizer_folder(config)
     seed = config.seed if config.shuffle else None
     encoder = None if at is None or not (at / "tokenizer.json").is_file() else Encoder(at)
     if encoder is not None and encoder.vocab_size > vocab_size:
-        raise ValueError(f"the tokenizer has {encoder.vocab_size} tokens, the model {vocab_size}: give the model's own")
+        raise ValueError(
+            f"the tokenizer has {encoder.vocab_size} tokens, but the model only {vocab_size}; use the model's own tokenizer"
+        )
 
     def shards(path: Path) -> TokenShards:
         if encoder is None:
-            raise ValueError(f"{path} is text, and {config.model} has no tokenizer: name a folder with one with tokenizer")
+            raise ValueError(f"{path} is text, but {config.model} has no tokenizer; set tokenizer to a folder that has one")
         return text_shards(
             [path], encoder, vocab_size, home, identity=encoder.identity, text_field=config.text_field, progress=say
         )
@@ -212,10 +214,10 @@ def _data(
 
     def source(path: Path) -> Source:
         if not path.exists():
-            raise FileNotFoundError(f"data: there is no {path}")
+            raise FileNotFoundError(f"data: {path} does not exist")
         if config.loss != "next-token":
             if encoder is None or at is None or path.is_dir():
-                raise ValueError(f"{path}: {config.loss} wants a file of pairs, and a model with a tokenizer")
+                raise ValueError(f"{path}: loss {config.loss} needs a file of pairs, and a model with a tokenizer")
             identity = f"{encoder.identity} {_template_identity(at)}"
             pairs = pair_shards([path], encoder.pair, render, vocab_size, home, identity=identity)
             return Pairs(*pairs, seed, config.row_tokens, str(path))
@@ -224,7 +226,7 @@ def _data(
         if not config.chat:
             return texts(shards(path), str(path))
         if render is None or encoder is None or at is None:
-            raise ValueError("chat needs the chat template of a model's tokenizer: name a folder with one with tokenizer")
+            raise ValueError("chat needs a tokenizer with a chat template; set tokenizer to a folder that has one")
         identity = f"{encoder.identity} {_template_identity(at)}"
         tokens, answers = conversation_shards([path], render, vocab_size, home, identity=identity)
         return Conversations(tokens, answers, seed, str(path))

@@ -61,9 +61,12 @@ def mup_for(shape: ModelConfig, base: int, optimizer: str) -> MuP:
         ValueError: the rules do not apply to this model or optimizer.
     """
     if shape.tie_word_embeddings:
-        raise ValueError("mup_base needs a separate head, and this model's is its embedding: tie_word_embeddings = false")
+        raise ValueError(
+            "mup_base needs a separate head, but this model uses its embedding as the head; set tie_word_embeddings to "
+            "false in the model's config"
+        )
     if not optimizer.startswith("adamw"):
-        raise ValueError(f"mup_base has rules for adamw and adamw-8bit; optimizer is {optimizer}")
+        raise ValueError(f"mup_base supports only the optimizers adamw and adamw-8bit, but optimizer is {optimizer}")
     return MuP(shape.hidden_size / base)
 
 

@@ -44,12 +44,15 @@ class Pairs:
     ):  # fmt: skip
         ends = np.asarray(shards.ends(0, len(shards)), dtype=np.int64)
         if not len(ends) or len(ends) % 2 or len(shards) != len(answers):
-            raise ValueError(f"{name}: {len(ends)} answers with {len(answers)} marks for {len(shards)} tokens: no pairs")
+            raise ValueError(
+                f"{name}: {len(ends)} answers with {len(answers)} marks for {len(shards)} tokens are not pairs; make the "
+                "shards again"
+            )
         self._ends = np.concatenate(([0], ends))
         sizes = self._ends[2::2] - self._ends[:-2:2]
         if (longest := int(sizes.max())) > row_tokens:
             at = int(sizes.argmax()) + 1
-            raise ValueError(f"{name}: pair {at} has {longest} tokens, more than a row of {row_tokens}: raise row_tokens")
+            raise ValueError(f"{name}: pair {at} has {longest} tokens, but a row only {row_tokens}; raise row_tokens")
         self._shards, self._answers, self._seed, self._sizes = shards, answers, seed, sizes
         self._held: tuple[int, NDArray[np.int64]] | None = None
 
@@ -124,7 +127,7 @@ def _pairs(path: Path) -> Iterator[tuple[Side, str]]:
                     raise ValueError(f"{where}: wanted {_WANTED} of texts, or of messages with a role and a content")
                 yield side, where
             if sides[0] == sides[1]:
-                raise ValueError(f"{where}: chosen and rejected are the same answer")
+                raise ValueError(f"{where}: chosen and rejected are the same answer, but must differ")
 
 
 def _side(raw: dict[str, Any], answer: Any) -> Side | None:
@@ -149,7 +152,9 @@ def _marked(
     if isinstance(side, tuple):
         return text(*side)
     if render is None:
-        raise ValueError(f"{where} has messages, which need the chat template of a model's tokenizer: name a folder with one")
+        raise ValueError(
+            f"{where} has messages, which need a tokenizer with a chat template; set tokenizer to a folder that has one"
+        )
     runs = render(side)
     # Only the last answer has a loss. Earlier answers of the assistant belong to the prompt.
     return [(ids, answer and index == len(runs) - 1) for index, (ids, answer) in enumerate(runs)]

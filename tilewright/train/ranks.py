@@ -43,17 +43,19 @@ def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     )  # fmt: skip
     cut = plan.alone() != Plan() or plan.pp > 1
     if config.sample_every and (cut or plan.zero == 3):
-        raise ValueError("parallel: sample_every needs the whole model, and this plan divides it; set sample_every to 0")
+        raise ValueError("parallel: sample_every needs the whole model, but this plan divides it; set sample_every to 0")
     if config.eval_data is not None and (plan.pp > 1 or plan.sp or plan.chunks > 1):
-        raise ValueError("parallel: eval_data cannot be measured if pp, sp or cp divide layers or tokens; leave eval_data out")
+        raise ValueError("parallel: eval_data cannot be measured if pp, sp or cp divides layers or tokens; leave eval_data out")
 
 
 def _check_adapter(config: TrainConfig) -> None:
     plan = config.parallel
     if plan.alone() != Plan() or plan.pp > 1 or plan.ep > 1 or plan.zero > 2:
-        raise ValueError("parallel: an adapter is trained on replicas of a frozen model: use only dp, and zero 1 or 2")
+        raise ValueError(
+            "parallel: an adapter can be trained only on replicas of the frozen model; use only dp, and zero 1 or 2"
+        )
     if config.lora_dropout and plan.ranks > 1:
-        raise ValueError("parallel: lora_dropout would draw other masks on each rank; set it to 0")
+        raise ValueError("parallel: lora_dropout would draw different masks on each rank; set it to 0")
 
 
 def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
@@ -63,7 +65,8 @@ def on_this_rank(config: TrainConfig, device: torch.device) -> torch.device:
         return device
     if place.local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"parallel: rank {place.rank} has no card, this machine has {torch.cuda.device_count()}; start fewer here"
+            f"parallel: rank {place.rank} (local rank {place.local_rank}) has no GPU, because this machine has only "
+            f"{torch.cuda.device_count()}; start fewer ranks here"
         )
     return torch.device("cuda", place.local_rank)
 
@@ -83,11 +86,11 @@ def joined(config: TrainConfig, device: torch.device) -> Iterator[Mesh]:
     place = launched()
     if place is None:
         raise ValueError(
-            f"parallel needs {plan.ranks} ranks, and this is one process: `tilewright train` starts them on one machine, "
-            "torchrun on several"
+            f"parallel needs {plan.ranks} ranks, but this is a single process; start them with `tilewright train` on "
+            "one machine, or with torchrun on several"
         )
     if place.world != plan.ranks:
-        raise ValueError(f"parallel needs {plan.ranks} ranks ({plan}), and {place.world} were started")
+        raise ValueError(f"parallel needs {plan.ranks} ranks ({plan}), but {place.world} were started")
     store, _, _ = next(iter(rendezvous("env://")))
     watch = Watch(place.address, place.port, place.rank, place.world)
     try:
@@ -151,18 +154,22 @@ def plan_lines(config: TrainConfig, model: Model, device: torch.device) -> list[
         where = f"a rank at place {stage} of pp" if plan.pp > 1 else "a rank"
         found.append(f"memory of {where}: {need}")
         if device.type == "cuda" and need.total > (there := memory_bytes(device)):
-            raise ValueError(f"{found[-1]}: more than the {there / 2**30:.1f} GiB of {device}; raise tp, pp or zero")
+            raise ValueError(f"{found[-1]}: this is more than the {there / 2**30:.1f} GiB of {device}; raise tp, pp or zero")
     if plan.pp > 1:
         own = config.micro_batches // plan.dp
-        found.append(f"pipeline: {bubble(plan, own):.1%} of an update idle, by the formula for {plan.schedule}")
+        found.append(f"pipeline: {bubble(plan, own):.1%} of an update is idle, by the formula for schedule {plan.schedule}")
     if plan.ranks > 1 and config.accumulate == "tree":
         wide = 4 // dtype_of(config).itemsize
         more = f", and between slices of layers {wide} times its bytes" if plan.tp > 1 and wide > 1 else ""
         found.append(
-            f"sums: in the order of the tree, in two rounds where the library takes one{more}; running is the library's"
+            f"sums: in the order of the summation tree, in two rounds where the library needs one{more}; accumulate "
+            "= running uses the library's order"
         )
     elif plan.ranks > 1:
-        found.append("sums: in the library's order; other plans differ in rounding. accumulate = tree gives them the same bits")
+        found.append(
+            "sums: in the library's order, so that results differ in rounding between plans; accumulate = tree makes "
+            "them bitwise equal"
+        )
     return found
 
 

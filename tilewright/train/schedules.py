@@ -46,7 +46,10 @@ def warmup_stable_decay(
     decay = steps // 10 if decay is None else decay
     _check(step, steps, warmup, peak, floor)
     if decay < 0 or warmup + decay > steps:
-        raise ValueError(f"warm-up of {warmup} and decay of {decay} steps do not fit into {steps}: make one shorter")
+        raise ValueError(
+            f"a warm-up of {warmup} steps and a decay of {decay} steps do not fit into a run of {steps} steps; make one "
+            "of them shorter"
+        )
     if step < warmup:
         return _warm(step, warmup, peak)
     return peak + (floor - peak) * _share(step, steps - decay, steps)
@@ -69,8 +72,10 @@ def _share(step: int, start: int, end: int) -> float:
 
 def _check(step: int, steps: int, warmup: int, peak: float, floor: float) -> None:
     if step < 0 or steps < 1:
-        raise ValueError(f"step {step} of {steps}: wanted a step from 0 on, of at least 1")
+        raise ValueError(f"step is {step} and steps is {steps}; step must be at least 0, and steps at least 1")
     if not 0 <= warmup <= steps:
-        raise ValueError(f"warm-up of {warmup} steps in a run of {steps}: wanted 0 to {steps}")
+        raise ValueError(f"warmup is {warmup}, wanted 0 to the number of steps, {steps}")
     if not 0 <= floor <= peak < math.inf:
-        raise ValueError(f"learning rates from {peak} down to {floor}: wanted 0 <= floor <= peak")
+        raise ValueError(
+            f"the peak learning rate is {peak} and the floor {floor}; wanted 0 <= floor <= peak, with a finite peak"
+        )

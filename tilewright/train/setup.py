@@ -67,7 +67,7 @@ def chosen_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"device is {name!r}, wanted cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}, and this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device is {name!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
@@ -81,19 +81,26 @@ def model_config(config: TrainConfig) -> ModelConfig:
     """
     named = SHAPES.get(config.model)
     if named is not None and config.init == "load":
-        raise ValueError(f"model {config.model} is a shape without weights: set init to random, or give a folder")
+        raise ValueError(
+            f"model {config.model} is a shape without weights; set init to random, or set model to a folder with weights"
+        )
     found = named if named is not None else load_config(resolve(config.model))
     if found.latent is not None or (found.experts is not None and found.experts.clamped is not None):
-        raise ModelError(f"{found.architecture}: training latent attention or clamped experts is not supported yet")
+        raise ModelError(f"{found.architecture}: training is not supported yet for latent attention and for clamped experts")
     if found.experts is not None and found.experts.routing.biased:
-        raise ModelError(f"{found.architecture}: training a router whose bias affects only the choice is not supported yet")
+        raise ModelError(
+            f"{found.architecture}: training is not supported yet for a router whose bias affects only the choice of experts"
+        )
     if found.experts is not None and config.optimizer == "muon":
-        raise ValueError("muon needs whole matrices, and those of the experts are stacked: use adamw")
+        raise ValueError("optimizer muon needs separate matrices, but those of this model's experts are stacked; use adamw")
     if found.quantization is not None:
-        raise ModelError(f"{config.model} has quantised weights, which have no gradients; take the unquantised model")
+        raise ModelError(f"{config.model} has quantised weights, which have no gradients; use the unquantised model")
     if config.row_tokens > found.max_position_embeddings:
         most = found.max_position_embeddings
-        raise ValueError(f"row_tokens is {config.row_tokens}, and {config.model} has {most} positions; wanted at most {most}")
+        raise ValueError(
+            f"row_tokens is {config.row_tokens}, but {config.model} supports only {most} positions; lower row_tokens to "
+            f"at most {most}"
+        )
     return found
 
 
@@ -241,7 +248,9 @@ def plan_memory(config: TrainConfig, model: Model, device: torch.device) -> Memo
         available=memory_bytes(device) if device.type == "cuda" else None,
     )
     if plan.available is not None and plan.total > plan.available:
-        raise ValueError(f"{plan}: too much for {device}; lower micro_rows (and raise micro_batches), or take adamw-8bit")
+        raise ValueError(
+            f"{plan}, which does not fit on {device}; lower micro_rows (and raise micro_batches), or use optimizer adamw-8bit"
+        )
     return plan
 
 

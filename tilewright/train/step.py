@@ -107,9 +107,11 @@ def plain_head(model: Model) -> Tensor:
     with this weight."""
     head = model.head.weight
     if not isinstance(head, Tensor):
-        raise TypeError("the head is quantised, and a loss has no gradient through it: do not quantise lm_head")
+        raise TypeError("this loss needs gradients through the head, but the head is quantised; leave lm_head unquantised")
     if model.config.logit_softcap is not None:
-        raise TypeError("the model caps its logits (final_logit_softcapping), and this loss needs plain ones: set it to null")
+        raise TypeError(
+            "this loss needs plain logits, but the model caps them; set final_logit_softcapping to null in the model's config"
+        )
     return head
 
 
@@ -139,7 +141,7 @@ def train_step(
     """Update the weights once, from the sum over all of `batches`. Raises ValueError if there are no targets."""
     n_targets = sum(batch.n_targets for batch in batches)
     if not n_targets:
-        raise ValueError("train_step: no position of this step's batches has a target; check what the data masks")
+        raise ValueError("train_step: no position in this step's batches has a target; check which positions the data mask")
     loss, *grads = sum_of(passes(model, objective, batches, n_targets))
     norm, applied = optimizer.step(dict(zip(trainable(model), grads, strict=True)), lr)
     return StepResult(loss, norm, applied)
@@ -151,7 +153,7 @@ def spread_step(
     """`train_step` on one of several ranks. `batches`: those of this rank. `n_targets`: number over all ranks. Raises
     ValueError if it is 0."""
     if not n_targets:
-        raise ValueError("spread_step: no position of this step's batches has a target; check what the data masks")
+        raise ValueError("spread_step: no position in this step's batches has a target; check which positions the data mask")
 
     def loss_of(model: Model, batch: TrainBatch) -> Tensor:
         return objective(model, batch) / n_targets

@@ -125,9 +125,12 @@ def test_a_grpc_port_in_use_ends_the_server_with_a_sentence() -> None:
         (["a b=m:build", "--model", "x"], "the model"),
         (
             ["bookworm", "--model", "m:build", "--fronts", "2"],
-            "--fronts is for a language model alone or for ordinary models alone",
+            "--fronts works only if the server has either a language model or ordinary models",
         ),
-        (["m:build", "--fronts", "2", "--traces", "http://127.0.0.1:4318"], "the fronts of ordinary models make no traces"),
+        (
+            ["m:build", "--fronts", "2", "--traces", "http://127.0.0.1:4318"],
+            "the front processes of ordinary models do not support traces",
+        ),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], words: str) -> None:

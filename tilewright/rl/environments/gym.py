@@ -26,12 +26,13 @@ class ReasoningGym:
             raise MissingExtra(f"these tasks need reasoning-gym: pip install 'tilewright[rl]' ({error})") from None
         if name not in DATASETS:
             raise ValueError(
-                f"reasoning-gym has no data set {name!r}; it has {len(DATASETS)}, such as {', '.join(sorted(DATASETS)[:5])}"
+                f"reasoning-gym has no data set {name!r}; it has {len(DATASETS)} data sets, such as "
+                f"{', '.join(sorted(DATASETS)[:5])}"
             )
         try:
             self._data: Any = create_dataset(name, seed=seed, size=_SIZE, **options)
         except (AssertionError, TypeError) as error:
-            raise ValueError(f"reasoning-gym's {name} refuses {options}: {error}") from None
+            raise ValueError(f"reasoning-gym's data set {name} does not accept {options}: {error}") from None
 
     def task(self, seed: int) -> Task:
         """The data set's entry with this number."""

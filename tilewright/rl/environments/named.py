@@ -33,17 +33,17 @@ def environment(spec: str) -> Environment:
     if name.endswith(".py"):
         return _from_file(Path(name), rest)
     if name not in NAMED:
-        raise ValueError(f"no environment {name!r}; wanted one of {', '.join(NAMED)}, gym:NAME or FILE.py:NAME")
+        raise ValueError(f"there is no environment {name!r}; wanted one of {', '.join(NAMED)}, gym:NAME or FILE.py:NAME")
     try:
         options = {key: int(value) for key, _, value in (part.partition("=") for part in rest.split(",") if part)}
         return NAMED[name](**options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"environment {spec!r}: {error}; wanted name:key=integer,...") from None
+        raise ValueError(f"environment {spec!r}: {error}; wanted NAME or NAME:KEY=INTEGER,...") from None
 
 
 def _from_file(path: Path, name: str) -> Environment:
     if not path.is_file():
-        raise ValueError(f"no file {path} with an environment in it")
+        raise ValueError(f"the environment's file {path} does not exist")
     found = importlib.util.spec_from_file_location(path.stem, path)
     assert found is not None
     assert found.loader is not None
@@ -53,6 +53,6 @@ def _from_file(path: Path, name: str) -> Environment:
     made = made() if isinstance(made, type) else made
     if not (hasattr(made, "task") and hasattr(made, "score")):
         raise ValueError(
-            f"{path} has no environment {name!r}; wanted a class or an object with task(seed) and score(task, answer)"
+            f"{path} defines no environment {name!r}; wanted a class or an object with task(seed) and score(task, answer)"
         )
     return made

@@ -50,7 +50,8 @@ class Workers:
     def __init__(self, spec: str, *, count: int = 2, timeout_s: float = 5.0, memory_bytes: int = 1 << 30) -> None:
         if not (1 <= count <= 1024 and 0 < timeout_s <= 3600 and 1 << 20 <= memory_bytes <= 1 << 40):
             raise ValueError(
-                f"{count} workers, {timeout_s} s, {memory_bytes} bytes; wanted 1 to 1024, up to 3600 s, 1 MiB to 1 TiB"
+                f"count is {count}, timeout_s is {timeout_s} and memory_bytes is {memory_bytes}; wanted 1 to 1024 "
+                "workers, above 0 and up to 3600 s, and 1 MiB to 1 TiB"
             )
         self._command = [sys.executable, "-m", "tilewright.rl.environments.worker", spec, str(memory_bytes)]
         self._timeout_s = timeout_s

@@ -38,5 +38,5 @@ def penalty(
         ValueError: there is no such estimator, or the batch has no reference.
     """
     if estimator not in ESTIMATORS:
-        raise ValueError(f"KL estimator {estimator!r}; wanted one of {', '.join(ESTIMATORS)}")
+        raise ValueError(f"the KL estimator is {estimator!r}, wanted one of {', '.join(ESTIMATORS)}")
     return coefficient * mean(batch, ESTIMATORS[estimator](batch.chosen(batch.known("reference")) - batch.chosen(logprobs_T)))

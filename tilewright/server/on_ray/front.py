@@ -95,7 +95,7 @@ class RayFront:
                 self.replicas = await asyncio.to_thread(running_replicas)
             except (RayError, RayServeException, ConnectionError, TimeoutError) as error:
                 self.replicas = 0
-                logger.error("Ray does not say how the replicas are: %s", str(error)[:300])
+                logger.error("the state of the replicas could not be read from Ray: %s", str(error)[:300])
             await asyncio.sleep(LOOK_S)
 
     async def anything(self, request: Request) -> Response:
@@ -225,7 +225,7 @@ class _Passed(Response):
             if not sent:
                 logger.warning("a replica was lost before it answered: %s", str(error).splitlines()[0][:200])
                 return "lost"
-            logger.error("a replica was lost in an answer: %s", str(error).splitlines()[0][:200])
+            logger.error("a replica was lost during an answer: %s", str(error).splitlines()[0][:200])
             words = lost_event() if self._streams else b""
             await send({"type": "http.response.body", "body": words, "more_body": not self._streams})
             return None

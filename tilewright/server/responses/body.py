@@ -10,7 +10,7 @@ from tilewright.server.fields import SamplingBody, ignored_names
 
 __all__ = ["ResponsesBody", "ignored_in"]
 
-NO_STORE = "this server keeps no answers"
+NO_STORE = "this server does not store answers"
 INCLUDES = ("message.output_text.logprobs", "reasoning.encrypted_content")
 """The accepted values of `include`. The second has no effect here, because reasoning is plain text."""
 MAX_METADATA = 16
@@ -48,9 +48,9 @@ def ignored_in(body: ResponsesBody) -> tuple[str, ...]:
     if body.store:
         raise not_supported("store", f"got true, wanted false: {NO_STORE}")
     if body.previous_response_id is not None:
-        raise not_supported("previous_response_id", f"{NO_STORE}; wanted the earlier items in input instead")
+        raise not_supported("previous_response_id", f"{NO_STORE}; give the earlier items in input instead")
     if body.conversation is not None:
-        raise not_supported("conversation", f"{NO_STORE}; wanted the earlier items in input instead")
+        raise not_supported("conversation", f"{NO_STORE}; give the earlier items in input instead")
     for name in body.include or ():
         if name not in INCLUDES:
             raise not_supported("include", f"got {shown(name, 60)}, wanted {' or '.join(INCLUDES)}")

@@ -62,7 +62,7 @@ def messages_of(value: Any, instructions: str | None, most: int) -> tuple[list[d
                     add(where, role="assistant", content=None)
                 answer(where)["reasoning_content"] = thoughts
         elif kind == "item_reference":
-            raise not_supported(where, f"this server keeps no items, wanted {KINDS} in full")
+            raise not_supported(where, f"this server does not store items, wanted {KINDS} in full")
         else:
             raise not_supported(where, f"got {shown(item if kind is None else kind, 60)}, wanted {KINDS}")
     for message in messages:
@@ -86,7 +86,7 @@ def _text(content: Any, where: str) -> Any:
 
 def _thoughts(item: dict[str, Any], where: str) -> str:
     if item.get("encrypted_content") is not None:
-        raise not_supported(f"{where}.encrypted_content", "thoughts of another server, wanted content as text")
+        raise not_supported(f"{where}.encrypted_content", "reasoning encrypted by another server, wanted content as text")
     parts = item.get("content") or []
     if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise bad_request(f"{where}.content is {shown(parts, 60)}, wanted parts {{type: 'reasoning_text', text}}", where)

@@ -55,8 +55,10 @@ def responses_job(raw: bytes, served: Served, config: ServerConfig) -> Responses
     except ApiError as error:
         raise _renamed(error, places) from None
     if job.logprobs and job.answering is not None:
-        wanted = "wanted them of a model that writes plain text, without tools"
-        raise not_supported("include", f"log-probabilities of an answer that is read for thoughts and calls, {wanted}")
+        wanted = "request them only for a model that writes plain text, without tools"
+        raise not_supported(
+            "include", f"log-probabilities of an answer from which reasoning and tool calls are parsed; {wanted}"
+        )
     values: dict[str, Any] = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
     values |= {"ignored": ignored, "grammar_field": NAMES.get(job.grammar_field or "", job.grammar_field)}
     return ResponsesJob(**values, repeated=_repeated(body, job))
@@ -86,7 +88,7 @@ def _tools(body: ResponsesBody) -> tuple[Any, Any]:
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed, choice = choice.get("tools"), choice.get("mode")
         if not isinstance(allowed, list) or not all(isinstance(one, dict) for one in allowed):
-            raise bad_request("tool_choice.tools is no list of tools, wanted some of the tools", "tool_choice")
+            raise bad_request("tool_choice.tools is not a list of tools, wanted a list of some of the tools", "tool_choice")
         names = [one.get("name") for one in allowed]
         if isinstance(tools, list):  # otherwise the chat refuses them
             tools = [tool for tool in tools if not isinstance(tool, dict) or tool.get("name") in names]

@@ -85,7 +85,7 @@ def _moved(schema: Any, prefix: str, defs: dict[str, Any]) -> Any:
         elif key == "$ref" and isinstance(value, str):
             found = re.fullmatch(r"#/(?:\$defs|definitions)/([^/]+)", value)
             if found is None:
-                raise bad_request(f"tools has the reference {shown(value, 60)}, wanted #/$defs/...", "tools")
+                raise bad_request(f"tools contains the reference {shown(value, 60)}, wanted #/$defs/...", "tools")
             made[key] = f"#/$defs/{prefix}{found[1]}"
         else:
             made[key] = value if key in _DATA else _moved(value, prefix, defs)
@@ -110,11 +110,11 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
             raise bad_request(f"{where}.function.name is {shown(name, 60)}, {wanted}", f"{where}.function.name")
         if schema is not None and not isinstance(schema, dict):
             raise bad_request(
-                f"{where}.function.parameters is no JSON schema, wanted an object", f"{where}.function.parameters"
+                f"{where}.function.parameters is not a JSON schema, wanted an object", f"{where}.function.parameters"
             )
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise bad_request("tools has a function twice, wanted each name once", "tools")
+        raise bad_request("tools contains a function twice, wanted each name only once", "tools")
     return tuple(tools)
 
 
@@ -122,7 +122,7 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, bool]:
     if choice is None or choice in ("auto", "none"):
         return choice or "auto", False
     if not names:
-        raise bad_request("tool_choice is set without tools, wanted tools with it", "tool_choice")
+        raise bad_request("tool_choice is set without tools, wanted tools as well", "tool_choice")
     if choice == "required":
         return "required", False
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -180,10 +180,12 @@ def answering(asked: Asked, template: str, prompt_end: str, chosen: str = "auto"
     format = format_of(template) if chosen == "auto" else None if chosen == "none" else chosen
     forced = asked.named or asked.choice == "required"
     if asked.tools and not forced and format is None:
-        wanted = "a model with tools in its template, the option --tool-format, or a tool_choice other than auto"
-        raise not_supported("tools", f"this model's chat template has no known format of calls, wanted {wanted}")
+        wanted = "use a model with tools in its template, the option --tool-format, or a tool_choice other than auto"
+        raise not_supported("tools", f"this model's chat template has no known format of tool calls; {wanted}")
     if forced and format == "harmony":
-        raise not_supported("tool_choice", "this model's answers come in channels, wanted auto or none")
+        raise not_supported(
+            "tool_choice", "this model's answers are divided into channels, for which tool_choice must be auto or none"
+        )
     reasoning = reasons(template) and format != "harmony"
     if format != "harmony" and not reasoning and not asked.tools:
         return None

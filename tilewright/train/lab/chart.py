@@ -113,7 +113,5 @@ def svg(specification: dict[str, Any]) -> str:
     try:
         vl_convert = importlib.import_module("vl_convert")
     except ImportError:
-        raise ValueError(
-            "the picture is drawn by vl-convert-python: pip install 'tilewright[lab]', or leave out --svg"
-        ) from None
+        raise ValueError("writing an SVG needs vl-convert-python: pip install 'tilewright[lab]', or leave out --svg") from None
     return vl_convert.vegalite_to_svg(specification)

@@ -52,14 +52,17 @@ class CoordinatesConfig:
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) < 2 or not all(width > 0 and width % _HEAD_DIM == 0 for width in (*self.widths, self.base)):
-            raise ValueError(f"widths are {self.widths}, base {self.base}; wanted two or more multiples of {_HEAD_DIM}")
+            raise ValueError(
+                f"widths are {self.widths} and base is {self.base}; all must be multiples of {_HEAD_DIM}, with at least "
+                "two different widths"
+            )
         limits = {"layers": 100, "vocabulary": 1 << 17, "length": 1 << 14, "batch": 1 << 12, "steps": 10_000, "seeds": 1000}
         for name, most in limits.items():
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted 1 to {most}")
         for name in ("lr", "std"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}, wanted a number above 0")
+                raise ValueError(f"{name} is {getattr(self, name)}, wanted a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

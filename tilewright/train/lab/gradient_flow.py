@@ -51,11 +51,11 @@ class FlowConfig:
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted 1 to {most}")
         if self.width % 16:
-            raise ValueError(f"width is {self.width}, wanted a multiple of 16: a head has 16 features")
+            raise ValueError(f"width is {self.width}, wanted a multiple of 16, because each head has 16 features")
         if self.steps < 0 or not 0 <= self.warmup <= max(self.steps, 0):
-            raise ValueError(f"warm-up of {self.warmup} in {self.steps} steps: wanted 0 <= warm-up <= steps")
+            raise ValueError(f"warmup is {self.warmup} and steps is {self.steps}, wanted 0 <= warmup <= steps")
         if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr is {self.lr}, wanted a number above 0")
+            raise ValueError(f"lr is {self.lr}, wanted a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

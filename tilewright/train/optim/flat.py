@@ -98,13 +98,21 @@ class Optimizer:
         missing = [name for name in self.names if name not in grads]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ValueError(f"no gradient for {missing[0]}{more}: give every parameter one, zeros where it was not used")
+            raise ValueError(
+                f"there is no gradient for {missing[0]}{more}; give one for every parameter, with zeros for a parameter "
+                "that was not used"
+            )
         for name, shape in self.shapes.items():
             if grads[name].shape != shape:
-                raise ValueError(f"the gradient of {name} is {tuple(grads[name].shape)}, its parameter is {tuple(shape)}")
+                raise ValueError(
+                    f"the gradient of {name} has shape {tuple(grads[name].shape)}, but its parameter has shape {tuple(shape)}"
+                )
         kinds = sorted({f"{grads[name].dtype} on {grads[name].device}" for name in self.names})
         if len(kinds) > 1 or grads[self.names[0]].device != self.master.device:
-            raise ValueError(f"gradients are {', '.join(kinds)}; wanted one dtype, on {self.master.device}: convert them first")
+            raise ValueError(
+                f"the gradients are {', '.join(kinds)}, but must all have one dtype and be on {self.master.device}; "
+                "convert them first"
+            )
         return [grads[name] for name in self.names]
 
     @torch.no_grad()
@@ -158,8 +166,8 @@ class Optimizer:
         own = self.state_dict()
         wrong = sorted(own.keys() ^ saved.keys())
         if wrong:
-            where = "is missing from" if wrong[0] in own else "is not wanted in"
-            raise ValueError(f"{wrong[0]} {where} the saved state: it is for another optimizer or another model")
+            where = "is missing from" if wrong[0] in own else "is not expected in"
+            raise ValueError(f"{wrong[0]} {where} the saved state, which is for another optimizer or another model")
         for name, state in own.items():
             if state.shape != saved[name].shape or state.dtype != saved[name].dtype:
                 got = f"{tuple(saved[name].shape)} {saved[name].dtype}"
@@ -173,10 +181,13 @@ class Optimizer:
 def _check(parameters: Mapping[str, Tensor], betas: tuple[float, float], max_norm: float) -> None:
     """Raise ValueError for parameters or options that an optimizer does not accept."""
     if not parameters:
-        raise ValueError("an optimizer got no parameters: is everything frozen?")
+        raise ValueError("the optimizer got no parameters; check that the model has parameters that are not frozen")
     kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters.values()})
     if len(kinds) > 1:
-        raise ValueError(f"an optimizer's parameters must have one dtype and device, got {', '.join(kinds)}: make several")
+        raise ValueError(
+            f"the parameters of an optimizer must have one dtype and device, got {', '.join(kinds)}; use one optimizer "
+            "for each kind"
+        )
     dtype = next(iter(parameters.values())).dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"parameters are {dtype}, wanted float32, bfloat16 or float16")
@@ -184,8 +195,8 @@ def _check(parameters: Mapping[str, Tensor], betas: tuple[float, float], max_nor
     for name, p in parameters.items():
         before = homes.setdefault(p.data_ptr(), name) if p.numel() and not p.is_meta else name
         if before != name:
-            raise ValueError(f"{before} and {name} are the same memory: give a tied parameter once")
+            raise ValueError(f"{before} and {name} share the same memory; give a tied parameter only once")
     if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas are {betas}, wanted numbers from 0 to below 1")
+        raise ValueError(f"betas are {betas}, wanted numbers of at least 0 and below 1")
     if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}, wanted a number above 0, inf for no clipping")
+        raise ValueError(f"max_norm is {max_norm}, wanted a number above 0, or inf for no clipping")

@@ -106,10 +106,10 @@ class Muon:
         taken = {name: p for name, p in parameters.items() if muon(name, p)}
         rest = {name: p for name, p in parameters.items() if name not in taken}
         if not taken:
-            raise ValueError("Muon got no hidden matrix among the parameters: use AdamW")
+            raise ValueError("Muon needs at least one hidden matrix, but none is among the parameters; use AdamW")
         for name, p in taken.items():
             if p.ndim != 2:
-                raise ValueError(f"Muon orthogonalises matrices, {name} is {tuple(p.shape)}: leave it to AdamW")
+                raise ValueError(f"Muon supports only matrices, but {name} has shape {tuple(p.shape)}; use AdamW for it")
         decay = decay or matrices_only(weight_decay)
         self._parts: list[Optimizer] = [
             _Matrices(taken, beta=momentum, nesterov=nesterov, max_norm=max_norm, decay=decay, lr_scale=lr_scale)
@@ -134,7 +134,9 @@ class Muon:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """As `Optimizer.load_state_dict`."""
         if wrong := sorted(self.state_dict().keys() ^ saved.keys()):
-            raise ValueError(f"{wrong[0]} is in only one of the saved state and this optimizer: they are for different models")
+            raise ValueError(
+                f"{wrong[0]} is in only one of the saved state and this optimizer, so they are for different models"
+            )
         for name, part in zip(_PARTS, self._parts):
             own = {key.removeprefix(f"{name}."): t for key, t in saved.items() if key.startswith(f"{name}.")}
             part.load_state_dict(own)

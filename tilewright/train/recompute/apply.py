@@ -24,7 +24,10 @@ def applied(blocks: Sequence[nn.Module], choices: Sequence[Choice]) -> Iterator[
         ValueError: the number of choices differs from the number of blocks.
     """
     if len(blocks) != len(choices):
-        raise ValueError(f"the plan is for {len(choices)} blocks, and the model has {len(blocks)}: profile this model")
+        raise ValueError(
+            f"the plan is for {len(choices)} blocks, but the model has {len(blocks)}; make the plan from a profile of "
+            "this model"
+        )
     wrapped = [block for block, choice in zip(blocks, choices) if choice.kept is not None]
     for block, choice in zip(blocks, choices):
         if choice.kept is not None:

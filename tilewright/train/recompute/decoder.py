@@ -27,7 +27,7 @@ def decoder_profile(config: ModelConfig, *, tokens: int, length: int, dtype: tor
         ValueError: `tokens` or `length` is not positive, or the GPU is unknown.
     """
     if tokens < 1 or length < 1:
-        raise ValueError(f"documents of {length} tokens in a batch of {tokens}: wanted at least 1 of each")
+        raise ValueError(f"length is {length} and tokens is {tokens}; both must be at least 1")
     model = empty_model(config, device="meta", dtype=dtype).requires_grad_(True)
     integers = {"dtype": torch.int64, "device": "meta"}
     batch = TrainBatch(

@@ -85,7 +85,9 @@ def planned(profile: Profile, budget_bytes: int) -> Plan:
     fitting = [plan for plan in candidates if plan.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(plan.peak_bytes for plan in candidates)
-        raise ValueError(f"a budget of {budget_bytes} bytes for activations is too small: the leanest plan needs {least}")
+        raise ValueError(
+            f"a budget of {budget_bytes} bytes for activations is too small; the plan with the least memory needs {least}"
+        )
     return min(fitting, key=lambda plan: (plan.recompute_seconds, plan.peak_bytes))
 
 

@@ -101,7 +101,7 @@ def profile(
         ValueError: there are no blocks, or they did not run exactly once each, in the given order.
     """
     if not blocks:
-        raise ValueError("profile: no blocks to plan for")
+        raise ValueError("profile: the list of blocks is empty; give the blocks to plan for")
     watches = [_watch(blocks, loss, parameters, seconds_of) for _ in range(1 if seconds_of else repeats)]
     recomputed = _recomputed(blocks, loss, parameters)
     first = watches[0]
@@ -224,7 +224,7 @@ def _watch(
         for hook in hooks:
             hook.remove()
     if watch.ran != list(range(len(blocks))):
-        raise ValueError(f"profile: blocks ran in the order {watch.ran}, wanted each once, in the order given")
+        raise ValueError(f"profile: blocks ran in the order {watch.ran}, but each must run exactly once, in the order given")
     return watch
 
 

@@ -54,7 +54,7 @@ def _why(again: bool, may_be_kept: bool, seconds_a_byte: float, chosen: int, che
     price = f"{seconds_a_byte * 1e6 * 2**20:.2g} us for each MiB"
     rest = f"; {alone} blocks are not checkpointed" if alone else ""
     if not checkpointed:
-        return "the budget has room for all that autograd keeps"
+        return "the budget has room for everything that autograd keeps"
     if not again:
         return f"no backward pass of its block needs it: never run again{rest}"
     if not may_be_kept:
@@ -62,5 +62,5 @@ def _why(again: bool, may_be_kept: bool, seconds_a_byte: float, chosen: int, che
     if chosen == checkpointed:
         return f"kept: running it again costs {price}, more than for other tensors that could be dropped{rest}"
     if chosen:
-        return f"kept in {chosen} of {checkpointed} checkpointed blocks: its price, {price}, is where the budget ends{rest}"
+        return f"kept in {chosen} of {checkpointed} checkpointed blocks: the budget ends at its price of {price}{rest}"
     return f"run again: that costs {price}, less than for other tensors that could be dropped{rest}"
