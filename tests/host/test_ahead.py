@@ -30,7 +30,7 @@ def with_one_behind(
     makes = Makes(compute, seconds, places=2)
 
     async def run(host: Host) -> None:
-        asked = [asyncio.ensure_future(ask(host, first)) for _ in range(2)]
+        asked: list[Asked] = [asyncio.ensure_future(ask(host, first)) for _ in range(2)]
         await until(lambda: makes.made[0].busy)
         asked += [asyncio.ensure_future(ask(host, value, **said)) for value, said in zip((2, 3), behind, strict=True)]
         await until(lambda: len(makes.made[0].handed) == 2)
