@@ -176,7 +176,7 @@ class Played:
 
 def play(
     monkeypatch: pytest.MonkeyPatch, played: Played, lengths: tuple[tuple[int, int], ...], *, heads: tuple[int, int] = (4, 2),
-    page_size: int = 16, window: int | None = None, overlap: int = 0, consumers: int = 1, per_sm: int = 1,
+    page_size: int = 16, window: int | None = None, overlap: int = 0, consumers: int = 1,
 ) -> None:  # fmt: skip
     """Run the launcher with the kernel played, and check what it returns."""
     made = _example("", lengths, heads, 64, page_size, window).make(Inputs(seed=5))
@@ -184,7 +184,7 @@ def play(
     monkeypatch.setattr(prefill_sm90, "paged_varlen_sm90_kernel", played)
     monkeypatch.setattr(prefill_sm90, "card_of", lambda x: CARD_OF_ARCH[90])
     launch: Any = prefill_sm90._launch
-    found = launch({"OVERLAP": overlap, "CONSUMERS": consumers, "PROGRAMS": per_sm}, *args)
+    found = launch({"OVERLAP": overlap, "CONSUMERS": consumers}, *args)
     assert (played.stored == 1).all(), "a row is missing, or written twice"
     torch.testing.assert_close(found.double(), paged_attention_op.reference(*args).double(), rtol=0.02, atol=0.01)
 
@@ -201,7 +201,6 @@ PROMPTS = ((127, 127), (33, 130), (0, 20), (1, 129), (1, 1), (31, 257), (64, 64)
         (DECODE, 1, {"heads": (8, 1), "page_size": 64}),
         (DECODE, 1, {"heads": (6, 2), "window": 150, "page_size": 32}),
         (DECODE[:1], 1, {"heads": (2, 2), "page_size": 128}),
-        (DECODE, 1, {"per_sm": 2}),
         (DECODE, 2, {}),
         (PROMPTS, 2, {}),
         (PROMPTS, 2, {"heads": (8, 1), "window": 50, "page_size": 32}),
@@ -219,9 +218,9 @@ def test_each_row_is_right(
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_one_stage_is_enough(monkeypatch: pytest.MonkeyPatch, overlap: int) -> None:
-    """As with heads of 128 and two programs per SM. (Heads of 128 are two boxes wide, which is not emulated.)"""
+    """As with one consumer and heads of 128. (These are two boxes wide, which is not emulated.)"""
     monkeypatch.setattr(gluon_threads, "PATIENCE", 5.0)
-    play(monkeypatch, Played(2, stages=1), DECODE, overlap=overlap, per_sm=2)
+    play(monkeypatch, Played(2, stages=1), DECODE, overlap=overlap)
 
 
 def test_a_wait_without_an_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
