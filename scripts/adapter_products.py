@@ -13,8 +13,9 @@ layers with weights of their own, so that none of them is in L2. All figures are
     first     `lora_shrink` beside the layer's own product, in another branch of the graph
     both      `lora_shrink` and `lora_expand_add` beside it, and an addition at the end
 
-`bits` says whether the last four gave the same bits. With `--configs` some configs of both
-operators are timed as well. `step_ms` is what the adapters add to a step of 36 blocks. The result is printed as JSON.
+`bits` says whether the last four gave the same bits. With `--configs` some configs of both operators are timed as well, each
+alone. `step_ms` is what the adapters add to a step of 36 blocks, and `best` the way that adds least. The result is printed as
+JSON.
 """
 
 import argparse
