@@ -19,6 +19,7 @@ from tilewright.engine.decoding import Newest
 from tilewright.engine.grammar import Grammar
 from tilewright.engine.grammar_cache import Compiled
 from tilewright.engine.grammar_masks import Constraint, Grammars
+from tilewright.engine.llm import LLM
 from tilewright.engine.mask_times import MaskTimes
 from tilewright.engine.request import Request, SamplingParams
 from tilewright.engine.step import FillMasks, Step, StepResult
@@ -321,6 +322,38 @@ def test_a_step_that_waits_for_its_masks_may_lose_its_requests(what: str) -> Non
     engine.submit([1, 2], params, "second")
     assert run(engine)["second"] == expected_choice([1, 2], [b"n" * 40], params, 1, END)
     assert engine.scheduler.blocks.available == 64
+
+
+class Ahead:
+    """A runner whose steps the engine keeps in flight as if they ran on a device."""
+
+    asynchronous = True
+
+    def __init__(self, runner: Any):
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.2, "logprobs": 2}], ids=["plain", "full"])
+def test_a_model_draws_the_same_when_steps_are_in_flight(options: dict[str, Any]) -> None:
+    """The embedded model: logits that were computed with the pass are sampled a call later."""
+    llm = LLM("bookworm")
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+    strict = [SamplingParams(max_tokens=30, seed=seed, grammar=Grammar.json_schema(schema), **options) for seed in range(3)]
+    asked = [*strict, SamplingParams(max_tokens=30, seed=7)]
+
+    def answers() -> list[Any]:
+        found = llm.generate(["Once upon", "The cat", "A", "Once"], asked)
+        return [output.token_ids for one in found for output in one.outputs]
+
+    wanted = answers()
+    steps = llm.engine.mask_times.steps
+    ahead: Any = Ahead(llm.engine.runner)
+    llm.engine.runner = ahead
+    assert answers() == wanted
+    assert llm.engine.mask_times.steps > steps
 
 
 def test_what_masks_cost_is_counted() -> None:

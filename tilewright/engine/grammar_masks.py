@@ -128,8 +128,8 @@ class Grammars:
             tokenizer = lib.LLTokenizer(tokenizer_json, eos_token=list(eos_ids))
         except ValueError as error:
             raise GrammarError(f"llguidance does not understand the model's tokenizer: {str(error)[:200]}") from None
+        self._executor = lib.LLExecutor(threads)  # for None it also looks at the limits of a container
         threads = max(1, min(32, processors() * 80 // 100)) if threads is None else threads
-        self._executor = lib.LLExecutor(threads)
         self._cache = GrammarCache(lib, tokenizer, kept=kept, threads=threads)
         self.words = -(-tokenizer.vocab_size // 32)
         """int32 words in a mask."""
