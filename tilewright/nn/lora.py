@@ -85,7 +85,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             module.enabled = True
 
 
-BESIDE: Literal["none", "first", "both"] = "both"
+BESIDE: Literal["none", "first", "both"] = "first"
 """What a captured step computes beside the layer's own product, in another branch of the graph. The products of adapters are
 limited by memory bandwidth, and the layer's own product of hundreds of rows by the tensor cores; it also leaves SMs idle.
 
