@@ -113,7 +113,7 @@ def test_what_refuses_is_said() -> None:
 @pytest.mark.parametrize(
     ("words", "code", "error"),
     [
-        ("matmull", 1, "no op is called 'matmull': did you mean matmul"),
+        ("matmull", 1, "there is no operator 'matmull': did you mean matmul"),
         ("softmax --impl tritn", 1, "softmax has no implementation 'tritn': did you mean triton"),
         ("softmax --example wid", 1, "softmax has no example 'wid': did you mean wide"),
         ("softmax --arch 90,91", 1, "--arch has '91', wanted some of 80,"),
@@ -124,10 +124,10 @@ def test_what_refuses_is_said() -> None:
         ("softmax --arch 90 --config BLOCK_D=16384", 1, "outside the space: BLOCK_D wider than the row needs"),
         ("softmax --show llir", 2, "wanted one of ttgir, ptx, sass"),
         ("softmax M=2 N=64 --example rows", 1, "not both"),
-        ("softmax M=2", 1, "softmax: N is missing; softmax takes M=... N=... dtype=bfloat16"),
+        ("softmax M=2", 1, "softmax: N is missing; the dimensions are M=... N=... dtype=bfloat16"),
         ("softmax M=2 K=3", 1, "softmax has no dimension 'K'"),
         ("softmax M=2 n=3", 1, "did you mean N"),
-        ("softmax M=2 N=x", 1, "softmax: N is 'x', wanted a whole number"),
+        ("softmax M=2 N=x", 1, "softmax: N is 'x', wanted an integer"),
         ("softmax M=2 N=-3", 1, "softmax: N is -3, wanted 0 or more"),
         ("softmax M=2 N=3 M=4", 1, "M is given twice"),
         ("softmax M=2 N=64 dtype=bf17", 1, "wanted a dtype: did you mean bf16"),
