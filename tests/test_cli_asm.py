@@ -116,7 +116,7 @@ def test_what_refuses_is_said() -> None:
         ("matmull", 1, "there is no operator 'matmull': did you mean matmul"),
         ("softmax --impl tritn", 1, "softmax has no implementation 'tritn': did you mean triton"),
         ("softmax --example wid", 1, "softmax has no example 'wid': did you mean wide"),
-        ("softmax --arch 90,91", 1, "--arch has '91', wanted some of 80,"),
+        ("softmax --arch 90,91", 1, "--arch contains '91', wanted some of 80,"),
         ("softmax --arch", 2, "requires an argument"),
         ("softmax --config BLOCK_DD=64", 1, "--config is 'BLOCK_DD=64', wanted AXIS=VALUE: did you mean BLOCK_D"),
         ("softmax --config BLOCK_D", 1, "wanted AXIS=VALUE"),

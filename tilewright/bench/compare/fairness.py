@@ -278,13 +278,8 @@ _STOPWATCHES = {
 
 def _versions(ours: Side, baseline: Side) -> Point:
     shown = [", ".join(f"{k} {v}" for k, v in (side.facts.get("versions") or {}).items()) for side in (ours, baseline)]
-    return _point(
-        "versions",
-        shown[0] or None,
-        shown[1] or None,
-        _silent(ours, baseline, "versions"),
-        "Both are known, so the measurement can be repeated.",
-    )
+    why = "Both are known, so the measurement can be repeated."
+    return _point("versions", shown[0] or None, shown[1] or None, _silent(ours, baseline, "versions"), why)
 
 
 def _runs(ours: Side, baseline: Side) -> Point:
@@ -359,13 +354,8 @@ def _load(before: State, after: State, on_cpu: bool) -> Point:
     processes = 0 if on_cpu else after.gpu.get("processes", 0)
     shown = f"{load}, {processes} processes on the GPU" if processes else load
     if share is None:
-        return _point(
-            "machine load",
-            shown,
-            shown,
-            None,
-            "The load of other processes cannot be read here; its noise is part of the intervals.",
-        )
+        unread = "The load of other processes cannot be read here; its noise is part of the intervals."
+        return _point("machine load", shown, shown, None, unread)
     why = f"Other processes used {share:.0%} of the processors during the measurement"
     if share > (_OTHERS_CPU if on_cpu else _OTHERS_GPU):
         return _point("machine load", shown, shown, f"{why}: measure on a quieter machine.")
