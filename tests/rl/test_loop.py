@@ -209,7 +209,7 @@ def test_a_reward_that_fails_costs_its_sample_alone() -> None:
     assert row["applied"] == 1.0
     with Trainer(config) as trainer:
         trainer.workers.score = lambda tasks, answers: [None] * len(tasks)
-        with pytest.raises(ValueError, match="no answer of step 0 got a reward"):
+        with pytest.raises(ValueError, match="step 0: no answer got a reward"):
             trainer.step()
 
 

@@ -55,9 +55,7 @@ def compare(
     """
     with plain_errors(context), ends_on_sigterm():
         if report is not None and (report.suffix not in _WRITERS or not report.parent.is_dir()):
-            raise ValueError(
-                f"--report is {report}, wanted a file in an existing folder, ending in {', '.join(_WRITERS)}"
-            )
+            raise ValueError(f"--report is {report}, wanted a file in an existing folder, ending in {', '.join(_WRITERS)}")
         say(f"Loading {model} ...")
         import torch
 
