@@ -287,7 +287,7 @@ def test_quantize_saves_what_run_takes(model: Path, tmp_path: Path) -> None:
     assert tilewright("run", out, "-p", "Once", "--max-tokens", "3", "--ignore-eos", "--device", "cpu").returncode == 0
     again = tilewright("quantize", model, "--format", "int8", "--out", out)
     assert again.returncode == 1
-    assert "has files; give a new or an empty folder" in again.stderr
+    assert "is not empty; give a new or an empty folder" in again.stderr
     assert "wanted one of int8, fp8" in tilewright("quantize", model, "--format", "q4", "--out", tmp_path / "x").stderr
 
 

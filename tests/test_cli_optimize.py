@@ -59,9 +59,9 @@ def test_the_report(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("users_model:build --precision fp12", "--precision is 'fp12'; wanted one of fp32, fp16, bf16, int8"),
-        ("users_model:build --out nowhere/r.json", "--out is nowhere/r.json; wanted a file in an existing folder"),
-        ("users_model:build --device tpu", "--device is 'tpu'; this machine has"),
+        ("users_model:build --precision fp12", "--precision is 'fp12', wanted one of fp32, fp16, bf16, int8"),
+        ("users_model:build --out nowhere/r.json", "--out is nowhere/r.json, wanted a file in an existing folder"),
+        ("users_model:build --device tpu", "--device is 'tpu', but this machine has"),
         ("users_model:build --device cpu --tolerance -1", "tolerance is -1.0; wanted a finite number of at least 0"),
         ("users_model:build --device cpu --tune", "tune=True for a GPU"),
         ("users_model:gone --device cpu", "has no attribute 'gone'"),

@@ -26,7 +26,7 @@ def test_shapes() -> None:
         (["fp8"], "B=2 KZ=3", "has no dimension 'KZ'"),
         (["fp8"], "B=2", "KV is missing"),
         (["fp8"], "B=2 KV=64 format=int8", "cannot be given here"),
-        (["fp8"], "B=2 KV=64 dtype=fp16", "16 bits are bfloat16"),
+        (["fp8"], "B=2 KV=64 dtype=fp16", "the 16-bit side is bfloat16"),
         (["fp8"], " ; ", "no shape"),
     ],
 )

@@ -44,4 +44,4 @@ def test_rows_of_the_projections(measured: list[tuple[Any, ...]]) -> None:
     assert CliRunner().invoke(app, ["bench", "layers", "fp8", "--rows", "64", "--rows", "7"]).exit_code == 0
     assert measured.pop()[1] == [(m, n, k) for m in (64, 7) for n, k in PROJECTIONS]
     found = CliRunner().invoke(app, ["bench", "layers", "fp8", "--rows", "64", "--shapes", "1x2x3"])
-    assert (found.exit_code, "give one of" in found.output) == (1, True)
+    assert (found.exit_code, "give only one of --shapes and --rows" in found.output) == (1, True)

@@ -75,16 +75,16 @@ SMALL = {"M": 3, "N": 32, "K": 32, "T": 5, "B": 2, "KV": 40, "H": 4, "G": 2, "D"
 @pytest.mark.parametrize(
     ("op", "words", "message"),
     [
-        ("matmull", [], "no op is called 'matmull': did you mean matmul"),
-        ("linear", ["M=1", "N=2"], "K is missing; linear takes M=... N=... K=... dtype=bfloat16"),
+        ("matmull", [], "there is no operator 'matmull': did you mean matmul"),
+        ("linear", ["M=1", "N=2"], "K is missing; the dimensions are M=... N=... K=... dtype=bfloat16"),
         ("linear", ["M=1", "N=2", "KK=3"], "no dimension 'KK': did you mean K"),
-        ("linear", ["M=1", "N=2", "K=x"], "K is 'x', wanted a whole number"),
+        ("linear", ["M=1", "N=2", "K=x"], "K is 'x', wanted an integer"),
         ("linear", ["M=1", "N=2", "K=-1"], "K is -1, wanted 0 or more"),
         ("linear", ["M=1", "M=2", "N=2", "K=3"], "M is given twice"),
         ("linear", ["M"], "KEY=VALUE, got 'M'"),
         ("linear", ["M=1", "N=2", "K=3", "dtype=bf61"], "wanted a dtype: did you mean bf16"),
         ("linear", ["M=1", "N=2", "K=3", "layout=xx"], "wanted nt, nn or tn"),
-        ("softmax", ["M=1000000", "N=1000000"], "GiB of arguments, wanted at most"),
+        ("softmax", ["M=1000000", "N=1000000"], "GiB, wanted at most"),
         ("paged_attention", ["B=1", "KV=4", "Q=9"], "1 <= Q <= KV"),
         ("paged_attention", ["B=1", "KV=4", "chunk=9"], "chunk 9 and KV 4"),
     ],
@@ -109,7 +109,7 @@ def test_default_shapes_are_dimensions_of_the_op(op: Op) -> None:
 
 def test_shapes_by_option() -> None:
     assert shapes_of(LINEAR, [], "M=1,N=2,K=3;M=4,N=5,K=6;") == [["M=1", "N=2", "K=3"], ["M=4", "N=5", "K=6"]]
-    with pytest.raises(ValueError, match="give one of"):
+    with pytest.raises(ValueError, match="--shapes cannot be combined with"):
         shapes_of(LINEAR, ["M=1"], "M=1,N=2,K=3")
 
 
@@ -239,7 +239,7 @@ def test_counters_are_parsed() -> None:
     ("output", "words"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "lets only administrators read counters"),
-        ("==WARNING== No kernels were profiled.", "gave no counters .exit code 1.: ==WARNING== No kernels"),
+        ("==WARNING== No kernels were profiled.", "reported no counters .exit code 1.: ==WARNING== No kernels"),
     ],
 )
 def test_counters_that_cannot_be_read_have_a_reason(monkeypatch: pytest.MonkeyPatch, output: str, words: str) -> None:

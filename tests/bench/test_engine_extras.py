@@ -81,7 +81,7 @@ def test_a_tekken_file_is_read(tmp_path: Path) -> None:
 def test_the_last_merge_of_a_token() -> None:
     ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"abab": 257}
     assert two_parts(b"abab", ranks) == (b"ab", b"ab")
-    with pytest.raises(ValueError, match="not made of tokens of lower rank"):
+    with pytest.raises(ValueError, match="cannot be made from tokens of lower rank"):
         two_parts(b"xyz", {**ranks, b"xyz": 258})
 
 

@@ -32,7 +32,7 @@ def test_a_matrix_product() -> None:
     assert kernel["tensor_cores"] == "wgmma"
     assert kernel["blocks"] == kernel["waves"]["blocks"] > 0
     assert kernel["blocks_per_sm"] >= 1
-    assert any(line.startswith("measure it: tilewright tune linear M=64 N=4096 K=4096") for line in said["advice"])
+    assert any(line.startswith("measure it with: tilewright tune linear M=64 N=4096 K=4096") for line in said["advice"])
     json.dumps(said)
 
 

@@ -146,11 +146,11 @@ def test_nothing_goes_on_with_other_code_or_another_card(name: str, tmp_path: Pa
     path = tmp_path / "it.json"
     Results(path, "a set").keep(rows("a"))
     before, here[name] = path.read_text(), CHANGES[name]
-    with pytest.raises(ValueError, match="give another"):
+    with pytest.raises(ValueError, match="use another"):
         Results(path, "a set", resume=True)
     assert path.read_text() == before
     if name != "command":  # nor does another file of the same folder
-        with pytest.raises(ValueError, match="one version of the code on one card"):
+        with pytest.raises(ValueError, match="a single version of the code on one GPU"):
             Results(tmp_path / "other.json", "a set", resume=True)
 
 
@@ -162,7 +162,7 @@ def test_parts_of_two_codes_are_not_joined(tmp_path: Path, here: dict[str, Any])
     second = json.loads((tmp_path / "it.2.json").read_text())
     second["environment"]["driver"] = "600.1"
     (tmp_path / "it.2.json").write_text(json.dumps(second))
-    with pytest.raises(ValueError, match=r"it\.2\.json has driver 600\.1, it\.json None: they are not one result"):
+    with pytest.raises(ValueError, match=r"it\.2\.json has driver 600\.1, but it\.json has None, so they are not one result"):
         joined(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match="continues a file that does not exist"):

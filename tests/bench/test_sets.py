@@ -47,9 +47,9 @@ def test_layers_are_measured_in_the_invariant_scope_where_asked_for(asked: bool,
 
 CASES = (
     (["linear", "--set", "awkwrad"], "awkward"),
-    (["linear", "--set", "squares", "--shapes", "M=1,N=2,K=3"], "one of"),
+    (["linear", "--set", "squares", "--shapes", "M=1,N=2,K=3"], "cannot be combined"),
     (["linear", "M=1", "N=2", "K=3", "offset=y"], "wanted none, x or weight"),
-    (["softmax", "--aligned"], "--aligned is for linear; got softmax"),
+    (["softmax", "--aligned"], "--aligned is only for linear; got softmax"),
     (["layers", "int9"], "int8"),
     (["layers", "int8", "--activation", "tanh"], "silu_mul"),
     (["layers", "int8", "--shapes", "64x4096"], "ROWSxOUTPUTSxINPUTS"),

@@ -207,7 +207,7 @@ def test_parquet_is_read_and_damage_counted(tmp_path: Path) -> None:
 )
 def test_formats_by_name(name: str, kind: str) -> None:
     assert format_of(Path(name)) == kind
-    with pytest.raises(ValueError, match="format = one of html, jsonl"):
+    with pytest.raises(ValueError, match="set format in the recipe to one of html, jsonl"):
         format_of(Path("unknown.bin"))
 
 

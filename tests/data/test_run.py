@@ -279,7 +279,7 @@ def test_diff(recipe: Path, whole: RunResult, tmp_path: Path) -> None:
     )
     assert found["only before, count"] > 0
     assert any("too few words" in line for line in lines(found))
-    with pytest.raises(ValueError, match=r"no report\.json in it"):
+    with pytest.raises(ValueError, match=r"has no report\.json"):
         compare(tmp_path, whole.folder)
 
 

@@ -110,7 +110,7 @@ def test_a_bundle_is_for_one_format(tmp_path: Path) -> None:
     assert (plain["quantize"], quantized["quantize"]) == (None, "int8")
     folder, _ = write_layout(tmp_path, "awq")
     assert facts_of(load_config(folder), torch.bfloat16, options())["quantize"].startswith("awq AWQ(group=64")
-    with pytest.raises(ValueError, match=r"fp8 needs the float8 instructions of sm_89, and .* is sm_80"):
+    with pytest.raises(ValueError, match=r"fp8 needs the float8 instructions of sm_89, but .* is sm_80"):
         make_bundle(
             tmp_path / "b", CONFIG, options(quantize="fp8", dtype="bfloat16"), card=device_named("a100"), jobs=1, progress=print
         )

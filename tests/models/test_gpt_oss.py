@@ -52,5 +52,5 @@ def test_scales_of_another_shape_are_refused(folders: tuple[Path, Path]) -> None
     tensors = load_file(path)
     name = "model.layers.0.mlp.experts.down_proj_scales"
     save_file({**tensors, name: tensors[name][:2].clone()}, path, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"down_proj_scales: got \[2, 64, 1\], config.json wants \[3, 64, 1\]"):
+    with pytest.raises(ModelError, match=r"down_proj_scales: shape is \[2, 64, 1\], config.json requires \[3, 64, 1\]"):
         load_model(folders[1], device="cpu")

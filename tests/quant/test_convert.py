@@ -350,7 +350,7 @@ def test_a_card_that_lacks_a_format_is_told(format: str) -> None:
     check_card(format, device_named("h100"), torch.bfloat16)
     check_card(format, device_named("l40s"), torch.float16)
     if "fp8" in format:
-        with pytest.raises(ValueError, match=f"{format} needs the float8 instructions of sm_89, and .* is sm_80; take int8"):
+        with pytest.raises(ValueError, match=f"{format} needs the float8 instructions of sm_89, but .* is sm_80; use int8"):
             check_card(format, device_named("a100"), torch.bfloat16)
     else:
         check_card(format, device_named("a100"), torch.bfloat16)

@@ -35,7 +35,7 @@ def only(lines: list[str], words: str) -> str:
 def test_groups_of_one_reward_are_counted_and_said(tmp_path: Path) -> None:
     code, lines, rows = run_of(tmp_path, "Same", updates=1)
     assert code == 0
-    only(lines, "warning: step 1: all answers to each prompt have one reward: nothing to learn from")
+    only(lines, "warning: step 1: all answers to each prompt have the same reward, so there is nothing to learn from")
     assert rows[0]["equal_groups"] == 1.0
     assert rows[0]["norm"] >= 0.0
 
@@ -81,6 +81,6 @@ def test_empty_answers_are_counted_learnt_from_and_said(tmp_path: Path, monkeypa
     monkeypatch.setattr("tilewright.rl.loop.sampler_of", lambda *given: Empty())
     code, lines, rows = run_of(tmp_path, "Same")
     assert code == 0
-    only(lines, "warning: step 1: 16 answers are empty: the policy ends them at once")
+    only(lines, "warning: step 1: 16 answers are empty, because the policy ends them at once")
     assert (rows[0]["empty"], rows[0]["length"], rows[0]["lost"]) == (16, 1.0, 0)
     assert rows[0]["applied"] == 1.0

@@ -189,8 +189,10 @@ def test_the_command_logs_every_step(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["rl", str(path), "--updates", "2", "--log", str(log)], prog_name="tilewright")
     assert result.exit_code == 0, result.stderr
     assert len(result.stdout.splitlines()) == 2
-    assert result.stderr.count("the policy has collapsed: its tokens have -log p 3") == 2  # ln 21 = 3.04 is below that floor
-    assert "this config does not promise 0" in result.stderr
+    assert (
+        result.stderr.count("the policy has collapsed, because the mean -log p of its tokens is 3") == 2
+    )  # ln 21 = 3.04 is below that floor
+    assert "this config does not guarantee 0" in result.stderr
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     assert [row["update"] for row in rows] == [1, 2]
     assert {"reward", "length", "entropy", "kl", "ratio", "clip_share", "sampling", "lost"} <= rows[0].keys()
@@ -207,7 +209,7 @@ def test_a_reward_that_fails_costs_its_sample_alone() -> None:
     assert row["applied"] == 1.0
     with Trainer(config) as trainer:
         trainer.workers.score = lambda tasks, answers: [None] * len(tasks)
-        with pytest.raises(ValueError, match="no answer of step 0 got a reward"):
+        with pytest.raises(ValueError, match="step 0: no answer got a reward"):
             trainer.step()
 
 

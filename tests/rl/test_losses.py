@@ -299,9 +299,9 @@ def test_bad_samples_are_refused(change: dict[str, object], words: str) -> None:
     good = Sample(tokens=[1, 2], chosen=[False, True], logprobs=[0.0, -1.0], reward=1.0, group=0)
     with pytest.raises(ValueError, match=words):
         pack([replace(good, **change)])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="no samples"):
+    with pytest.raises(ValueError, match="at least one sample"):
         pack([])
-    with pytest.raises(ValueError, match="needs the batch's advantages"):
+    with pytest.raises(ValueError, match="needs the field advantages"):
         grpo(torch.zeros(2), pack([good]))
     with pytest.raises(ValueError, match=r"rewards has shape \(3,\); wanted \(1,\)"):
         replace(pack([good]), rewards=torch.zeros(3))

@@ -49,7 +49,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits(algorithm: str, tmp_p
     assert finished(cut) == whole
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "cut")]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match=r"is of another run: learning_rate was 0\.003"):
+    with pytest.raises(ValueError, match=r"belongs to a run with other settings: learning_rate was 0\.003"):
         finished(replace(cut, learning_rate=1e-3))
 
 

@@ -62,7 +62,7 @@ def test_fit_then_predict_then_plan(tmp_path: Path) -> None:
     for wrong in ((), ("--flops", "1e21", "--plan", planned)):
         code, _, err = scaling("predict", law, *wrong)
         assert code == 1
-        assert "give a budget with --flops, or a plan with --plan" in " ".join(err.split())
+        assert "give either a budget with --flops or a plan with --plan" in " ".join(err.split())
 
 
 def cut(lines: list[str], row: int, column: int, text: str) -> str:

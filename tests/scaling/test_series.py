@@ -60,7 +60,7 @@ def test_a_plan_of_widths_keeps_what_is_near_and_read_once(tmp_path: Path) -> No
     [
         (("--hidden", "64"), "needs --layers"),
         (("--hidden", "x", "--layers", "4"), "wanted hidden sizes"),
-        (("--max-tokens", "1e6"), "goes with --hidden"),
+        (("--max-tokens", "1e6"), "--max-tokens needs --hidden"),
         (("--seeds", "0"), "wanted 1 to 1000"),
         (("--lr", "fast"), "wanted learning rates"),
     ],

@@ -127,7 +127,7 @@ def test_numbers_that_json_has_not_become_null() -> None:
         ({"norm": "sandwich", "layers": 2}, "norm is 'sandwich', wanted one of pre, post, peri, deepnorm, none"),
         ({"norm": "pre", "layers": 0}, "layers is 0, wanted 1 to 1000"),
         ({"norm": "pre", "layers": 2, "width": 60}, "width is 60, wanted a multiple of 16"),
-        ({"norm": "pre", "layers": 2, "warmup": 3}, "warm-up of 3 in 0 steps"),
+        ({"norm": "pre", "layers": 2, "warmup": 3}, "warmup is 3 and steps is 0"),
         ({"norm": "pre", "layers": 2, "lr": math.nan}, "lr is nan"),
     ],
 )

@@ -211,7 +211,7 @@ def test_messages_and_texts_are_pairs(config: Callable[..., TrainConfig], tiny: 
         ({"messages": [{"role": "user"}], "chosen": "a", "rejected": "b"}, "of texts, or of messages"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": "b"}, "of texts, or of messages"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same answer"),
-        ({"prompt": "a" * 99, "chosen": "b", "rejected": "c"}, "more than a row of 64: raise row_tokens"),
+        ({"prompt": "a" * 99, "chosen": "b", "rejected": "c"}, "but a row only 64; raise row_tokens"),
         ("[" * 100000, 'wanted {"prompt"'),
     ],
 )

@@ -340,7 +340,7 @@ def test_a_dry_run_says_what_would_be_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("lineer", "M=1"), "no op is called 'lineer': did you mean linear"),
+        (("lineer", "M=1"), "there is no operator 'lineer': did you mean linear"),
         (("exprot",), "did you mean `tilewright tune export`"),
         ((*SHAPE[:-1], "k=4"), "no dimension 'k': did you mean K"),
         (SHAPE[:-1], "K is missing"),
@@ -360,7 +360,7 @@ def test_what_a_user_gets_wrong_is_one_line(arguments: tuple[str, ...], words: s
 def test_without_a_gpu_it_says_what_can_be_done_instead(card: tuple[str, ...], path: Path) -> None:
     done = tune(*SHAPE, *card, "--database", path)
     assert done.exit_code == 1
-    assert "no GPU here to measure on" in done.stderr
+    assert "this machine has no GPU to measure on" in done.stderr
     assert f"`tilewright tune linear M=512 N=4096 K=4096 --dry-run --card {'a100' if card else 'h100'}`" in done.stderr
     assert "tilewright tune import" in done.stderr
     assert not path.exists()

@@ -39,13 +39,17 @@ def shapes_of(formats: Sequence[str], shapes: str | None) -> list[tuple[str, dic
     """
     for name in formats:
         if name not in FORMATS_OF_ATTENTION:
-            raise ValueError(f"no format {name!r}: {nearest(name, FORMATS_OF_ATTENTION)}")
+            raise ValueError(f"there is no format {name!r}: {nearest(name, FORMATS_OF_ATTENTION)}")
     texts = [" ".join(text.replace(",", " ").split()) for text in shapes.split(";")] if shapes else _USUAL
     found = [(text, checked(scaled_attention_op, text.split())) for text in texts if text]
     if any("format" in dims or "dtype" in dims for _, dims in found):
-        raise ValueError("format and dtype cannot be given here: formats stand before the options, and 16 bits are bfloat16")
+        raise ValueError(
+            "format and dtype cannot be given here, because the formats come before the options and the 16-bit side is bfloat16"
+        )
     if not found:
-        raise ValueError(f'--shapes has no shape: {shapes!r}, wanted such as "B=2 KV=8192 H=16 G=16 causal=true"')
+        raise ValueError(
+            f'--shapes is {shapes!r}, which contains no shape; wanted shapes such as "B=2 KV=8192 H=16 G=16 causal=true"'
+        )
     return found
 
 

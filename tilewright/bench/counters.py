@@ -52,7 +52,7 @@ def counters_of(op_name: str, words: Sequence[str], preferred: str | None) -> di
     """Kernel name -> {metric of METRICS: value}; if the counters cannot be read, a sentence that says why."""
     tool = shutil.which("ncu") or next((place for place in _PLACES if Path(place).is_file()), None)
     if tool is None:
-        return "ncu is not installed: it is part of the CUDA toolkit and of Nsight Compute"
+        return "ncu is not installed; it is part of the CUDA toolkit and of Nsight Compute"
     command = [tool, "--csv", "--profile-from-start", "off", "--metrics", ",".join(METRICS.values())]
     command += [sys.executable, "-c", _CHILD, op_name, preferred or "", *words]
     try:
@@ -62,13 +62,13 @@ def counters_of(op_name: str, words: Sequence[str], preferred: str | None) -> di
     text = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in text:
         return (
-            "the driver lets only administrators read counters (ERR_NVGPUCTRPERM): run as root, or load the nvidia module with "
-            "NVreg_RestrictProfilingToAdminUsers=0; in a container also --cap-add=SYS_ADMIN"
+            "the driver lets only administrators read counters (ERR_NVGPUCTRPERM); run as root, or load the nvidia "
+            "module with NVreg_RestrictProfilingToAdminUsers=0; in a container also --cap-add=SYS_ADMIN"
         )
     found = parse(done.stdout)
     if not found:
         last = [line for line in text.splitlines() if line.strip()][-1:] or ["no output"]
-        return f"ncu gave no counters (exit code {done.returncode}): {last[0]}"
+        return f"ncu reported no counters (exit code {done.returncode}): {last[0]}"
     return found
 
 

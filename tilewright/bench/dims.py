@@ -46,7 +46,7 @@ def find_op(name: str) -> Op:
     ops = {op.name: op for op in ALL}
     op = ops.get(ALIASES.get(name, name))
     if op is None:
-        raise ValueError(f"no op is called {name!r}: {nearest(name, sorted([*ops, *ALIASES]))}")
+        raise ValueError(f"there is no operator {name!r}: {nearest(name, sorted([*ops, *ALIASES]))}")
     return op
 
 
@@ -58,7 +58,7 @@ def parse_dims(op: Op, words: Sequence[str]) -> dict[str, Any]:
             is given twice; a dimension without a default is missing.
     """
     if op.make is None:
-        raise ValueError(f"{op.name} has no dimensions to give: leave out {' '.join(words)}")
+        raise ValueError(f"{op.name} has no dimensions; leave out {' '.join(words)}")
     wanted = {
         name: parameter
         for name, parameter in inspect.signature(op.make, eval_str=True).parameters.items()
@@ -68,19 +68,19 @@ def parse_dims(op: Op, words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals:
-            raise ValueError(f"{op.name}: dimensions are KEY=VALUE, got {word!r}; {op.name} takes {_spelled(wanted)}")
+            raise ValueError(f"{op.name}: dimensions are KEY=VALUE, got {word!r}; the dimensions are {_spelled(wanted)}")
         if key not in wanted:
             raise ValueError(f"{op.name} has no dimension {key!r}: {nearest(key, wanted)}")
         if key in found:
-            raise ValueError(f"{op.name}: {key} is given twice, {key}={found[key]} and {word}")
+            raise ValueError(f"{op.name}: {key} is given twice, as {key}={found[key]} and {word}")
         value = found[key] = parse_value(f"{op.name}: {key}", text, wanted[key].annotation)
         default = wanted[key].default
         if isinstance(value, torch.dtype) and (value.itemsize == 1) != (default.itemsize == 1):
             same = [name for name, dtype in DTYPES.items() if (dtype.itemsize == 1) == (default.itemsize == 1)]
-            raise ValueError(f"{op.name} does not take {key}={text}: there are {', '.join(same)}")
+            raise ValueError(f"{op.name} does not support {key}={text}, only {', '.join(same)}")
     missing = [name for name, p in wanted.items() if p.default is inspect.Parameter.empty and name not in found]
     if missing:
-        raise ValueError(f"{op.name}: {', '.join(missing)} is missing; {op.name} takes {_spelled(wanted)}")
+        raise ValueError(f"{op.name}: {', '.join(missing)} is missing; the dimensions are {_spelled(wanted)}")
     return found
 
 
@@ -106,7 +106,7 @@ def parse_value(what: str, text: str, kind: Any) -> Any:
     try:
         value = kind(text)
     except ValueError:
-        raise ValueError(f"{what} is {text!r}, wanted {'a whole number' if kind is int else 'a number'}") from None
+        raise ValueError(f"{what} is {text!r}, wanted {'an integer' if kind is int else 'a number'}") from None
     if kind is int and value < 0:
         raise ValueError(f"{what} is {value}, wanted 0 or more")
     return value

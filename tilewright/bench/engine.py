@@ -234,7 +234,7 @@ def _run(engine: Any, workload: Workload, *, seed: int, vocab: int, card: _Card)
     del engine.scheduler.schedule  # the class has the real one
     expected = sum(out for _, out in lengths)
     if produced != expected:
-        raise RuntimeError(f"{workload.name}: {produced} tokens came out, wanted {expected}")
+        raise RuntimeError(f"{workload.name}: {produced} tokens were generated, wanted {expected}")
     seconds = end - first_s if workload.decode_only else end - start
     counted = produced - len(lengths) if workload.decode_only else produced
     gaps = [b - a for a, b in itertools.pairwise(stamps)]

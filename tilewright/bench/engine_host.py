@@ -91,7 +91,7 @@ class HostSteps:
         while len(scheduler.running) < running or any(len(one) == len(one.prompt_ids) for one in scheduler.running):
             self._reader.read(self.engine.advance())
             if scheduler.stats().failed:
-                raise RuntimeError("a step failed: look at the messages of its requests")
+                raise RuntimeError("a step failed; see the messages of its requests")
         self._spent: dict[str, float] = defaultdict(float)
         self._watch(self.engine, "_speculate", "guesses")
         self._watch(scheduler, "schedule", "schedule")

@@ -97,7 +97,9 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     strange = strangers(folder, environment(card=False))
     if strange:
-        raise ValueError(f"{strange[0]}; a folder holds results of one version of the code: give --out another folder")
+        raise ValueError(
+            f"{strange[0]}; a folder contains results of a single version of the code, so set --out to another folder"
+        )
     began, failed, waiting = time.monotonic(), [], []
     pending = [group for group in groups if left_of(group, folder).rows]
     clock = _Clock(sum(left_of(group, folder).seconds for group in pending))

@@ -223,16 +223,16 @@ def _cliffs(op: Op, dims: Mapping[str, Any], choice: Choice, device: Device) -> 
 def _advice(op: Op, answer: Mapping[str, Any]) -> Iterator[str]:
     words = " ".join(f"{name}={value}" for name, value in answer["dims"].items())
     if answer["source"] not in ("exact", "fixed"):
-        yield f"measure it: tilewright tune {op.name} {words}"
+        yield f"measure it with: tilewright tune {op.name} {words}"
     for kernel in answer["kernels"]:
         name = kernel["kernel"]
         if kernel["spill_bytes"]:
-            yield f"{name} spills {kernel['spill_bytes']} bytes a thread: a smaller tile or more warps"
+            yield f"{name} spills {kernel['spill_bytes']} bytes per thread; a smaller tile or more warps may avoid this"
         if (wave := kernel.get("waves")) and wave["waves"] <= 4 and wave["efficiency"] < 0.75:
             idle = f"{wave['tail']} of {wave['slots']} blocks in the last wave"
-            yield f"{name}: {idle}; smaller tiles, or splitting the summed dimension, would fill the card"
+            yield f"{name}: {idle}; smaller tiles, or splitting the summed dimension, would fill the GPU"
         for cliff in kernel["occupancy_cliffs"]:
             if cliff.startswith(tuple(f"{n} register" for n in range(1, 9))) and "fewer: " in cliff:
                 yield f"{name}: {cliff}"
     if not str(answer["roofline"]["ceilings"]).startswith("measured"):
-        yield "the ceilings are from the data sheet: tilewright hw --measure on the card measures them"
+        yield "the ceilings are from the data sheet; tilewright hw --measure on this GPU measures them"

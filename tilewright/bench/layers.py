@@ -28,7 +28,7 @@ def checked(formats: Sequence[str], activation: str) -> None:
     """Raise ValueError for a format or an activation that is not measured here."""
     for name in formats:
         if name not in WEIGHT_FORMATS:
-            raise ValueError(f"no format {name!r}: {nearest(name, WEIGHT_FORMATS)}")
+            raise ValueError(f"there is no format {name!r}: {nearest(name, WEIGHT_FORMATS)}")
     if activation not in ("none", "silu_mul"):
         raise ValueError(f"activation is {activation!r}, wanted none or silu_mul")
 

@@ -33,10 +33,12 @@ def shapes_of(op: Op, dims: Sequence[str], shapes: str | None, named: str | None
         ValueError: more than one of them is given, the set is unknown, or a word is not one of the op's dimensions.
     """
     if (shapes and dims) or (shapes and named):
-        raise ValueError("give one of dimensions, --shapes, --set; dimensions given with --set are added to each of its shapes")
+        raise ValueError(
+            "--shapes cannot be combined with dimensions or --set; dimensions given with --set are added to each of its shapes"
+        )
     if named is not None:
         if named not in SETS:
-            raise ValueError(f"no set {named!r}: {nearest(named, SETS)}")
+            raise ValueError(f"there is no set {named!r}: {nearest(named, SETS)}")
         texts = [" ".join([text, *dims]) for text in SETS[named]]
     else:
         texts = [" ".join(dims)] if dims else shapes.split(";") if shapes else list(default_shapes(op.name))
@@ -56,7 +58,9 @@ def checked(op: Op, words: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{op.name} {' '.join(words)}: invalid arguments ({str(error).splitlines()[0]})") from error
     size = sum(a.numel() * a.element_size() for a in args if isinstance(a, Tensor))
     if size > _LARGEST_BYTES:
-        raise ValueError(f"{op.name} {' '.join(words)}: {size >> 30} GiB of arguments, wanted at most {_LARGEST_BYTES >> 30}")
+        raise ValueError(
+            f"{op.name} {' '.join(words)}: the arguments need {size >> 30} GiB, wanted at most {_LARGEST_BYTES >> 30}"
+        )
     return dims
 
 

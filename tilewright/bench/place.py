@@ -41,7 +41,7 @@ class Placement:
 def sizes_up_to(most: int) -> list[int]:
     """About 20 batch sizes up to `most`, small ones closer together. Raises ValueError if `most` is too small for a fit."""
     if most < 8:
-        raise ValueError(f"--max-batch is {most}, wanted at least 8: fewer sizes are not enough for a fit")
+        raise ValueError(f"--max-batch is {most}, wanted at least 8, because a fit needs several sizes")
     return sorted({*range(1, 5), *(round(most ** (i / 15)) for i in range(16)), most})
 
 

@@ -115,6 +115,6 @@ def chosen(only: list[str] | None) -> list[Group]:
     for name in only:
         some = {name} & set(names) or {other for other in names if other.startswith(f"{name}-")}
         if not some:
-            raise ValueError(f"--only is {name!r}: {nearest(name, names)}")
+            raise ValueError(f"there is no group {name!r} for --only: {nearest(name, names)}")
         found |= some
     return [group for group in GROUPS if group.name in found]

@@ -77,9 +77,9 @@ def commit() -> Commit:
         return here
     match = _COMMIT.fullmatch(told)
     if match is None:
-        raise ValueError(f"TILEWRIGHT_COMMIT is {told!r}, wanted 7 to 40 hex digits, and -dirty where files were changed")
+        raise ValueError(f"TILEWRIGHT_COMMIT is {told!r}, wanted 7 to 40 hex digits, followed by -dirty if files were changed")
     if here.name is not None and not here.name.startswith(match[1]):
-        raise ValueError(f"TILEWRIGHT_COMMIT is {told}, but {here.name} is checked out here: unset it")
+        raise ValueError(f"TILEWRIGHT_COMMIT is {told}, but {here.name} is checked out here; unset it")
     return here if here.name is not None else Commit(match[1], match[2] is not None)
 
 

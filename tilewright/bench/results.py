@@ -50,7 +50,7 @@ class Results:
         self._what, self._path, self._older = what, path, []
         if path is None:
             if resume:
-                raise ValueError("--resume continues the file of --out: give one")
+                raise ValueError("--resume continues the file given by --out; give --out")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         self._environment = environment()
@@ -101,12 +101,14 @@ def _check_same(path: Path, here: Mapping[str, Any]) -> None:
     """Raise ValueError unless this process may continue a result."""
     strange = strangers(path.parent, here)
     if strange:
-        raise ValueError(f"{strange[0]}; a folder holds results of one version of the code on one card: give another folder")
+        raise ValueError(
+            f"{strange[0]}; a folder contains results of a single version of the code on one GPU, so use another folder"
+        )
     if not path.is_file():
         return
     was, now = (_command(facts) for facts in (read(path)["environment"], here))
     if was != now:
-        raise ValueError(f"{path} was written by `{was}`, and `{now}` cannot continue it: give another file")
+        raise ValueError(f"{path} was written by `{was}`, so `{now}` cannot continue it; use another file")
 
 
 def _command(facts: Mapping[str, Any]) -> str:
@@ -150,9 +152,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no result file: {error}") from None
+        raise ValueError(f"{path} is not a result file: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list) or "environment" not in content:
-        raise ValueError(f'{path} is no result file: wanted an object with "environment" and "rows"')
+        raise ValueError(f'{path} is not a result file: wanted an object with "environment" and "rows"')
     return content
 
 
@@ -166,7 +168,7 @@ def strangers(folder: Path, here: Mapping[str, Any]) -> list[str]:
         was = json.loads(path.read_text()).get("environment", {})
         other = next((name for name in shared_by(path.name) if name in here and was.get(name) != here[name]), None)
         if other is not None:
-            found.append(f"{path} has {other} {was.get(other)}, this run has {other} {here[other]}")
+            found.append(f"{path} has {other} {was.get(other)}, but this run has {other} {here[other]}")
     return found
 
 
@@ -202,10 +204,10 @@ def _of_one_set(path: Path, files: list[Path]) -> list[dict[str, Any]]:
     first, *others = (read(file)["environment"] for file in files)
     for file, other in zip(files[1:], others, strict=True):
         if first.get("commit") is None and first.get("source") is None:
-            raise ValueError(f"{path.name} has parts but does not name its code: measure it again in one run")
+            raise ValueError(f"{path.name} has parts but does not name the version of its code; measure it again in one run")
         name = next((name for name in SAME if first.get(name) != other.get(name)), None)
         if name is not None:
             raise ValueError(
-                f"{file.name} has {name} {other.get(name)}, {path.name} {first.get(name)}: they are not one result"
+                f"{file.name} has {name} {other.get(name)}, but {path.name} has {first.get(name)}, so they are not one result"
             )
     return rows_in(path)[0]

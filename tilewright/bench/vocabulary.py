@@ -43,7 +43,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"{path} is neither a tokenizer.json nor a tekken file: {str(error)[:200]}") from None
     ends = [number for number, token in backend.get_added_tokens_decoder().items() if token.content in _ENDS]
     if not ends:
-        raise TokenizerError(f"{path} names no token that ends a text; known are {', '.join(_ENDS)}")
+        raise TokenizerError(f"{path} names no token that ends a text; the known ones are {', '.join(_ENDS)}")
     return Tokenizer(backend, eos_ids=ends)
 
 
@@ -72,7 +72,7 @@ def two_parts(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
     while len(parts) > 2:
         best = min(range(len(parts) - 1), key=lambda i: _rank(parts, i, ranks))
         if _rank(parts, best, ranks) >= ranks[token]:
-            raise ValueError(f"{token!r} is not made of tokens of lower rank")
+            raise ValueError(f"{token!r} cannot be made from tokens of lower rank")
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return parts[0], parts[1]
 

@@ -135,7 +135,7 @@ def _calls(op: "Op", words: list[str], label: str | None) -> list[tuple[str, tup
     from tilewright.op import Inputs
 
     if words and label is not None:
-        raise ValueError(f"give dimensions ({' '.join(words)}) or --example {label!r}, not both")
+        raise ValueError(f"give either dimensions ({' '.join(words)}) or --example {label!r}, not both")
     if label is None and (words or op.make is not None):
         shapes = [words] if words else [text.split() for text in reversed(default_shapes(op.name))]
         dims = [parse_dims(op, shape) for shape in shapes]
@@ -154,7 +154,7 @@ def _cards(text: str) -> "list[Device]":
     found = []
     for word in text.replace("sm_", "").split(","):
         if not word.strip().isdigit() or int(word) not in known:
-            raise ValueError(f"--arch has {word.strip()!r}, wanted some of {','.join(map(str, sorted(known)))}")
+            raise ValueError(f"--arch contains {word.strip()!r}, wanted some of {','.join(map(str, sorted(known)))}")
         found.append(known[int(word)])
     return found
 

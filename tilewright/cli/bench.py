@@ -49,8 +49,9 @@ def need_gpu(what: str) -> None:
 
     if not cuda_count():
         say(
-            f"tilewright bench {what}: needs a CUDA device and there is none. Without one: `tilewright explain OP --card h100`,"
-            " `tilewright asm OP`, `tilewright tune OP --dry-run --card h100`; `make test` checks results on the CPU"
+            f"tilewright bench {what} needs a CUDA device, and there is none; without one, use `tilewright explain "
+            "OP --card h100`, `tilewright asm OP` or `tilewright tune OP --dry-run --card h100`; `make test` checks "
+            "results on the CPU"
         )
         raise typer.Exit(1)
 
@@ -88,7 +89,7 @@ def bench_ops(
         known = sorted({name for name, _, _ in CASES})
         wrong = [name for name in names or [] if name not in known]
         if wrong:
-            raise typer.BadParameter(f"{', '.join(wrong)}: wanted some of {', '.join(known)}")
+            raise typer.BadParameter(f"there is no operator {', '.join(wrong)}; wanted some of {', '.join(known)}")
         need_gpu("ops")
         from tilewright.bench.results import Results
 
@@ -224,7 +225,7 @@ def bench_layers(
 
         checked(formats, activation)
         if shapes and counts:
-            raise ValueError("give one of --shapes and --rows")
+            raise ValueError("give only one of --shapes and --rows")
         usual = [(m, n, k) for m in counts or ROWS for n, k in PROJECTIONS]
         wanted = [_three_sizes(text) for text in shapes.split(";")] if shapes else usual
         need_gpu("layers")
@@ -283,7 +284,7 @@ def _finish(results: "Results", formats: list[str], settle: float, as_json: bool
 def _three_sizes(text: str) -> tuple[int, int, int]:
     parts = text.strip().split("x")
     if len(parts) != 3 or not all(part.isdecimal() and 0 < int(part) <= 1 << 20 for part in parts):
-        raise ValueError(f"--shapes has {text!r}, wanted ROWSxOUTPUTSxINPUTS such as 64x4096x4096, each at most {1 << 20}")
+        raise ValueError(f"--shapes contains {text!r}, wanted ROWSxOUTPUTSxINPUTS such as 64x4096x4096, each at most {1 << 20}")
     m, n, k = map(int, parts)
     return m, n, k
 
@@ -325,7 +326,7 @@ def bench_op(
         if against not in ("torch", "inductor", "vendor", "none"):
             raise typer.BadParameter(f"--against is {against!r}, wanted torch, inductor, vendor or none")
         if aligned and found.name != "linear":
-            raise ValueError(f"--aligned is for linear; got {found.name}")
+            raise ValueError(f"--aligned is only for linear; got {found.name}")
         names = [impl.name for impl in found.impls]
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")

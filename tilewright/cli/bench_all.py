@@ -49,9 +49,9 @@ def bench_all(
         try:
             failed, waiting = measure(groups, out, say, budget_s=None if budget is None else 60 * budget)
         except Stopped:
-            say(f"terminated; the rows measured so far are in {out}, and the same command continues")
+            say(f"terminated; the rows measured so far are in {out}, and the same command continues from there")
             raise typer.Exit(TERMINATED) from None
         if failed:
-            say(f"failed: {', '.join(failed)}; the same command tries their missing rows again")
+            say(f"failed: {', '.join(failed)}; the same command measures their missing rows again")
             raise typer.Exit(1)
         say(f"no time was left for: {', '.join(waiting)}; the same command continues" if waiting else f"{out} is complete")

@@ -16,7 +16,7 @@ __all__ = ["configure"]
 def _values(name: str, text: str) -> tuple[str | None, ...]:
     found = tuple(None if part == "none" else part for part in text.split(","))
     if "" in found or len(set(found)) != len(found):
-        raise ValueError(f"--{name} is {text!r}, wanted formats with commas between them, such as none,fp8")
+        raise ValueError(f"--{name} is {text!r}, wanted formats separated by commas, such as none,fp8")
     return found
 
 
@@ -62,7 +62,7 @@ def configure(
 
         numbers = replicas.split(",")
         if not all(number.isdecimal() and 1 <= int(number) <= 64 for number in numbers):
-            raise ValueError(f"--replicas is {replicas!r}, wanted numbers from 1 to 64 with commas between them")
+            raise ValueError(f"--replicas is {replicas!r}, wanted numbers from 1 to 64, separated by commas")
         asked = Asked(
             model=model,
             slo=Slo.parse(slo),

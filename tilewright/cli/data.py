@@ -54,7 +54,7 @@ def clean(
         else:
             print(table(result.report))
             print(f"\nsha256 of the documents: {result.sha256}")
-            say(f"{out}/report.html explains the steps")
+            say(f"{out}/report.html shows what each step did")
 
 
 @data.command()

@@ -74,7 +74,10 @@ def _system() -> Iterator[Finding]:
         yield Finding("system", "ok", name)
     else:
         yield Finding(
-            "system", "missing", name, "Triton has no kernels here: only the reference implementations run; use Linux"
+            "system",
+            "missing",
+            name,
+            "Triton has no kernels on this system, so only the reference implementations run; use Linux",
         )
 
 
@@ -106,12 +109,15 @@ def _gpu() -> Iterator[Finding]:
         driver = driver_version()
     except NoDriver as error:
         yield Finding(
-            "GPU", "missing", str(error), "operators run their reference on the CPU; `tilewright explain` needs no GPU"
+            "GPU",
+            "missing",
+            str(error),
+            "operators run their reference implementations on the CPU; `tilewright explain` needs no GPU",
         )
         return
     if not cuda_count():
         cause = (
-            "torch was built without CUDA: install a build with it"
+            "torch was built without CUDA; install a build with CUDA"
             if torch.version.cuda is None
             else "check CUDA_VISIBLE_DEVICES"
         )
@@ -157,7 +163,7 @@ def _cache() -> Iterator[Finding]:
             "cache",
             "missing",
             f"{folder} cannot be written",
-            "tuning records are lost; set XDG_CACHE_HOME to a folder of yours",
+            "tuning records are lost; set XDG_CACHE_HOME to a folder that can be written",
         )
 
 
@@ -180,7 +186,7 @@ def _model() -> Iterator[Finding]:
     try:
         yield Finding("bookworm", "ok", str(resolve("bookworm")))
     except ModelError:
-        advice = "it is in the repository: run from a clone, or name another model"
+        advice = "it is in the repository; run from a clone, or give another model"
         yield Finding("bookworm", "missing", "the embedded model is not in this installation", advice)
 
 

@@ -46,7 +46,7 @@ def explain(
         if prefer is not None and prefer not in names:
             raise ValueError(f"{found.name} has no implementation {prefer!r}: {nearest(prefer, names)}")
         if card is None and not cuda_count():
-            raise ValueError("this machine has no GPU; name one, such as --card h100")
+            raise ValueError("this machine has no GPU; give one, such as --card h100")
         device = device_named(card) if card is not None else device_of(0)
         with ExitStack() as scopes:
             if prefer is not None:

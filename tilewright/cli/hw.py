@@ -67,7 +67,9 @@ def _machine(measure: bool) -> Facts:
             found |= {"driver": str(nvml.nvmlSystemGetDriverVersion()), "cuda_of_driver": cuda_version(nvml)}
     except NoDriver as error:
         if measure:
-            raise ValueError(f"{error}: nothing to measure; `tilewright explain OP ... --card h100` needs no GPU") from None
+            raise ValueError(
+                f"{error}: there is nothing to measure; `tilewright explain OP ... --card h100` needs no GPU"
+            ) from None
         return {**found, "driver": None, "no_driver": str(error), "nccl": [asdict(n) for n in installed()]}
     found["gpus"] = [asdict(gpu) | _seen_by_cuda(gpu.pci_id) for gpu in top.gpus]
     found["nics"] = [asdict(nic) for nic in top.nics]
@@ -110,7 +112,9 @@ def _measure() -> None:
     from tilewright.hw.measure import cards, measure
 
     if not cuda_count():
-        raise ValueError("torch sees no GPU, but there is a driver: check CUDA_VISIBLE_DEVICES, and whether torch has CUDA")
+        raise ValueError(
+            "torch sees no GPU although there is a driver; check CUDA_VISIBLE_DEVICES, and whether torch was built with CUDA"
+        )
     for i in cards():
         found, facts = measure(i, say)
         save(found, path_of(device_of(i)), facts)

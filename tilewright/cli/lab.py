@@ -75,7 +75,7 @@ def _numbers(name: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"--{name} is {text!r}, wanted whole numbers with commas between them: 6,12,24") from None
+        raise ValueError(f"--{name} is {text!r}, wanted integers separated by commas, such as 6,12,24") from None
 
 
 def _print(flows: "list[Flow]") -> None:

@@ -56,11 +56,13 @@ def load(
         if self_check:
             raise typer.Exit(_self_check(as_json=as_json))
         if url is None:
-            raise typer.BadParameter("no URL: give the address of a service, such as http://127.0.0.1:8000, or --self-check")
+            raise typer.BadParameter(
+                "the URL is missing; give the address of a service, such as http://127.0.0.1:8000, or --self-check"
+            )
         config = LoadConfig(**given)
         for path in (report, out):
             if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
+                raise ValueError(f"{path} cannot be written, because the folder {path.parent} does not exist")
         outcome = _load(url, config)
         _print(outcome, report, out, as_json=as_json)
 
@@ -148,7 +150,7 @@ def _print(outcome: "Outcome", report: Path | None, out: Path | None, *, as_json
         found = [one.latencies.get(name) for name in names]
         print("".join(f"{f['p50'] * 1e3:11.1f} /{f['p99'] * 1e3:7.1f}" if f else f"{'-':>20}" for f in found))
         if one.spread is not None and one.spread > 0.1:
-            say(f"{one.label}: parts of the measured time differ by {one.spread:.0%}; run a longer stage")
+            say(f"{one.label}: parts of the measured time differ by {one.spread:.0%}; use a longer stage")
         if one.lag_p99_s > 0.05:
             say(f"{one.label}: this client sent up to {one.lag_p99_s * 1e3:.0f} ms late (p99); it may be the bottleneck")
         for words, count in one.problems.items():

@@ -41,7 +41,7 @@ def merge(
         if dtype is not None and dtype not in kinds:
             raise ValueError(f"dtype is {dtype!r}, wanted one of {', '.join(kinds)}")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise FileExistsError(f"{out} has files; give a new or an empty folder")
+            raise FileExistsError(f"{out} is not empty; give a new or an empty folder")
         model = load_model(base, device="cpu", dtype=None if dtype is None else kinds[dtype])
         merge(model, read_adapter(adapter, targets_of(model)))
         save_model(model, out, base)

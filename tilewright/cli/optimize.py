@@ -45,11 +45,11 @@ def optimize(
     """
     with plain_errors(context), ends_on_sigterm():
         if out is not None and (out.is_dir() or not out.parent.is_dir()):
-            raise ValueError(f"--out is {out}; wanted a file in an existing folder")
+            raise ValueError(f"--out is {out}, wanted a file in an existing folder")
         from tilewright.fuse.settings import PRECISIONS
 
         if precision is not None and precision not in PRECISIONS:
-            raise ValueError(f"--precision is {precision!r}; wanted one of {', '.join(PRECISIONS)}")
+            raise ValueError(f"--precision is {precision!r}, wanted one of {', '.join(PRECISIONS)}")
         import torch
 
         from tilewright.bench.compare.models import load_model
@@ -57,7 +57,7 @@ def optimize(
         from tilewright.hw.device import cuda_count, default_device
 
         if device is not None and device != "cpu" and not (device.startswith("cuda") and cuda_count()):
-            raise ValueError(f"--device is {device!r}; this machine has {'cuda and ' if cuda_count() else ''}cpu")
+            raise ValueError(f"--device is {device!r}, but this machine has {'cuda and ' if cuda_count() else 'only '}cpu")
         place = default_device() if device is None else torch.device(device)
         say(f"Loading {model} ...")
         loaded = load_model(model, device=place)

@@ -88,10 +88,10 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, [one for one in known if one], 1)
-            hint = f"did you mean {close[0]}?" if close else "wanted option names of this command, with _ for -"
+            hint = f"did you mean {close[0]}?" if close else "the names are those of this command's options, with _ for -"
             raise typer.BadParameter(f"{path} has {name!r}, which is not an option of this command; {hint}")
         if isinstance(value, dict):
-            raise typer.BadParameter(f"{path} has a table [{name}], wanted plain values")
+            raise typer.BadParameter(f"{path} has a table [{name}], but only plain values are allowed")
     context.default_map = {**(context.default_map or {}), **values}
     return path
 

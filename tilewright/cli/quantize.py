@@ -58,7 +58,7 @@ def quantize(
         if format not in QUANTIZE:
             raise ValueError(f"--format is {format!r}, wanted one of {', '.join(QUANTIZE)}")
         if out.exists() and any(out.iterdir()):
-            raise FileExistsError(f"--out {out} has files; give a new or an empty folder")
+            raise FileExistsError(f"--out {out} is not empty; give a new or an empty folder")
         say(f"Loading {model} ...")
         import torch
 

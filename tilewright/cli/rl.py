@@ -82,8 +82,8 @@ def run(
         chosen = replace(chosen, **{name: value for name, value in given if value is not None})
         say(f"Config: {json.dumps(chosen.to_json())}")
         exact = chosen.invariant and not chosen.staleness
-        promise = "wanted is 0" if exact else "this config does not promise 0, which invariant = true does without staleness"
-        say(f"ratio_off: how far the trainer's probability of a sampled token is from the sampler's; {promise}")
+        promise = "wanted is 0" if exact else "this config does not guarantee 0; invariant = true without staleness does"
+        say(f"ratio_off: how far the trainer's probability of a sampled token, divided by the sampler's, is from 1; {promise}")
         from tilewright.rl.loop import Trainer
         from tilewright.rl.run import rows
 
@@ -109,13 +109,18 @@ def run(
 
 def _warn(row: dict[str, Any], config: "RLConfig", exact: bool) -> None:
     if row["entropy"] < config.entropy_floor:
-        say(f"warning: step {row['update']}: the policy has collapsed: its tokens have -log p {row['entropy']:.2g}")
+        say(
+            f"warning: step {row['update']}: the policy has collapsed, because the mean -log p of its tokens is "
+            f"{row['entropy']:.2g}"
+        )
     if row["equal_groups"] == 1.0:
-        say(f"warning: step {row['update']}: all answers to each prompt have one reward: nothing to learn from")
+        say(
+            f"warning: step {row['update']}: all answers to each prompt have the same reward, so there is nothing to learn from"
+        )
     if exact and row["ratio_off"]:
-        say(f"warning: step {row['update']}: ratio_off is {row['ratio_off']:.3g}, and this config promises 0")
+        say(f"warning: step {row['update']}: ratio_off is {row['ratio_off']:.3g}, but this config guarantees 0")
     if 2 * row["empty"] > config.prompts * config.answers:
-        say(f"warning: step {row['update']}: {row['empty']} answers are empty: the policy ends them at once")
+        say(f"warning: step {row['update']}: {row['empty']} answers are empty, because the policy ends them at once")
 
 
 @rl.command(

@@ -103,14 +103,14 @@ def _planned(
     saved = None if prior is None else read_analysis(prior)
     if hidden is None:
         if max_tokens < math.inf:
-            raise ValueError("--max-tokens goes with --hidden: give the hidden sizes to try")
+            raise ValueError("--max-tokens needs --hidden; give the hidden sizes to try")
         return plan(budget, sizes=sizes, prior=PRIOR if saved is None else Law(**saved["law"]), **others)
     if others["layers"] is None:
-        raise ValueError("--hidden needs --layers: all sizes have one depth")
+        raise ValueError("--hidden needs --layers, because all sizes have the same number of layers")
     try:
         widths = [int(width) for width in hidden.split(",")]
     except ValueError:
-        raise ValueError(f"--hidden is {hidden!r}; wanted hidden sizes, as in 64,96,128") from None
+        raise ValueError(f"--hidden is {hidden!r}, wanted hidden sizes, as in 64,96,128") from None
     if saved is None:
         law = None
     else:
@@ -153,7 +153,7 @@ def run(
         data = shared_data(config, made, out / "data", say)
         table = run_plan(made, out, command_of(config, made, data), held_out_loss, say, jobs)
         print(table)
-        say(f"All runs are made; fit them: tilewright scaling fit {table}")
+        say(f"All runs are done; fit them: tilewright scaling fit {table}")
 
 
 @scaling.command()
@@ -224,9 +224,9 @@ def _law(text: str) -> Any:
     try:
         E, A, B, alpha, beta = (float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"--test is {text!r}; wanted five numbers E,A,B,alpha,beta, or hoffmann") from None
+        raise ValueError(f"--test is {text!r}, wanted five numbers E,A,B,alpha,beta, or hoffmann") from None
     if not all(0 < value < 1e30 for value in (E, A, B, alpha, beta)):
-        raise ValueError(f"--test is {text!r}; wanted positive numbers")
+        raise ValueError(f"--test is {text!r}, wanted numbers above 0")
     return Law(E=E, A=A, B=B, alpha=alpha, beta=beta)
 
 
@@ -253,14 +253,14 @@ def _print_fit(saved: dict[str, Any]) -> None:
         print(f"exponent by {method}: {said}")
     if line := saved["loss_trend"]:
         print(
-            f"lowest loss by budget: {line['factor']:.4g} C^-{line['exponent']:.4g}, {line['budgets']} budgets; off by "
-            f"{line['left_out']:+.2%} for the largest when that is left out"
+            f"lowest loss by budget: {line['factor']:.4g} C^-{line['exponent']:.4g}, {line['budgets']} budgets; off "
+            f"by {line['left_out']:+.2%} for the largest budget if that is left out"
         )
     if saved["budget_law"]:
         _print_other_laws(saved)
     if left := saved["leave_largest_out"]:
         print(
-            f"without the {left['held_out']} largest runs, predicted {left['decades']:.1f} decades on: loss off by "
+            f"without the {left['held_out']} largest runs, predicted over {left['decades']:.1f} decades: loss off by "
             f"{left['mean']:+.2%} on average, {left['rms']:.2%} RMS, {left['worst']:+.2%} at worst"
         )
     if test := saved.get("test"):
@@ -307,7 +307,7 @@ def predict(
             _predict_runs(read_analysis(law), plan, as_json)
             return
         if flops is None or plan is not None:
-            raise ValueError("give a budget with --flops, or a plan with --plan")
+            raise ValueError("give either a budget with --flops or a plan with --plan")
         said = predict_from(read_analysis(law), flops)
         if as_json:
             print(json.dumps(asdict(said)))
@@ -327,7 +327,7 @@ def predict(
             print(f"By the lowest loss of each budget, as a power of it: {said.frontier_loss:.4g} ({tried})")
             low, high = said.loss_interval or (said.frontier_loss, said.frontier_loss)
             if not low <= said.frontier_loss <= high:
-                print("The two disagree by more than the law's interval: it is too narrow")
+                print("The two differ by more than the law's interval, so the interval is too narrow")
         if said.decades > 0:
             print(f"extrapolates {said.decades:.1f} decades beyond the largest run")
         else:

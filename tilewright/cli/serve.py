@@ -98,7 +98,7 @@ def serve(
     with plain_errors(context), ends_on_sigterm():
         if api_key_file is not None:
             if server["api_key"] is not None:
-                raise typer.BadParameter("--api-key and --api-key-file are both given, wanted one of them")
+                raise typer.BadParameter("--api-key and --api-key-file are both given, wanted only one of them")
             server["api_key"] = _key_of(api_key_file)
         settings = ServerConfig(**server)
         own = HostConfig(**ordinary)
@@ -110,12 +110,12 @@ def serve(
         )
         alone = not models and own.repository is None
         if alone and settings.grpc_port is not None:
-            raise typer.BadParameter("--grpc-port is for ordinary models; give one with --model or --repository")
+            raise typer.BadParameter("--grpc-port is only for ordinary models; give one with --model or --repository")
         if alone and settings.shared_memory:
-            raise typer.BadParameter("--shared-memory is for ordinary models; give one with --model or --repository")
+            raise typer.BadParameter("--shared-memory is only for ordinary models; give one with --model or --repository")
         if not alone and settings.replicas > 1 and not settings.ray:
             raise typer.BadParameter(
-                "--replicas works with a language model only; serve ordinary models in a separate server, or with --ray"
+                "--replicas works only with a language model; serve ordinary models in a separate server, or with --ray"
             )
         with Log(settings.log_level, settings.log_format) as log:
             code = _serve(language, served_name, engine, settings, log, models, own)
@@ -126,7 +126,9 @@ def _key_of(file: Path) -> str:
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise OSError(f"the API key cannot be read from {file}: {error.strerror}; wanted a file that holds the key") from None
+        raise OSError(
+            f"the API key cannot be read from {file}: {error.strerror}; wanted a file that contains the key"
+        ) from None
     except ValueError:
         raise ValueError(f"the API key in {file} is not plain ASCII; wanted characters that an HTTP header can carry") from None
 
@@ -153,13 +155,16 @@ def _serve(
     config = dataclasses.replace(config, fronts=fronts_of(config, options, beside=host is not None))
     _warn_of_strangers(config, log)
     if config.fronts and host is not None and model is not None:
-        raise ValueError("--fronts is for a language model alone or for ordinary models alone; serve them in separate servers")
+        raise ValueError(
+            "--fronts works only if the server has either a language model or ordinary models, not both; serve them in "
+            "separate servers"
+        )
     if config.fronts and model is None and config.traces is not None:
-        raise ValueError("the fronts of ordinary models make no traces: leave out --fronts or --traces")
+        raise ValueError("the front processes of ordinary models do not support traces; leave out --fronts or --traces")
     if config.ray and (engine.get("adapters") or engine.get("max_adapters") or config.adapter_dir):
-        raise ValueError("LoRA adapters do not work with --ray: leave one of them out")
+        raise ValueError("LoRA adapters do not work with --ray; leave one of them out")
     if (config.replicas > 1 or config.ray) and options is not None and options.plan.ranks > 1:
-        raise ValueError("--replicas and --ray start servers of one rank each; leave them out, or --tp and --pp")
+        raise ValueError("--replicas and --ray start servers of one rank each; leave these out, or leave --tp and --pp out")
     if config.ray:
         return _serve_on_ray(model, served_name, engine, config, listener, log, models, ordinary)
     if model is None:
@@ -201,8 +206,9 @@ def _serve_here(
     ids, outputs = llm.tokenizer.vocab_size, llm.engine.vocab_size
     if ids > outputs:
         log.say(
-            f"warning: the tokenizer has {ids} tokens and the model {outputs}; texts with a token that the model does not have "
-            "are refused. Tokenizer and model are from different sources, or tokens were added to the tokenizer later"
+            f"warning: the tokenizer has {ids} tokens and the model {outputs}; texts with a token that the model "
+            "does not have are refused. The tokenizer and the model come from different sources, or tokens were "
+            "added to the tokenizer later"
         )
     from tilewright.server.app import create_app
     from tilewright.server.prompts import Served
@@ -221,8 +227,8 @@ def _serve_here(
 def _warn_of_strangers(config: ServerConfig, log: Log) -> None:
     if not config.loopback and config.api_key is None:
         log.say(
-            f"warning: everybody who can reach {config.host} may use this server, as there is no API key; "
-            "set one with --api-key-file, or listen on 127.0.0.1"
+            f"warning: everybody who can reach {config.host} can use this server, because it has no API key; set one "
+            "with --api-key-file, or listen on 127.0.0.1"
         )
 
 
@@ -315,7 +321,7 @@ def run(
     """Generate text once. The text is streamed to stdout, progress goes to stderr."""
     with plain_errors(context), ends_on_sigterm():
         if prompt is None and sys.stdin.isatty():
-            raise typer.BadParameter("no prompt: give --prompt, or text on stdin")
+            raise typer.BadParameter("there is no prompt; give --prompt, or text on stdin")
         text = sys.stdin.read() if prompt is None else prompt
         from tilewright.engine.request import SamplingParams
 
@@ -340,7 +346,7 @@ def _prompt_ids(llm: "LLM", text: str, *, chat: bool) -> list[int]:
         return tokenizer.encode(tokenizer.apply_chat_template([turn]), add_special=False)
     ids = tokenizer.encode(text)
     if not ids and tokenizer.bos_id is None:
-        raise ValueError("the prompt is empty and the model has no BOS token to begin with; wanted some text")
+        raise ValueError("the prompt is empty, but the model has no BOS token to begin with; give some text")
     return ids or [tokenizer.bos_id]  # pyright: ignore[reportReturnType]
 
 

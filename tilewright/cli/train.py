@@ -95,7 +95,7 @@ def _on_nodes(config: TrainConfig, nodes: int) -> str:
     check_plan(config, model_config(config))
     each, rest = divmod(config.parallel.ranks, nodes)
     if rest:
-        raise ValueError(f"nodes is {nodes}, wanted a divisor of {config.parallel.ranks}, the number of ranks of parallel")
+        raise ValueError(f"nodes is {nodes}, wanted a divisor of the number of ranks, {config.parallel.ranks}")
     options = f"--nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint FIRST:29400 --rdzv-id run"
     return (
         "# run this on every machine; FIRST: the host name of one machine, out: a folder that all machines share\n"

@@ -162,7 +162,7 @@ def tune_show(
     with plain_errors(context):
         if table is not None:
             if everything or card or database:
-                raise ValueError("--table shows the whole frozen table; leave out --all, --card and --database")
+                raise ValueError("--table shows a whole frozen table; leave out --all, --card and --database")
             entries = FrozenTable(table, check=True).entries()
             if op is not None:
                 _known("op", op, sorted({e.op for e in entries}))
@@ -204,7 +204,7 @@ def _chosen(database: "Database", op: str | None, card: str | None) -> dict[str,
         if not found:
             _known("card", card, [*map(card_slug, cards), *cards])
         if len(found) > 1:
-            raise ValueError(f"--card {card} may be any of {', '.join(found)}; give the whole name")
+            raise ValueError(f"--card {card} matches several GPUs: {', '.join(found)}; give the whole name")
         equal["card"] = found[0]
     return equal
 

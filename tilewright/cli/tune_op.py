@@ -100,7 +100,7 @@ def _one_of_the_verbs(op: str) -> None:
     ops = [*(known.name for known in ALL), *ALIASES]
     verbs = [command.name for command in tune.registered_commands if command.name and command.name != "op"]
     if op not in ops and (near := get_close_matches(op, [*ops, *verbs], n=1)) and near[0] in verbs:
-        raise ValueError(f"{op!r} is neither an operator nor a command of tune: did you mean `tilewright tune {near[0]}`?")
+        raise ValueError(f"{op!r} is neither an operator nor a command of tune; did you mean `tilewright tune {near[0]}`?")
 
 
 def _device(card: str | None, dry_run: bool, op: str, dims: list[str]) -> Any:
@@ -110,13 +110,14 @@ def _device(card: str | None, dry_run: bool, op: str, dims: list[str]) -> Any:
 
     words = " ".join([op, *dims])
     if env.interpreting():
-        raise ValueError("TRITON_INTERPRET is set: Triton interprets kernels and compiles none; unset it")
+        raise ValueError("TRITON_INTERPRET is set, so Triton interprets kernels instead of compiling them; unset it")
     here = device_of(0) if cuda_count() else None
     if here is None and not (dry_run and card):
         example = f"`tilewright tune {words} --dry-run --card {card_slug(card) if card else 'h100'}`"
         raise ValueError(
-            f"there is no GPU here to measure on. Without one: {example} shows what would be measured, "
-            "`tilewright tune import FILE` adds rows measured elsewhere, and `tilewright explain` shows what a card runs"
+            f"this machine has no GPU to measure on. Without one, {example} shows what would be measured, "
+            "`tilewright tune import FILE` adds rows measured elsewhere, and `tilewright explain` shows what a GPU "
+            "runs"
         )
     if card is None:
         return here
@@ -136,8 +137,8 @@ def _task(op: Any, dims: dict[str, Any], device: Any, invariant: bool) -> "Task"
 
     if invariant and op.rows_in_problem:
         raise ValueError(
-            f"{op.name} has nothing to tune in the invariant scope: its config may not depend on the number of rows in a "
-            "batch there; leave out --invariant"
+            f"{op.name} has nothing to tune with --invariant, because its config must not depend on the number of "
+            "rows in a batch; leave out --invariant"
         )
     assert op.make is not None, "checked refuses an op without dimensions"
     args = op.make(ops.Inputs("meta"), **dims)
@@ -146,7 +147,7 @@ def _task(op: Any, dims: dict[str, Any], device: Any, invariant: bool) -> "Task"
     task = Task(op=op, dims=dims, args=args, device=device, refused=refused, invariant=invariant)
     if not task.impls:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise ValueError(f"{task}: no implementation takes it: {reasons}")
+        raise ValueError(f"{task}: no implementation supports it: {reasons}")
     return task
 
 
@@ -282,7 +283,7 @@ def print_report(report: "Report", path: Path, as_json: bool) -> None:
         table.add_row("", row.impl, _words(row.config), row.status, "", row.error.splitlines()[0][:80] if row.error else "")
     _print(table)
     if not ranking:
-        say("nothing could be measured: every candidate failed")
+        say("nothing could be measured, because every candidate failed")
     elif decided:
         print(f"{ranking[0]['impl']} is ahead of {decided[0].impl} {decided[1]}")
     else:

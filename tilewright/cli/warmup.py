@@ -76,7 +76,7 @@ def warmup(
             raise ValueError(f"--arch is {arch}, wanted one of {', '.join(map(str, CARD_OF_ARCH))}")
         on = CARD_OF_ARCH[arch] if card is None else device_named(card)
         if on.arch != arch:
-            raise ValueError(f"--card {card} is sm_{on.arch}, but --arch is {arch}")
+            raise ValueError(f"--card {card} is sm_{on.arch}, but --arch is {arch}; leave one of them out or make them match")
         config = _config(model)
         progress = Progress()
         try:

@@ -33,7 +33,7 @@ class TreeSum:
     def result(self) -> list[Tensor]:
         """The sums. Raises ValueError if there were no terms."""
         if not self._held:
-            raise ValueError("tree_sum: no micro-batches")
+            raise ValueError("tree_sum: there are no micro-batches to sum")
         total = self._held.pop()[1]
         while self._held:
             total = [a + b for a, b in zip(self._held.pop()[1], total, strict=True)]
@@ -59,7 +59,7 @@ class RunningSum:
     def result(self) -> list[Tensor]:
         """The sums. Raises ValueError if there were no terms."""
         if self._total is None:
-            raise ValueError("running_sum: no micro-batches")
+            raise ValueError("running_sum: there are no micro-batches to sum")
         total, self._total = self._total, None
         return total
 

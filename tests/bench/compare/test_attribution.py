@@ -123,7 +123,7 @@ def test_what_the_variants_do_not_tell_apart_is_joined() -> None:
     assert [segment.layers for segment in answer.segments] == [
         [kept.layers[i] for i in part] for part in ([0], [1, 2], [3, 4], [5])
     ]
-    assert answer.segments[1].why == "the variants that were run do not tell them apart"
+    assert answer.segments[1].why == "the variants that were run do not distinguish them"
     assert answer.segments[1].ours.value == pytest.approx(2e-3, rel=0.05)
 
 
@@ -147,7 +147,7 @@ def test_a_time_below_nothing_proves_nothing() -> None:
         (joined,) = [segment for segment in answer.segments if len(segment.layers) > 1]
         assert joined.layers == [design.layers[2], design.layers[3]]
         assert joined.verdict == "undecided"
-        assert "on ours block0.layer3 comes out below nothing, by 5." in joined.why
+        assert "on ours block0.layer3 comes out at less than zero, by at least 5." in joined.why
         assert {segment.verdict for segment in answer.segments} == {"undecided", "pass" if claim == 1.5 else "fail"}
 
 
@@ -176,11 +176,11 @@ def test_overlap_without_a_place_widens_the_intervals() -> None:
 
 
 WRONG = [
-    (lambda runs: [r for r in runs if r.variant != "whole"], "no run of the whole model on ours"),
-    (lambda runs: runs[:40], "wanted at least 3 of each"),
-    (lambda runs: [replace(runs[0], seconds=0.0), *runs[1:]], "more than 0 seconds"),
-    (lambda runs: [replace(runs[0], variant="other"), *runs[1:]], "variants other that the design does not have"),
-    (lambda runs: [], "0 runs of any variant"),
+    (lambda runs: [r for r in runs if r.variant != "whole"], "ours has no run of the whole model"),
+    (lambda runs: runs[:40], "every variant needs at least 3"),
+    (lambda runs: [replace(runs[0], seconds=0.0), *runs[1:]], "a time above 0 seconds"),
+    (lambda runs: [replace(runs[0], variant="other"), *runs[1:]], "variants other, which the design does not have"),
+    (lambda runs: [], "each variant has 0 runs"),
 ]
 
 

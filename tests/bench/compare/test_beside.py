@@ -70,7 +70,7 @@ def test_claims_are_in_the_order_of_their_worth() -> None:
 
 def test_an_engine_that_is_compared_already_is_refused() -> None:
     sides = [contender(name, precision="fp32", graph=False) for name in ("optimize", "eager")]
-    with ExitStack() as ends, pytest.raises(EngineError, match="engine eager is compared already; leave it out of --beside"):
+    with ExitStack() as ends, pytest.raises(EngineError, match="engine eager is already compared; leave it out of --beside"):
         beside(*sides, ["eager"], CPU, ends, lambda words: None)
 
 

@@ -92,7 +92,7 @@ def compare(*arguments: str) -> Any:
         ("fake:1", "fake:2", "1.5", "20", 0, "✓ pass"),
         ("fake:1", "fake:1.2", "1.5", "20", 1, "✗ fail"),
         ("fake:1", "fake:1.00", "1", "2", 3, "? undecided"),
-        ("fake:1", "fake:2", "1.5", "1e-6", 3, "The budget ended before all were built"),
+        ("fake:1", "fake:2", "1.5", "1e-6", 3, "The budget ended before all variants were built"),
     ],
     ids=["pass", "fail", "undecided", "not enough built"],
 )
@@ -162,7 +162,10 @@ def test_a_report_is_written(name: str, begins: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ours", "fake:wrong"], "fake:wrong, whole: wrong numbers, 2 off, rounding ends at 0.1; output 0, element"),
+        (
+            ["--ours", "fake:wrong"],
+            "fake:wrong, whole: wrong numbers, with an error of 2, while rounding explains at most 0.1; output 0, element",
+        ),
         (["--ours", "magic"], "no engine 'magic'; wanted one of eager"),
         (["--ours", "graph"], "engine graph needs a GPU"),
         (["--ours", "fake:1", "--claim", "0"], "wanted both above 0"),

@@ -95,7 +95,7 @@ def test_what_cannot_be_cut_is_said() -> None:
     values = boundaries(chain)
     del chain.shapes[values[3]]
     try:
-        with pytest.raises(NotCut, match="which are no tensors"):
+        with pytest.raises(NotCut, match="which are not tensors"):
             Cutter(chain)
     finally:
         chain_of.cache_clear()

@@ -155,15 +155,15 @@ def test_optimize_is_ours_and_tells_what_it_did(monkeypatch: pytest.MonkeyPatch)
 
 REFUSED = [
     ("tensorrt", "no engine 'tensorrt'; wanted one of eager"),
-    ("eager:", "nothing behind the colon"),
-    ("eager:fp8", "eager:fp8 is not known; wanted eager or eager: and one of fp32, fp16, bf16"),
-    ("graph", "graph needs a GPU, and the device is cpu; use eager"),
+    ("eager:", "nothing after the colon"),
+    ("eager:fp8", "eager:fp8 is not known; wanted eager, or eager: followed by one of fp32, fp16, bf16"),
+    ("graph", "graph needs a GPU, but the device is cpu; use eager"),
     ("optimize:fp64", "optimize:fp64 is not known"),
-    ("onnxruntime:11", "wanted onnxruntime, or an opset as onnxruntime:opset18"),
+    ("onnxruntime:11", "wanted onnxruntime, or onnxruntime with an opset, such as onnxruntime:opset18"),
     ("openvino:int8", "openvino:int8 is not known"),
     ("cmd:'", "cannot be split into words"),
     ("cmd:/no/such/program --x", "did not start"),
-    (odd("protocol"), "speaks protocol 2, wanted 1"),
+    (odd("protocol"), "uses protocol 2, wanted 1"),
     (odd("facts"), "its facts are"),
     (odd("no json"), "answered 'hello!', wanted one line of JSON"),
     (odd("no ok"), 'wanted an object with "ok"'),
@@ -196,7 +196,10 @@ def built(kind: str, limits: Settings = CPU):
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("crash", "building a layer: it ended by signal SIGABRT; its last words: "), ("refuse", "no such operator: paint")],
+    [
+        ("crash", "building a layer: it ended by signal SIGABRT; the end of its error output: "),
+        ("refuse", "no such operator: paint"),
+    ],
 )
 def test_a_program_that_does_not_build(kind: str, words: str) -> None:
     engine, build = built(kind)
@@ -211,9 +214,9 @@ def test_a_program_that_does_not_build(kind: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("hang", "running a layer: no answer within 0.3 s"),
-        ("liar", "says 3 calls took 3600 s, but"),
-        ("backwards", "took -1.0, wanted seconds above 0"),
+        ("hang", "running a layer: there was no answer within 0.3 s"),
+        ("liar", "reports that 3 calls took 3600 s, but only"),
+        ("backwards", "took -1.0, wanted a number of seconds above 0"),
         ("nan", "took nan"),
         ("text", "took 'soon'"),
         ("true", "took True"),
@@ -298,7 +301,7 @@ class NotInOnnx(nn.Module):
     ("module", "opset", "words"),
     [
         (NotInOnnx(), None, "cannot be exported to ONNX: No ONNX function found"),
-        (nn.ReLU(), 9, "opset 9 is not supported"),
+        (nn.ReLU(), 9, "does not support ONNX opset 9"),
     ],
     ids=["operator", "opset"],
 )

@@ -175,24 +175,24 @@ OPEN: dict[str, tuple[str, str, Change]] = {
         lambda a, b: (a, given(b, precision="fp32")),
     ),
     "fp32 behind the word fp16": (
-        "precision", "as exact as fp32: it does not compute in what it says",
+        "precision", "as exact as fp32, so it does not compute in the stated precision",
         lambda a, b: (replace(a, output_error=3e-7), b),
     ),
     "fp32 behind the word int8": (
-        "precision", "does not compute in what it says",
+        "precision", "does not compute in the stated precision",
         lambda a, b: (replace(given(a, precision="int8"), output_error=3e-7), b),
     ),
-    "another answer": ("outputs", "eager: not the model's answer", lambda a, b: (a, replace(b, output_error=1.4))),
-    "no answer": ("outputs", "not the model's answer", lambda a, b: (replace(a, output_error=math.inf), b)),
+    "another answer": ("outputs", "eager: the outputs differ too much", lambda a, b: (a, replace(b, output_error=1.4))),
+    "no answer": ("outputs", "the outputs differ too much", lambda a, b: (replace(a, output_error=math.inf), b)),
     "two devices": ("device", "different devices", lambda a, b: (a, given(b, device="cpu"))),
     "another batch": ("batch and shapes", "different shapes", lambda a, b: (a, given(b, inputs=["float32[1,3,224,224]"]))),
     "threads": ("threads", "different numbers", lambda a, b: (on_cpu(a, b)[0], given(on_cpu(a, b)[1], threads=1))),
-    "a graph on one side, it seems": ("graph capture", "eager does not tell its graph", lambda a, b: (a, given(b, graph=None))),
+    "a graph on one side, it seems": ("graph capture", "does not state its graph", lambda a, b: (a, given(b, graph=None))),
     "copies in the baseline's time": (
         "copies in a call", "(in and out)",
         lambda a, b: (given(a, copies="none: static"), given(b, copies="in and out")),
     ),
-    "copies nobody knows of": ("copies in a call", "does not tell its copies", lambda a, b: (a, given(b, copies=None))),
+    "copies nobody knows of": ("copies in a call", "does not state its copies", lambda a, b: (a, given(b, copies=None))),
     "another stop-watch for layers": (
         "stop-watch",
         "on the device alone",
@@ -204,7 +204,7 @@ OPEN: dict[str, tuple[str, str, Change]] = {
         lambda a, b: (given(a, **{"precision": "int8", "computes in": "fp16"}), b),
     ),
     "another stop-watch": ("stop-watch", "on the device alone", lambda a, b: (a, given(b, clock="wall clock, synchronised"))),
-    "no version": ("versions", "eager does not tell its versions", lambda a, b: (a, given(b, versions={}))),
+    "no version": ("versions", "eager does not state its versions", lambda a, b: (a, given(b, versions={}))),
     "few runs": (
         "runs", "Only 3 of a variant",
         lambda a, b: (replace(a, runs=[*a.runs, *[Run(at=1.0, variant="x", seconds=1.0)] * 3]), b),
@@ -270,15 +270,15 @@ def test_a_busy_machine_opens_a_point_where_it_matters() -> None:
     assert not points(*sides(), after=busy)["machine load"].open
     found = points(*on_cpu(*sides()), after=busy)["machine load"]
     assert found.open
-    assert "Others used 41%" in found.why
+    assert "Other processes used 41%" in found.why
     unknown = replace(QUIET, ticks=None)
-    assert "not readable" in points(*on_cpu(*sides()), before=unknown)["machine load"].why
+    assert "cannot be read" in points(*on_cpu(*sides()), before=unknown)["machine load"].why
 
 
 @pytest.mark.parametrize(
     ("gpu", "point", "says"),
     [
-        ({**GPU, "slowdowns": ["hardware thermal slowdown"]}, "clocks", "slows itself down: hardware thermal slowdown"),
+        ({**GPU, "slowdowns": ["hardware thermal slowdown"]}, "clocks", "throttles itself: hardware thermal slowdown"),
         ({**GPU, "processes": 3}, "machine load", "3 processes compute on the GPU"),
     ],
 )

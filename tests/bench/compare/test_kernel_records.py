@@ -62,13 +62,13 @@ def test_a_replay_takes_over_the_owners() -> None:
 def test_what_is_not_exact_is_refused() -> None:
     owners = kernels_of(trace())
     other = [[k if i else k._replace(name="fused") for i, k in enumerate(run)] for run in owners]
-    with pytest.raises(EngineError, match="the first other one at 0"):
+    with pytest.raises(EngineError, match="first different at 0"):
         matched(owners, other)
     shorter = [run[:-1] for run in owners]
-    with pytest.raises(EngineError, match=r"3 and 2, the first other one at 2"):
+    with pytest.raises(EngineError, match=r"3 and 2 kernels, first different at 2"):
         matched(owners, shorter)
     together = [[Kernel("a", 0.0, 10.0, "x"), Kernel("b", 5.0, 10.0, "y")]]
-    with pytest.raises(EngineError, match="at the same time as others for 5"):
+    with pytest.raises(EngineError, match="overlap with others for 5"):
         matched(together, together)
 
 

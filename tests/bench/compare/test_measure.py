@@ -134,14 +134,17 @@ def test_a_model_that_has_no_float64_is_told_where() -> None:
 
 
 WRONG = [
-    (lambda x, depth: [x[0].T], "spy, whole: outputs of shapes [(6, 2)], the model's are [(2, 6)]"),
-    (lambda x, depth: [x[0].T] if depth > 1 else x, "first wrong at layer layer1; there: spy, prefix 2: outputs of shapes"),
-    (lambda x, depth: [], "outputs of shapes []"),
-    (spoilt(3), "output 0, element [1, 2]: 7.5, the model's is"),
+    (lambda x, depth: [x[0].T], "spy, whole: the outputs have shapes [(6, 2)], but the model's have [(2, 6)]"),
+    (
+        lambda x, depth: [x[0].T] if depth > 1 else x,
+        "first wrong at layer layer1; there: spy, prefix 2: the outputs have shapes",
+    ),
+    (lambda x, depth: [], "the outputs have shapes []"),
+    (spoilt(3), "output 0, element [1, 2]: 7.5, but the model's is"),
     (spoilt(3), "first wrong at layer layer2"),
     (spoilt(1), "first wrong at layer layer0"),
     (spoilt(4), "first wrong at layer layer3"),
-    (lambda x, depth: [torch.full_like(x[0], float("nan"))], "spy, whole: wrong numbers, inf off"),
+    (lambda x, depth: [torch.full_like(x[0], float("nan"))], "spy, whole: wrong numbers, with an error of inf"),
 ]
 
 
@@ -164,7 +167,7 @@ def test_the_wrong_layer_is_found_when_the_whole_model_is_built_by_itself(alone:
 
     parts: Any = PARTS
     planned = Plan(chain=cast(Any, None), variants=parts, needed=parts, rest=[], design=DESIGN)
-    with pytest.raises(EngineError, match=f"7.5, the model's is .*; first wrong {words}"):
+    with pytest.raises(EngineError, match=f"7.5, but the model's is .*; first wrong {words}"):
         build_all([side, contender(Spy(change))], [only_whole(planned)] * 2, 100.0, lambda words: None)
 
 
@@ -193,7 +196,9 @@ def test_a_program_that_rounding_disturbs_may_be_off_as_much(off: float, wrong: 
         one.build(part, truth)
         assert one.errors["only"] == pytest.approx(off, abs=1e-4)
         return
-    with pytest.raises(EngineError, match=r"spy, only: wrong numbers, 0\.45 off, rounding ends at 0"):
+    with pytest.raises(
+        EngineError, match=r"spy, only: wrong numbers, with an error of 0\.45, while rounding explains at most 0"
+    ):
         one.build(part, truth)
 
 

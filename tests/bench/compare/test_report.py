@@ -180,7 +180,7 @@ def test_every_chart_has_its_numbers_as_a_table(opened: Opened, measured: Compar
     assert segments.locator("tbody tr").count() == len(measured.segments) + 2
     assert set(segments.locator("tbody tr td:nth-child(4)").all_inner_texts()[: len(measured.segments)]) == {"1.10×, outside"}
     assert every.locator("tbody tr").count() == len(measured.baseline.counters)
-    for words in ("The engine's own claim, not measured here", "enters no interval, no verdict", "ours: it would not say."):
+    for words in ("The engine's own claim, not measured here", "enter no interval, no verdict", "ours: it would not say."):
         assert words in opened.page.locator("#counters").inner_text()
 
 
@@ -266,7 +266,7 @@ def test_json_from_before_there_were_counters(measured: Comparison) -> None:
 
 FAULTS: dict[str, tuple[Any, str]] = {
     "a list": ([], "got list"),
-    "another format": ({"format": 99}, "format 1: got 99"),
+    "another format": ({"format": 99}, "format 1, got 99"),
     "nothing in it": ({"format": 1}, "model: Field required"),
     "an interval of two": ({"format": 1, "ratio": [1.0, 2.0]}, "ratio"),
     "no verdict that there is": ({"format": 1, "verdict": "perhaps"}, "verdict"),

@@ -37,8 +37,8 @@ def test_json_lines_with_blocks(tmp_path: Path, name: str, opener) -> None:
     ("name", "text", "words"),
     [
         ("a.csv", "", "has no requests"),
-        ("a.csv", "time,size\n1,2\n", "request 1 of .* is not understood"),
-        ("a.csv", CSV + "2023-11-16 18:16:00.1,many,4\n", "request 3 of .* is not understood"),
+        ("a.csv", "time,size\n1,2\n", "request 1 of .* cannot be read"),
+        ("a.csv", CSV + "2023-11-16 18:16:00.1,many,4\n", "request 3 of .* cannot be read"),
         ("a.jsonl", "{\n", "line 1 of .* is not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1 of .* is not a JSON object"),
         ("a.jsonl", json.dumps(LINE | {"input_length": 1 << 40}), "wanted at most"),
@@ -97,7 +97,7 @@ def test_no_objectives(text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"rate": "1", "concurrency": "2"}, "are given, wanted one"),
+        ({"rate": "1", "concurrency": "2"}, "are given, wanted only one"),
         ({"rate": "1,x"}, "rate is '1,x'"),
         ({"concurrency": "1.5"}, "concurrency is '1.5'"),
         ({"rate": "0"}, "rate is '0'"),

@@ -235,7 +235,7 @@ def test_a_service_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch
     said, asked = waited([later, None, None, ready], 600)  # two: aiohttp itself asks once more
     assert asked == 4
     assert len(said) == 1
-    assert said[0].endswith(f" is loading {LOADING['loading']}; waiting for it, for at most 600 s")
+    assert said[0].endswith(f" is loading {LOADING['loading']}; waiting for it for at most 600 s")
     draining = web.json_response({"status": "draining"}, status=503)
     for answer in (ready, draining, web.Response(status=404), web.Response(status=503, text="no JSON")):
         assert waited([answer], 600) == ([], 1)

@@ -88,7 +88,7 @@ def test_json_where_a_service_lists_no_extension() -> None:
     with scripted_process("--first-ms", "1", "2") as url:
         outcome = _loaded(url, model="fake", batch=2, concurrency="2", limit=10)
         assert (outcome.tensors, outcome.rows, outcome.summaries[0].completed) == ("json", 2, 10)
-        with pytest.raises(ValueError, match="does not list system_shared_memory; is the server started with --shared-memory"):
+        with pytest.raises(ValueError, match="does not list system_shared_memory; start the server with --shared-memory"):
             _loaded(url, model="fake", shared_memory=True)
 
 
@@ -123,9 +123,9 @@ def test_outputs_are_written_to_the_place_of_their_request(server: Server) -> No
 
 
 def test_what_cannot_be(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="shared_memory is for endpoint v2, and the endpoint is chat"):
+    with pytest.raises(ValueError, match="shared_memory is only for endpoint v2, but the endpoint is chat"):
         LoadConfig(endpoint="chat", shared_memory=True)
-    with pytest.raises(ValueError, match="1001 users need a region of shared memory each, wanted at most 1000"):
+    with pytest.raises(ValueError, match="1001 users need a region of shared memory each, but at most 1000 are possible"):
         _loaded(_url(server), shared_memory=True, concurrency="1001")
     monkeypatch.setattr(v2, "MAX_TENSOR_BYTES", 1024)
     with pytest.raises(ValueError, match=r"'x' of shape \[65, 4\] is larger than 1024 bytes"):
@@ -158,7 +158,7 @@ def test_the_server_refuses_the_second_region(server: Server) -> None:
                 await target.close()
 
     try:
-        with pytest.raises(ValueError, match="the service refuses a region of shared memory: 4"):
+        with pytest.raises(ValueError, match="the service refused a region of shared memory: 4"):
             asyncio.run(work())
     finally:
         (Path("/dev/shm") / "tilewright-other").unlink()
@@ -205,7 +205,7 @@ def test_the_command_without_the_extension() -> None:
     with serving(MODELS) as server:
         done = tilewright("load", _url(server), "--endpoint", "v2", "--model", "m", "--shared-memory")
     assert done.returncode == 1
-    assert "does not list system_shared_memory; is the server started with --shared-memory?" in done.stderr
+    assert "does not list system_shared_memory; start the server with --shared-memory" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -164,15 +164,16 @@ def sample(runs: Sequence[Run], design: Design, trim: tuple[float, float] = (0.2
     names = sorted({run.variant for run in runs})
     unknown = [name for name in names if name not in design.parts]
     if unknown:
-        raise ValueError(f"runs of variants {', '.join(unknown)} that the design does not have")
+        raise ValueError(f"there are runs of variants {', '.join(unknown)}, which the design does not have")
     index = {name: v for v, name in enumerate(names)}
     of = np.array([index[run.variant] for run in runs], dtype=np.intp)
     seconds = np.array([run.seconds for run in runs])
     counts = np.bincount(of, minlength=len(names))
     if not len(runs) or counts.min() < 3 or not (seconds > 0).all():
-        few = names[int(counts.argmin())] if len(runs) else "any variant"
+        few = names[int(counts.argmin())] if len(runs) else "each variant"
         raise ValueError(
-            f"{counts.min() if len(runs) else 0} runs of {few}; wanted at least 3 of each, all of more than 0 seconds"
+            f"{few} has {counts.min() if len(runs) else 0} runs; every variant needs at least 3, all with a time "
+            "above 0 seconds"
         )
     logs = _undrifted(np.array([run.at for run in runs]), np.log(seconds), of, len(names))
     rounds = int(counts.max())

@@ -73,8 +73,8 @@ _PACED = 0.9
 _MOSTLY = 0.5
 """The share of one of our calls that the device must take, so that the device is timed alone."""
 _MEANT: dict[Clock, str] = {
-    "host": "a layer's time is what it takes the host",
-    "device": "a layer's time is what it takes the device, with the host ahead, which is at most what a user waits",
+    "host": "a layer's time is that of the host",
+    "device": "a layer's time is that of the device, with the host ahead, which is at most what a user waits",
 }
 
 
@@ -104,14 +104,17 @@ class Ballast:
     def words(self, side: str) -> str:
         """A text for the fairness card."""
         calls = [f"{1e6 * s:.3g}" for s in (self.alone_s, self.whole_s)]
-        begin = f"A call of {side} is {calls[0]} us with one layer and {calls[1]} with all: layers are hidden in it."
+        begin = (
+            f"A call of {side} takes {calls[0]} us with one layer and {calls[1]} us with all, so single layers do not "
+            "show in the time of a call."
+        )
         if not self.known:
             return begin
         if not self.edit.times:
-            return f"{begin} {_COPIES[-1]} copies of {self.layers} are too: the whole model is one segment."
+            return f"{begin} Nor do {_COPIES[-1]} copies of {self.layers}, so the whole model is one segment."
         return (
-            f"{begin} A layer's time is what it adds to programs of {1e6 * self.limit_s:.3g} us and more, "
-            f"some with {self.edit.times} copies of {self.layers}."
+            f"{begin} So a layer's time is the time that it adds to programs of {1e6 * self.limit_s:.3g} us or more, "
+            f"some of which contain {self.edit.times} copies of {self.layers}."
         )
 
 
@@ -135,13 +138,16 @@ class Looked:
         found = [b.words(side) for b, side in zip(self.ballast, ("ours", "the baseline"), strict=True) if b is not None]
         for pace, clock, side in zip(self.paces, self.clocks, ("ours", "the baseline"), strict=True):
             if clock != "call" and pace:
-                found.append(f"The host takes {pace:.0%} of a call of {side}: {_MEANT[clock]}.")
+                found.append(f"The host takes {pace:.0%} of a call of {side}, so {_MEANT[clock]}.")
         if self.clocks[0] == "device":
-            found.append(f"On ours, whose host replays a graph, it is what that takes the device: {self.share:.0%} of a call.")
+            found.append(
+                "On our side, the host replays a graph, so a layer's time is that of the device, which is "
+                f"{self.share:.0%} of a call."
+            )
         if "device" in self.clocks and _outgrows_caches(self.plans[0].chain):
-            found.append("Weights are more than caches hold: each program begins with empty ones.")
+            found.append("The weights are larger than the caches, so each program begins with empty caches.")
         if not self.known:
-            found.append("The time was up before it was known whether calls hide layers: give it more.")
+            found.append("The time ran out before it was known whether single layers show in a call; give more time.")
         if not found:
             return None
         plain = "hides nothing" if self.known else "not known"
@@ -166,7 +172,7 @@ def look(sides: Sequence[Contender], planned: Plan, until: float, progress: Call
     for variant in probes:
         if time.monotonic() > until:
             return _settled(sides, Looked(plans, ballast, False))
-        progress("looking whether a call is more than its layers")
+        progress("checking whether layers show in the time of a call")
         build_everywhere(sides, variant, planned.variants, planned.design, progress)
     for i in (1, 0) if probes else ():  # the baseline first: ours may have to be timed as it is
         share = sides[i].share() if i == 0 and clocks[1] != "call" else 0.0

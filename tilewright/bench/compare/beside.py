@@ -64,7 +64,7 @@ def beside(
     found = []
     for name in dict.fromkeys(names):
         if name in (ours.name, baseline.name):
-            raise EngineError(f"engine {name} is compared already; leave it out of --beside")
+            raise EngineError(f"engine {name} is already compared; leave it out of --beside")
         progress(f"starting {name}")
         side = Contender(name=name, engine=engine_of(name, settings), settings=settings)
         ends.callback(side.engine.close)

@@ -10,9 +10,10 @@ from tilewright.bench.compare.results import Comparison, Segment, Side
 __all__ = ["WORTH", "Table", "table"]
 
 WORTH = (
-    "Asked once, after everything was measured, since profiling slows an engine down. It proves nothing and enters no "
-    "interval, no verdict and no point of the fairness card. Where it is outside of the estimate's interval, the two "
-    "do not measure the same, or one is wrong: look there. What an engine gives a name of its own is of no segment."
+    "Collected once, after all measurements, because profiling slows an engine down. These times prove nothing and "
+    "enter no interval, no verdict and no point of the fairness card. Where one is outside the estimated interval, "
+    "the two measure different things, or one of them is wrong, so this is where to look. Names that exist only in "
+    "the engine belong to no segment."
 )
 """The explanation that precedes the numbers."""
 

@@ -38,7 +38,7 @@ def counted(
     """
     told = []
     for side, was in zip(sides, (found.ours, found.baseline), strict=True):
-        progress(f"asking {side.name} for its counters")
+        progress(f"reading the counters of {side.name}")
         built = side.built["whole"]
         try:
             counters = looked_over(side.counters(), side.name)
@@ -48,22 +48,28 @@ def counted(
         except EngineError as error:
             told.append(replace(was, counters_note=str(error)[:600]))
         except KeyboardInterrupt:
-            told.append(replace(was, counters_note=f"{side.name} was interrupted while it counted"))
+            told.append(replace(was, counters_note=f"{side.name} was interrupted while reading its counters"))
     return replace(found, ours=told[0], baseline=told[1])
 
 
 def looked_over(counters: Sequence[Counter], engine: str) -> list[Counter]:
     """The counters, with unprintable characters as "?". Raises EngineError with the reason if they are not plausible."""
     if not counters:
-        raise EngineError(f"{engine} has counted nothing")
+        raise EngineError(f"{engine} has no counters to report")
     if len(counters) > MOST_COUNTERS:
-        raise EngineError(f"{engine} tells of {len(counters)} counters, wanted at most {MOST_COUNTERS}")
+        raise EngineError(f"{engine} reports {len(counters)} counters, wanted at most {MOST_COUNTERS}")
     for i, counter in enumerate(counters):
         if len(counter.name) > MOST_NAME or len(counter.kind) > MOST_KIND:
             size = f"{len(counter.name)} and {len(counter.kind)}"
-            raise EngineError(f"{engine}: name and kind of counter {i} have {size} characters, {MOST_NAME} and {MOST_KIND} fit")
+            raise EngineError(
+                f"{engine}: name and kind of counter {i} have {size} characters, but at most {MOST_NAME} and {MOST_KIND} "
+                "are allowed"
+            )
         if not (math.isfinite(counter.seconds) and counter.seconds >= 0):
-            raise EngineError(f"{engine}: counter {counter.name[:80]!r} says {counter.seconds!r} seconds, wanted 0 or more")
+            raise EngineError(
+                f"{engine}: counter {counter.name[:80]!r} reports {counter.seconds!r} seconds, wanted a finite number of "
+                "0 or more"
+            )
     return [replace(counter, name=_printable(counter.name), kind=_printable(counter.kind)) for counter in counters]
 
 

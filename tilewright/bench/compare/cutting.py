@@ -38,7 +38,7 @@ def boundaries(chain: Chain) -> list[fx.Node]:
     found = [n for n in of if n in final or any(of.get(user, of[n]) != of[n] for user in n.users)]
     odd = [n.name for n in found if n not in chain.shapes]
     if odd:
-        raise NotCut(f"layers hand on {', '.join(odd)}, which are no tensors")
+        raise NotCut(f"layers pass on {', '.join(odd)}, which are not tensors")
     return found
 
 
@@ -163,7 +163,7 @@ class _Program:
             local: dict[fx.Node, fx.Node] = {}
             for x, key in given.items():
                 if local.setdefault(self.places[x], self.values[key]) is not self.values[key]:
-                    raise NotCut(f"{x.name} and another value are one in the exported graph")
+                    raise NotCut(f"{x.name} and another value are the same value in the exported graph")
             inside = set(layers[layer].nodes)
             for node in handed:
                 if node in inside:
@@ -187,7 +187,7 @@ class _Program:
             if node in local:
                 continue
             if node.op == "placeholder":
-                raise NotCut(f"a layer reads the input {node.name}, which it is not given")
+                raise NotCut(f"a layer reads the input {node.name}, which it does not receive")
             local[node] = self._weight(node, number) if node.op == "get_attr" else self.graph.node_copy(node, local.__getitem__)
         return local[wanted]
 

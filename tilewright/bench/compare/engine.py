@@ -224,10 +224,12 @@ def engine_of(text: str, settings: Settings) -> Engine:
     """The engine named on a command line."""
     name, colon, option = text.partition(":")
     if name not in ENGINES:
-        raise EngineError(f"no engine {name!r}; wanted one of {', '.join(ENGINES)} (cmd:COMMAND for any other program)")
+        raise EngineError(
+            f"there is no engine {name!r}; wanted one of {', '.join(ENGINES)} (cmd:COMMAND for any other program)"
+        )
     if colon and not option:
         raise EngineError(
-            f"engine {text!r} has nothing behind the colon; leave it out, or see docs/compare.md for what it takes"
+            f"engine {text!r} has nothing after the colon; leave the colon out, or see docs/compare.md for the options"
         )
     module, _, kind = ENGINES[name].partition(":")
     return getattr(importlib.import_module(module), kind)(option, settings)
@@ -244,7 +246,9 @@ def need(package: str, engine: str) -> Any:
 def dtype_of(option: str, engine: str) -> torch.dtype | None:
     """The dtype for DTYPE; None: that of the module."""
     if option and option not in DTYPES:
-        raise EngineError(f"engine {engine}:{option} is not known; wanted {engine} or {engine}: and one of {', '.join(DTYPES)}")
+        raise EngineError(
+            f"engine {engine}:{option} is not known; wanted {engine}, or {engine}: followed by one of {', '.join(DTYPES)}"
+        )
     return DTYPES.get(option)
 
 
@@ -285,7 +289,7 @@ def limited(seconds: float, what: str) -> Iterator[None]:
         raise EngineError(f"{what} took longer than {seconds:g} s; raise the limit, or leave this engine out")
 
     def end() -> None:
-        sys.stderr.write(f"error: {what} hangs: it did not come back within {seconds + _GRACE_S:g} s\n")
+        sys.stderr.write(f"error: {what} hangs and did not return within {seconds + _GRACE_S:g} s\n")
         sys.stderr.flush()
         os._exit(1)
 

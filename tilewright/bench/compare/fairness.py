@@ -162,7 +162,9 @@ def _precision(ours: Side, baseline: Side, depth: int, measured: Mapping[str, fl
         if (fault := _fault(str(said) if said else "", found)) is not None:
             faults.append(f"{side.engine} {fault}")
     how = "this model's own errors in each type" if measured else f"what {depth} layers in each type can lose"
-    why = "; ".join(faults) or f"The distance of both outputs to float64 is what they say they compute in, judged by {how}."
+    why = (
+        "; ".join(faults) or f"The distance of both outputs from the float64 result fits the stated precision, judged by {how}."
+    )
     return Point(name="precision", ours=shown[0], baseline=shown[1], open=bool(faults), why=why)
 
 
@@ -182,13 +184,17 @@ def _fault(said: str, found: str) -> str | None:
     if place > coarsest:
         return f"says {said}, but computes in {found}"
     if place < finest and found != "fp64":
-        return f"says {said}, but its output is as exact as {found}: it does not compute in what it says"
+        return f"says {said}, but its output is as exact as {found}, so it does not compute in the stated precision"
     return None
 
 
 def _outputs(ours: Side, baseline: Side) -> Point:
     wrong = [side.engine for side in (ours, baseline) if not side.output_error < _WRONG]
-    why = f"{' and '.join(wrong)}: not the model's answer." if wrong else "Both answer as the model does in float64."
+    why = (
+        f"{' and '.join(wrong)}: the outputs differ too much from the model's."
+        if wrong
+        else "Both answer as the model does in float64."
+    )
     shown = [f"{side.output_error:.1e} off" for side in (ours, baseline)]
     return Point(name="outputs", ours=shown[0], baseline=shown[1], open=bool(wrong), why=why)
 
@@ -222,13 +228,13 @@ def _threads(ours: Side, baseline: Side, on_cpu: bool) -> Point:
 def _graph(ours: Side, baseline: Side, on_cpu: bool) -> Point:
     a, b = (side.facts.get("graph") for side in (ours, baseline))
     if on_cpu:
-        return _point("graph capture", a, b, None, "There is none on a processor.")
+        return _point("graph capture", a, b, None, "A CPU has no graph capture.")
     if a and b is None:
         return _point("graph capture", a, b, _silent(ours, baseline, "graph"))
     why = (
         "Alike."
         if bool(a) == bool(b)
-        else "They differ, as they do for a user of both; what a call costs without layers is the overhead."
+        else "They differ, as they do for a user of both; the cost of a call without layers is the overhead."
     )
     return _point("graph capture", a, b, None, why)
 
@@ -238,8 +244,10 @@ def _copies(ours: Side, baseline: Side) -> Point:
     if b is None or a is None:
         return _point("copies in a call", a, b, _silent(ours, baseline, "copies"))
     more = _directions(str(b)) - _directions(str(a))
-    open_because = f"The baseline's time holds copies ({' and '.join(sorted(more))}) that ours does not." if more else None
-    return _point("copies in a call", a, b, open_because, "The baseline's time holds no copy that ours does not.")
+    open_because = (
+        f"The baseline's time includes copies ({' and '.join(sorted(more))}) that ours does not include." if more else None
+    )
+    return _point("copies in a call", a, b, open_because, "The baseline's time includes no copy that ours does not include.")
 
 
 def _directions(copies: str) -> set[str]:
@@ -256,8 +264,8 @@ def _clock(ours: Side, baseline: Side) -> Point:
     shown = [f"{told}; layers: {_STOPWATCHES.get(layer, layer)}" for told, layer in zip((a, b), layers, strict=True)]
     open_because = None
     if ours_only_device or (layers[0] == "device" and layers[1] != "device"):
-        open_because = "Ours is timed on the device alone, the baseline with what its calls cost the host."
-    return _point("stop-watch", *shown, open_because, "Nothing is in the baseline's time that ours is spared.")
+        open_because = "Ours is timed on the device alone, but the baseline with the host's time of its calls."
+    return _point("stop-watch", *shown, open_because, "The baseline's time includes nothing that ours does not include.")
 
 
 _STOPWATCHES = {
@@ -270,9 +278,8 @@ _STOPWATCHES = {
 
 def _versions(ours: Side, baseline: Side) -> Point:
     shown = [", ".join(f"{k} {v}" for k, v in (side.facts.get("versions") or {}).items()) for side in (ours, baseline)]
-    return _point(
-        "versions", shown[0] or None, shown[1] or None, _silent(ours, baseline, "versions"), "Both told: it can be repeated."
-    )
+    why = "Both are known, so the measurement can be repeated."
+    return _point("versions", shown[0] or None, shown[1] or None, _silent(ours, baseline, "versions"), why)
 
 
 def _runs(ours: Side, baseline: Side) -> Point:
@@ -280,7 +287,9 @@ def _runs(ours: Side, baseline: Side) -> Point:
     shown = [f"{len(side.runs)} of {len(by_variant(side.runs))} variants" for side in (ours, baseline)]
     few = min(least) < _LEAST_RUNS
     why = f"At least {min(least)} of each variant."
-    return _point("runs", shown[0], shown[1], f"Only {min(least)} of a variant, wanted {_LEAST_RUNS}." if few else None, why)
+    return _point(
+        "runs", shown[0], shown[1], f"Only {min(least)} of a variant, wanted at least {_LEAST_RUNS}." if few else None, why
+    )
 
 
 def _order(ours: Side, baseline: Side) -> Point:
@@ -299,11 +308,11 @@ def _order(ours: Side, baseline: Side) -> Point:
 def _drift(ours: Side, baseline: Side, despite: bool) -> Point:
     shown = [f"{_drift_of(side.runs):+.1%}" for side in (ours, baseline)]
     apart = drifted_apart(ours.runs, baseline.runs)
-    slower = f"One side became {apart:.0%} slower than the other meanwhile"
+    slower = f"One side became {apart:.0%} slower than the other during the measurement"
     if apart <= DRIFT:
-        why = "Last third against first third of the runs; what both share cancels in the ratio."
+        why = "The last third of the runs against the first third; what both sides share cancels in the ratio."
     elif despite:
-        why = f"{slower}; with every ratio changed by that much the verdict is the same."
+        why = f"{slower}; the verdict is the same if every ratio is changed by that much."
     else:
         why = f"{slower}."
     return Point(name="drift", ours=shown[0], baseline=shown[1], open=apart > DRIFT and not despite, why=why)
@@ -327,7 +336,7 @@ def _clocks(before: State, after: State, on_cpu: bool, seen: Mapping[str, Any]) 
         shown = f"governor {before.governor}" if before.governor else "no governor to read"
         return _point("clocks", shown, shown, None, "One processor for both, runs interleaved.")
     if not after.gpu:
-        return _point("clocks", None, None, "No driver told the clocks: they may differ between the runs.")
+        return _point("clocks", None, None, "No driver reported the clocks, so they may differ between the runs.")
     sm = [state.gpu.get("sm") for state in (before, after)]
     shown = f"{sm[0]} to {sm[1]} of {after.gpu.get('sm_max')} MHz"
     slow = sorted({*before.gpu.get("slowdowns", []), *after.gpu.get("slowdowns", []), *seen.get("slowdowns", [])})
@@ -335,8 +344,8 @@ def _clocks(before: State, after: State, on_cpu: bool, seen: Mapping[str, Any]) 
     if seen:
         low, middle, high = seen["sm_mhz"]
         shown = f"{low} to {high}, median {middle}, of {after.gpu.get('sm_max')} MHz in {seen['samples']} samples"
-        why = f"One card, interleaved; its power limit held the clock down in {seen['power_capped']:.0%} of the samples."
-    return _point("clocks", shown, shown, f"The card slows itself down: {', '.join(slow)}." if slow else None, why)
+        why = f"One GPU, interleaved; its power limit held the clock down in {seen['power_capped']:.0%} of the samples."
+    return _point("clocks", shown, shown, f"The GPU throttles itself: {', '.join(slow)}." if slow else None, why)
 
 
 def _load(before: State, after: State, on_cpu: bool) -> Point:
@@ -345,10 +354,9 @@ def _load(before: State, after: State, on_cpu: bool) -> Point:
     processes = 0 if on_cpu else after.gpu.get("processes", 0)
     shown = f"{load}, {processes} processes on the GPU" if processes else load
     if share is None:
-        return _point(
-            "machine load", shown, shown, None, "What others used is not readable here; their noise is in the intervals."
-        )
-    why = f"Others used {share:.0%} of the processors meanwhile"
+        unread = "The load of other processes cannot be read here; its noise is part of the intervals."
+        return _point("machine load", shown, shown, None, unread)
+    why = f"Other processes used {share:.0%} of the processors during the measurement"
     if share > (_OTHERS_CPU if on_cpu else _OTHERS_GPU):
         return _point("machine load", shown, shown, f"{why}: measure on a quieter machine.")
     if processes > 2:  # ours, and a baseline's in a process of its own
@@ -377,7 +385,7 @@ def _text(value: Any) -> str:
 def _silent(ours: Side, baseline: Side, key: str) -> str | None:
     """Why a point is open for want of a fact."""
     silent = [side.engine for side in (ours, baseline) if not side.facts.get(key)]
-    return f"{' and '.join(silent)} does not tell its {key}; give it in the engine's facts." if silent else None
+    return f"{' and '.join(silent)} does not state its {key}; add it to the engine's facts." if silent else None
 
 
 def _point(name: str, ours: Any, baseline: Any, open_because: str | None, why: str = "") -> Point:

@@ -125,9 +125,11 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) 
         except TRACE_ERRORS as error:
             raise Untraceable(f"the model fails on its own inputs: {_described(error)}") from error
     if different := difference(again, wanted):
-        raise Untraceable(f"the model answers otherwise at every call (it draws random numbers, or counts): {different}")
+        raise Untraceable(
+            f"the model gives different outputs in every call (it draws random numbers, or counts calls): {different}"
+        )
     if not wanted:
-        raise Untraceable("the model answers without a tensor: there is nothing that two engines could be compared by")
+        raise Untraceable("the model returns no tensor, so there is nothing by which two engines can be compared")
     reasons = []
     for way in (symbolic, exported, functional, *([opaque] if whole else [])):
         try:
@@ -140,12 +142,12 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...], *, whole: bool = False) 
             reasons.append(f"{way.__name__}: {_described(error)}")
             continue
         if different := difference(got, wanted):
-            reasons.append(f"{way.__name__}: the trace computes something else: {different}")
+            reasons.append(f"{way.__name__}: the traced program gives other outputs: {different}")
             continue
         if not any(node.op.startswith("call_") for node in root.graph.nodes):
-            raise Untraceable("the model computes nothing: its outputs are its inputs")
+            raise Untraceable("the model computes nothing, because its outputs are its inputs")
         return _chain(model, root, inputs, recorder)
-    raise Untraceable("the model cannot be cut into layers (with --whole it is one segment). " + ". ".join(reasons))
+    raise Untraceable("the model cannot be cut into layers (with --whole it is compared as one segment). " + ". ".join(reasons))
 
 
 def _described(error: Exception) -> str:

@@ -145,7 +145,7 @@ class Contender:
     def _checked(self, variant: "Variant", answer: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
         got, wanted = [tuple(x.shape) for x in answer], [tuple(x.shape) for x in truth]
         if got != wanted:
-            raise WrongNumbers(f"{self.name}, {variant.name}: outputs of shapes {got}, the model's are {wanted}")
+            raise WrongNumbers(f"{self.name}, {variant.name}: the outputs have shapes {got}, but the model's have {wanted}")
         error = relative_error(answer, truth)
         said = str(self.engine.facts.get("precision", ""))
         limit = _WRONG_CODES if any(word in said for word in _CODES) else _WRONG_FLOAT
@@ -153,7 +153,7 @@ class Contender:
             rounded = max(yardsticks(variant.module, variant.inputs, truth).values(), default=0.0)
             limit = max(limit, _WRONG_ROUNDED * rounded)
         if not error <= limit:
-            what = f"wrong numbers, {error:.3g} off, rounding ends at {limit:g}"
+            what = f"wrong numbers, with an error of {error:.3g}, while rounding explains at most {limit:g}"
             raise WrongNumbers(f"{self.name}, {variant.name}: {what}; {_worst(answer, truth)}")
         return error
 
@@ -219,7 +219,7 @@ def _worst(answer: Sequence[Tensor], truth: Sequence[Tensor]) -> str:
     offs = [torch.where(off.isnan(), math.inf, off) for off in offs]
     i = max(range(len(offs)), key=lambda k: float(offs[k].max()) if offs[k].numel() else -1.0)
     place = tuple(int(x) for x in torch.unravel_index(offs[i].argmax(), offs[i].shape))
-    return f"output {i}, element {list(place)}: {float(answer[i][place]):.6g}, the model's is {float(truth[i][place]):.6g}"
+    return f"output {i}, element {list(place)}: {float(answer[i][place]):.6g}, but the model's is {float(truth[i][place]):.6g}"
 
 
 def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -233,8 +233,8 @@ def truth_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         except (RuntimeError, TypeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"the model does not run in float64, which outputs are compared with: {reason} (at {line_of(error)}); where it "
-                "makes tensors, give them the type of its inputs"
+                f"outputs are compared with the model in float64, but it does not run in float64: {reason} (at "
+                f"{line_of(error)}); where the model creates tensors, give them the dtype of its inputs"
             ) from error
 
 

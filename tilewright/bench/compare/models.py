@@ -244,7 +244,9 @@ def load_model(
 def _built_in(text: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     name, at, batch = text.partition("@")
     if name not in BUILT_IN:
-        raise ValueError(f"no model {name!r}; wanted one of {', '.join(BUILT_IN)}, MODULE:FUNCTION for your own, or FILE.onnx")
+        raise ValueError(
+            f"there is no model {name!r}; wanted one of {', '.join(BUILT_IN)}, MODULE:FUNCTION for your own, or FILE.onnx"
+        )
     if at and not (batch.isdecimal() and 0 < int(batch) <= 4096):
         raise ValueError(f"the batch of {text!r} is {batch!r}, wanted a number from 1 to 4096, as in {name}@32")
     build, usual, example = BUILT_IN[name]

@@ -81,7 +81,7 @@ def plan(model: nn.Module, inputs: tuple[Tensor, ...], budget: int | None = None
     be cut, the plan is the whole model only. Raises Untraceable: see layers.py.
     """
     if budget is not None and budget < 1:
-        raise ValueError(f"budget is {budget} variants, wanted at least 1: the whole model")
+        raise ValueError(f"budget is {budget} variants, wanted at least 1 (the whole model)")
     return plan_of(trace(model, inputs, whole=whole), budget)
 
 

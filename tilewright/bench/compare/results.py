@@ -183,12 +183,14 @@ class Comparison:
 
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = repr(data.get("format")) if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a comparison of format {FORMAT}: got {got}; write it again with this version's --json")
+            raise ValueError(
+                f"this is not a comparison of format {FORMAT}, got {got}; write it again with this version's --json"
+            )
         try:
             return TypeAdapter(cls).validate_python(data)
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:5]]
-            raise ValueError(f"not a comparison: {'; '.join(faults)}") from error
+            raise ValueError(f"this is not a valid comparison: {'; '.join(faults)}") from error
 
 
 def _finite(value: Any) -> Any:

@@ -75,7 +75,7 @@ def compare(
     KeyboardInterrupt.
     """
     if not claim > 0 or not budget_s > 0:
-        raise ValueError(f"claim is {claim} and the budget {budget_s} s, wanted both above 0")
+        raise ValueError(f"claim is {claim} and the budget is {budget_s} s, wanted both above 0")
     began, device = time.monotonic(), model.inputs[0].device
     apart = any(name.partition(":")[0] in _NO_EVENTS for name in (ours, baseline))
     with _threads(threads) as count, ExitStack() as ends:
@@ -200,7 +200,7 @@ class _Run:
     def _told_apart(self, segments: int) -> Point:
         """The point of the fairness card that says whether the budget was enough to tell every layer apart."""
         why = (
-            "The budget ended before all were built, so layers are joined: give it more."
+            "The budget ended before all variants were built, so some layers are joined; give more time."
             if self.short
             else "The whole model alone is one segment."
             if len(self.looked.plans[0].needed) == 1

@@ -161,7 +161,7 @@ def _join_unknown(cut: _Cut, sides: Sequence[_Taken]) -> None:
         first = int(np.flatnonzero(~known)[0])
         # The one behind, unless this is the last: unknown runs then grow to the right until a variant ends one.
         at = segments[first][-1] if first + 1 < len(segments) else segments[first][0] - 1
-        cut.kinds[cut.kind(at)] = "the variants that were run do not tell them apart"
+        cut.kinds[cut.kind(at)] = "the variants that were run do not distinguish them"
 
 
 def _join_fused(cut: _Cut, one: "_Taken") -> bool:
@@ -207,7 +207,7 @@ def _join_nothing(cut: _Cut, sides: Sequence["_Taken"], confidence: float) -> bo
             how = f"takes no time of its own: below {bound:.2%} of the model"
             if bound < 0:
                 cut.below.add(kind)
-                how = f"comes out below nothing, by {-bound:.2%} of the model at least: its layers prove nothing"
+                how = f"comes out at less than zero, by at least {-bound:.2%} of the model, so its layers prove nothing"
             cut.kinds[kind] = f"on {one.side} {names[segments[s][0]]} {how}"
             return True
     return False
@@ -264,9 +264,9 @@ def _side(cut: _Cut, one: _Taken, confidence: float, located: str, seed: int) ->
 
 def _why(found: Fit, additive: bool, probability: float) -> str:
     if found.freedom < 1:
-        return f"not tested: {len(found.sample.variants)} variants for as many unknowns leave nothing to compare"
+        return f"not tested, because {len(found.sample.variants)} variants with as many unknowns leave nothing to compare"
     what = f"model error {found.model_error:.2%} of a variant's time, lack of fit p = {probability:.3f}"
-    left = "" if additive else "; no single boundary explains it, and every interval is wider for it"
+    left = "" if additive else "; no single boundary explains it, so every interval is wider"
     return f"{what}, {found.freedom:.0f} degrees of freedom{left}"
 
 
@@ -331,7 +331,7 @@ def attribute(
     taken, where = _located((runs_ours, runs_baseline), design)
     for side, one in zip(_SIDES, taken, strict=True):
         if "whole" not in one.variants:
-            raise ValueError(f"no run of the whole model on {side}; wanted runs of the variant 'whole'")
+            raise ValueError(f"{side} has no run of the whole model; wanted runs of the variant 'whole'")
     sides = [_Taken.of(k, one, design, draws, seed + k) for k, one in enumerate(taken)]
     cut = _Cut(design)
     _join_unknown(cut, sides)

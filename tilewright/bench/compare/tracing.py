@@ -52,12 +52,12 @@ def flat(answer: Any) -> list[Tensor]:
 
 def difference(got: list[Tensor], wanted: list[Tensor]) -> str:
     if [x.shape for x in got] != [x.shape for x in wanted]:
-        return f"outputs of shapes {[tuple(x.shape) for x in got]}, wanted {[tuple(x.shape) for x in wanted]}"
+        return f"outputs have shapes {[tuple(x.shape) for x in got]}, wanted {[tuple(x.shape) for x in wanted]}"
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         # On a GPU even float32 is rounded to 11 bits in convolutions, and not the same way in every run.
         limit = 1e-4 if b.dtype in (torch.float32, torch.float64) and not b.is_cuda else 2e-2
         if not b.isfinite().all() and not (a.isfinite() == b.isfinite()).all():
-            return f"output {i} is not finite at other places"
+            return f"output {i} has infinities or NaNs at other places"
         a, b = a.double().nan_to_num(0, 0, 0), b.double().nan_to_num(0, 0, 0)
         error = (a - b).norm() / b.norm().clamp_min(1e-30)
         if not error <= limit and not torch.equal(a, b):

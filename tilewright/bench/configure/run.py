@@ -80,7 +80,7 @@ def configure(
     machine = machine or this_machine(facts.parameters * facts.dtype_bytes)
     longest = asked.workload.prompt + asked.workload.output
     if longest > facts.max_model_len:
-        raise ValueError(f"a request has {longest} tokens, wanted at most {facts.max_model_len}, the longest of the model")
+        raise ValueError(f"a request has {longest} tokens, but the model allows at most {facts.max_model_len}")
     points = candidates(asked, machine)
     others = machines_around(machine, MACHINES)
     predicted = np.array([[predict(p, facts, one, asked.workload, asked.slo).goodput for p in points] for one in others])

@@ -72,7 +72,7 @@ def search(
     """
     top = float(predicted.max())
     if top <= 0:
-        raise ValueError("no configuration is predicted to meet the objectives; wanted bounds that this machine can reach")
+        raise ValueError("no configuration is predicted to meet the objectives; give objectives that this machine can reach")
     prior = np.log(np.maximum(predicted, FLOOR * top))
     kernel = _kernel(points)
     chosen: list[int] = []

@@ -66,7 +66,7 @@ class LoadConfig:
             raise ValueError(f"arrivals is {self.arrivals!r}, wanted {' or '.join(ARRIVALS)}")
         given = [name for name in ("concurrency", "rate", "trace") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given, wanted one of them")
+            raise ValueError(f"{' and '.join(given)} are given, wanted only one of them")
         for name in ("speed", "length_scale", "duration", "timeout"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ValueError(f"{name} is {getattr(self, name)}, wanted above 0 and below a million")
@@ -81,11 +81,11 @@ class LoadConfig:
             if value is not None and not least <= value <= 1 << 24:
                 raise ValueError(f"{name} is {value}, wanted {least} or more")
         if self.endpoint == "v2" and self.model is None:
-            raise ValueError("endpoint v2 needs --model, the name under which the service has it")
+            raise ValueError("endpoint v2 needs --model, the model's name in the service")
         if self.endpoint == "v2" and set(self.objective.bounds) - {"e2e"}:
-            raise ValueError("a v2 service does not stream: wanted an objective of e2e alone")
+            raise ValueError("a v2 service does not stream, so only an objective for e2e is possible")
         if self.shared_memory and self.endpoint != "v2":
-            raise ValueError(f"shared_memory is for endpoint v2, and the endpoint is {self.endpoint}")
+            raise ValueError(f"shared_memory is only for endpoint v2, but the endpoint is {self.endpoint}")
         _ = self.lengths, self.objective, self.loads
 
     @property
@@ -109,5 +109,5 @@ class LoadConfig:
         whole = self.rate is not None or all(value == int(value) for value in found)
         if not found or not whole or not all(0 < value <= 1e5 for value in found):
             name = "rate" if self.rate is not None else "concurrency"
-            raise ValueError(f"{name} is {text!r}, wanted numbers above 0 with commas between them, such as 1,2,4")
+            raise ValueError(f"{name} is {text!r}, wanted numbers above 0, separated by commas, such as 1,2,4")
         return found

@@ -87,11 +87,11 @@ def _headline(outcome: Outcome) -> str:
     slo = outcome.config.objective
     if slo.bounds:
         best = max(outcome.summaries, key=lambda one: one.goodput)
-        return f"{best.goodput:.2f} good requests a second at most, at {best.label}, where good is {slo}"
+        return f"at most {best.goodput:.2f} good requests per second, at {best.label}, where good means {slo}"
     best = max(outcome.summaries, key=lambda one: one.token_rate or one.request_rate)
     if best.token_rate:
-        return f"{best.token_rate:,.0f} output tokens a second at most, at {best.label}"
-    return f"{best.request_rate:,.2f} answers a second at most, at {best.label}"
+        return f"at most {best.token_rate:,.0f} output tokens per second, at {best.label}"
+    return f"at most {best.request_rate:,.2f} answers per second, at {best.label}"
 
 
 def _tiles(outcome: Outcome) -> list[tuple[str, str, str]]:

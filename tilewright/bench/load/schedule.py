@@ -100,8 +100,8 @@ def read_trace(path: Path, *, speed: float = 1.0, length_scale: float = 1.0, lim
                 prompt, answer = (_tokens(row, names, length_scale) for names in (_PROMPT, _ANSWER))
                 blocks = tuple(map(int, row.get("hash_ids") or ()))
             except (KeyError, ValueError, TypeError) as error:
-                wanted = "wanted arrival, prompt tokens and answer tokens under the names that docs/load.md lists"
-                raise ValueError(f"request {number} of {path} is not understood ({error}); {wanted}") from None
+                wanted = "wanted arrival, prompt tokens and answer tokens, under one of the names in docs/load.md"
+                raise ValueError(f"request {number} of {path} cannot be read ({error}); {wanted}") from None
             found.append(Planned(arrival, prompt, answer, blocks))
     if not found:
         raise ValueError(f"the trace {path} has no requests, wanted at least one")

@@ -46,7 +46,7 @@ class Slots:
     async def reserve(self, count: int) -> None:
         """Make sure that there are at least `count` regions. Raises OSError or ValueError with a sentence."""
         if count > MAX_SLOTS:
-            raise ValueError(f"{count} users need a region of shared memory each, wanted at most {MAX_SLOTS}")
+            raise ValueError(f"{count} users need a region of shared memory each, but at most {MAX_SLOTS} are possible")
         while len(self._all) < count:
             self._free.append(await self._open())
 
@@ -79,7 +79,7 @@ class Slots:
             async with self._session.post(f"{self._url}/{path}", json=body) as response:
                 text = (await response.content.read(2048)).decode(errors="replace")
                 if response.status != 200:
-                    raise ValueError(f"the service refuses a region of shared memory: {response.status} {text[:200]}")
+                    raise ValueError(f"the service refused a region of shared memory: {response.status} {text[:200]}")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise OSError(f"{self._url}/{path} cannot be reached: {error}") from None
 

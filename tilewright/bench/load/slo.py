@@ -27,8 +27,8 @@ class Slo:
         for part in filter(None, (piece.strip() for piece in text.split(","))):
             found = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)(us|ms|s)", part)
             if found is None or found[1] not in METRICS or found[1] in bounds:
-                wanted = f"wanted {', '.join(METRICS)}, each once, as in ttft=200ms,itl=20ms (units us, ms, s)"
-                raise ValueError(f"the objective {part!r} is not understood; {wanted}")
+                wanted = f"wanted {', '.join(METRICS)}, each at most once, as in ttft=200ms,itl=20ms (units us, ms, s)"
+                raise ValueError(f"the objective {part!r} cannot be read; {wanted}")
             bounds[found[1]] = float(found[2]) * _UNITS[found[3]]
             if not bounds[found[1]]:
                 raise ValueError(f"the objective {part!r} can never be met; wanted a bound above 0")

@@ -59,7 +59,7 @@ async def until_ready(session: aiohttp.ClientSession, url: str, most_s: float, s
         if left_s <= 0:
             raise OSError(f"{url} is still loading after {most_s:g} s ({loading}); wait longer with --wait")
         if not said:
-            say(f"{url} is loading {loading}; waiting for it, for at most {most_s:g} s")
+            say(f"{url} is loading {loading}; waiting for it for at most {most_s:g} s")
             said = True
         await asyncio.sleep(min(READY_EVERY_S, left_s))
 
@@ -148,7 +148,7 @@ class OpenAI(Http):
         listed = await get_json(session, f"{url}/v1/models")
         models = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(models, list) or not models or not isinstance(models[0], dict) or "id" not in models[0]:
-            raise ValueError(f"{url}/v1/models lists no model; name one with --model")
+            raise ValueError(f"{url}/v1/models lists no model; give one with --model")
         return str(models[0]["id"])
 
     def prepare(self, planned: Planned) -> bytes:
@@ -163,7 +163,7 @@ class OpenAI(Http):
 
     async def _read(self, response: aiohttp.ClientResponse, sample: Sample, clock: Clock) -> None:
         if "text/event-stream" not in response.headers.get("content-type", ""):
-            raise ValueError(f"the answer has type {response.headers.get('content-type')!r}, wanted a stream of events")
+            raise ValueError(f"the answer has type {response.headers.get('content-type')!r}, wanted an event stream")
         rest, done = b"", False
         async for chunk in response.content.iter_any():
             now_s = clock()

@@ -109,7 +109,7 @@ async def describe(session: aiohttp.ClientSession, url: str, model: str, batch: 
         outputs = [one for one in (_tensor(one, batch) for one in known) if one.size is not None]
         rest = [one["name"] for one in metadata.get("outputs", ()) if one["name"] not in {o.name for o in outputs}]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the metadata of {model!r} is not that of the v2 protocol ({error})") from None
+        raise ValueError(f"the metadata of {model!r} does not follow the v2 protocol ({error})") from None
     unknown = [one.datatype for one in inputs if one.datatype not in _NUMBERS]
     if unknown:
         raise ValueError(f"an input of {model!r} has the datatype {unknown[0]!r}, wanted one of {', '.join(_NUMBERS)}")
@@ -150,7 +150,9 @@ class V2(Http):
         elif binary:
             self._in_bytes()
         elif any(one.datatype == "BF16" for one in asked.inputs):
-            raise ValueError(f"{asked.model!r} takes BF16, which JSON lacks, and {url}/v2 does not list binary_tensor_data")
+            raise ValueError(
+                f"{asked.model!r} needs BF16, which JSON cannot carry, but {url}/v2 does not list binary_tensor_data"
+            )
 
     async def begin(self, in_flight: int | None) -> None:
         """See `Http`."""
@@ -168,7 +170,7 @@ class V2(Http):
         """Regions with room for all tensors of known size; the inputs are written when a region is made."""
         asked = self._asked
         if "system_shared_memory" not in asked.extensions:
-            raise ValueError(f"{url}/v2 does not list system_shared_memory; is the server started with --shared-memory?")
+            raise ValueError(f"{url}/v2 does not list system_shared_memory; start the server with --shared-memory")
         strings = [one.name for one in asked.inputs if one.size is None]
         if strings:
             raise ValueError(f"the input {strings[0]!r} is BYTES, which is not supported in shared memory here")

@@ -36,9 +36,12 @@ def roofline(c: Comparison) -> Chart:
         "is its speed-up."
     ]
     if not roofs:
-        notes.append("Nobody has measured this machine's ceilings: no roof is drawn (`tilewright hw --measure` finds them).")
+        notes.append(
+            "The ceilings of this machine have not been measured, so no roof is drawn (`tilewright hw --measure` "
+            "measures them)."
+        )
     if left := [s.name for s in c.segments if s not in drawn]:
-        notes.append(f"Not drawn, for want of operations or of a time: {', '.join(left)}.")
+        notes.append(f"Not drawn, because the number of operations or the time is missing: {', '.join(left)}.")
     data = {"points": points, "roofs": roofs, "links": links, "names": [roof for roof in roofs if roof["name"]]}
     return Chart(
         key="roofline",

@@ -41,9 +41,9 @@ def strip(c: Comparison) -> Chart:
         if named[key]
     ]
     if any(r.low <= 0 or r.high >= MOST_RATIO for _, r, _ in entries):
-        notes.append("An interval that reaches the frame is not bounded on that side.")
+        notes.append("An interval that reaches the frame has no bound on that side.")
     if boundless:
-        notes.append(f"Not drawn, for their intervals have no bounds: {', '.join(boundless)}.")
+        notes.append(f"Not drawn, because their intervals have no bounds: {', '.join(boundless)}.")
     return Chart(
         key="strip",
         title="Verdict strip",

@@ -100,10 +100,12 @@ class Command:
         hello = {"do": "hello", "protocol": PROTOCOL, "threads": self._settings.threads, "device": str(self._settings.device)}
         answer = self.ask(hello, _HELLO_LIMIT_S)
         if answer.get("protocol") != PROTOCOL:
-            raise EngineError(f"engine {self._name} speaks protocol {answer.get('protocol')!r}, wanted {PROTOCOL}")
+            raise EngineError(f"engine {self._name} uses protocol {answer.get('protocol')!r}, wanted {PROTOCOL}")
         self._format = answer.get("model", "onnx")
         if self._format not in ("onnx", "exported"):
-            raise EngineError(f"engine {self._name} wants models as {self._format!r}; there are 'onnx' and 'exported'")
+            raise EngineError(
+                f"engine {self._name} requests models in the format {self._format!r}, wanted 'onnx' or 'exported'"
+            )
         return {"clock": "the program's own, checked against ours", **_facts(answer, self._name)}
 
     def build(self, module: nn.Module, inputs: tuple[Tensor, ...], name: str) -> "_Built":
@@ -201,7 +203,7 @@ class Command:
                 left = until - time.monotonic()
                 ready = waiting.select(left) if left > 0 else []
                 if not ready:
-                    raise EngineError(f"engine {self._name}, {what}: no answer within {limit_s:g} s{self._said()}")
+                    raise EngineError(f"engine {self._name}, {what}: there was no answer within {limit_s:g} s{self._said()}")
                 for key, _ in ready:
                     got = os.read(key.fd, 1 << 16)
                     if key.fd == self._process.stderr.fileno():
@@ -213,7 +215,9 @@ class Command:
                     else:
                         raise self._gone(what)
                 if len(self._pending) > _MOST_LINE_BYTES:
-                    raise EngineError(f"engine {self._name}, {what}: a line of more than {_MOST_LINE_BYTES} bytes")
+                    raise EngineError(
+                        f"engine {self._name}, {what}: the answer has a line of more than {_MOST_LINE_BYTES} bytes"
+                    )
         line, _, self._pending = self._pending.partition(b"\n")
         return line.decode(errors="replace")
 
@@ -223,7 +227,7 @@ class Command:
         try:
             code = self._process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
-            return EngineError(f"engine {self._name}, {what}: it closed its output and goes on{self._said()}")
+            return EngineError(f"engine {self._name}, {what}: it closed its output but continues to run{self._said()}")
         os.set_blocking(self._process.stderr.fileno(), False)
         self._errors = (self._errors + (self._process.stderr.read(1 << 20) or b""))[-_MOST_KEPT_ERRORS:]
         how = f"with code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
@@ -231,7 +235,7 @@ class Command:
 
     def _said(self) -> str:
         text = self._errors.decode(errors="replace").strip()
-        return f"; its last words: {text[-1000:]}" if text else ""
+        return f"; the end of its error output: {text[-1000:]}" if text else ""
 
 
 class _Built:
@@ -245,7 +249,7 @@ class _Built:
     def counters(self) -> list[Counter]:
         if self._command.facts.get("counters") is not True:
             raise EngineError(
-                f'{self._command._name} has no counters of its own: no "counters": true in the facts of its hello'
+                f'{self._command._name} has no counters, because the facts in its hello do not contain "counters": true'
             )
         what = f"counters of {self._name}"
         return _counters(
@@ -259,11 +263,13 @@ class _Built:
         passed = time.perf_counter() - began
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds <= 0:
             raise EngineError(
-                f"{self._command._name}, {self._name}: says {calls} calls took {seconds!r}, wanted seconds above 0"
+                f"{self._command._name}, {self._name}: reports that {calls} calls took {seconds!r}, wanted a number "
+                "of seconds above 0"
             )
         if seconds > passed:
             raise EngineError(
-                f"{self._command._name}, {self._name}: says {calls} calls took {seconds:.6g} s, but {passed:.6g} s passed here"
+                f"{self._command._name}, {self._name}: reports that {calls} calls took {seconds:.6g} s, but only "
+                f"{passed:.6g} s passed here"
             )
         return float(seconds)
 

@@ -118,14 +118,14 @@ def matched(owners: Sequence[Sequence[Kernel]], timed: Sequence[Sequence[Kernel]
         odd = next(found for found in names if found != names[0])
         place = next((i for i, (a, b) in enumerate(zip(names[0], odd)) if a != b), min(len(names[0]), len(odd)))
         raise EngineError(
-            f"its kernels are not the same from call to call, or not those of its operators one by one ({len(names[0])} and "
-            f"{len(odd)}, the first other one at {place}): nothing tells whose they are"
+            f"its kernels differ from call to call, or from those of its operators run one by one ({len(names[0])} "
+            f"and {len(odd)} kernels, first different at {place}), so they cannot be assigned to layers"
         )
     for run in timed:
         both = sum(max(0.0, a.start_us + a.us - b.start_us) for a, b in pairwise(run))
         if both > _OVERLAP * sum(kernel.us for kernel in run):
             raise EngineError(
-                f"kernels run at the same time as others for {both:.1f} us of a call: no time is one layer's alone"
+                f"kernels overlap with others for {both:.1f} us of a call, so their times cannot be assigned to single layers"
             )
     counters, operations = [], []
     for i, kernel in enumerate(owners[0]):

@@ -135,16 +135,16 @@ class _Program:
             local: dict[int, Value] = {}
             for x, key in given.items():
                 if local.setdefault(id(self.cutter.places.get(x)), self.values[key]) is not self.values[key]:
-                    raise NotCut(f"{x.name} and another value are one in the exported graph")
+                    raise NotCut(f"{x.name} and another value are the same value in the exported graph")
             inside, used = set(chain.layers[layer].nodes), set()
             for node in self.cutter.boundaries:
                 if node in inside:
                     self.values[(node, number)] = self._emit(self.cutter.places[node], layer, number, local, used)
             if number and (lost := set(self.cutter.matrices(layer)) - used):
-                raise NotCut(f"{', '.join(sorted(lost))} of a copied layer is not in the exported graph as it is")
+                raise NotCut(f"{', '.join(sorted(lost))} of a copied layer is not in the exported graph unchanged")
         outputs = [self.values[key] for key in self.variant.program.outputs]
         if any(value.producer() is None for value in outputs):
-            raise NotCut("an output is an input")
+            raise NotCut("an output of the program is one of its inputs")
         graph = self.ir.Graph(
             inputs, outputs, nodes=self.nodes, initializers=list(self.weights.values()),
             opset_imports=dict(source.graph.opset_imports), name="main_graph",
@@ -161,11 +161,11 @@ class _Program:
         node = value.producer()
         if node is None:
             if value.const_value is None:
-                raise NotCut(f"a layer reads {value.name}, which it is not given")
+                raise NotCut(f"a layer reads {value.name}, which it does not receive")
             local[id(value)] = self._weight(value, layer, number, used)
             return local[id(value)]
         if any(a.type in (self.ir.AttributeType.GRAPH, self.ir.AttributeType.GRAPHS) for a in node.attributes.values()):
-            raise NotCut(f"{node.op_type} has a graph inside")
+            raise NotCut(f"{node.op_type} contains a subgraph")
         given = [None if x is None else self._emit(x, layer, number, local, used) for x in node.inputs]
         attributes = list(node.attributes.values())
         new = self.ir.Node(
@@ -187,7 +187,7 @@ class _Program:
             used.add(behind)
             own = copy_of(self.variant.module, behind, number)
             if own is None:
-                raise NotCut(f"copy {number} has no {behind}")
+                raise NotCut(f"copy {number} has no weight {behind}")
             name = f"copy_{number}_{name}"
             factor = own.detach().norm() / self.cutter.matrices(layer)[behind].norm()
             held = self.ir.tensor(held.numpy() * np.array(float(factor), held.numpy().dtype), name=name)

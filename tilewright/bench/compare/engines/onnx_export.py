@@ -35,7 +35,7 @@ def input_arrays(inputs: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
     try:
         return {input_name(i): x.detach().cpu().contiguous().numpy() for i, x in enumerate(inputs)}
     except TypeError as error:
-        raise EngineError(f"the example inputs cannot be handed on: {error}; give them as fp32 or fp16") from None
+        raise EngineError(f"the example inputs cannot be passed on: {error}; give them as fp32 or fp16") from None
 
 
 def export_onnx(
@@ -71,7 +71,7 @@ def export_program(
     assert program is not None, "the exporter over torch.export returns its program"
     # Asked for, but left as it is where the exporter's converter does not know the way back.
     if opset and (got := program.model.opset_imports.get("", opset)) != opset:
-        raise EngineError(f"{name}: ONNX opset {opset} is not supported by torch's exporter, which writes {got}; leave it out")
+        raise EngineError(f"{name}: torch's exporter does not support ONNX opset {opset} and writes {got}; leave the opset out")
     return program
 
 

@@ -41,7 +41,8 @@ class OnnxRuntime:
         digits = option.removeprefix("opset")
         if option and not (option.startswith("opset") and digits.isdecimal()):
             raise EngineError(
-                f"engine onnxruntime:{option} is not known; wanted onnxruntime, or an opset as onnxruntime:opset18"
+                f"engine onnxruntime:{option} is not known; wanted onnxruntime, or onnxruntime with an opset, such "
+                "as onnxruntime:opset18"
             )
         self._opset = int(digits) if digits else None
         self._settings = settings
@@ -51,7 +52,7 @@ class OnnxRuntime:
         cuda = settings.device.type == "cuda"
         self._provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
         if self._provider not in (have := self._ort.get_available_providers()):
-            raise EngineError(f"onnxruntime here has {', '.join(have)}, wanted {self._provider}: pip install onnxruntime-gpu")
+            raise EngineError(f"this onnxruntime has {', '.join(have)}, wanted {self._provider}: pip install onnxruntime-gpu")
         self.facts: dict[str, Any] = {
             "device": device_name(settings.device),
             "versions": {"onnxruntime": self._ort.__version__, "torch": torch.__version__},
@@ -95,7 +96,7 @@ class OnnxRuntime:
     def _profile(self, path: Path, arrays: dict[str, np.ndarray]) -> list[Counter]:
         """Of the file, in a session of its own."""
         if self._settings.device.type == "cuda":
-            raise EngineError("onnxruntime has no counters on a GPU: its profiler times launches there, not kernels")
+            raise EngineError("onnxruntime has no counters on a GPU, because its profiler measures launches there, not kernels")
         options = self._options()
         with tempfile.TemporaryDirectory(prefix="tilewright-profile-") as folder:
             options.enable_profiling, options.profile_file_prefix = True, str(Path(folder) / "profile")
@@ -139,7 +140,7 @@ def counters_of(events: Sequence[Any], skipped: int) -> list[Counter]:
             if skipped <= at < len(runs):
                 microseconds[key][at - skipped] += event["dur"]
     except (KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"onnxruntime's profile is not as it used to be: {type(error).__name__}: {error}") from None
+        raise EngineError(f"onnxruntime's profile does not have the expected format: {type(error).__name__}: {error}") from None
     if len(runs) <= skipped:
         raise EngineError(f"onnxruntime's profile has {len(runs)} runs, wanted more than {skipped}")
     return [
@@ -171,7 +172,7 @@ class _Session:
 
     def counters(self) -> list[Counter]:
         if self.profile is None:
-            raise EngineError("onnxruntime counts in the whole model only")
+            raise EngineError("onnxruntime has counters only for the whole model")
         return self.profile()
 
     def run(self) -> None:

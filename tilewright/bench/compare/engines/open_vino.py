@@ -38,10 +38,10 @@ class OpenVino:
     def __init__(self, option: str, settings: Settings):
         if option and option not in _TYPES:
             raise EngineError(
-                f"engine openvino:{option} is not known; wanted openvino, or one of {', '.join(_TYPES)} behind a colon"
+                f"engine openvino:{option} is not known; wanted openvino, or openvino: followed by one of {', '.join(_TYPES)}"
             )
         if settings.device.type != "cpu":
-            raise EngineError(f"engine openvino runs on the CPU, and the device is {settings.device}; give --device cpu")
+            raise EngineError(f"engine openvino runs on the CPU, but the device is {settings.device}; give --device cpu")
         self._settings, self._ov = settings, need("openvino", "openvino")
         self._core, self._parts = self._ov.Core(), OnnxParts()
         self._kept = tempfile.TemporaryDirectory(prefix="tilewright-onnx-")
@@ -143,7 +143,7 @@ class _Request:
 
     def counters(self) -> list[Counter]:
         if self.profile is None:
-            raise EngineError("openvino counts in the whole model only")
+            raise EngineError("openvino has counters only for the whole model")
         return self.profile()
 
     def time(self, calls: int) -> float:

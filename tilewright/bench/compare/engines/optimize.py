@@ -56,7 +56,9 @@ class Optimize:
         self._cutter: Cutter | None = None
         self._precision = option or ("fp16" if cuda else "fp32")
         if self._precision not in PRECISIONS:
-            raise EngineError(f"engine optimize:{option} is not known; wanted one of {', '.join(PRECISIONS)} behind the colon")
+            raise EngineError(
+                f"engine optimize:{option} is not known; wanted optimize: followed by one of {', '.join(PRECISIONS)}"
+            )
         self.facts: dict[str, Any] = {
             **described(settings),
             "precision": precision_name(None, settings.device) if self._precision == "fp32" else self._precision,

@@ -46,7 +46,7 @@ def profiled(call: Callable[[], Any], module: nn.Module) -> tuple[list[Counter],
             repeated(run)
     runs = _operators(found.function_events or [])
     if len({tuple((path, op) for path, op, _ in one) for one in runs}) != 1:
-        raise EngineError("eager runs other operators from call to call: there is no median of them")
+        raise EngineError("eager runs different operators from call to call, so there is no median of their times")
     counters, operations = [], []
     for i, several in enumerate(zip(*runs, strict=True)):
         path, op, _ = several[0]

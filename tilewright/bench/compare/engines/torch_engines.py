@@ -201,7 +201,7 @@ class Graph(Eager):
 
     def __init__(self, option: str, settings: Settings):
         if settings.device.type != "cuda":
-            raise EngineError(f"engine graph needs a GPU, and the device is {settings.device}; use eager")
+            raise EngineError(f"engine graph needs a GPU, but the device is {settings.device}; use eager")
         super().__init__(option, settings)
 
     def _made(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
