@@ -134,7 +134,7 @@ def _rms_norm(b: Buffers, group: Group) -> Value:
     weight = b.attribute(ones, "ones") if a.weight is None else _vector(b, a.weight)
     value = b.buffer(op_calls.rms_norm, (x, weight, a.options["eps"], list(shape)), dense(shape), a.node)
     if not in_order:
-        assert value.node is not None, "a buffer"
+        assert value.node is not None, "a value that is computed must have a buffer"
         value = Value(value.node, lead.with_columns(width, width))
     return emit.finish(b, group, "rms_norm", value)
 

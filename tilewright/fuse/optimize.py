@@ -182,7 +182,7 @@ def _facts(settings: Settings, device: str) -> dict[str, Any]:
         "precision": settings.precision,
         "device": device,
         "cuda_graph": graph,
-        "inputs": ("copied in, " if graph else "") + "cast, images channels-last",
+        "inputs": ("copied in, " if graph else "") + "cast to the precision, images channels-last",
         "compiled": "by Inductor, weights frozen" if settings.compiled else "no",
         "outputs": "as computed" if not graph else "copied out" if settings.copy_outputs else "overwritten by the next call",
     }
