@@ -6,8 +6,8 @@ Program i has seed `--seed` + i, so a run that was stopped goes on with a later 
 other values, and every fifth on other sizes. A failure prints its seed and the smallest program that still fails, as Python.
 Exit code 1 where anything failed.
 
-Verdicts: right; wrong (an output, or a bug of a fusion that was found and mended at run time); raised; given (the
-original model answers in our graph's place); unsaid (a product, convolution, attention, norm or pool runs as torch's own kernel and the
+Verdicts: right; wrong (an output, or a bug of a fusion that was found and mended at run time); raised; given (the original
+model answers in our graph's place); unsaid (a product, convolution, attention, norm or pool runs as torch's own kernel and the
 report has no reason for it: counted by operator); theirs (Inductor fails without our pass too); unfit (eager float32 itself is
 too far off, or would be with one rounding more).
 """
