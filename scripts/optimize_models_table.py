@@ -35,6 +35,29 @@ REWORDED = {
         "there is no product or convolution before it that could fuse it",
     "an activation beside other pointwise calls, which torch's compiler computes in one pass where that is faster":
         "an activation next to other pointwise calls, which torch's compiler can compute in one pass",
+    "its operand is computed, not a parameter":
+        "its operand is computed in every call, so it cannot be folded into the weight",
+    "a concatenation: its operands are copied side by side by torch's kernel":
+        "a concatenation: torch's own kernel copies its operands next to each other",
+    "no operator here computes it": "no operator of tilewright computes it",
+    "an operand is copied: its rows have gaps":
+        "an operand is copied, because the operator cannot read its memory layout",
+    "a gather of rows, which is torch's own kernel in every operator here":
+        "a gather of rows: every operator of tilewright uses torch's own kernel for it",
+    "folded into the weight it makes numbers that float16 has not":
+        "folding it would make weights that float16 cannot represent",
+    "linear takes a residual once": "linear can apply only one residual, and it already has one",
+    "it changes the type or the shape": "its result has another dtype or shape than the value that it reads",
+    "the rows of the other operand lie in another order":
+        "the other operand of the sum has its rows in another order than the product",
+    "the rows of the other operand are in another order":
+        "the other operand of the sum has its rows in another order than the product",
+    "it is stored all the same": "it must be stored anyway",
+    "an LSTM: no operator here has its recurrence, and torch's library computes it":
+        "an LSTM: no operator of tilewright computes its recurrence, so torch's library does",
+    "the other operand has another shape, type or device": "its other operand has another shape, dtype or device",
+    "a mean that is not over all pixels of [N, C, H, W]":
+        "a mean over other dims than H and W of [N, C, H, W], or with a change of dtype",
 }  # fmt: skip
 """Reasons as the stored results have them, and as tilewright.fuse words them since."""
 

@@ -6,8 +6,8 @@ Program i has seed `--seed` + i, so a run that was stopped goes on with a later 
 other values, and every fifth on other sizes. A failure prints its seed and the smallest program that still fails, as Python.
 Exit code 1 where anything failed.
 
-Verdicts: right; wrong (an output, or a fault of the fuser that was found and mended at run time); raised; given (the model as
-given answers in our graph's place); unsaid (a product, convolution, attention, norm or pool runs as torch's own kernel and the
+Verdicts: right; wrong (an output, or a bug of a fusion that was found and mended at run time); raised; given (the original
+model answers in our graph's place); unsaid (a product, convolution, attention, norm or pool runs as torch's own kernel and the
 report has no reason for it: counted by operator); theirs (Inductor fails without our pass too); unfit (eager float32 itself is
 too far off, or would be with one rounding more).
 """
@@ -42,6 +42,8 @@ RMS, LARGEST = 1e-5, 1e-3
 """Error allowed in float32, over the RMS of the right output; programs on which eager has a tenth of it are not judged."""
 NOISE = 0.1
 """Programs whose right output rounding alone moves by more, as that of `x - x`, are not judged."""
+BUG = "bug in tilewright's fusion"
+"""The text with which a report names a fusion that is wrong."""
 OPS: dict[Callable[[Draw], None], float] = {
     ops.linear: 5, ops.conv: 4, ops.conv_transposed: 1, ops.again: 2, ops.tied: 1, ops.views: 6, ops.joined: 2, ops.binary: 5,
     ops.residual: 3, ops.activation: 5, ops.norm: 5, ops.pool: 2, ops.squeeze_excite: 0.7, ops.growing: 0.7,
@@ -157,8 +159,8 @@ def own_graph(module: torch.nn.Module, given: tuple[Tensor, ...]) -> tuple[Calla
     report = getattr(fast, "report", None)
     if report is None:
         return fast, ""
-    if "fault of the fuser" in report.text():
-        return fast, next(line for line in report.text().splitlines() if "fault of the fuser" in line)
+    if BUG in report.text():
+        return fast, next(line for line in report.text().splitlines() if BUG in line)
     refused = {d.node for d in report.decisions if not d.taken} | {d.anchor for d in report.decisions if not d.taken}
     left = [row for row in report.launches if row["op"].startswith("aten.") and row["op"].split(".")[1] in SPOKEN]
     unsaid = sorted({row["op"] for row in left if row["layer"] not in refused and row.get("node") not in refused})
@@ -228,7 +230,7 @@ def compare(make: Callable[..., tuple[Callable[..., Any], str]], module: torch.n
         kind = "wrong" if type(e).__name__ == "Inaccurate" else "raised"
         said = " ".join(str(e).split())[:300]
         return Verdict(kind, f"{where}: {type(e).__name__} at {Path(frame.filename).name}:{frame.lineno}: {said}")
-    if "fault of the fuser" in unsaid:
+    if BUG in unsaid:
         return Verdict("wrong", unsaid)
     for shape in getattr(getattr(fast, "report", None), "shapes", ()):
         if not shape.optimised:

@@ -141,7 +141,13 @@ HALVES = ["anchor gelu", "anchor residual", "anchor silu", "anchor residual"]
 ROWS, IMAGE = (2, 3, 16), (2, 3, 12, 12)
 HALF, FLOAT = torch.float16, torch.float32
 INFERENCE = {
-    "chain": (chain, ROWS, FLOAT, CHAIN, ("is also read by mean", "relu: linear applies an activation before a residual")),
+    "chain": (
+        chain,
+        ROWS,
+        FLOAT,
+        CHAIN,
+        ("is also read by mean", "relu: linear can apply an activation only before a residual"),
+    ),
     "half": (lambda: nn.Sequential(Block(F.gelu), Block(F.silu)), ROWS, HALF, HALVES, ()),
     "convolutions": (
         Convs,
@@ -151,7 +157,13 @@ INFERENCE = {
         ("a transposed convolution",),
     ),
     "products": (Products, ROWS, torch.bfloat16, ["anchor", "anchor residual"], ()),
-    "double": (lambda: Block(F.gelu), ROWS, torch.float64, [], ("operands of float64; wanted one type of 16 or 32 bits",)),
+    "double": (
+        lambda: Block(F.gelu),
+        ROWS,
+        torch.float64,
+        [],
+        ("the operands are float64; the operator needs one dtype for all of them",),
+    ),
 }
 LIMITS = {FLOAT: 1e-6, HALF: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-14}
 
@@ -244,7 +256,7 @@ def test_sizes_that_are_not_known() -> None:
     with torch.no_grad():
         torch.testing.assert_close(seen.compiled(model, dynamic=True)(x), model(x))
     assert seen.launches() == []
-    assert "sizes of pixels or channels are not known" in seen.refused()
+    assert "the number of pixels or channels is not known" in seen.refused()
 
 
 def meta_graph(rows: int, activation: bool) -> torch.fx.Graph:
@@ -267,7 +279,7 @@ def meta_graph(rows: int, activation: bool) -> torch.fx.Graph:
     [
         (1, False, "linear, gemv"),
         (256, True, "linear, sm90"),
-        (4096, False, "linear would take the vendor's library here, as Inductor does"),
+        (4096, False, "linear would use the vendor's library here, as Inductor does"),
     ],
 )
 def test_what_the_operator_would_hand_to_cublas_stays(rows: int, activation: bool, reason: str) -> None:
@@ -291,7 +303,7 @@ def test_a_gpu_takes_what_is_measured_to_be_faster(times: Race, monkeypatch: pyt
                 assert fuse_graph(meta_graph(256, True))[0].taken
     assert decisions[0].taken == times.won
     assert decisions[0].reason == f"linear, sm90: {times}"
-    assert "with what follows" in str(times)
+    assert "with the calls after it" in str(times)
 
 
 # ---- all the way through Inductor
@@ -368,7 +380,7 @@ def test_the_cache_key() -> None:
 
 def test_an_unknown_option() -> None:
     model = torch.compile(nn.Linear(2, 2), backend="tilewright", options={"tilewright.gpu": True})
-    with pytest.raises(Exception, match=r"unknown option 'tilewright\.gpu'; there is tilewright\.cpu"):
+    with pytest.raises(Exception, match=r"unknown option 'tilewright\.gpu'; wanted tilewright\.cpu"):
         model(torch.randn(1, 2))
 
 

@@ -175,7 +175,7 @@ def test_a_child_gets_other_shapes() -> None:
         x = normal(4 + i, 8, seed=i)
         assert near(right(model, x), done(x))
     text = done.report.text()
-    assert "inputs h: others: the model as given runs (more than max_shapes=2 combinations of inputs)" in text
+    assert "inputs h: others: the original model runs (more than max_shapes=2 combinations of inputs)" in text
     assert done.report.calls["optimised"] > 0
     assert done.report.calls["as given"] > 0
 
@@ -248,7 +248,7 @@ def test_other_arguments_have_graphs_of_their_own() -> None:
     assert near(right(model, x, 3.0), done(scale=3.0, x=x))
     assert [s.calls for s in done.report.shapes] == [1, 2, 1, 1, 1, 1]
     assert done.report.shapes[1].inputs == "[3, 8] float32, 2.0"
-    with pytest.raises(ValueError, match="an argument is or holds a bytearray, which cannot be compared"):
+    with pytest.raises(ValueError, match="an argument is or contains a bytearray, which cannot be compared"):
         done(x, 1.0, None, bytearray(1))
 
 
@@ -257,7 +257,7 @@ def test_the_models_own_errors_are_the_users() -> None:
     done = optimized(mlp(), normal(2, 8))
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
         done(normal(2, 9))
-    with pytest.raises(ValueError, match="requires a gradient, and an optimised model is for inference only"):
+    with pytest.raises(ValueError, match="requires a gradient, but an optimised model is for inference only"):
         done(normal(2, 8).requires_grad_())
     assert len(done.report.shapes) == 1
 
@@ -344,7 +344,9 @@ def test_hugging_faces_models() -> None:
     assert got.past_key_values.get_seq_length() == 7
     assert near(want, got)
     assert done.config is done.model.config
-    with pytest.raises(AttributeError, match="generate is a method of GPT2LMHeadModel, and only its call is optimised"):
+    with pytest.raises(
+        AttributeError, match="generate is a method of GPT2LMHeadModel, but only calls of the model itself are optimised"
+    ):
         done.generate(given["input_ids"])
 
 

@@ -111,7 +111,7 @@ def test_errors_that_add_up_have_no_guilty_layer(graph: torch.fx.GraphModule) ->
     copy = graph
     for at in ("linear", "linear_1", "linear_2"):
         copy = fused(copy, at, lambda t: t * 1.01)
-    with pytest.raises(Inaccurate, match="No single layer is: errors add up over") as caught:
+    with pytest.raises(Inaccurate, match="No single layer is guilty: the errors of") as caught:
         verify(graph, copy, inputs(), precision="fp32", tolerance=0.0105)
     own = [found.own for found in caught.value.check.layers if found.own]
     assert own == pytest.approx([0.01, 0.01, 0.01], rel=1e-3)
@@ -138,7 +138,7 @@ def test_torchs_own_error_is_an_excuse_up_to_a_ceiling(graph: torch.fx.GraphModu
     off, right = fused(graph, "linear_2", lambda t: t * 1.15), graph(*inputs())
     own = {**right, "logits": right["logits"] * 1.14}
     with pytest.raises(
-        Inaccurate, match=r"wanted at most 1\.00e-01.*torch's own model in fp16 has lost this output as well.*'fp32'"
+        Inaccurate, match=r"wanted at most RMS 1\.00e-01.*torch's own model in fp16 gets this output wrong as well.*'fp32'"
     ):
         verify(graph, off, inputs(), precision="fp16", native=lambda *_: own)
     assert not verify(graph, off, inputs(), precision="fp16", tolerance=0.2).failed
@@ -171,7 +171,7 @@ def test_rounding_to_float16_is_measured(graph: torch.fx.GraphModule) -> None:
         (torch.tensor([1, 2]), torch.tensor([1.0, 2.0]), math.inf, "got torch.float32, wanted torch.int64"),
         (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32), 0.0, ""),
         (torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), 0.0, ""),
-        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf]), math.inf, "others"),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf]), math.inf, "missing or different"),
         (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0]), math.inf, "missing"),
         (torch.tensor([1.0, 2.0]), torch.tensor([math.nan, 2.0]), math.inf, "1 of 2 values are NaN"),
         (torch.zeros(0), torch.zeros(0), 0.0, ""),
@@ -248,5 +248,5 @@ def test_refused(graph: torch.fx.GraphModule, options: dict[str, Any], message: 
 def test_a_pair_that_does_not_exist(graph: torch.fx.GraphModule) -> None:
     copy = fused(graph)
     next(n for n in copy.graph.nodes if n.name == "relu").meta[FLOAT_NODE] = "gone"
-    with pytest.raises(ValueError, match="relu says that it computes 'gone'"):
+    with pytest.raises(ValueError, match="relu is recorded as computing 'gone'"):
         layer_errors(graph, copy, inputs())

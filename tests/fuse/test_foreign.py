@@ -115,10 +115,10 @@ def _fails(model: nn.Module) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ([_wrong, _wrong], "no, operators run one by one: Inductor's code gives other outputs (relative RMS error "),
-        ([_wrong, _fails], "no, operators run one by one: Inductor's code gives other outputs (relative RMS error "),
-        ([_wrong, lambda model: model], "by Inductor, without packing weights: with packed ones its code gives other outputs"),
-        ([_fails], "no, operators run one by one: Inductor fails: no such kernel"),
+        ([_wrong, _wrong], "no, operators run one by one, because Inductor's code gives wrong outputs (relative RMS error "),
+        ([_wrong, _fails], "no, operators run one by one, because Inductor's code gives wrong outputs (relative RMS error "),
+        ([_wrong, lambda model: model], "by Inductor, without packed weights, because with them its code gives wrong outputs"),
+        ([_fails], "no, operators run one by one, because Inductor fails: no such kernel"),
     ],
 )
 def test_what_inductor_gets_wrong(monkeypatch: pytest.MonkeyPatch, code: list[Callable[..., Any]], words: str) -> None:
@@ -176,7 +176,7 @@ def test_state_in_attributes(where: str, written: str) -> None:
     plain = copy.deepcopy(model)
     done = optimize(model, torch.randn(3, 8), "fp32", report=False, compiled=False)
     assert isinstance(done, Partial)
-    reason = f"Smoothed keeps state from call to call (in {written}), and a graph keeps none"
+    reason = f"Smoothed keeps state between calls (in {written}), which a graph cannot do"
     assert _reasons(done) == {"first": reason}
     assert model.first.calls == 0, "the user's own model was not called"
     for x in torch.randn(4, 3, 8):

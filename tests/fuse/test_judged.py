@@ -50,10 +50,10 @@ def test_an_output_that_the_precision_has_lost() -> None:
     torch.manual_seed(0)
     model, x = Small().eval(), normal(3, 8)
     with pytest.raises(
-        Inaccurate, match=r"output\[1\] of .* error 1.00e\+00.*own model in fp16 has lost this output as well"
+        Inaccurate, match=r"output\[1\] of .* error 1.00e\+00.*own model in fp16 gets this output wrong as well"
     ) as caught:
         optimized(model, x, "fp16")
-    assert "Take precision='fp32', or allow it with tolerance=..." in str(caught.value)
+    assert "Use precision='fp32', or set tolerance=... to accept the error" in str(caught.value)
     assert "fault" not in str(caught.value)
     with torch.no_grad():
         assert all(d.rms < 1e-5 for d in compare_outputs(model(x), optimized(model, x)(x)))
@@ -77,7 +77,7 @@ def test_torchs_fast_path_gives_something_else() -> None:
     assert (fast[1, 3:] == 0).all()
     done = optimized(model, (x,), example_kwargs={"src_key_padding_mask": mask}, max_shapes=1)
     said = done.report.text().splitlines()[0]
-    assert "differs: torch's fast path of nn.TransformerEncoder gives output otherwise (relative RMS error" in said
+    assert "differs: torch's fast path of nn.TransformerEncoder gives other values for output (relative RMS error" in said
     assert "% of its values, the first at [1, 3, 0]" in said
     for rows in (slice(0, 2), slice(1, 2)):
         got = done(x[rows], src_key_padding_mask=mask[rows])
@@ -119,12 +119,12 @@ def test_the_faster_one_answers(monkeypatch: pytest.MonkeyPatch, times: list[flo
     done = optimized(model, x, measure=True)
     first = done.report.text().splitlines()[0]
     assert first.startswith(
-        "speed: 0.100 ms a call" if ours else "speed: 0.200 ms a call, the model as given 0.100 ms: not faster"
+        "speed: 0.100 ms a call" if ours else "speed: 0.200 ms a call, the original model 0.100 ms: not faster"
     )
     done(x)
     assert done.report.calls == {"optimised": int(ours), "as given": int(not ours)}
     if not ours:
-        with pytest.raises(ValueError, match="it has no graph, because the model as given is faster; measure=False keeps it"):
+        with pytest.raises(ValueError, match="it has no graph, because the original model is faster; measure=False keeps it"):
             assert done.fused
     assert "speed" not in optimized(model, x).report.facts, "compiled=False on a CPU asks for the operators"
 
@@ -175,8 +175,8 @@ def test_a_fault_of_the_fuser_is_left_to_torch(
         assert compare_outputs(model(x), done(x))[0].rms < (1e-5 if precision == "fp32" else 3e-3)
     faults = [d for d in done.report.decisions if d.kind == "fault"]
     assert [d.anchor for d in faults] == ["2"]
-    assert faults[0].reason.startswith("a fault of the fuser: 2")
-    assert "left to torch; please report it" in faults[0].reason
+    assert faults[0].reason.startswith("a bug in tilewright's fusion: 2")
+    assert "torch computes it instead; please report it" in faults[0].reason
     assert [launch["op"] for launch in done.report.launches if launch["layer"] in ("0", "3")] == ["linear", "linear"]
 
 
@@ -187,13 +187,15 @@ def test_a_fault_that_cannot_be_left_is_said(monkeypatch: pytest.MonkeyPatch) ->
     real = HOME.Lowering
     monkeypatch.setattr(HOME, "Lowering", lambda traced, exact, report, refused: real(traced, exact, report))
     with pytest.raises(
-        Inaccurate, match=r"guilty layer is 0: .*in float32 too, a fault of the fuser; please report it"
+        Inaccurate, match=r"guilty layer is 0: .*in float32 too, which is a bug in tilewright's fusion; please report it"
     ) as caught:
         optimized(model, x, "fp16")
     assert "wider precision" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("factor", "words"), [(1e6, "and torch's own layer has that error in fp16 too"), (1.0, None)])
+@pytest.mark.parametrize(
+    ("factor", "words"), [(1e6, "and torch's own layer has an error of this size in fp16 too"), (1.0, None)]
+)
 def test_a_layer_beside_torchs_own(factor: float, words: str | None) -> None:
     model, x = mlp(), torch.ones(3, 8)
     with torch.no_grad():

@@ -347,7 +347,7 @@ def test_int8_keeps_what_it_would_spoil() -> None:
     reasons = {d.anchor: (d.taken, d.reason) for d in done.report.decisions if d.kind == "quantise"}
     assert [reasons[name][0] for name in "023"] == [True, False, False]
     assert "its own error" in reasons["2"][1]
-    assert "saves nothing" in reasons["3"][1]
+    assert "is too small for int8" in reasons["3"][1]
 
 
 def test_report() -> None:

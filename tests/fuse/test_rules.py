@@ -95,21 +95,21 @@ CASES = {
     # Folds: which axis a factor belongs to.
     "computed bias, scale": Row(lambda m, x: F.linear(x, m.square, m.v.exp()) * 0.5, {"scale": 1}),
     "bias of the input, scale": Row(
-        lambda m, x: F.linear(x, m.square, x[0, 0]) * 0.5, {}, ("the weight or the bias is computed, not a parameter",)
+        lambda m, x: F.linear(x, m.square, x[0, 0]) * 0.5, {}, ("the weight or the bias is not a constant of the graph",)
     ),
     "weight of the input, scale": Row(
-        lambda m, x: F.linear(x, x[0] * 1.5) * 0.5, {}, ("the weight or the bias is computed, not a parameter",)
+        lambda m, x: F.linear(x, x[0] * 1.5) * 0.5, {}, ("the weight or the bias is not a constant of the graph",)
     ),
     "weight of the input, bias": Row(lambda m, x: F.linear(x, torch.cat([x[0], x[1]])[:9]) + m.v[:9], {"bias": 1}),
-    "scale, transpose, factors": Row(lambda m, x: m.a(x).transpose(1, 2) * 0.5 * m.v[:5], {"scale": 1}, ("not one number",)),
+    "scale, transpose, factors": Row(lambda m, x: m.a(x).transpose(1, 2) * 0.5 * m.v[:5], {"scale": 1}, ("does not have one",)),
     "transpose, factors of columns": Row(lambda m, x: m.a(x).transpose(1, 2) * m.v[:, None], {"scale": 1}),
     "factors of heads": Row(lambda m, x: m.a(x).view(2, 5, 2, 8) * m.v.view(2, 8) + m.v[:8] * 2, {"scale": 1, "bias": 1}),
     "factors of one head": Row(lambda m, x: m.a(x).view(2, 5, 4, 4).transpose(2, 3) * m.row, {"scale": 1}),
-    "factors of rows": Row(lambda m, x: m.a(x) * m.v[:5, None], {}, ("not one number",)),
+    "factors of rows": Row(lambda m, x: m.a(x) * m.v[:5, None], {}, ("does not have one",)),
     "a square result, transposed": Row(
-        lambda m, x: m.a(x).transpose(0, 1) * m.v, {}, ("not one number",), (16, 16)
+        lambda m, x: m.a(x).transpose(0, 1) * m.v, {}, ("does not have one",), (16, 16)
     ),
-    "a full factor": Row(lambda m, x: m.a(x) * m.mask[:5, :1], {}, ("not one number",)),
+    "a full factor": Row(lambda m, x: m.a(x) * m.mask[:5, :1], {}, ("does not have one",)),
     "factors on the left": Row(lambda m, x: m.v * m.a(x), {"scale": 1}),
     "divided": Row(lambda m, x: m.a(x) / 4, {"scale": 1}),
     "divided by it": Row(lambda m, x: 4 / (m.a(x).square() + 1) + 4 / m.a(x).exp(), {}),
@@ -117,7 +117,7 @@ CASES = {
     "number added": Row(lambda m, x: F.relu(m.a(x) + 0.25), {"bias": 1, "activation": 1}),
     "biases and factors in turns": Row(lambda m, x: ((m.a(x) + m.v) * 2 + 1) * m.v - 1, {"bias": 2, "scale": 2}),
     "factors behind an activation": Row(
-        lambda m, x: F.relu(m.a(x)) * m.v, {"activation": 1}, ("linear applies what is folded",)
+        lambda m, x: F.relu(m.a(x)) * m.v, {"activation": 1}, ("factor or bias only before an activation",)
     ),
     # Batch norms.
     "norm of rows": Row(lambda m, x: m.norm(m.a(x)), {"batch_norm": 1}, shape=(4, 16)),
@@ -133,39 +133,39 @@ CASES = {
         lambda m, x: F.silu(m.image_norm(m.conv(x) * m.u) + m.one(x)),
         {"batch_norm": 1, "scale": 1, "residual": 1, "activation": 1}, shape=IMAGE,
     ),
-    "image, factors of pixels": Row(lambda m, x: m.conv(x) * m.v[:6], {}, ("not one number",), IMAGE),
+    "image, factors of pixels": Row(lambda m, x: m.conv(x) * m.v[:6], {}, ("does not have one",), IMAGE),
     "image, a sum behind a copy": Row(
         lambda m, x: F.dropout(m.conv(x), 0.1, False).clone() + m.one(x).relu(), {"residual": 1, "activation": 1}, shape=IMAGE
     ),
     "image, a gate": Row(
-        lambda m, x: F.relu(m.conv(x)) * m.one(x).mean((2, 3), True), {"activation": 1}, ("computed, not a parameter",), IMAGE
+        lambda m, x: F.relu(m.conv(x)) * m.one(x).mean((2, 3), True), {"activation": 1}, ("computed in every call",), IMAGE
     ),
     "image, a sum behind a view": Row(
         lambda m, x: m.conv(x).flatten(2) * m.u[:, :, 0] + m.one(x).flatten(2).relu(), {"scale": 1, "activation": 1},
-        ("views stand between",), IMAGE,
+        ("there are views between",), IMAGE,
     ),
     "one image": Row(lambda m, x: F.relu(m.conv(x) * m.u + 1), {"scale": 1, "bias": 1, "activation": 1}, shape=IMAGE[1:]),
     # Sums.
     "twice the same": Row(lambda m, x: (y := m.a(x)) + y, {}, ("both operands are the same value",)),
     "squared": Row(lambda m, x: (y := m.a(x)) * y, {}, ("both operands are the same value",)),
-    "alpha": Row(lambda m, x: torch.add(m.a(x), x, alpha=2), {}, ("alpha 2",)),
+    "alpha": Row(lambda m, x: torch.add(m.a(x), x, alpha=2), {}, ("alpha=2",)),
     "residual on the left": Row(lambda m, x: x + m.a(x), {"residual": 1}),
     "broadcast residual": Row(lambda m, x: m.a(x) + x[:1], {}, ("another shape",)),
-    "broadcast product": Row(lambda m, x: m.a(x[:1]) + x, {}, ("changes the type or the shape",)),
-    "two sums": Row(lambda m, x: m.a(x) + x + x.exp(), {"residual": 1}, ("linear takes a residual once",)),
+    "broadcast product": Row(lambda m, x: m.a(x[:1]) + x, {}, ("its result has another dtype or shape",)),
+    "two sums": Row(lambda m, x: m.a(x) + x + x.exp(), {"residual": 1}, ("linear can apply only one residual",)),
     "sum, activation": Row(
-        lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, ("linear applies an activation before a residual",)
+        lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, ("linear can apply an activation only before a residual",)
     ),
     "views and a residual": Row(
         lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)) + x.view(2, 5, 4, 4), {"activation": 1, "residual": 1}
     ),
     "a residual in another order": Row(
         lambda m, x: F.gelu(m.a(x).view(2, 5, 4, 4)).transpose(1, 2) + x.view(2, 4, 5, 4), {"activation": 1},
-        ("are in another order",),
+        ("has its rows in another order",),
     ),
-    "a product with a parameter on the left": Row(lambda m, x: m.square @ x.transpose(1, 2), {}, ("a product of two batches",)),
+    "a product with a parameter on the left": Row(lambda m, x: m.square @ x.transpose(1, 2), {}, ("batches of matrices",)),
     "a transposed parameter": Row(lambda m, x: x @ m.square.t() + (x @ m.square.t()[:, ::2]).sum(), {}),
-    "a vector": Row(lambda m, x: F.linear(x, m.v) + x @ m.v, {}, ("a product with a vector",)),
+    "a vector": Row(lambda m, x: F.linear(x, m.v) + x @ m.v, {}, ("the second operand is a vector",)),
     "one row": Row(lambda m, x: F.relu(m.a(x) + x), {"residual": 1}, shape=(16,)),
     "nothing": Row(lambda m, x: m.a(x), {}, ("an operand is empty",), (0, 16)),
     # Activations.
@@ -192,21 +192,21 @@ CASES = {
     # Attention.
     "causal, other lengths": Row(
         lambda m, x: sdpa(heads(m.a(x)), heads(m.b(x[:, :3])), heads(m.c(x[:, :3])), is_causal=True), {},
-        ("aligns at the first key",),
+        ("aligns the mask with the first key",),
     ),
-    "broadcast keys": Row(lambda m, x: sdpa(heads(x), heads(m.b(x[:1])), heads(x)), {}, ("operands are broadcast",)),
+    "broadcast keys": Row(lambda m, x: sdpa(heads(x), heads(m.b(x[:1])), heads(x)), {}, ("must broadcast",)),
     "broadcast heads": Row(lambda m, x: sdpa(heads(x), heads(m.b(x)[..., :8], 1), heads(m.c(x)[..., :8], 1)), {}),
-    "more values than keys": Row(lambda m, x: sdpa(heads(x), heads(x)[:, :1], heads(x)), {}, ("operands are broadcast",)),
+    "more values than keys": Row(lambda m, x: sdpa(heads(x), heads(x)[:, :1], heads(x)), {}, ("must broadcast",)),
     "negative scale": Row(lambda m, x: sdpa(heads(x), heads(x), heads(m.a(x)), scale=-0.5), {}, ("a scale of -0.5",)),
     "no scale": Row(lambda m, x: sdpa(heads(x), heads(x), heads(m.a(x)), scale=0.0), {}, ("a scale of 0",)),
     "a mask": Row(lambda m, x: sdpa(heads(m.a(x)), heads(m.b(x)), heads(x), m.mask), {"merge": 1}),
-    "no heads": Row(lambda m, x: sdpa(m.a(x), m.b(x), x), {}, ("not [B, H, S, D]",)),
+    "no heads": Row(lambda m, x: sdpa(m.a(x), m.b(x), x), {}, ("do not have four dims [B, H, S, D]",)),
     "written out, softmax in double": Row(
         lambda m, x: (heads(x) @ heads(m.a(x)).mT).softmax(-1, torch.float64).to(x.dtype) @ heads(x), {},
-        ("a product of two batches",),
+        ("batches of matrices",),
     ),
     "written out over queries": Row(
-        lambda m, x: (heads(x) @ heads(m.a(x)).mT).softmax(-2) @ heads(x), {}, ("a product of two batches",),
+        lambda m, x: (heads(x) @ heads(m.a(x)).mT).softmax(-2) @ heads(x), {}, ("batches of matrices",),
         inductor="torch 2.13 itself takes a softmax over queries for attention",
     ),
     "written out, factor first": Row(
@@ -217,7 +217,7 @@ CASES = {
     "group norm": Row(lambda m, x: F.relu(m.group(m.conv(x))), {"activation": 1}, shape=IMAGE),
     "transposed convolution": Row(lambda m, x: F.relu(m.up(x)), {"activation": 1}, shape=IMAGE),
     "integers": Row(
-        lambda m, x: m.a((x.long() @ x.long()[0].mT).to(x.dtype)[..., :1].expand(-1, -1, 16)), {}, ("operands of int64",)
+        lambda m, x: m.a((x.long() @ x.long()[0].mT).to(x.dtype)[..., :1].expand(-1, -1, 16)), {}, ("the operands are int64",)
     ),
     "a pool of one image": Row(lambda m, x: F.max_pool2d(m.conv(x), 2), {}, ("not [N, C, H, W]",), IMAGE[1:]),
     "strides as traced": Row(
@@ -313,7 +313,7 @@ def test_refused_by_name(refused: tuple[str, ...], gone: str, calls: dict[str, i
     assert compare_outputs(right, got)[0].rms < 3e-6
     ours = [launch["op"] for launch in report.launches if not launch["op"].startswith("aten")]
     assert {op: ours.count(op) for op in ours} == calls, str(report)
-    words = [d for d in report.decisions if "the caller wants" in d.reason]
+    words = [d for d in report.decisions if "excluded from fusion" in d.reason]
     assert bool(words) == bool(refused)
 
 

@@ -87,15 +87,23 @@ class Other(nn.Module):
 @pytest.mark.parametrize(
     ("model", "path", "words"),
     [
-        (lambda users: Other(), "model.safetensors", "is of a Tied; got a Other: pass a module of that class"),
+        (lambda users: Other(), "model.safetensors", "contains a Tied; got a Other: pass a module of the same class"),
         (
             lambda users: users.Tied(9),
             "model.safetensors",
-            "the weights of model.safetensors are not those of the module: size mism",
+            "the weights in model.safetensors do not fit the module: size mism",
         ),
         (lambda users: users.Tied(), "gone.safetensors", r"gone.safetensors cannot be read: No such file"),
-        (lambda users: users.Tied(), "users_model.py", r"users_model.py cannot be read: .*; wanted a file of an optimised"),
-        (lambda users: users.Tied(), "plain.safetensors", "plain.safetensors has format None; wanted a file of an optimised"),
+        (
+            lambda users: users.Tied(),
+            "users_model.py",
+            r"users_model.py cannot be read: .*; wanted a file that save.. of an optimised",
+        ),
+        (
+            lambda users: users.Tied(),
+            "plain.safetensors",
+            "plain.safetensors has format None; wanted a file that save.. of an optimised",
+        ),
     ],
 )
 def test_files_that_are_refused(users: Any, model: Callable[[Any], nn.Module], path: str, words: str) -> None:
@@ -107,7 +115,7 @@ def test_files_that_are_refused(users: Any, model: Callable[[Any], nn.Module], p
 
 def test_what_cannot_be_written(users: Any) -> None:
     fast = made(users.Tied(), torch.tensor([[3, 1]]), more={"x": torch.ones(2), "y": torch.float32})
-    with pytest.raises(ValueError, match="an example holds a dtype, which save cannot write"):
+    with pytest.raises(ValueError, match="an example input contains a dtype, which save cannot write"):
         fast.save("model.safetensors")
     fast = made(users.Tied(), torch.tensor([[3, 1]]), more={"x": torch.ones(2)})
     with pytest.raises(ValueError, match=r"nowhere/model\.safetensors cannot be written"):
@@ -178,8 +186,8 @@ def test_what_changes_nothing_works(fast: Optimized, change: Callable[[Optimized
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda m: m.half(), ValueError, "its graphs are for fp16 on cpu, and it cannot be moved or cast"),
-        (lambda m: m.double(), ValueError, "cannot be moved or cast: move or cast the model that it came from"),
+        (lambda m: m.half(), ValueError, "its graphs are for fp16 on cpu, so it cannot be moved or cast"),
+        (lambda m: m.double(), ValueError, "cannot be moved or cast: move or cast the original model"),
         (lambda m: m.to("meta"), ValueError, "cannot be moved or cast"),
         (lambda m: m.to_empty(device="cpu"), ValueError, "cannot be moved or cast"),
         (lambda m: nn.ModuleDict({"inner": m}).bfloat16(), ValueError, "cannot be moved or cast"),

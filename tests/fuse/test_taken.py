@@ -156,14 +156,14 @@ ATTENTION = (
         lambda m, q, k, v, a: written(q, k, v, lambda s: (s + a) * 2),
         lambda: (*qkv(), randn(B, 1, 1, S)),
         (),
-        reason="a factor, or a mask with a finite number, follows a bias",
+        reason="after a bias is added, the scores are multiplied",
     ),
     Case(
         "scores that are a result too",
         lambda m, q, k, v, a: (lambda s: s.softmax(-1) @ v + s.sum())(q @ k.mT + a),
         lambda: (*qkv(), randn(B, 1, 1, S)),
         (),
-        reason="whose scores are read elsewhere too",
+        reason="the scores are read by other calls too",
     ),
 )
 
@@ -270,7 +270,7 @@ OPERATORS = (
         lambda m, x: x.softmax(1),
         image(2, 5, 7),
         (),
-        reason="a softmax over a dim other than the last",
+        reason="the operator supports only the last one",
     ),
     Case(
         "hardswish behind a convolution",

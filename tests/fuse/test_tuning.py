@@ -51,7 +51,9 @@ def test_arguments_cross_as_shapes() -> None:
     assert made[2:] == args[2:]
 
 
-@pytest.mark.parametrize(("value", "words"), [(torch.ones(3, dtype=torch.int64), "int64"), (nn.Linear(1, 1), "of type Linear")])
+@pytest.mark.parametrize(
+    ("value", "words"), [(torch.ones(3, dtype=torch.int64), "int64"), (nn.Linear(1, 1), "the type Linear")]
+)
 def test_what_cannot_be_drawn_is_said(value: object, words: str) -> None:
     with pytest.raises(Unspoken, match=words):
         spelled([value])
@@ -61,7 +63,7 @@ def test_what_cannot_be_drawn_is_said(value: object, words: str) -> None:
     ("text", "words"),
     [
         ('{"a": 1}', "JSON list"),
-        ('[{"dtype": "load"}]', "'load' is no dtype"),
+        ('[{"dtype": "load"}]', "'load' is not a dtype"),
         ('[{"shape": [99999, 999999], "strides": [999999, 1], "dtype": "float32"}]', "at most"),
     ],
 )

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tilewright.kernels.attention.checks import LARGEST_HEAD_DIM
 
-__all__ = ["READERS", "Anchor", "fit", "read", "same_sizes", "symbolic", "tensor_of"]
+__all__ = ["BATCHES", "READERS", "Anchor", "fit", "read", "same_sizes", "symbolic", "tensor_of"]
 
 aten = torch.ops.aten
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -86,14 +86,16 @@ def fit(anchor: Anchor) -> Anchor | str:
         return "an operand's shape is not known"
     if known[0].dtype not in _FLOATS or any(t.dtype != known[0].dtype for t in known):
         types = sorted({str(t.dtype).removeprefix("torch.") for t in known})
-        return f"operands of {', '.join(types)}; wanted one type of 16 or 32 bits"
+        return (
+            f"the operands are {', '.join(types)}; the operator needs one dtype for all of them: float16, bfloat16 or float32"
+        )
     if any(t.device != known[0].device for t in known):
-        return "operands on several devices"
+        return "the operands are on different devices"
     if any(isinstance(size, int) and size == 0 for t in known for size in t.shape):
         return "an operand is empty: nothing to compute"
     result = tensor_of(anchor.node)
     if result is not None and result.dtype != known[0].dtype:
-        return f"the result is {result.dtype}, and its operands are {known[0].dtype}"
+        return f"the result is {result.dtype}, but the operands are {known[0].dtype}; the operator needs the same dtype"
     return anchor
 
 
@@ -116,7 +118,7 @@ def _conv(node: Node) -> Anchor | str:
 def _convolution(node: Node) -> Anchor | str:
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
     a = _given(node, names, (None, [1], [0], [1], False, [0], 1))
-    return "a transposed convolution" if a["transposed"] else _read_conv(node, a)
+    return "a transposed convolution, which the operator does not compute" if a["transposed"] else _read_conv(node, a)
 
 
 def _read_conv(node: Node, a: dict[str, Any]) -> Anchor | str:
@@ -146,7 +148,7 @@ def _linear(node: Node) -> Anchor | str:
 def _addmm(node: Node) -> Anchor | str:
     a = _given(node, ("input", "mat1", "mat2", "beta", "alpha"), (1, 1))
     if a["beta"] != 1 or a["alpha"] != 1:
-        return f"a product with alpha {a['alpha']} and beta {a['beta']}"
+        return f"addmm with alpha={a['alpha']} and beta={a['beta']}; the operator needs 1 for both"
     return _product(node, a["mat1"], a["mat2"], a["input"], True)
 
 
@@ -160,9 +162,9 @@ def _product(node: Node, x: Any, weight: Any, bias: Any, kn: bool) -> Anchor | s
     if left is None or right is None:
         return "an operand's shape is not known"
     if right.dim() != 2 or left.dim() == 0:
-        return "a product of two batches of matrices" if right.dim() > 2 else "a product with a vector"
+        return BATCHES if right.dim() > 2 else "the second operand is a vector; the operator needs a matrix"
     if bias is not None and (added is None or not same_sizes(added.shape, [right.shape[1 if kn else 0]])):
-        return "a bias that is not one number for each column"
+        return "the bias is not a vector with one number for each column of the product"
     return fit(Anchor(kind="linear", node=node, x=x, weight=weight, bias=bias, options={"kn": kn}))
 
 
@@ -191,9 +193,9 @@ def _efficient(node: Node) -> Anchor | str:
 
 def _read_attention(node: Node, a: dict[str, Any], mask: Any, scale: Any) -> Anchor | str:
     if mask is not None:
-        return "attention with a mask: the operator has no operand for it"
+        return "attention with a mask, which the operator for plain attention does not accept"
     if a["dropout_p"] != 0.0 or a.get("return_debug_mask"):
-        return "attention with dropout"
+        return "attention with dropout, which the operator does not compute"
     return _attention(node, (a["query"], a["key"], a["value"]), a["is_causal"], scale)
 
 
@@ -203,23 +205,26 @@ def _attention(
     """The anchor for attention of q [B, H, S, D], k [B, G, T, D] and v [B, G, T, V]. H must be a multiple of G."""
     tensors = [t for t in map(tensor_of, operands) if t is not None]
     if len(tensors) < 3 or any(t.dim() != 4 for t in tensors):
-        return "attention of operands that are not [B, H, S, D]"
+        return "the queries, keys and values of attention do not have four dims [B, H, S, D]"
     q, k, v = (t.shape for t in tensors)
     if not same_sizes(q[:1], k[:1]) or not same_sizes(k[:3], v[:3]):
-        return f"attention whose operands are broadcast: {list(q)}, {list(k)}, {list(v)}"
+        return f"attention that must broadcast its queries {list(q)}, keys {list(k)} or values {list(v)}"
     if not symbolic(q[1:], k[1:], v[1:]):
         if not k[1] or q[1] % k[1]:
-            return f"attention of {q[1]} query heads over {k[1]} heads of keys"
+            return f"attention with {q[1]} query heads, which is not a multiple of its {k[1]} key heads"
         if causal and q[2] != k[2]:
-            return f"a causal mask over {q[2]} queries and {k[2]} keys, which torch aligns at the first key"
+            words = f"causal attention of {q[2]} queries to {k[2]} keys"
+            return f"{words}: torch aligns the mask with the first key, the operator with the last"
         if max(q[3], v[3]) > LARGEST_HEAD_DIM:
-            return f"attention with a head dim above {LARGEST_HEAD_DIM}"
+            return f"attention with a head dim of {max(q[3], v[3])}; the operator supports at most {LARGEST_HEAD_DIM}"
     if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        return f"attention with a scale of {scale}: the operator takes finite ones above 0"
+        return f"attention with a scale of {scale}; the operator needs a finite number above 0"
     options = {"causal": bool(causal), "scale": scale}
     return fit(Anchor(kind="attention", node=node, x=operands[0], others=operands[1:], inside=inside, options=options))
 
 
+BATCHES = "both operands are batches of matrices; the operator needs one weight matrix"
+"""The reason for a product that is no linear layer and no part of attention."""
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _SOFTMAX = (aten.softmax.int, aten._softmax.default)
 _COPIES = (aten.clone.default, aten.expand.default, aten.contiguous.default)
@@ -267,25 +272,25 @@ def _written_out(node: Node) -> Anchor | str:
     inside: list[Node] = []
     weights = _through(node.args[0], inside)
     if not _called(weights, _SOFTMAX) or len(weights.users) > 1 or weights.args[1] not in (-1, 3):
-        return "a product of two batches of matrices"
+        return BATCHES
     if not _alike(weights, weights.args[0]) or tensor_of(weights).dim() != 4:  # pyright: ignore[reportOptionalMemberAccess]
-        return "attention written out, whose softmax changes the type or is not over [B, H, S, T]"
+        return "attention in separate calls: the softmax changes the dtype, or its input is not [B, H, S, T]"
     inside.append(weights)
     found = _scores(weights.args[0], inside)
     if found is None or not _called(found[0], _PRODUCTS) or len(found[0].users) > 1:
-        return "attention written out, with more than a positive factor between q k^T and the softmax"
+        return "attention in separate calls: q k^T and the softmax are separated by more than a positive factor"
     scores, scale = found
     inside.append(scores)
     q, transposed = scores.args[:2]
     if not _called(transposed, (aten.transpose.int, aten.permute.default)):
-        return "attention written out, whose keys are not transposed by the call before it"
+        return "attention in separate calls: the second operand of q k^T is not the result of a transpose"
     order = transposed.args[1:] if transposed.target is aten.transpose.int else tuple(transposed.args[1])
     if order not in ((-1, -2), (-2, -1), (2, 3), (3, 2), (0, 1, 3, 2)):
-        return "attention written out, whose keys are transposed otherwise than in the last two dims"
+        return "attention in separate calls: the keys are not transposed in their last two dims"
     keys, values = transposed.args[0], node.args[1]
     shapes = [tensor_of(t) for t in (q, keys)]
     if any(t is None for t in shapes) or not same_sizes(shapes[0].shape[:2], shapes[1].shape[:2]):  # pyright: ignore
-        return "attention written out, whose operands are broadcast"
+        return "attention in separate calls: queries and keys differ in their batch size or number of heads"
     return _attention(node, (q, keys, values), False, scale, tuple(inside))  # pyright: ignore[reportArgumentType]
 
 
@@ -303,7 +308,7 @@ def _matmul(node: Node) -> Anchor | str:
 def _layer_norm(node: Node) -> Anchor | str:
     a = _given(node, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5))
     if len(a["normalized_shape"]) != 1:
-        return f"a layer norm over the last {len(a['normalized_shape'])} dims; the operator takes one"
+        return f"a layer norm over the last {len(a['normalized_shape'])} dims; the operator supports only one dim"
     return fit(
         Anchor(kind="layer_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={"eps": a["eps"]})
     )  # fmt: skip
@@ -320,14 +325,14 @@ def _max_pool(node: Node) -> Anchor | str:
 def _images(x: Any) -> str | None:
     """A reason if x is not [N, C, H, W]; None if it is."""
     known = tensor_of(x)
-    return None if known is not None and known.dim() == 4 else "pooling of what is not [N, C, H, W]"
+    return None if known is not None and known.dim() == 4 else "pooling of an input that is not [N, C, H, W]"
 
 
 def _adaptive(node: Node) -> Anchor | str:
     size = node.args[1]
     sizes = [size] if isinstance(size, int) else list(size)  # pyright: ignore[reportArgumentType]
     if any(s != 1 for s in sizes):
-        return f"pooling to {sizes} pixels; the operator takes the mean of all"
+        return f"adaptive pooling to {sizes} pixels; the operator computes only the mean of all pixels"
     if (refused := _images(node.args[0])) is not None:
         return refused
     return fit(Anchor(kind="global_mean", node=node, x=node.args[0], options={"keepdim": True}))  # pyright: ignore
@@ -338,7 +343,7 @@ def _mean(node: Node) -> Anchor | str:
     x = tensor_of(a["input"])
     whole = x is not None and x.dim() == 4 and a.get("dim") is not None and {d % 4 for d in a["dim"]} == {2, 3}
     if not whole or a.get("dtype") is not None:
-        return "a mean that is not over all pixels of [N, C, H, W]"
+        return "a mean over other dims than H and W of [N, C, H, W], or with a change of dtype"
     return fit(Anchor(kind="global_mean", node=node, x=a["input"], options={"keepdim": bool(a["keepdim"])}))
 
 

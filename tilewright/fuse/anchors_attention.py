@@ -60,15 +60,18 @@ def read_sdpa(node: Node) -> Anchor | str:
     a = {**dict.fromkeys(names), **dict(zip(names, node.args, strict=False)), **node.kwargs}
     q, k, v = (_shape(a[name]) for name in names[:3])
     if a["dropout_p"] or a["is_causal"]:
-        return "attention with a mask and dropout, or a causal mask beside it"
+        return "attention with a mask and also with dropout or is_causal=True; the operator supports only the mask"
     if len(q) != 4 or len(k) != 4 or len(v) != 4 or q[0] != k[0] or k[:3] != v[:3] or not k[1] or q[1] % k[1]:
-        return f"attention with a mask whose operands are broadcast, or not [B, H, S, D]: {list(q)}, {list(k)}, {list(v)}"
+        return (
+            f"attention with a mask, whose queries are {list(q)}, keys {list(k)} and values {list(v)}; wanted [B, H, S, D], "
+            "[B, G, T, D] and [B, G, T, V], with H a multiple of G"
+        )
     shape = _seen_from(_shape(a["attn_mask"]), q[:2], q[:2], (q[2], k[2]))
     if isinstance(shape, str):
         return shape
     scale = q[3] ** -0.5 if a["scale"] is None else _number(a["scale"])
     if scale is None or not math.isfinite(scale):
-        return f"attention with a scale of {a['scale']}"
+        return f"attention with a scale of {a['scale']}; the operator needs a finite number"
     masks = (("see" if _is_bool(a["attn_mask"]) else "add", shape),)
     options = {"scale": scale, "fill": -math.inf, "empty_nan": False, "lead": q[:2], "turned": False, "masks": masks}
     return _anchor(node, (a["query"], a["key"], a["value"]), (a["attn_mask"],), (), options)
@@ -85,11 +88,12 @@ def _anchor(
     """The anchor if dtypes, sizes and head dims are supported; otherwise a sentence that states why not."""
     q, k, v = operands
     if symbolic(*(_shape(n) for n in (*operands, *masks))):
-        return "attention with a mask over lengths that are not known"
+        return "attention with a mask, some of whose sizes are not known when it is compiled"
     if any(value is None or value.dtype not in (*_FLOATS, torch.bool) for value in map(tensor_of, masks)):
-        return "attention with a mask that is neither bool nor a number of 16 or 32 bits"
+        return "attention with a mask that is neither bool, float16, bfloat16 nor float32"
     if max(_shape(q)[-1], _shape(v)[-1]) > LARGEST_HEAD_DIM:
-        return f"attention with a head dim above {LARGEST_HEAD_DIM}"
+        largest = max(_shape(q)[-1], _shape(v)[-1])
+        return f"attention with a head dim of {largest}; the operator supports at most {LARGEST_HEAD_DIM}"
     found = fit(Anchor(kind=MASKED, node=node, x=q, others=(k, v), inside=inside, options=options))
     return found if isinstance(found, str) else replace(found, others=(k, v, *masks))
 
@@ -102,10 +106,10 @@ def _seen_from(
     The scores have the shape [*here, *last] in the graph, and [*lead, *last] in our operator. N is 1, the batch size, or the
     number of windows of an image. In the last case `here` is (images, windows, heads).
     """
-    words = f"attention with a mask of {list(shape)} over scores of {[*here, *last]}"
+    words = f"attention with a mask of shape {list(shape)} and scores of shape {[*here, *last]}"
     whole = (*(1,) * (len(here) + 2 - len(shape)), *shape)
     if len(whole) != len(here) + 2 or any(n not in (1, m) for n, m in zip(whole, (*here, *last), strict=True)):
-        return f"{words}: it does not expand to them"
+        return f"{words}: the mask cannot be broadcast to the scores"
     ahead, rest = whole[:-2], whole[-2:]
     if here == lead:
         return whole
@@ -115,7 +119,7 @@ def _seen_from(
         return (ahead[1], ahead[2], *rest)
     if here == (lead[0] * lead[1],):
         return (*lead, *rest)
-    return f"{words}: its batch is none of batch, heads and windows"
+    return f"{words}: the leading dims of the mask are neither batch and heads nor the windows of an image"
 
 
 # ---- attention that consists of separate calls
@@ -143,12 +147,14 @@ class _Scores:
         """
         fill = _number(value)
         if fill is None or not _is_bool(mask):
-            return "scores are replaced by something other than a number"
+            return "a mask is not bool, or replaces scores by something other than a constant number"
         if self.scale != 1.0:
-            return "a factor follows a mask"
+            return "the scores are multiplied after a mask is applied; the operator multiplies them before"
         biased = any(kind == "add" for kind, *_ in self.masks)
-        if self.fill not in (None, fill) or (biased and fill != -math.inf):
-            return "masks of several numbers, or a bias behind a mask with a finite number"
+        if self.fill not in (None, fill):
+            return f"masks replace scores by two numbers, {self.fill} and {fill}; the operator supports one"
+        if biased and fill != -math.inf:
+            return f"a bias is added after a mask has replaced scores by {fill}; the operator supports this only for -inf"
         self.fill = fill
         self.masks.append((what, mask, here))
         return None
@@ -223,16 +229,16 @@ def _step(node: Node, found: _Scores) -> Any:
         return found.hide("see", node.args[0], node.args[2], here) or node.args[1]
     if _called(node, (aten.where.ScalarSelf,)):
         return found.hide("hide", node.args[0], node.args[1], here) or node.args[2]
-    return f"{node.target} stands between q k^T and the softmax"
+    return f"there is a call of {node.target} between q k^T and the softmax"
 
 
 def _biased_product(node: Node, found: _Scores, here: tuple[int, ...]) -> str | None:
     """For aten.baddbmm, as in BLOOM: its first operand is an additive mask, and alpha is the scale."""
     alpha = _number(node.kwargs.get("alpha", 1))
     if node.kwargs.get("beta", 1) != 1 or alpha is None or len(node.args) != 3:
-        return "a product of batches with beta"
+        return "baddbmm with a beta other than 1, or with an alpha that is not a number"
     if found.scale != 1.0 or found.finite:
-        return "a factor, or a mask with a finite number, follows a bias"
+        return "after a bias is added, the scores are multiplied, or masked with a finite number"
     found.scale = alpha
     found.masks.append(("add", node.args[0], here))  # pyright: ignore[reportArgumentType]
     return None
@@ -245,14 +251,14 @@ def _sum(node: Node, found: _Scores, here: tuple[int, ...]) -> Any:
         if not isinstance(scores, Node) or not isinstance(bias, Node) or not _leads_to_product(scores):
             continue
         if _shape(scores) != _shape(node) or len(_shape(bias)) > len(_shape(node)):
-            return "the bias is larger than the scores"
+            return "the shape of the bias is larger than that of the scores"
         if _is_bool(bias):
-            return "a bool is added to the scores"
+            return "a bool tensor is added to the scores"
         if found.scale != 1.0 or found.finite:
-            return "a factor, or a mask with a finite number, follows a bias"
+            return "after a bias is added, the scores are multiplied, or masked with a finite number"
         found.masks.append(("add", bias, here))
         return scores
-    return "a sum of which neither operand is q k^T"
+    return "a sum before the softmax has no operand that comes from q k^T"
 
 
 def _leads_to_product(node: Any) -> bool:
@@ -280,20 +286,20 @@ def read_product(node: Node, otherwise: str) -> Anchor | str:
     if not isinstance(weights, Node) or not _is_softmax(weights) or len(weights.users) != 1:
         return otherwise
     if not _float_softmax(weights):
-        return "attention written out, whose softmax has another type than 16 or 32 bits"
+        return "attention in separate calls: the softmax is neither float16, bfloat16 nor float32"
     found.inside.append(weights)
     shapes, scores = [_shape(node), _shape(weights)], weights.args[0]
     while True:
         scores = _behind_copies(scores, found.inside)
         if not isinstance(scores, Node) or len(scores.users) != 1 or scores.op != "call_function":
-            return "attention written out, whose scores are read elsewhere too"
+            return "attention in separate calls: the scores are read by other calls too, or no call computes them"
         shapes.append(_shape(scores))
         before = _step(scores, found)
         found.inside.append(scores)
         if before is None:
             break
         if isinstance(before, str):
-            return f"attention written out: {before}"
+            return f"attention in separate calls: {before}"
         scores = before
     return _assembled(node, scores, shapes, found, weights.target is not aten._safe_softmax.default)
 
@@ -313,7 +319,7 @@ def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: 
     if any(math.prod(_shape(n)[:-2]) != count for n in (q, turned, v)) or any(
         len(_shape(n)) not in (3, 4) for n in (q, turned)
     ):
-        return "attention written out, whose operands are broadcast"
+        return "attention in separate calls: the leading dims of queries, keys and values do not match"
     masks = []
     for kind, mask, here in found.masks:
         shape = _seen_from(_shape(mask), here, lead, last)  # pyright: ignore[reportArgumentType]
@@ -322,7 +328,7 @@ def _assembled(node: Node, product: Node, shapes: list[tuple[int, ...]], found: 
         masks.append((kind, shape))
     leading = {shape[0] for _, shape in masks} - {1}
     if len(leading) > 1:
-        return f"attention written out, with masks of {sorted(leading)} entries each"
+        return f"attention in separate calls: the masks have the batch sizes {sorted(leading)}; the operator supports one"
     fill = -math.inf if found.fill is None else found.fill
     options = {
         "scale": found.scale, "fill": fill, "empty_nan": empty_nan, "lead": lead, "turned": True, "masks": tuple(masks)

@@ -52,7 +52,7 @@ def _rms_norm(node: Node) -> Anchor | str:
     a = _given(node, input=None, normalized_shape=(), weight=None, eps=None)
     x = tensor_of(a["input"])
     if x is None or len(a["normalized_shape"]) != 1:
-        return f"an RMS norm over the last {len(a['normalized_shape'])} dims; the operator takes one"
+        return f"an RMS norm over the last {len(a['normalized_shape'])} dims; the operator supports only one dim"
     eps = torch.finfo(x.dtype).eps if a["eps"] is None else a["eps"]
     return fit(Anchor(kind="rms_norm", node=node, x=a["input"], weight=a["weight"], options={"eps": float(eps)}))
 
@@ -60,7 +60,7 @@ def _rms_norm(node: Node) -> Anchor | str:
 def _group_norm(node: Node) -> Anchor | str:
     a = _given(node, input=None, groups=1, weight=None, bias=None, eps=1e-5)
     if _dims(a["input"]) < 3:
-        return "a group norm of what is not [N, C, *places]"
+        return f"a group norm of an input with {_dims(a['input'])} dims; the operator needs [N, C, ...] with at least 3"
     options = {"groups": a.get("num_groups", a["groups"]), "eps": a["eps"]}
     anchor = Anchor(kind="group_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options=options)
     plain, found = fit(anchor), fit(_behind_sum(anchor))
@@ -88,7 +88,7 @@ def _behind_sum(norm: Anchor) -> Anchor:
 def _instance_norm(node: Node) -> Anchor | str:
     a = _given(node, input=None, weight=None, bias=None, mean=None, variance=None, use_input_stats=True, momentum=0.1, eps=1e-5)
     if not a["use_input_stats"] or _dims(a["input"]) < 3:
-        return "an instance norm by running statistics, or of what is not [N, C, *places]"
+        return "an instance norm that uses running statistics, or whose input has fewer than 3 dims"
     return fit(
         Anchor(kind="instance_norm", node=node, x=a["input"], weight=a["weight"], bias=a["bias"], options={"eps": a["eps"]})
     )  # fmt: skip
@@ -98,11 +98,11 @@ def _softmax(node: Node) -> Anchor | str:
     a = _given(node, input=None, dim=-1, dtype=None)
     x, out = tensor_of(a["input"]), tensor_of(node)
     if x is None or out is None or x.dtype != out.dtype:
-        return "a softmax that changes the type"
+        return "a softmax that changes the dtype, which the operator does not do"
     if x.dim() == 0 or a["dim"] not in (-1, x.dim() - 1):
-        return "a softmax over a dim other than the last"
+        return f"a softmax over dim {a['dim']} of {x.dim()} dims; the operator supports only the last one"
     if any(_reads_product(user) for user in node.users):
-        return "the softmax of attention that is written out, and is not taken as a whole"
+        return "a softmax that belongs to attention in separate calls, which could not be fused as a whole"
     log = node.target in (aten.log_softmax.int, aten._log_softmax.default)
     return fit(Anchor(kind="softmax", node=node, x=a["input"], options={"log": log}))
 
@@ -131,7 +131,7 @@ def _avg_pool(dims: int) -> Callable[[Node], Anchor | str]:
         }
         a = _given(node, **names)
         if _dims(a["input"]) != dims + 2:
-            return "average pooling of what is not [N, C, *places]"
+            return f"average pooling of an input with {_dims(a['input'])} dims; wanted {dims + 2}, with a batch"
         kernel = _spread(a["kernel_size"], dims)
         options = {
             "kernel_size": kernel, "stride": _spread(a["stride"], dims) if a["stride"] else kernel,
@@ -148,7 +148,7 @@ def _adaptive(dims: int) -> Callable[[Node], Anchor | str]:
     def reader(node: Node) -> Anchor | str:
         x, size = node.args[0], _spread(node.args[1], dims)
         if _dims(x) != dims + 2:
-            return "adaptive pooling of what is not [N, C, *places]"
+            return f"adaptive pooling of an input with {_dims(x)} dims; wanted {dims + 2}, with a batch"
         return fit(Anchor(kind="adaptive_avg_pool", node=node, x=x, options={"size": size}))  # pyright: ignore[reportArgumentType]
 
     return reader
@@ -182,7 +182,7 @@ def _transposed(dims: int) -> Callable[[Node], Anchor | str]:
         names = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0, "groups": 1}
         a = _given(node, **names, dilation=1)
         if _dims(a["input"]) != dims + 2:
-            return "a transposed convolution without a batch"
+            return f"a transposed convolution of an input with {_dims(a['input'])} dims; wanted {dims + 2}, with a batch"
         each = {name: _spread(a[name], dims) for name in ("stride", "padding", "output_padding", "dilation")}
         options = {**each, "groups": a["groups"]}
         return fit(
@@ -198,7 +198,7 @@ def _transposed(dims: int) -> Callable[[Node], Anchor | str]:
 def _batch_norm(node: Node) -> Anchor | str:
     step = step_behind(node.args[0], node)  # pyright: ignore[reportArgumentType]
     if not isinstance(step, Step):
-        return step or "no batch norm"
+        return step or "it is not a batch norm"
     weight, bias, mean, variance = step.operand
     anchor = Anchor(
         kind="batch_norm", node=step.node, x=node.args[0], weight=weight, bias=bias, others=(mean, variance),  # pyright: ignore[reportArgumentType]
@@ -257,10 +257,10 @@ def _pointwise(node: Any) -> bool:
 # ---- the table
 
 _REFUSED = {
-    aten.lstm.input: "an LSTM: no operator here has its recurrence, and torch's library computes it",
-    aten.gru.input: "a GRU: no operator here has its recurrence, and torch's library computes it",
-    aten.embedding.default: "a gather of rows, which is torch's own kernel in every operator here",
-    aten.cat.default: "a concatenation: its operands are copied side by side by torch's kernel",
+    aten.lstm.input: "an LSTM: no operator of tilewright computes its recurrence, so torch's library does",
+    aten.gru.input: "a GRU: no operator of tilewright computes its recurrence, so torch's library does",
+    aten.embedding.default: "a gather of rows: every operator of tilewright uses torch's own kernel for it",
+    aten.cat.default: "a concatenation: torch's own kernel copies its operands next to each other",
 }
 
 _READERS: dict[Any, Callable[[Node], Anchor | str | None]] = {
@@ -300,7 +300,7 @@ def read(node: Node) -> Anchor | str | None:
         masked = (len(node.args) > 3 and node.args[3] is not None) or node.kwargs.get("attn_mask") is not None
         return read_sdpa(node) if masked else found
     if node.target is aten.bmm.default or (isinstance(found, str) and node.target is aten.matmul.default):
-        return read_product(node, found or "a product of two batches of matrices")
+        return read_product(node, found or anchors.BATCHES)
     if isinstance(found, str) and node.target is not aten.adaptive_avg_pool2d.default:
         return found
     reader = _READERS.get(node.target)

@@ -85,8 +85,8 @@ class Explanation:
     def __str__(self) -> str:
         if not (graphs := self.all_graphs()):
             return (
-                "no graph was compiled: Inductor took the code from its cache, and what was decided is not kept there. "
-                'Compile with options={"force_disable_caches": True} to see it'
+                "no graph was compiled, because Inductor took the code from its cache, which does not contain the decisions. "
+                'To see them, compile with options={"force_disable_caches": True}'
             )
         return "\n\n".join(f"graph {i}\n{table_of(graph)}" for i, graph in enumerate(graphs))
 
@@ -176,7 +176,7 @@ def tilewright(
     given = dict(options or {})
     cpu = bool(given.pop(f"{_OURS}cpu", False))
     if unknown := [name for name in given if name.startswith(_OURS)]:
-        raise ValueError(f"unknown option {unknown[0]!r}; there is {_OURS}cpu, and those of Inductor")
+        raise ValueError(f"unknown option {unknown[0]!r}; wanted {_OURS}cpu, or an option of Inductor")
     patches = {**(list_mode_options(mode) if mode else {}), **given}
     patches = {name.replace("-", "_"): value for name, value in patches.items()}
     ours = FusePass(_passes(patches.get(_HOOK, getattr(config, _HOOK))), cpu=cpu)

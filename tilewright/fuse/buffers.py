@@ -81,7 +81,7 @@ class Buffers:
         if value.constant is not None:
             return self.attribute(value.constant, "constant")
         base = value.node
-        assert base is not None, "a value is a buffer or a constant"
+        assert base is not None, "a value without a buffer must be a constant"
         if self.memory[base] == value.view:
             return base
         key = (base, value.view)
@@ -158,7 +158,7 @@ class Buffers:
 
     def _reshaped(self, value: Value, node: Node) -> Value:
         out = tensor_of(node)
-        assert out is not None, "a view of a tensor is one"
+        assert out is not None, "the result of a view must be a tensor"
         return self.opened(self.copied(value, False)) if value.shape == tuple(out.shape) else self.buffer(
             aten.reshape.default, (self.tensor(value), list(out.shape)), dense(out.shape), node
         )  # fmt: skip

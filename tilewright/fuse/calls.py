@@ -146,7 +146,7 @@ def attention(
     if choice is not None:
         return run(attention_op, attention_operands(q, k, v, causal, scale), choice)[0]
     out = ops.attention(q, k, v, causal=causal, scale=scale)
-    assert isinstance(out, Tensor), "without return_lse there is one result"
+    assert isinstance(out, Tensor), "without return_lse the result must be one tensor"
     return out
 
 
@@ -190,7 +190,7 @@ def max_pool(
     if _for_inductor(x):
         return F.max_pool2d(x, kernel_size, stride or None, padding, dilation, ceil_mode)
     y = ops.max_pool(x, kernel_size, stride or None, padding, dilation, ceil_mode)
-    assert isinstance(y, Tensor), "without indices there is one result"
+    assert isinstance(y, Tensor), "without indices the result must be one tensor"
     return y
 
 

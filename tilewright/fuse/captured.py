@@ -62,8 +62,8 @@ class Turns:
         self.owner = self.owner or me
         if self.owner != me:
             raise ValueError(
-                "optimized model: made with copy_outputs=False, its results are overwritten by the next call, and another "
-                "thread called it before: call it from one thread, or optimise with copy_outputs=True"
+                "optimized model: it was made with copy_outputs=False, so each call overwrites the results of the one before, "
+                "and another thread has already called it. Call it from one thread only, or optimise with copy_outputs=True"
             )
 
 

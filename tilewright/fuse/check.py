@@ -50,6 +50,8 @@ _HALF_ULP = 2.0**-24
 """Relative size of a float32 rounding error."""
 NOISE_WORDS = "noise in the float model"
 """Text for an output that rounding errors alone would change."""
+_BUG = "tilewright's implementation"
+"""Text that names the cause of a layer's error, if torch's own layer does not have it."""
 _OURS = 4.0
 """If an error is this many times the error of torch's own layer, it is not rounding, but a fault of the implementation."""
 
@@ -98,11 +100,11 @@ class Check:
 
     def __str__(self) -> str:
         if not self.outputs:
-            return "no output to compare"
+            return "there is no output to compare"
         each = "output{0.name}: RMS error {0.rms:.2e}, largest {0.largest:.2e}{1}"
         lines = [each.format(d, f" ({d.words})" if d.words else "") for d in self.outputs]
-        limit = f"may be {_limits(self)}"
-        limit += "; torch's own model is that far off, or half as far" if self.native else ""
+        limit = f"allowed: {_limits(self)}"
+        limit += "; torch's own model was measured too, and up to twice its error is allowed" if self.native else ""
         return "\n".join([*lines, limit])
 
 
@@ -124,20 +126,22 @@ def _limits(check: Check, discrete: bool = False) -> str:
     allowed = check.tolerance
     if discrete:
         return f"{allowed.apart:.2%} of the values in {check.precision}"
-    return f"{allowed.rms:.2e} and {allowed.largest:.2e} in {check.precision}"
+    return f"RMS {allowed.rms:.2e} and largest {allowed.largest:.2e} in {check.precision}"
 
 
 def _blame(check: Check) -> str:
     guilty = check.faults[0] if check.faults else check.guilty
     if guilty is None:
-        return "No layer can be named: the fused graph says of no node which value it computes."
+        return "The layer at fault is unknown: no call of the optimised graph can be compared with the float model."
     where = guilty.layer + (f" ({guilty.line})" if guilty.line else "")
-    words = guilty.words or f"own error {guilty.own:.2e}"
+    words = guilty.words or f"its own error is {guilty.own:.2e}"
     if check.faults:
-        return f"The guilty layer is {where}: {words} in float32 too, a fault of the fuser; please report it."
+        return f"The guilty layer is {where}: {words} in float32 too, which is a bug in tilewright's fusion; please report it."
     if not guilty.own <= check.tolerance.rms:
         return f"The guilty layer is {where}: {words}{_beside_torch(check, guilty)}."
-    return f"No single layer is: errors add up over {len(check.layers)} of them, most from {where} ({words})."
+    return (
+        f"No single layer is guilty: the errors of {len(check.layers)} layers add up; the largest is that of {where} ({words})."
+    )
 
 
 def _beside_torch(check: Check, guilty: LayerError) -> str:
@@ -145,8 +149,8 @@ def _beside_torch(check: Check, guilty: LayerError) -> str:
     if torchs is None:
         return ""
     if guilty.own <= _OURS * torchs or guilty.own == torchs:
-        return f", and torch's own layer has that error in {check.precision} too"
-    return f", and torch's own layer has {torchs:.2e} in {check.precision}: a fault of our implementation; please report it"
+        return f", and torch's own layer has an error of this size in {check.precision} too"
+    return f", but torch's own layer has {torchs:.2e} in {check.precision}: this is a bug in {_BUG}; please report it"
 
 
 def _advice(check: Check) -> str:
@@ -156,12 +160,12 @@ def _advice(check: Check) -> str:
         if d.name == off.name and (d.rms >= off.rms / _OURS or not math.isfinite(d.rms)):
             lost = d.words or f"relative RMS error {d.rms:.2e}"
             return (
-                f"torch's own model in {dtype} has lost this output as well ({lost}): {dtype} is too narrow for the model. "
-                "Take precision='fp32', or allow it with tolerance=..."
+                f"torch's own model in {dtype} gets this output wrong as well ({lost}): {dtype} is too narrow for the model. "
+                "Use precision='fp32', or set tolerance=... to accept the error"
             )
-    if check.faults or dtype == "fp32" or "our implementation" in _blame(check):
-        return "Allow it with tolerance=..."
-    return "Take a wider precision, or allow it with tolerance=..."
+    if check.faults or dtype == "fp32" or _BUG in _blame(check):
+        return "Set tolerance=... to accept the error"
+    return "Use a wider precision, or set tolerance=... to accept the error"
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +270,9 @@ def _is_noise(off: Difference, moved: Difference | None) -> bool:
 
 
 RANDOM = (
-    "the float model gives other outputs at every call: it draws random numbers of a generator of its own, or reads something "
-    "outside it (a clock, a global), and nothing can be compared. Take that out, or optimise the part that is without"
+    "the float model gives other outputs in every call, so its outputs cannot be compared: it draws random numbers from a "
+    "generator of its own, or reads something outside itself (a clock, a global variable). Remove this from the model, or "
+    "optimise only a submodule that does not do it"
 )
 
 

@@ -294,7 +294,7 @@ def _summed(problem: Sum, watch: Stopwatch) -> _Summed:
         sets = sets_of(Launch(linear_op, problem.linear))
         found = ways(problem, sets, first, [(impl.name, config) for impl, config in pairs])
         us = [t.us for t in watch.in_turns(found, len(sets), rounds=7)]
-        names = ["product", "in place", *(f"norm, behind {_named(pair)}" for pair in pairs)]
+        names = ["product", "in place", *(f"norm (product: {_named(pair)})" for pair in pairs)]
         _SUMMED[key] = _Summed(pairs, us, names)
     return _SUMMED[key]
 

@@ -98,8 +98,8 @@ def _not_finite(want: Tensor, got: Tensor) -> str:
     new = int((want.isfinite() & ~got.isfinite()).sum())
     kind = "NaN" if bool((want.isfinite() & got.isnan()).any()) else "infinite"
     if new:
-        return f"{new} of {want.numel()} values are {kind} and finite in the float model"
-    return "NaNs or infinities of the float model are missing, or others"
+        return f"{new} of {want.numel()} values are {kind}, but finite in the float model"
+    return "NaNs or infinities of the float model are missing or different"
 
 
 def compare_outputs(want: Any, got: Any) -> tuple[Difference, ...]:

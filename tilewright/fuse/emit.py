@@ -21,7 +21,10 @@ from tilewright.fuse.parts import FLOAT_PARTS, Part
 from tilewright.fuse.plan import Gate, Group, Unbuilt
 from tilewright.fuse.views import View, channels_last, dense
 
-__all__ = ["EMIT", "channel_rows", "dtype_of", "emit_gate", "emit_merged", "finish"]
+__all__ = ["COPIED", "EMIT", "channel_rows", "dtype_of", "emit_gate", "emit_merged", "finish"]
+
+
+COPIED = "an operand is copied, because the operator cannot read its memory layout"
 
 
 def _what(group: Group, shape: Any) -> str:
@@ -34,7 +37,7 @@ def _what(group: Group, shape: Any) -> str:
 
 def dtype_of(node: Node) -> torch.dtype:
     value = tensor_of(node)
-    assert value is not None, "an anchor's value is a tensor"
+    assert value is not None, "the value of an anchor must be a tensor"
     return value.dtype
 
 
@@ -50,7 +53,7 @@ def finish(b: Buffers, group: Group, op: str, value: Value) -> Value:
 
 def _compared(b: Buffers, end: Value, node: Node, anchor: Node) -> Value:
     """Record in a call's `meta` which value of the old graph it computes: its whole result, or a view of its result."""
-    assert end.node is not None, "a launch has a buffer"
+    assert end.node is not None, "a launch must have a buffer"
     strides = end.view.strides
     if b.memory[end.node] == end.view:
         end.node.meta.update({FLOAT_NODE: node.name, ANCHOR_NODE: anchor.name})
@@ -68,7 +71,7 @@ def _parameters(b: Buffers, group: Group, transposed: bool) -> tuple[Tensor, Ten
     a = group.anchor
     if not b.weights.known(a.weight) or (a.bias is not None and not b.weights.known(a.bias)):
         return None
-    assert a.weight is not None, "convolutions and products have one"
+    assert a.weight is not None, "a convolution or product must have a weight"
     weight, bias = b.weights.folded(a.weight, a.bias, group.folds, transposed)
     bias = None if group.moved else bias
     for extra in group.minus:
@@ -101,8 +104,8 @@ def _stored(b: Buffers, group: Group, pair: tuple[Tensor, Tensor | None]) -> tup
 
 def _conv(b: Buffers, group: Group) -> Value:
     a, out = group.anchor, tensor_of(group.anchor.node)
-    assert out is not None, "a convolution has a result"
-    assert a.weight is not None, "and a weight"
+    assert out is not None, "a convolution must have a result"
+    assert a.weight is not None, "a convolution must have a weight"
     pair = _parameters(b, group, False)
     single = out.dim() == len(a.options["stride"]) + 1
     x = b.values[a.x]
@@ -119,7 +122,7 @@ def _conv(b: Buffers, group: Group) -> Value:
     x = b.arranged(x, True)
     operand = None if residual is None else b.tensor(b.arranged(residual, True))
     if any(n.target is calls.as_dense for n in list(b.graph.nodes)[before:]):
-        b.report.add(layer_name(a.node), "layout", a.node.name, False, "an operand has other strides, and is copied")
+        b.report.add(layer_name(a.node), "layout", a.node.name, False, "an operand is copied, because it is not channels-last")
     if pair is None:
         weight, bias = b.tensor(b.arranged(b.values[a.weight], True)), _computed_bias(b, group)
     else:
@@ -147,7 +150,7 @@ def channel_rows(b: Buffers, value: Value) -> Node:
     value = b.arranged(value, True)
     width = value.shape[1]
     view = value.view.permute((0, *range(2, len(value.shape)), 1)).reshape((_count(value.shape) // max(1, width), width))
-    assert view is not None, "channels-last memory is rows of channels"
+    assert view is not None, "channels-last memory must be viewable as rows of channels"
     return b.tensor(Value(value.node, view))
 
 
@@ -189,7 +192,7 @@ def _patches(
     kernel = list(pair[0].shape[2:])
     split = [n for size, k in zip(x.shape[2:], kernel, strict=True) for n in (size // k, k)]
     view = x.view.reshape((*x.shape[:2], *split))
-    assert view is not None, "filters divide the image"
+    assert view is not None, "the image size must be a multiple of the filter size"
     order = (0, *range(2, 2 * dims + 2, 2), 1, *range(3, 2 * dims + 3, 2))
     gathered = b.copied(Value(x.node, view.permute(order)), False)
     rows, k = _count(shape) // shape[1], pair[0][0].numel()
@@ -198,7 +201,8 @@ def _patches(
     new = b.buffer(
         calls.linear, (flat, weight, bias, None, group.activation, [rows, shape[1]]), dense((rows, shape[1])), a.node
     )
-    b.report.add(layer_name(a.node), "patches", a.node.name, True, "the patches do not overlap: a product of rows of pixels")
+    reason = "a matrix product over patches, because the patches do not overlap"
+    b.report.add(layer_name(a.node), "patches", a.node.name, True, reason)
     return finish(b, group, "linear", Value(new.node, channels_last(shape)))
 
 
@@ -225,7 +229,7 @@ def _linear(b: Buffers, group: Group) -> Value:
 def _computed(b: Buffers, group: Group) -> tuple[Node, Node | None]:
     """Weight [N, K] and bias that are not parameters, but computed in each call."""
     a = group.anchor
-    assert a.weight is not None, "a product has a weight"
+    assert a.weight is not None, "a product must have a weight"
     value = b.opened(b.values[a.weight])
     view = value.view.permute((1, 0)) if a.options["kn"] else value.view
     return b.tensor(Value(value.node, view)), _computed_bias(b, group)
@@ -238,7 +242,7 @@ def _computed_bias(b: Buffers, group: Group) -> Node | None:
         return None
     value = b.opened(b.values[node])
     view = value.view.reshape((_count(value.shape),))
-    assert view is not None, "one number for each column"
+    assert view is not None, "a bias must have one number for each column"
     return b.tensor(Value(value.node, view))
 
 
@@ -264,7 +268,7 @@ def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> N
 
     Raises Unbuilt if that is impossible.
     """
-    assert group.residual is not None, "the caller has looked"
+    assert group.residual is not None, "the group must have a residual"
     other = b.opened(b.values[group.residual])
     # The position of each element of the sum in the product's buffer.
     probe = b.behind(group, Value(other.node, lead.with_columns(width, width)))
@@ -274,7 +278,7 @@ def _residual(b: Buffers, group: Group, lead: View, count: int, width: int) -> N
         view = other.view.reshape((count, width))
         if view is not None and view.strides is not None and view.strides[1] == 1:
             return b.tensor(Value(other.node, view))
-    raise Unbuilt("the rows of the other operand are in another order", group.last)
+    raise Unbuilt("the other operand of the sum has its rows in another order than the product", group.last)
 
 
 def _steps(view: View) -> list[int] | None:
@@ -310,7 +314,7 @@ def emit_merged(b: Buffers, batch: list[Group], group: Group) -> Value:
     b.merged[group.anchor.node] = whole
     start = sum(sizes[: batch.index(group)])
     view = whole.view.narrow(len(whole.view.dims) - 1, start, sizes[batch.index(group)])
-    assert view is not None, "columns lie side by side"
+    assert view is not None, "the columns of merged products must be next to each other"
     return _compared(b, Value(whole.node, view), group.last, group.anchor.node)
 
 
@@ -325,7 +329,7 @@ def _attention(b: Buffers, group: Group) -> Value:
         value = Value(value.node, value.view.permute((0, 2, 1, 3)))
         strides = value.view.strides
         if strides is None or (strides[-1] != 1 and value.shape[-1] != 1) or 0 in strides:
-            b.report.add(layer_name(a.node), "layout", node.name, False, "strides cannot express its layout: copied")
+            b.report.add(layer_name(a.node), "layout", node.name, False, COPIED)
             value = b.copied(value, False)
         operands.append(value)
     q, v = operands[0], operands[2]
@@ -359,7 +363,7 @@ def _layer_norm(b: Buffers, group: Group) -> Value:
 
 def _max_pool(b: Buffers, group: Group) -> Value:
     a, out = group.anchor, tensor_of(group.anchor.node)
-    assert out is not None, "a pool has a result"
+    assert out is not None, "a pool must have a result"
     o = a.options
     args = (b.tensor(b.arranged(b.values[a.x], True)), *(o[k] for k in ("kernel_size", "stride", "padding", "dilation")))
     value = b.buffer(calls.max_pool, (*args, o["ceil_mode"]), channels_last(tuple(out.shape)), a.node)

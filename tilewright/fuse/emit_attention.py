@@ -9,7 +9,7 @@ from torch import Tensor
 from tilewright.fuse import calls, op_calls
 from tilewright.fuse.anchors_attention import MASKED
 from tilewright.fuse.buffers import Buffers, Value
-from tilewright.fuse.emit import finish
+from tilewright.fuse.emit import COPIED, finish
 from tilewright.fuse.naming import layer_name
 from tilewright.fuse.plan import Group
 from tilewright.fuse.views import dense
@@ -40,7 +40,7 @@ def emit_attention(b: Buffers, group: Group) -> Value:
         op = MASKED
     view = value.view.permute((0, 2, 1, 3)).reshape(tuple(a.node.meta["val"].shape))
     if view is None:
-        raise ValueError(f"strides cannot express {list(shape)} as {list(a.node.meta['val'].shape)}")
+        raise ValueError(f"its result of shape {list(shape)} cannot be viewed as {list(a.node.meta['val'].shape)}")
     return finish(b, group, op, Value(value.node, view))
 
 
@@ -56,9 +56,7 @@ def _operand(b: Buffers, group: Group, value: Value, turned: bool) -> Value:
     value = Value(value.node, value.view.permute((0, 3, 1, 2) if turned else (0, 2, 1, 3)))
     strides = value.view.strides
     if strides is None or (strides[-1] != 1 and value.shape[-1] != 1) or 0 in strides:
-        b.report.add(
-            layer_name(group.anchor.node), "layout", group.anchor.node.name, False, "an operand is copied: its rows have gaps"
-        )
+        b.report.add(layer_name(group.anchor.node), "layout", group.anchor.node.name, False, COPIED)
         return b.copied(value, False)
     return value
 
@@ -70,7 +68,7 @@ def _seen(value: Value, shape: tuple[int, ...]) -> Value:
         return Value(None, dense(shape), constant)
     view = value.view.reshape(shape)
     if view is None:
-        raise ValueError(f"strides cannot express a mask of {list(value.shape)} as {list(shape)}")
+        raise ValueError(f"a mask of shape {list(value.shape)} cannot be viewed as {list(shape)}")
     return Value(value.node, view)
 
 

@@ -27,7 +27,7 @@ def _vector(b: Buffers, node: Node | None) -> Node | None:
 
 def _out(group: Group) -> tuple[int, ...]:
     value = tensor_of(group.anchor.node)
-    assert value is not None, "an anchor has a result"
+    assert value is not None, "an anchor must have a result"
     return tuple(value.shape)
 
 
@@ -51,7 +51,9 @@ def _statistics(b: Buffers, group: Group) -> tuple[Tensor, Tensor, Tensor, Tenso
     """(mean, variance, weight, bias) of a batch norm, in float64. Raises Unbuilt if one of them is computed in each call."""
     a = group.anchor
     if not all(b.weights.known(node) for node in (a.weight, a.bias, *a.others) if node is not None):
-        raise Unbuilt("its statistics or parameters are computed", *a.inside, a.node)
+        raise Unbuilt(
+            "its statistics or parameters are computed in every call; the operator needs constants", *a.inside, a.node
+        )
     mean, variance = map(b.weights.double, a.others)
     weight = torch.ones_like(mean) if a.weight is None else b.weights.double(a.weight)
     return mean, variance, weight, torch.zeros_like(mean) if a.bias is None else b.weights.double(a.bias)
@@ -86,7 +88,7 @@ def _growing_batch_norm(b: Buffers, group: Group) -> Value:
     flat = (math.prod(shape) // shape[1], shape[1])
     wide, start = dense((flat[0], growth.width)), growth.start
     if start and growth.buffer not in b.grown:
-        raise Unbuilt("the concatenation before it could not be built")
+        raise Unbuilt("the concatenation that it extends could not be built")
     rows = b.grown.get(growth.buffer) or b.buffer(op_calls.room, (new, *wide.shape), wide, None).node
     for piece, node in zip(copied, growth.pieces, strict=False):
         rows = b.buffer(op_calls.append, (rows, piece, start), wide, None).node
@@ -106,7 +108,7 @@ def _by_options(target: Callable[..., Any], *names: str) -> Callable[[Buffers, G
 
 def _conv_transpose(b: Buffers, group: Group) -> Value:
     a, o = group.anchor, group.anchor.options
-    assert a.weight is not None, "a convolution has a weight"
+    assert a.weight is not None, "a convolution must have a weight"
     if b.weights.known(a.weight) and (a.bias is None or b.weights.known(a.bias)):
         # [O, C, *K] during folding; columns.py allows folding only if the convolution has a single group.
         weight, bias = b.weights.folded(a.weight, a.bias, group.folds, True)
@@ -132,7 +134,7 @@ def _rms_norm(b: Buffers, group: Group) -> Value:
     weight = b.attribute(ones, "ones") if a.weight is None else _vector(b, a.weight)
     value = b.buffer(op_calls.rms_norm, (x, weight, a.options["eps"], list(shape)), dense(shape), a.node)
     if not in_order:
-        assert value.node is not None, "a buffer"
+        assert value.node is not None, "a value that is computed must have a buffer"
         value = Value(value.node, lead.with_columns(width, width))
     return emit.finish(b, group, "rms_norm", value)
 

@@ -86,7 +86,7 @@ def _operands(cat: Node) -> tuple[Node, ...]:
 
 def _channels(node: Node) -> int:
     value = tensor_of(node)
-    assert value is not None, "_joins_channels has looked"
+    assert value is not None, "a concatenation must have a tensor as its result"
     return value.shape[1]
 
 

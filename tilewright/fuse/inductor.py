@@ -35,7 +35,7 @@ def compiled(fused: fx.GraphModule, flat: Sequence[Any], found: Report, packed: 
         if not packed:
             raise
         reason = str(error.inner_exception).strip().split("\n")[0]
-        found.facts["compiled"] = f"by Inductor, without packing weights, which fails: {reason}"
+        found.facts["compiled"] = f"by Inductor, without packed weights, because packing them fails: {reason}"
         called = torch.compile(fused, fullgraph=True, options=options)
         with torch.no_grad():
             called(*flat)
@@ -56,15 +56,15 @@ def compiled_if_right(
         reason = off.words or f"relative RMS error {off.rms:.2e}"
     except RuntimeError as error:  # includes errors of Dynamo and Inductor
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        found.facts["compiled"] = f"no, operators run one by one: Inductor fails: {reason}"
+        found.facts["compiled"] = f"no, operators run one by one, because Inductor fails: {reason}"
         return checked(fused)
     plain = checked(fused)
     try:
         unpacked = checked(compiled(copied(fused), flat, found, packed=False))
     except (Inaccurate, RuntimeError):
-        found.facts["compiled"] = f"no, operators run one by one: Inductor's code gives other outputs ({reason})"
+        found.facts["compiled"] = f"no, operators run one by one, because Inductor's code gives wrong outputs ({reason})"
         return plain
-    found.facts["compiled"] = f"by Inductor, without packing weights: with packed ones its code gives other outputs ({reason})"
+    found.facts["compiled"] = f"by Inductor, without packed weights, because with them its code gives wrong outputs ({reason})"
     return unpacked
 
 

@@ -75,21 +75,22 @@ def _written(n: Node, plan: Plan, found: Found) -> str:
     """A text that states which call quantises the input of a product."""
     source = found.candidates[n].source
     if source in plan.quantised:
-        return "a launch of its own"
+        return "a separate launch"
     return f"{layer_name(source)}, one scale per row" if source in plan.norms else layer_name(source)
 
 
 def _decided(report: Report, found: Found, plan: Plan, why_not: dict[Node, str]) -> None:
     for n, c in found.candidates.items():
         if n in plan.products:
-            reason = f"int8, own error {c.error:.1e}; input quantised by {_written(n, plan, found)}"
+            reason = f"int8, with an own error of {c.error:.1e}; its input is quantised by {_written(n, plan, found)}"
             report.add(layer_name(n), "quantise", n.name, True, reason, c.codes.numel() + found.bytes[c.source] // 2)
         else:
-            report.add(layer_name(n), "quantise", n.name, False, why_not.get(n, "not faster with its conversions"))
+            reason = why_not.get(n, "not faster in int8 if the conversions that it needs are included")
+            report.add(layer_name(n), "quantise", n.name, False, reason)
     for n in _in_order(plan.quantised):
-        report.launches.append({"layer": layer_name(n), "op": "quantize", "what": f"{found.bytes[n] // 2} codes"})
+        report.launches.append({"layer": layer_name(n), "op": "quantize", "what": f"{found.bytes[n] // 2} values"})
     for n in _in_order(plan.dequantised):
-        report.launches.append({"layer": layer_name(n), "op": "dequantize", "what": f"{found.bytes[n] // 2} codes"})
+        report.launches.append({"layer": layer_name(n), "op": "dequantize", "what": f"{found.bytes[n] // 2} values"})
 
 
 def _whole_us(graphs: Sequence[fx.GraphModule], inputs: Sequence[Any]) -> list[float]:
@@ -126,7 +127,10 @@ def in_int8(
         if all(allowed.allows(d, _MARGIN) for d in apart):
             break
         error, largest = (max((getattr(d, name) for d in apart), default=0.0) for name in ("rms", "largest"))
-        reason = f"with errors of products up to {limit:.1e} the outputs are {error:.1e} off, single values {largest:.1e}"
+        reason = (
+            f"with all products in int8 whose own error is up to {limit:.1e}, the outputs have an RMS error of {error:.1e} and "
+            f"a largest error of {largest:.1e}, which is too much"
+        )
         reason += "".join(f"; {d.words}" for d in apart if d.discrete and d.words)
         report.add("the model", "quantise", "output", False, reason)
     else:
@@ -135,10 +139,10 @@ def in_int8(
     if settings.search is not None and plan.products:
         eight, sixteen = _whole_us((graph, fused), inputs)
         dtype = str(settings.dtype).removeprefix("torch.")
-        report.facts["int8"] = f"{eight:.1f} us as a whole, {sixteen:.1f} in {dtype}"
+        report.facts["int8"] = f"the whole graph takes {eight:.1f} us in int8, {sixteen:.1f} us in {dtype}"
         if eight >= sixteen:
             plan = planned(found, frozenset())
-            why_not = dict.fromkeys(found.candidates, f"the whole takes {eight:.1f} us in int8, {sixteen:.1f} in {dtype}")
+            why_not = dict.fromkeys(found.candidates, f"not used: {report.facts['int8']}")
     _decided(report, found, plan, why_not)
     if not plan.products:
         return fused
@@ -163,7 +167,7 @@ def _built(
     products = _paying(found, sixteen, eight)
     if products != plan.products:
         why_not = {
-            n: f"{eight[n]:.1f} us in int8 without conversions, {sixteen[n]:.1f} in 16 bits: not faster as a whole"
+            n: f"{eight[n]:.1f} us in int8 without conversions, {sixteen[n]:.1f} us in 16 bits: not faster with them"
             for n in eight
             if n in sixteen
         }

@@ -134,7 +134,7 @@ def _no_state(
         and apart_from(right.outputs, called_on_copies(model, args, kwargs)) is None
     ):
         names = ", ".join(written[:_NAMES]) + (f" and {len(written) - _NAMES} more" if len(written) > _NAMES else "")
-        raise Untraceable(f"{type(model).__name__} keeps state from call to call (in {names}), and a graph keeps none")
+        raise Untraceable(f"{type(model).__name__} keeps state between calls (in {names}), which a graph cannot do")
     called(model, args, kwargs)
 
 
@@ -150,7 +150,9 @@ def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[
     with torch.no_grad(), exact_float32(), _seeded(_device_of(tensors), 1):
         found = list(exact.module(*tensors))
     if len(found) != len(right.tensors):
-        raise Untraceable(f"{type(model).__name__} returns {len(found)} tensors as a graph, and {len(right.tensors)} otherwise")
+        raise Untraceable(
+            f"{type(model).__name__} returns {len(found)} tensors as a graph, but {len(right.tensors)} when called"
+        )
     found = rebuild(right.structure, found)
     apart = apart_from(right.outputs, found)
     if apart is None:
@@ -159,17 +161,17 @@ def same_as_graph(model: nn.Module, right: Right, exact: Traced, args: Sequence[
         raise ValueError(RANDOM)
     if (drawn := next((n for n in exact.graph.nodes if _draws(n)), None)) is not None:
         where = f"{type(model).__name__} cannot be traced at {source_line(drawn) or drawn.name}"
-        raise Untraceable(f"{where}: it draws random numbers, so the outputs of a graph cannot be compared")
+        raise Untraceable(f"{where}: it draws random numbers, so the outputs of a graph cannot be compared with its own")
     with without_fast_path():
         layers = called_on_copies(model, args, kwargs)
     if apart_from(layers, found) is not None:
         raise Untraceable(
             f"{type(model).__name__} as a graph gives other outputs than its own call (output{apart.name}: {_words(apart)}): "
-            "it depends on something that a graph does not keep"
+            "they depend on something that the graph does not contain"
         )
     words = (
-        f"torch's fast path of nn.TransformerEncoder gives output{apart.name} otherwise ({_words(apart)}"
-        f"{_where(layers, right)}); this is what the layers compute, as torch does after "
+        f"torch's fast path of nn.TransformerEncoder gives other values for output{apart.name} ({_words(apart)}"
+        f"{_where(layers, right)}); the optimised model gives those of the layers, as torch does after "
         "torch.backends.mha.set_fastpath_enabled(False)"
     )
     return Right(layers, *flatten(layers), layers_only=True, words=words)

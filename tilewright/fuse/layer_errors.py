@@ -103,7 +103,7 @@ def _pairs(float_graph: fx.GraphModule, fused: fx.GraphModule) -> dict[str, list
         whole = [(n.meta[FLOAT_NODE], n.meta.get(ANCHOR_NODE, ""), None)] if FLOAT_NODE in n.meta else []
         for of, anchor, part in [*whole, *((part.node, part.anchor, part) for part in n.meta.get(FLOAT_PARTS, ()))]:
             if of not in nodes:
-                raise ValueError(f"{n.name} says that it computes {of!r}, and the float graph has no such node")
+                raise ValueError(f"{n.name} is recorded as computing {of!r}, but the float graph has no such node")
             found.setdefault(n.name, []).append((nodes[of], anchor, part))
     return found
 

@@ -125,24 +125,24 @@ def _decide(fused: fx.GraphModule, target: str, args: tuple[Any, ...], report: R
     from torch._inductor.exc import InductorError
 
     part = fused.get_submodule(target)
-    assert isinstance(part, fx.GraphModule), "the partitioner makes graphs"
+    assert isinstance(part, fx.GraphModule), "a part of a graph must be a graph"
     computing = [n for n in part.graph.nodes if _computes(n)]
     layers = [n.meta[LAUNCH]["layer"] if LAUNCH in n.meta else layer_name(n) for n in computing]
-    what = f"{len(layers)} calls, of {', '.join(dict.fromkeys(layers))}"
+    what = f"{len(layers)} calls of {', '.join(dict.fromkeys(layers))}"
     compiled = torch.compile(part, fullgraph=True, dynamic=False)
     try:
         got = compiled(*args)
     except (TorchDynamoException, InductorError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        report.add(layers[0], "inductor", target, False, f"{what}: Inductor does not compile them: {first}")
+        report.add(layers[0], "inductor", target, False, f"{what}: Inductor cannot compile them: {first}")
         return
     if (off := apart_from(part(*args), got)) is not None:
         words = off.words or f"relative RMS error {off.rms:.2e}"
-        report.add(layers[0], "inductor", target, False, f"{what}: Inductor's code gives other outputs ({words})")
+        report.add(layers[0], "inductor", target, False, f"{what}: Inductor's code gives wrong outputs ({words})")
         return
     calls_us, part_us = _timed((part, compiled), args)
     taken = part_us <= _LEAD * calls_us
-    reason = f"{what}: {part_us:.1f} us as a part of Inductor's, {calls_us:.1f} one by one"
+    reason = f"{what}: {part_us:.1f} us compiled by Inductor, {calls_us:.1f} us one by one"
     report.add(layers[0], "inductor", target, taken, reason)
     if taken:
         setattr(fused, target, _Part(compiled))

@@ -78,7 +78,7 @@ class Lowering:
         for node in [n for n in traced.graph.nodes if n.target is aten._assert_tensor_metadata.default]:
             traced.graph.erase_node(node)
             traced.module.recompile()
-        self.refused = dict.fromkeys(refused, "the caller wants it to be left to torch")
+        self.refused = dict.fromkeys(refused, "it is excluded from fusion, so torch computes it")
 
     def run(self) -> fx.GraphModule:
         """Build the new graph. Returns it as a module."""
@@ -223,7 +223,8 @@ class _Build(Buffers):
                 if view.strides == tuple(known.stride()):
                     whole = value.node is not None and value.view == self.memory[value.node] == view
                     return self.tensor(value if whole else self.copied(value, last))
-        raise Untraceable(f"{source_line(node) or node.name}: as_strided of a view reads memory that a graph does not have")
+        where = source_line(node) or node.name
+        raise Untraceable(f"{where}: as_strided reads the memory of a larger tensor through a view, which a graph cannot do")
 
     def _leftover(self, node: Node, tensors: Sequence[Value]) -> Any:
         """Emit the ATen call itself, on tensors of the shapes that it expects. Its result is made dense."""
@@ -243,6 +244,6 @@ class _Build(Buffers):
         if target is not operator.getitem:
             new.meta[LAUNCH] = {"layer": layer_name(node), "op": str(target), "what": str(list(out.shape))}
             self.report.launches.append(new.meta[LAUNCH])
-        assert value.node is not None, "a buffer"
+        assert value.node is not None, "the result of a call must have a buffer"
         value.node.meta[FLOAT_NODE] = node.name
         return value

@@ -59,4 +59,5 @@ def move_biases(groups: list[Group], report: Report) -> None:
             product.minus.append(bias)
         value = tensor_of(group.last)
         saved = 0 if value is None else 2 * value.numel() * value.element_size()
-        report.add(layer_name(group.anchor.node), "bias", bias.name, True, f"added by {layer_name(norm.anchor.node)}", saved)
+        words = f"added by the layer norm {layer_name(norm.anchor.node)} instead"
+        report.add(layer_name(group.anchor.node), "bias", bias.name, True, words, saved)

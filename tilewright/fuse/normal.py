@@ -115,19 +115,20 @@ def step_behind(here: Node, node: Node) -> Step | str | None:
         return None
     a, b, other = tensor_of(here), tensor_of(node), _other(node, here)
     if a is None or b is None or a.dtype != b.dtype or not same_sizes(a.shape, b.shape):
-        return "it changes the type or the shape"
+        return "its result has another dtype or shape than the value that it reads"
     if other is here:
         return "both operands are the same value"
     if isinstance(other, Node) and tensor_of(other) is None:
-        return "the other operand is not a tensor of known type"
+        return "its other operand is not a tensor of known dtype"
     if node.target is aten.add.Tensor:
         alpha = node.kwargs.get("alpha", 1)
-        return Step(kind="sum", node=node, operand=other) if alpha == 1 else f"a sum with alpha {alpha}"
+        wrong = f"a sum with alpha={alpha}; only alpha=1 can be fused"
+        return Step(kind="sum", node=node, operand=other) if alpha == 1 else wrong
     if node.target is aten.mul.Tensor:
         return Step(kind="factor", node=node, operand=other)
     inverse = _inverse(other) if node.args[0] is here else None
     return (
-        "a quotient, but not of a value and a number other than 0"
+        "a division by something other than a nonzero number"
         if inverse is None
         else Step(kind="factor", node=node, operand=inverse)
     )
@@ -136,18 +137,18 @@ def step_behind(here: Node, node: Node) -> Step | str | None:
 def _batch_norm(here: Node, node: Node) -> Step | str:
     """The step for a batch norm in either form: aten.batch_norm, or the functional call, whose first result is the value."""
     if node.args[0] is not here:
-        return "its parameters are computed from the value"
+        return "a batch norm that reads the value as a parameter, not as its input"
     whole = node.target is aten.batch_norm.default
     if whole and node.args[5]:
-        return "a batch norm in training"
+        return "a batch norm in training mode"
     results = [node] if whole else [user for user in node.users if user.target is operator.getitem]
     if len(results) != 1 or (not whole and (results[0].args[1] != 0 or len(node.users) != 1)):
-        return "its statistics are read too"
+        return "a batch norm whose returned statistics are read too"
     operand, eps = tuple(node.args[1:5]), node.args[7 if whole else 6]
     if operand[2] is None or operand[3] is None or not isinstance(eps, int | float):
         return "a batch norm without running statistics"
     value, out = tensor_of(here), tensor_of(results[0])
     if value is None or out is None or value.dtype != out.dtype or value.dim() < 2:
-        return "it changes the type"
+        return "a batch norm that changes the dtype, or whose input has fewer than 2 dims"
     inside = () if whole else (node,)
     return Step(kind="batch_norm", node=results[0], inside=inside, operand=operand, eps=eps)

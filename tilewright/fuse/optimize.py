@@ -122,8 +122,8 @@ def _arguments(inputs: Any, named: Mapping[str, Any] | None) -> tuple[tuple[Any,
         return (), {**inputs, **(named or {})}
     if not isinstance(inputs, Tensor | tuple | list):
         raise ValueError(
-            f"optimize: example_inputs is {type(inputs).__name__}; wanted the model's one tensor, a tuple of its arguments, or "
-            "a dict of them by name"
+            f"optimize: example_inputs is {type(inputs).__name__}; wanted one tensor, a tuple of the model's arguments, or a "
+            "dict of them by name"
         )
     return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), dict(named or {})
 
@@ -136,16 +136,16 @@ def _settings(device: torch.device, precision: str | None, **asked: Any) -> Sett
         raise ValueError(f"optimize: precision must be one of {', '.join(PRECISIONS)}; got {precision!r}")
     allowed_of(precision, asked["tolerance"])
     if asked["graph"] and not gpu:
-        raise ValueError(f"optimize: graph=True captures a CUDA graph, and the model is on {device}; leave it None")
+        raise ValueError(f"optimize: graph=True captures a CUDA graph, but the model is on {device}; leave graph=None")
     if (asked["compiled"] and gpu) or (asked["tune"] and not gpu):
         raise ValueError(
-            f"optimize: compiled=True is for a CPU and tune=True for a GPU; the model is on {device}: leave them out"
+            f"optimize: compiled=True is only for a CPU and tune=True only for a GPU, but the model is on {device}: omit it"
         )
     dynamic, most = asked["dynamic"], asked["max_shapes"]
     if not isinstance(dynamic, bool | Mapping) or (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise ValueError(
-            f"optimize: dynamic is {dynamic!r} and max_shapes {most!r}; wanted True, False or a dict from an argument's place "
-            "or name to its dimensions, and a whole number of at least 1"
+            f"optimize: dynamic is {dynamic!r} and max_shapes is {most!r}; wanted dynamic to be True, False, or a dict from an "
+            "argument's position or name to its dimensions that vary, and max_shapes to be an integer of at least 1"
         )
     compiled = not gpu if asked["compiled"] is None else asked["compiled"]
     known = {
@@ -170,7 +170,7 @@ def _whole_or_parts(
         why = error
     except NotImplementedError as error:  # torch lacks some 16-bit CPU kernels
         reason = str(error).strip().split("\n")[0]
-        words = f"optimize: torch cannot run the model in {settings.precision} on {device}: {reason}; take another"
+        words = f"optimize: torch cannot run the model in {settings.precision} on {device}: {reason}; choose another"
         raise ValueError(words) from error
     return optimize_children(model, args, kwargs, settings, device, why, _whole)
 
@@ -182,7 +182,7 @@ def _facts(settings: Settings, device: str) -> dict[str, Any]:
         "precision": settings.precision,
         "device": device,
         "cuda_graph": graph,
-        "inputs": ("copied in, " if graph else "") + "cast, images channels-last",
+        "inputs": ("copied in, " if graph else "") + "cast to the precision, images channels-last",
         "compiled": "by Inductor, weights frozen" if settings.compiled else "no",
         "outputs": "as computed" if not graph else "copied out" if settings.copy_outputs else "overwritten by the next call",
     }
@@ -194,7 +194,9 @@ def _checked(model: Any) -> None:
         raise ValueError(f"optimize: wanted a torch.nn.Module with Python code of its own; got {type(model).__name__}")
     lazy = [name for name, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
     if lazy:
-        raise ValueError(f"optimize: {lazy[0]} has no shape yet (a lazy module): call the model once on its inputs before")
+        raise ValueError(
+            f"optimize: {lazy[0]} has no shape yet, because its module is lazy; call the model once before optimising"
+        )
 
 
 def copy_of(model: nn.Module) -> nn.Module:
@@ -210,7 +212,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 def _device(model: nn.Module, inputs: Any) -> torch.device:
     given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
     if not given:
-        raise ValueError("optimize: wanted example inputs, a tensor or a tuple with at least one; got none")
+        raise ValueError("optimize: the example inputs contain no tensor; wanted at least one")
     devices = {t.device for t in (*model.parameters(), *model.buffers(), *given)}
     if len(devices) > 1:
         raise ValueError(f"optimize: model and inputs must be on one device; got {', '.join(sorted(map(str, devices)))}")
@@ -247,13 +249,16 @@ def _made(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
                 raise Inaccurate(replace(error.check, faults=tuple(new), torchs=torchs)) from None
         faults.update((e.anchor, e) for e in new)
     for e in faults.values():
-        words = e.words or f"own error {e.own:.2e} in float32"
-        reason = f"a fault of the fuser: {e.layer}{f' ({e.line})' if e.line else ''}, {words}: left to torch; please report it"
+        words = e.words or f"its own error is {e.own:.2e} in float32"
+        where = e.layer + (f" ({e.line})" if e.line else "")
+        reason = f"a bug in tilewright's fusion: {where}, {words}; torch computes it instead; please report it"
         found.add(e.layer, "fault", e.anchor, False, reason)
     if right.words:
         found.facts["differs"] = right.words
     if traced.mutated:
-        found.facts["not written"] = f"inputs that only the model as given writes to: {', '.join(traced.mutated)}"
+        found.facts["not written"] = (
+            f"inputs that the original model writes to, but this one does not: {', '.join(traced.mutated)}"
+        )
     owner.writes, owner.layers_only = owner.writes or bool(traced.mutated), owner.layers_only or right.layers_only
     rivals = None
     if settings.graph and settings.measure and not settings.quantised:
@@ -306,7 +311,7 @@ def _chosen(fused: fx.GraphModule, flat: list[Tensor], right: Right, found: Repo
         found.provenance = choices(lambda: fused(*flat))
         fused = compile_leftovers(fused, flat, found)
         if early := start_early(fused, flat):
-            found.facts["early"] = f"{early} products of one row start while the launch before them runs"
+            found.facts["early"] = f"{early} matrix products of one row start before the launch before them has finished"
     return fused
 
 
@@ -329,16 +334,16 @@ def _faster(
     if not owner.settings.measure:
         return Made(captured, "", found)
     ours, given = timed_us((lambda: captured(tensors), lambda: owner.as_given(*args, **kwargs)), owner.device)
-    words = f"{ours / 1e3:.3f} ms a call, the model as given {given / 1e3:.3f} ms"
+    words = f"{ours / 1e3:.3f} ms a call, the original model {given / 1e3:.3f} ms"
     best, name = (captured, "") if rivals is None else fastest(captured, tensors, rivals, found, partial(compiled, found=found))
     if name:
-        found.facts["speed"] = f"{name} is faster and is used: {found.facts['rivals']}; the model as given {given / 1e3:.3f} ms"
+        found.facts["speed"] = f"{name} is faster and is used: {found.facts['rivals']}; the original model {given / 1e3:.3f} ms"
         return Made(best, found.facts["speed"], found)
     if ours <= NOISE * given:
         found.facts["speed"] = f"{words}: {given / ours:.2f} times as fast"
         return Made(captured, words, found)
     found.facts["speed"] = (
-        f"{words}: not faster, so calls run the model as given, in its own dtype; measure=False keeps the graph"
+        f"{words}: not faster, so calls run the original model, in its own dtype; measure=False keeps the graph"
     )
     return Made(None, words, found)
 

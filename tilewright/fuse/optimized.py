@@ -86,7 +86,7 @@ class Optimized(nn.Module):
         """The graph for the example inputs. Raises ValueError if the original model is faster."""
         first = self.made[0].captured if self.made else None
         if first is None:
-            raise ValueError("optimized model: it has no graph, because the model as given is faster; measure=False keeps it")
+            raise ValueError("optimized model: it has no graph, because the original model is faster; measure=False keeps it")
         return first.fused
 
     # ---- calls
@@ -135,14 +135,14 @@ class Optimized(nn.Module):
             for at, t in enumerate(tensors):
                 if t.requires_grad:
                     raise ValueError(
-                        f"optimized model: input {at} requires a gradient, and an optimised model is for inference only: call "
-                        "it under torch.no_grad(), or train the model that it came from"
+                        f"optimized model: input {at} requires a gradient, but an optimised model is for inference only: call "
+                        "it under torch.no_grad(), or train the original model"
                     )
         elsewhere = [at for at, t in enumerate(tensors) if t.device != self.device]
         for at in elsewhere:
             given = tensors[at].device
             if self.turns is None or given.type != "cpu":
-                raise ValueError(f"optimized model: input {at} is on {given}, and the model is on {self.device}: move it there")
+                raise ValueError(f"optimized model: input {at} is on {given}, but the model is on {self.device}: move it there")
         return [t.to(self.device) for t in tensors] if always and elsewhere else tensors
 
     # ---- shapes
@@ -160,7 +160,7 @@ class Optimized(nn.Module):
         if not _hashable(whole):
             kinds = ", ".join(sorted(set(_unhashable(structure))))
             raise ValueError(
-                f"optimized model: an argument is or holds a {kinds}, which cannot be compared with that of another call; "
+                f"optimized model: an argument is or contains a {kinds}, which cannot be compared with that of another call; "
                 "wanted tensors, numbers, strings, None, and tuples, lists, dicts and dataclasses of them"
             )
         with BUILDING:
@@ -182,7 +182,7 @@ class Optimized(nn.Module):
         if dynamic is True:
             return None
         if dynamic is False or structure != like:
-            return f"dynamic={dynamic!r} allows only the examples' shapes"
+            return f"dynamic={dynamic!r} allows only the shapes of the example inputs"
         free, first = dict[int, Any](), 0
         for name, given in arguments(structure):
             if given.leaves == (None,) and name in dynamic:
@@ -191,7 +191,7 @@ class Optimized(nn.Module):
         for at, (t, wanted) in enumerate(zip(tensors, shapes, strict=True)):
             may = {d % max(1, t.dim()) for d in free.get(at, ())}
             if t.dim() != len(wanted) or any(t.shape[d] != wanted[d] and d not in may for d in range(t.dim())):
-                return f"dynamic={dynamic!r} does not allow these dimensions to vary"
+                return f"dynamic={dynamic!r} does not allow the dimensions to vary that differ from the example inputs"
         return None
 
     def _other(self, why: str) -> Shape:
@@ -243,8 +243,8 @@ class Optimized(nn.Module):
         found = getattr(model, name)
         if callable(found) and not isinstance(found, nn.Module):
             raise AttributeError(
-                f"optimized model: {name} is a method of {type(model).__name__}, and only its call is optimised: call {name} "
-                "of the model that it came from"
+                f"optimized model: {name} is a method of {type(model).__name__}, but only calls of the model itself are "
+                f"optimised: call {name} of the original model"
             )
         return found
 
@@ -262,8 +262,8 @@ class Optimized(nn.Module):
         `load_state_dict` of this module, or of a module that contains it, calls this method.
         """
         raise ValueError(
-            "optimized model: its weights are folded into its graphs, so others cannot be loaded: load them into the model "
-            "that it came from, and optimise that one again"
+            "optimized model: its weights are folded into its graphs, so others cannot be loaded: load them into the original "
+            "model, and optimise that again"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -273,16 +273,16 @@ class Optimized(nn.Module):
             probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
                 raise ValueError(
-                    f"optimized model: its graphs are for {self.settings.precision} on {self.device}, and it cannot be moved "
-                    "or cast: move or cast the model that it came from, and optimise that one again"
+                    f"optimized model: its graphs are for {self.settings.precision} on {self.device}, so it cannot be moved "
+                    "or cast: move or cast the original model, and optimise that again"
                 )
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises TypeError, because CUDA graphs exist only in this process."""
         raise TypeError(
-            "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing): save(path) writes "
-            "a file that tilewright.load_optimized(path, model) reads in any process; threads can share the one that is there"
+            "optimized model: it cannot be copied or pickled (torch.save, copy.deepcopy, multiprocessing). Its save(path) "
+            "writes a file that tilewright.load_optimized(path, model) reads in any process. Threads can share the same model"
         )
 
     def save(self, path: str | Path) -> None:

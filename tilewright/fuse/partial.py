@@ -56,7 +56,7 @@ class Partial(Optimized):
 
 def _never(owner: Optimized, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Never called: a model that cannot be traced has no graph of its own."""
-    raise AssertionError("it calls its children's")
+    raise AssertionError("a model that cannot be traced has no graph of its own")
 
 
 class _Calls(NamedTuple):
@@ -121,9 +121,9 @@ class _Children:
             self.visit(child, where)
             return None
         if not calls:
-            return self._eager(where, "the model does not call it")
+            return self._eager(where, "the model does not call it for the example inputs")
         if not flatten(calls[0])[0]:
-            return self._eager(where, "it is called without tensors")
+            return self._eager(where, "no tensor is passed to it")
         # If a child is called several times, the model may read the result of one call after the next call.
         settings = self.settings._replace(copy_outputs=self.settings.copy_outputs or len(calls) > 1)
         try:
@@ -135,7 +135,7 @@ class _Children:
         if done.made[0].captured is None:
             return self._eager(where, done.report.facts["speed"])
         if not any(map(_counts, done.report.launches)):
-            return self._eager(where, "it contains none of our operators")
+            return self._eager(where, "no operator of tilewright can compute any of its calls")
         if done.writes:
             self._eager(where, "it writes to its inputs, which the model around it may read")
             self.visit(child, where)
@@ -196,7 +196,7 @@ def optimize_children(
     try:
         got = called_on_copies(model, args, kwargs)
     except AttributeError as error:
-        raise Untraceable(f"{why}. Its code reads what optimised children do not have: {error}") from error
+        raise Untraceable(f"{why}. Its code reads an attribute that its optimised children do not have: {error}") from error
     check = Check(settings.precision, allowed_of(settings.precision, settings.tolerance), compare_outputs(want, got))
     if check.failed and native is not None:
         check = beside(check, compare_outputs(want, native))

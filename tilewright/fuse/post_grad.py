@@ -87,11 +87,11 @@ def _reshape(node: Node) -> bool:
 def _read(node: Node, cpu: bool) -> Anchor | str | None:
     """The anchor for a node if it can be replaced here; otherwise the reason. None for nodes that are never replaced."""
     if node.target is aten.baddbmm.default:
-        return "a product with a bias for each entry of a batch"
+        return "baddbmm adds a bias for each matrix of a batch, which the operator does not do"
     if node.target is aten.bmm.default:
         left, right = node.args
-        assert isinstance(left, Node), "a call of bmm"
-        assert isinstance(right, Node), "a call of bmm"
+        assert isinstance(left, Node), "bmm must have two operands"
+        assert isinstance(right, Node), "bmm must have two operands"
         found: Anchor | str | None = fit(Anchor(kind="linear", node=node, x=left, weight=right, options={"kn": True}))
     else:
         found = read(node)
@@ -103,11 +103,11 @@ def _read(node: Node, cpu: bool) -> Anchor | str | None:
 def _refusal(anchor: Anchor, cpu: bool) -> str | None:
     """The reason why the operator cannot be used here, before its implementation is considered; None if it can be used."""
     x, weight, out = (tensor_of(n) for n in (anchor.x, anchor.weight, anchor.node))
-    assert x is not None, "an anchor has operands"
+    assert x is not None, "an anchor must have operands"
     if x.device.type == "cpu" and not cpu:
-        return "on a CPU the operator is torch's own call, which Inductor compiles together with what follows"
+        return "on a CPU the operator is torch's own call; Inductor compiles that together with the calls after it"
     if anchor.kind == "conv" and (weight is None or out is None or symbolic(weight.shape, out.shape[2:], x.shape[1:])):
-        return "sizes of pixels or channels are not known when it is compiled; the operator takes them as numbers"
+        return "the number of pixels or channels is not known when it is compiled; the operator needs it as a number"
     if anchor.kind == "linear" and (weight is None or symbolic(weight.shape)):
         return "the weight's sizes are not known when it is compiled"
     return None
@@ -168,7 +168,7 @@ class _Launch:
     @property
     def weight(self) -> Node:
         """The weight of a product or convolution."""
-        assert self.anchor.weight is not None, "it has one"
+        assert self.anchor.weight is not None, "a product or convolution must have a weight"
         return self._now(self.anchor.weight)
 
     @property
@@ -244,18 +244,18 @@ def _why(op: Op, launch: _Launch, cpu: bool, *args: Any) -> tuple[str, Callable[
         raced = isinstance(choice, Choice) and choice.impl.name != "reference" and not wanted
         timed = race(op, choice, tuple(tensors), free=_free(launch)) if raced else None  # pyright: ignore[reportArgumentType]
     if choice is None:
-        return f"{op.name}, which chooses by the sizes of each call", op.dispatched, ()
+        return f"{op.name}, which chooses its implementation in each call, by the sizes", op.dispatched, ()
     if isinstance(choice, str):
         return choice, None, ()
     if choice.impl.name == "reference":
-        return f"{op.name} as torch computes it", op.dispatched if cpu else None, ()
+        return f"{op.name}, whose implementation here is torch's own call", op.dispatched if cpu else None, ()
     if timed is not None and timed.choice is not None:
         reason = f"{op.name}, {timed.choice.impl.name}: {timed}"
         return (reason, _CHOSEN[op.name], (spelled(timed.choice),)) if timed.won else (reason, None, ())
     if choice.impl.library:
-        return f"{op.name} would take the vendor's library here, as Inductor does", None, ()
+        return f"{op.name} would use the vendor's library here, as Inductor does", None, ()
     if choice.impl.name == "linear" and launch.group.plain:
-        return "a product over pixels without anything to fuse, which Inductor computes as well", None, ()
+        return "a matrix product over pixels with nothing to fuse, which Inductor can compute too", None, ()
     return f"{op.name}, {choice.impl.name}", op.dispatched, ()
 
 
@@ -266,7 +266,7 @@ def _linear(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
         x = _call(before, aten.clone.default, x, like=like)
     flipped = [0, 2, 1] if x.meta["val"].dim() == 3 and weight.meta["val"].dim() == 3 else [1, 0]
     if weight.target is aten.permute.default and list(weight.args[1]) == flipped:  # pyright: ignore[reportArgumentType]
-        assert isinstance(weight.args[0], Node), "a call of permute"
+        assert isinstance(weight.args[0], Node), "permute must have an operand"
         weight = weight.args[0]
     elif launch.anchor.options["kn"]:
         weight = _call(before, aten.permute.default, weight, flipped, like=like)
@@ -274,7 +274,7 @@ def _linear(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
         if launch.views:
             sizes = [*out.shape[:-2], -1, out.shape[-1]]
             if symbolic(sizes):
-                return "a residual over a batch whose size is not known", None
+                return "a residual whose batch size is not known when it is compiled", None
             residual = _call(before, aten.reshape.default, residual, sizes, like=like)
         residual = _contiguous(before, residual, like)
     args = (x, weight, _bias(launch, out.shape[-1]), launch.group.activation, residual)
@@ -345,10 +345,10 @@ def _attention(launch: _Launch, cpu: bool) -> tuple[str, Node | None]:
     given = [launch.x, *launch.others]
     shapes = [n.meta["val"].shape for n in given]
     if symbolic(*(shape[1:] for shape in shapes)):
-        return "lengths or heads are not known when it is compiled; the operator takes them as numbers", None
+        return "lengths or the number of heads are not known when it is compiled; the operator needs them as numbers", None
     read_too = [user for user in node.users if user.target is operator.getitem and user.args[1] != 0 and user.users]
     if read_too:
-        return "its softmax's sums are kept for the backward pass", None
+        return "the backward pass reads the sums of its softmax", None
     first = next((user for user in node.users if user.target is operator.getitem and user.args[1] == 0), None)
     if first is None:
         return "nothing reads its result", None

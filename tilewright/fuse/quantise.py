@@ -170,9 +170,9 @@ class _Observer(fx.Interpreter):
     def _measured(self, n: Node, x: Tensor, weight: Tensor, source: Node, args: Sequence[Any]) -> str | None:
         step, rows = self.found.scales[source], source in self.row_norms
         if rows and n not in self.by_rows:
-            return "its layer norm is quantised by rows for other products, and this product does not read whole rows"
+            return "its input is quantised with one scale per row for other products, but this one does not read whole rows"
         if not bool(step.isfinite()):
-            return "its input is not finite on the example inputs"
+            return "its input contains NaNs or infinities for the example inputs"
         codes, scales = _quantised_weight(weight)
         near = (codes.float() * scales.view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype)
         if rows:
@@ -186,7 +186,7 @@ class _Observer(fx.Interpreter):
             rest = [*plain, *args[5:9]]
         error = _relative(n.target(held, near, *rest), n.target(x, weight, *rest))  # pyright: ignore[reportCallIssue]
         if not error <= self.limit:
-            return f"its own error is {error:.1e} of its RMS, more than {self.limit:.0e}: stays in {x.dtype}"
+            return f"its own error in int8 is {error:.1e} of its RMS, more than {self.limit:.0e}: it stays in {x.dtype}"
         self.found.candidates[n] = Candidate(n, source, codes, scales, args[0].shape[0], error, rows)
         return None
 
@@ -195,23 +195,26 @@ def _refusal(n: Node, args: Sequence[Any]) -> str | None:
     """The reason why a product cannot run in int8, apart from its values; None if there is no such reason."""
     x, weight, source = args[0], args[1], n.args[1]
     if not x.numel():
-        return "nothing to multiply"
+        return "its input is empty"
     if x.dtype == torch.float32:
         return "its input is float32, not 16 bits"
     if not isinstance(source, Node) or source.op != "get_attr" or not isinstance(weight, Tensor):
-        return "its weight is computed"
+        return "its weight is computed in every call; int8 needs a constant"
     if n.args[2] is not None and n.args[2].op != "get_attr":  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-        return "its bias is computed"
+        return "its bias is computed in every call; int8 needs a constant"
     if n.target is calls.linear:
         if min(weight.shape) < _NARROW:
-            return f"a weight of {list(weight.shape)} saves nothing"
+            return f"its weight {list(weight.shape)} is too small for int8 to save time: both sizes must be at least {_NARROW}"
         if x.shape[0] <= FEW_ROWS:
-            return f"{x.shape[0]} rows: reading the weight takes the time, which int8 kernels with 16-bit activations halve"
+            return (
+                f"its input has only {x.shape[0]} rows, so most of the time is spent reading the weight; int8 kernels with "
+                "16-bit activations would halve that"
+            )
         return None if weight.shape[1] % 16 == 0 else f"K is {weight.shape[1]}, not a multiple of 16"
     if args[8] != 1:
-        return "a convolution with groups"
+        return "a convolution with groups, which is not supported in int8"
     if weight.shape[0] % 16 or weight.shape[1] % 16:
-        return f"{weight.shape[1]} channels to {weight.shape[0]}: wanted multiples of 16"
+        return f"{weight.shape[1]} input and {weight.shape[0]} output channels; wanted multiples of 16"
     return None
 
 

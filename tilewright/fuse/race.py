@@ -53,7 +53,7 @@ class Race(NamedTuple):
         return self.ours <= _LEAD * self.theirs
 
     def __str__(self) -> str:
-        return f"{self.ours:.1f} us; the vendor's library with what follows takes {self.theirs:.1f} us"
+        return f"{self.ours:.1f} us; the vendor's library with the calls after it takes {self.theirs:.1f} us"
 
 
 _KNOWN: dict[Any, Race | None] = {}

@@ -114,11 +114,11 @@ class Report:
         """The report as text for a terminal: facts, the error, every fusion by layer, the calls."""
         lines = [f"{name}: {value}" for name, value in self.facts.items()]
         lines += [
-            f"output{row['name']}: RMS error {row['rms']:.2e}, largest {row['largest']:.2e}, of the float model's RMS"
+            f"output{row['name']}: RMS error {row['rms']:.2e}, largest error {row['largest']:.2e}, relative to the float model"
             for row in (self.error or {}).get("outputs", ())
         ]
         lines += [
-            f"torch's own model in that precision, output{row['name']}: RMS error {row['rms']:.2e}"
+            f"torch's own model in the same precision, output{row['name']}: RMS error {row['rms']:.2e}"
             for row in (self.error or {}).get("native", ())
         ]
         lines += self._shape_lines()
@@ -145,4 +145,4 @@ class Report:
 
 
 def _runs(shape: Shape) -> str:
-    return "optimised" if shape.optimised else "the model as given runs"
+    return "optimised" if shape.optimised else "the original model runs"

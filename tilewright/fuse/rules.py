@@ -87,28 +87,29 @@ def _spread(tip: Tip, step: Step) -> Spread | None:
     return tip.columns.spread((shaped.shape[0], *(1,) * (here.dim() - 2)))
 
 
+_NOT_COLUMNS = "its operand does not have one number for each column of the product or channel of the convolution"
+
+
 def _fold_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str | None:
     anchor, operand = tip.group.anchor, step.operand
     if not all(n is None or parameter(n) for n in (anchor.weight, anchor.bias)):
         return _bias_refuses(tip, step)
     if not isinstance(operand, Node | tuple):
-        return None if math.isfinite(operand) else f"a factor of {operand}"
+        return None if math.isfinite(operand) else f"its factor is {operand}, which is not finite"
     numbers = operand if isinstance(operand, tuple) else (operand,)
     if not all(n is None or parameter(n) for n in numbers):
-        return "its operand is computed, not a parameter"
-    return (
-        None if _spread(tip, step) else "its operand is not one number for each column of the product or channel of the filter"
-    )
+        return "its operand is computed in every call, so it cannot be folded into the weight"
+    return None if _spread(tip, step) else _NOT_COLUMNS
 
 
 def _bias_refuses(tip: Tip, step: Step) -> str | None:
     """`refuses` if weight or bias is not a parameter: only a bias is accepted, as an operand of the call."""
     if step.kind != "sum" or tip.group.folds or tip.group.anchor.bias is not None or not isinstance(step.operand, Node):
-        return "the weight or the bias is computed, not a parameter"
+        return "the weight or the bias is not a constant of the graph, so nothing can be folded into them"
     spread, here, other = _spread(tip, step), tensor_of(tip.here), tensor_of(step.operand)
     if spread is None or here is None or other is None or not spread.in_order(other.shape):
-        return "its operand is not one number for each column of the product or channel of the filter"
-    return None if (here.dtype, here.device) == (other.dtype, other.device) else "its operand has another type or device"
+        return _NOT_COLUMNS
+    return None if (here.dtype, here.device) == (other.dtype, other.device) else "its operand has another dtype or device"
 
 
 _FOLDS = {
@@ -140,11 +141,11 @@ def _activate(tip: Tip, step: Step) -> tuple[str, str]:
 def _residual_refuses(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> str | None:
     here, other = tensor_of(tip.here), tensor_of(step.operand)
     if here is None or other is None:
-        return "it adds a number, and the operator adds a tensor"
+        return "it adds a number; the operator can add only a tensor"
     if not same_sizes(here.shape, other.shape) or (here.dtype, here.device) != (other.dtype, other.device):
-        return "the other operand has another shape, type or device"
+        return "its other operand has another shape, dtype or device"
     if tip.group.anchor.kind == "conv" and tip.columns != columns_of(tip.group.anchor):
-        return "views stand between the convolution and the sum"
+        return "there are views between the convolution and the sum"
     return None
 
 
@@ -153,7 +154,7 @@ def _add(tip: Tip, step: Step) -> tuple[str, str]:
     return "residual", "added in the epilogue"
 
 
-_FOLD = Slot("what is folded into its weight", ("batch_norm", "factor", "sum"), _fold_refuses, _fold, many=True)
+_FOLD = Slot("a batch norm, factor or bias", ("batch_norm", "factor", "sum"), _fold_refuses, _fold, many=True)
 _ACTIVATION = Slot("an activation", ("activation",), _activation_refuses, _activate)
 _RESIDUAL = Slot("a residual", ("sum",), _residual_refuses, _add)
 
@@ -195,9 +196,9 @@ def slot_of(tip: Tip, step: Step, parameter: Callable[[Any], bool]) -> Slot | st
         if refused is not None:
             reason = refused
         elif i == at and not slot.many:
-            reason = f"{kind} takes {slot.name} once"
+            reason = f"{kind} can apply only one {slot.name.partition(' ')[2]}, and it already has one"
         elif i < at:
-            reason = f"{kind} applies {slot.name} before {slots[at].name}, and this follows that"
+            reason = f"{kind} can apply {slot.name} only before {slots[at].name}; here it comes after it"
         else:
             return slot
     return reason

@@ -39,7 +39,7 @@ def save(model: Optimized, path: str | Path) -> None:
         ValueError: an example contains something that cannot be stored, or the path cannot be written.
     """
     if model.examples is None:
-        raise ValueError("optimized model: it is a child of another and has no examples of its own: save the whole model")
+        raise ValueError("optimized model: it is a part of another one and has no examples of its own: save the whole model")
     tensors, structure = model.examples
     held, names = dict[str, Tensor](), dict[str, str]()
     first: dict[Any, str] = {}
@@ -81,7 +81,7 @@ def load_optimized(path: str | Path, model: nn.Module, *, report: bool = True) -
     said, held = _read(Path(path))
     if said["class"] != _class_of(model):
         raise ValueError(
-            f"load_optimized: {path} is of a {said['class']}; got a {_class_of(model)}: pass a module of that class"
+            f"load_optimized: {path} contains a {said['class']}; got a {_class_of(model)}: pass a module of the same class"
         )
     copied = copy_of(model)
     state = {name: held[f"weight.{of}"] for name, of in said["names"].items()}
@@ -89,7 +89,7 @@ def load_optimized(path: str | Path, model: nn.Module, *, report: bool = True) -
         copied.load_state_dict(state)
     except RuntimeError as error:
         lines = " ".join(line.strip() for line in str(error).splitlines()[1:])
-        raise ValueError(f"load_optimized: the weights of {path} are not those of the module: {lines or error}") from error
+        raise ValueError(f"load_optimized: the weights in {path} do not fit the module: {lines or error}") from error
     tensors = [t for name, t in sorted(held.items(), key=_number) if name.startswith("example.")]
     device = next((t.device for t in (*copied.parameters(), *copied.buffers())), torch.device("cpu"))
     args, kwargs = rebuild(_from_json(said["examples"]), [t.to(device) for t in tensors])
@@ -114,12 +114,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             held = {name: file.get_tensor(name) for name in list(file.keys())}
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"load_optimized: {path} cannot be read: {error}; wanted a file of an optimised model's save"
+            f"load_optimized: {path} cannot be read: {error}; wanted a file that save() of an optimised model has written"
         ) from error
     if said.get("format") != _FORMAT:
         raise ValueError(
-            f"load_optimized: {path} has format {said.get('format')}; wanted a file of an optimised model's save, which has "
-            f"format {_FORMAT}"
+            f"load_optimized: {path} has format {said.get('format')}; wanted a file that save() of an optimised model has "
+            f"written, which has format {_FORMAT}"
         )
     return said, held
 
@@ -133,14 +133,14 @@ def _as_json(structure: Structure) -> dict[str, Any]:
     for leaf in structure.leaves:
         if leaf is not None and not (isinstance(leaf, Constant) and isinstance(leaf.value, _PLAIN)):
             raise ValueError(
-                f"optimized model: an example holds a {leaf.kind.__name__}, which save cannot write; wanted tensors, numbers, "
-                "strings, None, and tuples, lists and dicts of them: optimise it anew in the other process"
+                f"optimized model: an example input contains a {leaf.kind.__name__}, which save cannot write; wanted tensors, "
+                "numbers, strings, None, and tuples, lists and dicts of them. Instead, optimise the model in the other process"
             )
         leaves.append(None if leaf is None else [leaf.value])
     try:
         return {"spec": pytree.treespec_dumps(structure.spec), "leaves": leaves}
     except NotImplementedError as error:
-        raise ValueError(f"optimized model: save cannot write the examples' structure: {error}") from error
+        raise ValueError(f"optimized model: save cannot write the structure of the example inputs: {error}") from error
 
 
 def _from_json(said: Mapping[str, Any]) -> Structure:

@@ -33,7 +33,7 @@ def spelled(args: Sequence[Any]) -> str:
 def _spelled(value: Any) -> Any:
     if isinstance(value, Tensor):
         if not (value.is_floating_point() or value.dtype in _CODES):
-            raise Unspoken(f"an argument of {str(value.dtype).removeprefix('torch.')}, whose values matter")
+            raise Unspoken(f"an argument is a tensor of {_name(value.dtype)}, which random values cannot replace")
         return {"shape": list(value.shape), "strides": list(value.stride()), "dtype": _name(value.dtype)}
     if isinstance(value, torch.dtype):
         return {"dtype": _name(value)}
@@ -41,7 +41,7 @@ def _spelled(value: Any) -> Any:
         return [_spelled(v) for v in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise Unspoken(f"an argument of type {type(value).__name__}")
+    raise Unspoken(f"an argument has the type {type(value).__name__}, which cannot be written as JSON")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -58,7 +58,7 @@ def arguments_of(text: str, inputs: Inputs) -> tuple[Any, ...]:
     """
     values = json.loads(text)
     if not isinstance(values, list):
-        raise ValueError(f"arguments are a JSON list; got {type(values).__name__}")
+        raise ValueError(f"the arguments must be a JSON list; got a {type(values).__name__}")
     return tuple(_value(v, inputs) for v in values)
 
 
@@ -69,14 +69,14 @@ def _value(value: Any, inputs: Inputs) -> Any:
         return value
     dtype = getattr(torch, value["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{value['dtype']!r} is no dtype")
+        raise ValueError(f"{value['dtype']!r} is not a dtype of torch")
     return _drawn(value["shape"], value["strides"], dtype, inputs) if "shape" in value else dtype
 
 
 def _drawn(shape: list[int], strides: list[int], dtype: torch.dtype, inputs: Inputs) -> Tensor:
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
     if not 0 <= extent * dtype.itemsize <= MAX_BYTES:
-        raise ValueError(f"a tensor of {extent} numbers of {_name(dtype)}; wanted at most {MAX_BYTES} bytes")
+        raise ValueError(f"a tensor has {extent} elements of {_name(dtype)}; wanted at most {MAX_BYTES} bytes")
     low, high = (-128, 128) if dtype == torch.int8 else (0, 256)
     flat = inputs.randint(low, high, extent, dtype=dtype) if dtype in _CODES else inputs.randn(extent, dtype=dtype)
     return flat.as_strided(shape, strides)

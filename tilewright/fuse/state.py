@@ -38,8 +38,8 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(
-            f"optimize: {type(model).__name__} cannot be copied: {str(error).splitlines()[0]}. optimize works on copies, so "
-            "such an attribute (a lock, a generator, a file) must not be kept in a module"
+            f"optimize: {type(model).__name__} cannot be copied: {str(error).splitlines()[0]}. optimize works on a copy, so no "
+            "module may have an attribute that cannot be copied, such as a lock, a generator or a file"
         ) from error
 
 

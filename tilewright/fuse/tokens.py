@@ -107,7 +107,7 @@ def assemble(module: fx.GraphModule, report: Report) -> None:
         total: Any = node.args[0]
         for gone in (found[0], total):
             report.launches.remove(gone.meta[LAUNCH])
-        reason = "the product of patches adds the class token and positions"
+        reason = "the matrix product of the patches also adds the class token and the positions"
         report.add(product.name, "tokens", node.name, True, reason, 4 * batch * tokens * width * lead.element_size())
         done = True
     if done:

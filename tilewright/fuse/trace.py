@@ -149,7 +149,7 @@ class _NoDropout(TorchFunctionMode):
         return given["input"]
 
 
-_BY_VALUE = "this depends on the value of a tensor, which a graph does not know"
+_BY_VALUE = "this depends on the value of a tensor, which is not known when the model is traced"
 _WORDS = {"GuardOnDataDependentSymNode": _BY_VALUE, "DataDependentOutputException": _BY_VALUE}
 """Name of an error class -> the meaning of such an error during tracing."""
 
@@ -193,10 +193,10 @@ def trace(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | No
         exported = _exported(_Flat(module, structure, copies=True), tensors)
     if exported.graph_signature.buffers_to_mutate:
         names = ", ".join(name.removeprefix(f"{_USER}.") for name in exported.graph_signature.buffers_to_mutate.values())
-        raise Untraceable(f"{type(module).__name__} writes to its own buffers in every call ({names}), and a graph does not")
+        raise Untraceable(f"{type(module).__name__} writes to its own buffers in every call ({names}), which a graph cannot do")
     _known_sizes(module, exported.graph)
     whole = exported.module()
-    assert isinstance(whole, fx.GraphModule), "that is what torch.export gives"
+    assert isinstance(whole, fx.GraphModule), "torch.export must give a graph module"
     _with_users_names(whole)
     simplify(whole.graph)
     one_type(whole.graph)
@@ -251,7 +251,7 @@ def _known_sizes(module: nn.Module, graph: fx.Graph) -> None:
             unknown = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
             if unknown or (isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape)):
                 where = f"{type(module).__name__} cannot be traced at {source_line(node) or node.name}"
-                raise Untraceable(f"{where}: the size of {node.name} depends on values, and a graph is for known sizes")
+                raise Untraceable(f"{where}: the size of {node.name} depends on values, but a graph needs known sizes")
 
 
 def _attribute(module: nn.Module, path: str) -> Any:

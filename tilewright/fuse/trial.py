@@ -71,8 +71,8 @@ class Trial:
         steps = zip(value.shape, value.stride(), wanted or (), strict=False)
         if tuple(value.shape) != view.shape or any(size > 1 and got != want for size, got, want in steps):
             raise ValueError(
-                f"{node.target} gives {list(value.shape)} with strides {list(value.stride())}; the graph relies on "
-                f"{list(view.shape)} with {None if wanted is None else list(wanted)}"
+                f"{node.target} gives the shape {list(value.shape)} with strides {list(value.stride())}; the graph needs "
+                f"{list(view.shape)} with strides {None if wanted is None else list(wanted)}"
             )
 
     def _value(self, node: Node, like: Any) -> Any:

@@ -45,7 +45,7 @@ def task_of(wanted: dict[str, str], device: Any) -> Task:
         op=op, dims={"arguments": wanted["arguments"]}, args=args, device=device, refused=op.refusals(device, op.problem(*args))
     )
     if task.problem_text != wanted["problem"]:
-        raise ValueError(f"drawn arguments make another problem: {task.problem_text}")
+        raise ValueError(f"arguments with these shapes and dtypes belong to another problem: {task.problem_text}")
     return task
 
 
@@ -79,7 +79,7 @@ def _search() -> None:
         firsts = [(c.impl, c.config, task.args) for task in fresh for c in planned(task, top=order["top"]).first]
         # Compiling for all problems at once keeps all cores busy. Each search then finds its kernels in Triton's cache.
         for done, _ in enumerate(compile_all(firsts, device, **limits)):
-            _say(progress=f"compiled {done + 1} of {len(firsts)} configs of {len(fresh)} problems")
+            _say(progress=f"compiled {done + 1} of {len(firsts)} configs for {len(fresh)} problems")
         with Measurer(_COMMAND, limit_s=limits["limit_s"]) as measurer:
             for place, task in enumerate(tasks):
                 _say(progress=f"measuring {task.op.name}, {place + 1} of {len(tasks)} problems")

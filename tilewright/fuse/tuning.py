@@ -159,5 +159,7 @@ def _searched(wanted: list[dict[str, Any]], top: int, limit_s: float, progress: 
             else:
                 answers.append(said)
     if process.returncode:
-        raise RuntimeError(f"tuning: the searching process ended with exit code {process.returncode}; its words are above")
+        raise RuntimeError(
+            f"tuning: the searching process ended with exit code {process.returncode}; its error output is above"
+        )
     return answers

@@ -36,6 +36,8 @@ aten = torch.ops.aten
 EXPORTED = Dialect(read=read, activation=activation_behind, view=is_view, parameters=True)
 """Graphs of torch.export: activations are one call each, weights are known."""
 
+_VIEW = "it only selects or rearranges elements, and computes nothing"
+"""The reason for views, and for calls that take a part of a value."""
 _CONSTANT_BYTES = 1 << 26
 """Limit in bytes. Constants with larger results are computed in every call, because they may be expanded tensors."""
 
@@ -74,7 +76,7 @@ class _Walk:
         if not node.users:
             return self._decide(node, "unread", False, "nothing reads its result")
         if self.dialect.parameters and self._constant(node):
-            return self._decide(node, "constant", True, "it depends on parameters alone, and is computed once")
+            return self._decide(node, "constant", True, "it depends only on parameters, so it is computed once")
         if self.dialect.view(node):
             return self._view(node)
         if node.target in BATCH_NORMS and self._offered(node) is None:
@@ -108,7 +110,7 @@ class _Walk:
         return value.numel() * value.element_size() <= _CONSTANT_BYTES
 
     def _view(self, node: Node) -> None:
-        self._decide(node, "view", True, "it says where elements stand")
+        self._decide(node, "view", True, _VIEW)
         source = node.args[0]
         tip = self.tips.get(source) if isinstance(source, Node) else None
         if tip is None:
@@ -158,7 +160,7 @@ class _Walk:
         ordered = sorted(inside, key=self.place.__getitem__)
         tip.group.chain += [*tip.views, *ordered]
         for node in ordered[:-1]:
-            self._decide(node, "inside", True, f"it is a part of {words}", tip.group)
+            self._decide(node, "inside", True, f"it is a part of an operation that is fused: {words}", tip.group)
         self._decide(step.node, kind, True, words, tip.group, 2 * _bytes(step.node))
         self._grow(Tip(tip.group, step.node, tip.columns))
         return None
@@ -203,9 +205,13 @@ class _Walk:
 
     def _leave(self, node: Node) -> None:
         if is_part(node) or is_view(node) or node.target is operator.getitem:
-            return self._decide(node, "view", True, "it says where elements stand")
+            return self._decide(node, "view", True, _VIEW)
         known = activation_of(node) is not None or node.target in (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
-        why = "there is no product or convolution before it that could fuse it" if known else "no operator here computes it"
+        why = (
+            "there is no product or convolution before it that could fuse it"
+            if known
+            else "no operator of tilewright computes it"
+        )
         self._decide(node, self.left, False, f"{node.target}: {why}")
 
     # ---- linears with the same input
@@ -214,7 +220,7 @@ class _Walk:
         self.plan.gates.append(gate)
         for node in gate.inside:
             self._decide(node, "inside", True, f"it is a part of the gated product {gate.groups[0].name}")
-        words = f"{gate.activation} in one product"
+        words = f"one matrix product that also computes {gate.activation}"
         self._decide(gate.node, "gate", True, words, gate.groups[0], 4 * _bytes(gate.node))
 
     def _merge(self, operands: tuple[Node, ...]) -> None:
@@ -245,7 +251,9 @@ class _Walk:
         for first, *others in self.plan.merges:
             names = ", ".join(g.name for g in others)
             saved = len(others) * _bytes(first.anchor.x)
-            self.plan.notes.append(_decision(first.name, "merge", others[-1].last, True, f"one product with {names}", saved))
+            self.plan.notes.append(
+                _decision(first.name, "merge", others[-1].last, True, f"one matrix product together with {names}", saved)
+            )
 
     def _decide(
         self, node: Node, kind: str, taken: bool, reason: str, group: Group | None = None, saved: int = 0

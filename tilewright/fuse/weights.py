@@ -91,7 +91,7 @@ class Weights:
         def each(operand: Any) -> Tensor:
             if not isinstance(operand, Node):
                 return ones * operand
-            assert fold.spread is not None, "a tensor's numbers belong to columns"
+            assert fold.spread is not None, "each number of the operand must belong to a column"
             value = self.double(operand)
             return fold.spread.vector(value.view(-1, *(1,) * (len(fold.spread.dims) - 2)) if norm else value)
 
@@ -100,8 +100,8 @@ class Weights:
             operand = each(fold.operands[0])
             return (operand, None) if fold.kind == "scale" else (ones, operand)
         scale, shift, mean, variance = (None if o is None else each(o) for o in fold.operands)
-        assert mean is not None, "a batch norm has running statistics"
-        assert variance is not None, "both of them"
+        assert mean is not None, "a batch norm must have a running mean"
+        assert variance is not None, "a batch norm must have a running variance"
         factor = (variance + fold.eps).rsqrt() * (ones if scale is None else scale)
         return factor, -mean * factor + (0 if shift is None else shift)
 
