@@ -55,8 +55,10 @@ class HostCopies:
             self._driver("cuMemHostUnregister", ctypes.c_void_p(address))
 
     def room(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8 on the device, not initialised."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        """[nbytes] uint8 on the device, not initialised. Waits until the current stream no longer uses this memory."""
+        room = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream(self.device).synchronize()  # the copies' stream does not wait for what used it before
+        return room
 
     def begin(self, copies: Iterable[tuple[int, int, int]]) -> torch.cuda.Event:
         """Begin copies; return the event of their end.
