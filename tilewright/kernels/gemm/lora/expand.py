@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from tilewright.hw.device import Device
 from tilewright.hw.roofline import Cost
@@ -40,6 +39,7 @@ from tilewright.kernels.gemm.lora.problem import (
     tile_at,
     tiles_of,
     used,
+    wait,
 )
 from tilewright.kernels.hopper.descriptors import card_of
 from tilewright.kernels.launch.pdl import launch_options, overlaps
@@ -209,7 +209,7 @@ def _expand_kernel(
         y_rows = y_ptr + row_start(tokens, y_row_stride, N)[:, None]
         if PDL:
             b = _b_block(b_ptr, column, r, stop, R, EVEN)
-            gdc_wait()
+            wait()
             y = _y_block(y_rows, column, held, stop, EVEN)
         else:
             y = _y_block(y_rows, column, held, stop, EVEN)
@@ -239,7 +239,7 @@ def _expand_kernel(
     elif PDL:
         # Otherwise a launch without adapters might end before the one that it follows.
         if tl.program_id(1) == 0:
-            gdc_wait()
+            wait()
 
 
 def _limit(config: Config, dtype: torch.dtype, width: int, even: bool) -> dict[str, int]:

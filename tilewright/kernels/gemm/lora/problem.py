@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 from tilewright.hw import env
 from tilewright.kernels.launch.shapes import next_pow2
@@ -23,6 +25,7 @@ __all__ = [
     "tile_at",
     "tiles_of",
     "used",
+    "wait",
 ]
 
 TILE = 16
@@ -93,6 +96,14 @@ def dot_width(rank: int) -> int:
 
 
 _COMPILED = tl.constexpr(not env.interpreting())
+
+
+@triton.jit
+def wait():
+    """Wait until the preceding launch has ended and its results are visible. Compiles to nothing for cards without PDL."""
+    if _COMPILED:
+        if cuda_capability_geq(9, 0):
+            gdc_wait()
 
 
 @triton.jit
