@@ -33,19 +33,19 @@ from tilewright.server.v2.heading import MAX_BODY_BYTES, Head, Heads, Request
 from tilewright.server.v2.noted import Noted
 from tilewright.server.v2.quick import JSON
 from tilewright.server.v2.relay import (
-    AGAIN,
-    ASK,
     CANCEL,
     CLOSED,
+    DEFINE_ANSWER,
+    DEFINE_REQUEST,
     END,
     EVICT,
     IDLE,
-    KNOW,
     MAX_KNOWN,
     PAIR,
     READY,
-    SAME,
-    TOLD,
+    REPEATED_ANSWERS,
+    REPEATED_REQUESTS,
+    REQUEST,
     Arrivals,
     Frames,
     frame,
@@ -68,7 +68,7 @@ class _Waiting(NamedTuple):
     done: Done
 
 
-_Words = tuple[str, str | None, bytes]
+_Content = tuple[str, str | None, bytes]
 """(path, length of the JSON if tensors follow it, body) of a request."""
 
 
@@ -89,15 +89,15 @@ class Front(Frames):
         self._loop = asyncio.get_running_loop()
         self._waiting = dict[int, _Waiting]()
         self._numbers = itertools.count()
-        self._seen = dict[_Words, None]()
-        """Words of requests that came once."""
-        self._known = dict[_Words, int]()
-        """Words that the server knows by a number."""
-        self._told = dict[int, bytes]()
+        self._seen = dict[_Content, None]()
+        """Contents of requests that came once."""
+        self._known_requests = dict[_Content, int]()
+        """Contents of requests that the server knows by a number."""
+        self._known_answers = dict[int, bytes]()
         """Bodies of answers that the server has given a number."""
         self._unsent = list[bytes]()
-        self._again = bytearray()
-        """Pairs of requests with known words, later than `_unsent`."""
+        self._pairs = bytearray()
+        """Pairs of requests with known contents, later than `_unsent`."""
         self._tasks = set[asyncio.Task[None]]()
         self.over = self._loop.create_future()
 
@@ -123,16 +123,16 @@ class Front(Frames):
 
     def say(self, message: bytes) -> None:
         """Send a message; those of one turn of the event loop are sent together."""
-        if not (self._unsent or self._again):
+        if not (self._unsent or self._pairs):
             self._loop.call_soon(self._send)
         self._end_pairs()
         self._unsent.append(message)
 
     def _end_pairs(self) -> None:
         """Let later messages come behind the pairs that are there."""
-        if self._again:
-            self._unsent.append(frame(AGAIN, body=bytes(self._again)))
-            self._again.clear()
+        if self._pairs:
+            self._unsent.append(frame(REPEATED_REQUESTS, body=bytes(self._pairs)))
+            self._pairs.clear()
 
     def _send(self) -> None:
         self._end_pairs()
@@ -143,20 +143,20 @@ class Front(Frames):
         """Answers of the server, or the end."""
         answers = list[tuple[int, int, bytes, bytes]]()
         for kind, number, text, body in self.messages(data):
-            if kind == SAME:
-                told = self._told
-                answers += [(one, 200, JSON, told[words]) for one, words in PAIR.iter_unpack(body)]
+            if kind == REPEATED_ANSWERS:
+                bodies = self._known_answers
+                answers += [(request, 200, JSON, bodies[known]) for request, known in PAIR.iter_unpack(body)]
             elif kind in (IDLE, EVICT):
                 self.say(answer(self.pool, kind, number))
-            elif kind == TOLD:
-                self._told[number] = body
+            elif kind == DEFINE_ANSWER:
+                self._known_answers[number] = body
             elif kind == END:
                 self._loop.create_task(self._end()).add_done_callback(lambda _: self.over.set_result(None))
             else:
                 answers.append((number, kind, text, body))
-        for number, *words in answers:
+        for number, *found in answers:
             if (one := self._waiting.pop(number, None)) is not None:
-                one.done(partial(one.noted.answer, *words), alone=len(answers) == 1)
+                one.done(partial(one.noted.answer, *found), alone=len(answers) == 1)
 
     async def _end(self) -> None:
         """Close all connections, those with an answer under way after it."""
@@ -212,29 +212,29 @@ class Front(Frames):
     def _begin(self, head: Head, body: bytes, client: str, done: Done) -> Callable[[], object]:
         number = next(self._numbers) & 0xFFFFFFFF
         self._waiting[number] = _Waiting(Noted(self._counts, head, client), done)
-        words = None if len(body) > MAX_KNOWN_BYTES else self._number((head.path, head.json_bytes, body))
-        if words is None:
-            self.say(frame(ASK, number, _named(head.path, head.json_bytes), body))
+        known = None if len(body) > MAX_KNOWN_BYTES else self._number((head.path, head.json_bytes, body))
+        if known is None:
+            self.say(frame(REQUEST, number, _named(head.path, head.json_bytes), body))
         else:
-            if not (self._unsent or self._again):
+            if not (self._unsent or self._pairs):
                 self._loop.call_soon(self._send)
-            self._again += PAIR.pack(number, words)
+            self._pairs += PAIR.pack(number, known)
         return partial(self._cancel, number)
 
-    def _number(self, words: _Words) -> int | None:
-        """The number by which the server knows the words of a request; None: they came for the first time."""
-        number = self._known.get(words)
+    def _number(self, content: _Content) -> int | None:
+        """The number by which the server knows the content of a request; None: it came for the first time."""
+        number = self._known_requests.get(content)
         if number is not None:
             return number
-        if words not in self._seen:
+        if content not in self._seen:
             if len(self._seen) >= MAX_KNOWN:
                 self._seen.clear()
-            self._seen[words] = None
+            self._seen[content] = None
             return None
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        number = self._known[words] = len(self._known)
-        self.say(frame(KNOW, number, _named(*words[:2]), words[2]))
+        if len(self._known_requests) >= MAX_KNOWN:
+            self._known_requests.clear()
+        number = self._known_requests[content] = len(self._known_requests)
+        self.say(frame(DEFINE_REQUEST, number, _named(*content[:2]), content[2]))
         return number
 
     def _cancel(self, number: int) -> None:

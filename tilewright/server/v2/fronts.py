@@ -28,20 +28,20 @@ from tilewright.server.metrics import HttpCounts
 from tilewright.server.v2.heading import Head, Heads, Request
 from tilewright.server.v2.quick import JSON, Pending, begin
 from tilewright.server.v2.relay import (
-    AGAIN,
-    ASK,
     CANCEL,
     CLOSED,
+    DEFINE_ANSWER,
+    DEFINE_REQUEST,
     END,
     EVICT,
     IDLE,
-    KNOW,
     MAX_KNOWN,
     MAX_MOVED_BYTES,
     PAIR,
     READY,
-    SAME,
-    TOLD,
+    REPEATED_ANSWERS,
+    REPEATED_REQUESTS,
+    REQUEST,
     Arrivals,
     Frames,
     frame,
@@ -53,7 +53,7 @@ __all__ = ["Fronts"]
 
 MOVES_AFTER = 3
 """Plain requests of a connection that the server answers itself: one that lives shortly is not worth moving."""
-AGAIN_S = 1.0
+RESTART_DELAY_S = 1.0
 """Pause before a front that ended is started again."""
 END_S = 12.0
 """Time for fronts to write their last answers, before they are killed."""
@@ -144,7 +144,7 @@ class Fronts:
         self.rooms.lost(link)
         if not self._closing:
             logger.error("a front process ended; another is started")
-            self._loop.call_later(AGAIN_S, self._start_one)
+            self._loop.call_later(RESTART_DELAY_S, self._start_one)
 
     async def returned(self, connection: socket.socket, data: bytes) -> None:
         """Go on with a connection that a front gives back."""
@@ -185,9 +185,9 @@ class _Link(Frames):
         self._open = dict[int, _Passed]()
         """Requests that are not answered."""
         self._keys = dict[bytes, _Key]()
-        self._known = dict[int, tuple[_Key, bytes]]()
-        """Number of a request's words -> its key and body."""
-        self._told = dict[bytes, int]()
+        self._known_requests = dict[int, tuple[_Key, bytes]]()
+        """Number of a request's content -> its key and body."""
+        self._known_answers = dict[bytes, int]()
         """Body of an answer -> the number by which the front knows it."""
         self._made = list[_Passed]()
         """Requests whose answers can be made."""
@@ -213,14 +213,14 @@ class _Link(Frames):
     def data_received(self, data: bytes) -> None:
         """Messages of the front."""
         for kind, number, text, body in self.messages(data):
-            if kind == AGAIN:
-                known = self._known
-                for asked, words in PAIR.iter_unpack(body):
-                    self._ask(asked, *known[words])
-            elif kind == ASK:
-                self._ask(number, self._key(text), body)
-            elif kind == KNOW:
-                self._known[number] = self._key(text), body
+            if kind == REPEATED_REQUESTS:
+                known = self._known_requests
+                for request, content in PAIR.iter_unpack(body):
+                    self._begin(request, *known[content])
+            elif kind == REQUEST:
+                self._begin(number, self._key(text), body)
+            elif kind == DEFINE_REQUEST:
+                self._known_requests[number] = self._key(text), body
             elif kind == CANCEL:
                 if (one := self._open.pop(number, None)) is not None:
                     one.give_up()
@@ -275,7 +275,7 @@ class _Link(Frames):
             found = self._keys[text] = _Key(head, self._fronts.counts.route(head.path))
         return found
 
-    def _ask(self, number: int, key: "_Key", body: bytes) -> None:
+    def _begin(self, number: int, key: "_Key", body: bytes) -> None:
         one, fronts = _Passed(self, number, key.route), self._fronts
         self._open[number] = one
         if fronts.draining():
@@ -296,17 +296,17 @@ class _Link(Frames):
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        made, sent, same, done, counts = self._made, list[bytes](), list[bytes](), 0, self._fronts.counts.requests
+        made, sent, repeated, done, counts = self._made, list[bytes](), list[bytes](), 0, self._fronts.counts.requests
         self._made = []
         try:
             for one in made:
                 done += 1
                 try:
                     if (body := one.again()) is not None:
-                        words = self._told.get(body)
-                        if words is None:
-                            words = self._tell(body, sent, same)
-                        same.append(PAIR.pack(one.number, words))
+                        known = self._known_answers.get(body)
+                        if known is None:
+                            known = self._define_answer(body, sent, repeated)
+                        repeated.append(PAIR.pack(one.number, known))
                         counts[one.route, 200] += 1
                     else:
                         status, headers, body = one.made()
@@ -320,20 +320,20 @@ class _Link(Frames):
             if done < len(made):
                 self._made = made[done:] + self._made
                 self._loop.call_soon(self._send)
-            if same:
-                sent.append(frame(SAME, body=b"".join(same)))
+            if repeated:
+                sent.append(frame(REPEATED_ANSWERS, body=b"".join(repeated)))
             assert self._stream is not None
             self._stream.write(b"".join(sent))
 
-    def _tell(self, body: bytes, sent: list[bytes], same: list[bytes]) -> int:
+    def _define_answer(self, body: bytes, sent: list[bytes], repeated: list[bytes]) -> int:
         """Tell the front the body of an answer; return the number by which it knows the body from now on."""
-        if same:  # these pairs have numbers that may begin again now
-            sent.append(frame(SAME, body=b"".join(same)))
-            same.clear()
-        if len(self._told) >= MAX_KNOWN:
-            self._told.clear()
-        number = self._told[body] = len(self._told)
-        sent.append(frame(TOLD, number, body=body))
+        if repeated:  # these pairs have numbers that may begin again now
+            sent.append(frame(REPEATED_ANSWERS, body=b"".join(repeated)))
+            repeated.clear()
+        if len(self._known_answers) >= MAX_KNOWN:
+            self._known_answers.clear()
+        number = self._known_answers[body] = len(self._known_answers)
+        sent.append(frame(DEFINE_ANSWER, number, body=body))
         return number
 
     def say(self, message: bytes) -> None:
@@ -373,5 +373,5 @@ class _Key(NamedTuple):
 def _head_of(key: bytes) -> Head:
     """The head that a front names by its path and the length of its JSON."""
     path, _, json_bytes = key.decode().partition("\0")
-    words = path.split("/")  # /v2/models/NAME[/versions/N]/infer
-    return Head(path, words[3], words[5] if len(words) > 5 else None, 0, json_bytes or None, None)
+    parts = path.split("/")  # /v2/models/NAME[/versions/N]/infer
+    return Head(path, parts[3], parts[5] if len(parts) > 5 else None, 0, json_bytes or None, None)

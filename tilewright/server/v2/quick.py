@@ -15,7 +15,7 @@ from tilewright.host.host import Answer, Host
 from tilewright.host.regions import INLINE_BYTES, Regions
 from tilewright.host.tensors import Wire
 from tilewright.host.version import Version
-from tilewright.host.waiting import Told
+from tilewright.host.waiting import WithCallback
 from tilewright.server.gate import Gate
 from tilewright.server.metrics import HttpCounts
 from tilewright.server.shortcut import Done, Short, Taken
@@ -92,7 +92,7 @@ def begin(host: Host, regions: Regions | None, head: Head, body: bytes | memoryv
     one.task.add_done_callback(one.ended)
 
 
-class Pending(Told):
+class Pending(WithCallback):
     """A request that is being answered."""
 
     __slots__ = ("asked", "found", "task", "version")

@@ -2,25 +2,27 @@
 
 A stream carries requests and answers, as frames: `FRAME`, then a text of at most 64 KiB, then a body.
 
-| kind       | from   | number              | text                                  | body                    |
-|------------|--------|---------------------|---------------------------------------|-------------------------|
-| ASK        | front  | of the request      | path, zero byte, length of the JSON   | of the request          |
-| KNOW       | front  | new, of these words | the same                              | the same                |
-| AGAIN      | front  |                     |                                       | pairs: request, words   |
-| CANCEL     | front  | of the request      |                                       |                         |
-| CLOSED     | front  |                     | reason, if the front ended it         |                         |
-| READY      | front  |                     |                                       |                         |
-| IDLE       | server | of a question       |                                       |                         |
-| IDLE       | front  | of the question     | since when a connection is idle       |                         |
-| EVICT      | server | of a question       |                                       |                         |
-| EVICT      | front  | of the question     | whether an idle connection was closed |                         |
-| a status   | server | of the request      | headers                               | of the answer           |
-| TOLD       | server | new, of these words |                                       | of an answer with JSON  |
-| SAME       | server |                     |                                       | pairs: request, words   |
-| END        | server |                     |                                       |                         |
+| kind              | from   | number         | text                                  | body                                  |
+|-------------------|--------|----------------|---------------------------------------|---------------------------------------|
+| REQUEST           | front  | the request    | path, zero byte, length of the JSON   | the body of the request               |
+| DEFINE_REQUEST    | front  | the new number | path, zero byte, length of the JSON   | the body of the request               |
+| REPEATED_REQUESTS | front  |                |                                       | pairs: request, number of its content |
+| CANCEL            | front  | the request    |                                       |                                       |
+| CLOSED            | front  |                | reason, if the front closed it        |                                       |
+| READY             | front  |                |                                       |                                       |
+| IDLE              | server | the question   |                                       |                                       |
+| IDLE              | front  | the question   | start time of the longest idle period |                                       |
+| EVICT             | server | the question   |                                       |                                       |
+| EVICT             | front  | the question   | whether an idle connection was closed |                                       |
+| a status          | server | the request    | headers                               | the body of the answer                |
+| DEFINE_ANSWER     | server | the new number |                                       | the body of a JSON answer             |
+| REPEATED_ANSWERS  | server |                |                                       | pairs: request, number of its answer  |
+| END               | server |                |                                       |                                       |
 
-Clients that leave their tensors in shared memory send the same words over and over, and get the same ones. So these cross the
-stream once; then a request and its answer are two numbers each, and those of one turn of the event loop are one frame.
+Clients that leave their tensors in shared memory send requests with the same content (path, length of the JSON, body) over and
+over, and get the same answers. So each such content and each such answer is sent only once, in a DEFINE message that gives it a
+number. Afterwards a request and its answer are a pair of numbers each, and the pairs of one turn of the event loop are sent in
+one frame.
 
 The other socket keeps the boundaries of packets. It carries connections: their files, with the bytes that came and are not
 answered yet.
@@ -32,20 +34,20 @@ import struct
 from collections.abc import Iterator
 
 __all__ = [
-    "AGAIN",
-    "ASK",
     "CANCEL",
     "CLOSED",
+    "DEFINE_ANSWER",
+    "DEFINE_REQUEST",
     "END",
     "EVICT",
     "IDLE",
-    "KNOW",
     "MAX_KNOWN",
     "MAX_MOVED_BYTES",
     "PAIR",
     "READY",
-    "SAME",
-    "TOLD",
+    "REPEATED_ANSWERS",
+    "REPEATED_REQUESTS",
+    "REQUEST",
     "Arrivals",
     "Frames",
     "frame",
@@ -55,10 +57,10 @@ __all__ = [
 FRAME = struct.Struct("<IIHH")
 """Bytes of the body, number, bytes of the text, kind."""
 PAIR = struct.Struct("<II")
-"""Number of a request, number of the words that it or its answer has."""
-ASK, CANCEL, CLOSED, READY, END, KNOW, AGAIN, TOLD, SAME, IDLE, EVICT = range(11)
+"""Number of a request, number of its content or of its answer."""
+REQUEST, CANCEL, CLOSED, READY, END, DEFINE_REQUEST, REPEATED_REQUESTS, DEFINE_ANSWER, REPEATED_ANSWERS, IDLE, EVICT = range(11)
 MAX_KNOWN = 1024
-"""Words of each kind that are remembered; then their numbers begin again."""
+"""Most contents of requests that have a number, and most answers. When they are all used, numbering starts again at 0."""
 MAX_MOVED_BYTES = 32 << 10
 """Most bytes in a packet with a connection."""
 MORE, LAST = b"+", b"."
